@@ -4,7 +4,8 @@
 * A run that is stored, resumes and survives failures: `KerasTrainer`; many runs: `sweep`; its resource needs: `plan`.
 * A custom train loop: `TensorflowTrainer`, `get_strategy`, `get_dataset`, `Position`, `ReportCallback`.
 * The model of a run: `load_model`, `export`; the events of a run: `run_events`.
-* Data and set-up: `Column`, `TensorflowConfig`, `on_chief`. Errors: `ConfigError`, `TrainingError`, `StoppedError`.
+* Data and set-up: `Column`, `TFData`, `TensorflowConfig`, `on_chief`.
+* Errors: `ConfigError`, `TrainingError`, `StoppedError`.
 
 Example:
     >>> import raytf
@@ -23,6 +24,7 @@ if TYPE_CHECKING:  # the names of `_PLACES`, for type checkers and editors
 
     from raytf.collectives.ring import keep_token as keep_token
     from raytf.data.columns import Column as Column
+    from raytf.data.tf_data import TFData as TFData
     from raytf.errors import ConfigError as ConfigError
     from raytf.errors import RaytfError as RaytfError
     from raytf.errors import StoppedError as StoppedError
@@ -50,6 +52,7 @@ if TYPE_CHECKING:  # the names of `_PLACES`, for type checkers and editors
 _PLACES = {
     "Column": "raytf.data.columns",
     "KerasTrainer": "raytf.train.keras_trainer",
+    "TFData": "raytf.data.tf_data",
     "TensorflowTrainer": "raytf.train.tensorflow_trainer",
     "TensorflowConfig": "raytf.runtime.settings",
     "ReportCallback": "raytf.worker.callbacks",

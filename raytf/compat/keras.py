@@ -36,6 +36,8 @@ from keras.src.trainers import compile_utils  # its CompileLoss is patched
 
 # Slices and checks of arrays as `fit` makes them, for a `fit` whose rows go to other processes.
 from keras.src.trainers.data_adapters import array_slicing, data_adapter_utils
+from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter  # a PyDataset as `fit` reads it
+from keras.src.trainers.data_adapters.tf_dataset_adapter import make_class_weight_map_fn  # `fit`'s weights of classes
 from keras.src.trainers.epoch_iterator import EpochIterator  # base of this backend's, whose constructor is passed over
 from keras.src.utils import tracking  # lists and dicts of layers, which travel by value
 from keras.src.utils.backend_utils import DynamicBackend  # random layers hold one
@@ -50,6 +52,7 @@ __all__ = [
     "EpochIterator",
     "Functional",
     "LossFunctionWrapper",
+    "PyDatasetAdapter",
     "TFOptimizer",
     "added_to_masks",
     "array_slicing",
@@ -64,6 +67,7 @@ __all__ = [
     "get_keras_mask",
     "is_default",
     "loss_module",
+    "make_class_weight_map_fn",
     "make_default_seed",
     "make_node_key",
     "not_wrapped",

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import random
 import threading
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
+from tensorflow.python.data.ops.cache_op import gen_dataset_ops  # where layers of datasets are made
 from tensorflow.python.data.ops.iterator_ops import OwnedIterator  # the wait for a batch is measured around its methods
 from tensorflow.python.distribute import distribute_lib, mirrored_run  # a merge call of one replica is a plain call
 from tensorflow.python.distribute.ps_values import AggregatingVariable  # variables that replicas share
@@ -31,6 +33,7 @@ from tensorflow.python.trackable.data_structures import (
     TrackableDataStructure as TrackedStructure,  # lists, dicts and tuples that are attributes of a module: pickled
 )
 
+from raytf.compat.patching import patched, replacing
 from raytf.compat.versions import uses
 
 __all__ = [
@@ -92,6 +95,51 @@ def functions_of(dataset) -> list:
 def reshuffles(dataset) -> bool:
     """Returns whether a dataset is a shuffle with another order in each iteration; nothing public tells."""
     return bool(getattr(dataset, "_reshuffle_each_iteration", False))
+
+
+@uses("tensorflow.python.eager.context:Context._seed", "tensorflow.python.eager.context:Context._rng")
+@contextlib.contextmanager
+def global_seed(seed: int) -> Iterator[None]:
+    """Within it `tf.random`'s global seed is this one; `set_seed` would drop how far others have drawn."""
+    here = context.context()
+    before = here._seed, getattr(here, "_rng", None)
+    here._seed, here._rng = seed, random.Random(seed)
+    try:
+        yield
+    finally:
+        here._seed, here._rng = before
+
+
+# What makes the layers that may run in another order than they say.
+_making = threading.RLock()
+_PARALLEL = ("parallel_map_dataset_v2", "parallel_interleave_dataset_v4", "parallel_batch_dataset")
+
+
+@contextlib.contextmanager
+def making_alike(caches: list) -> Iterator[None]:
+    """Datasets that are made within it keep their order, whatever `deterministic=` says, and take caches from a list.
+
+    Args:
+        caches: in memory, in the order in which `Dataset.cache()` is called; those that are missing are added.
+    """
+    taken, mine = iter(range(1 << 30)), threading.get_ident()
+
+    def cache(original, name=None):
+        if threading.get_ident() != mine or not tf.executing_eagerly():  # of each dataset that a function makes, one
+            return original(name)
+        number = next(taken)
+        if number == len(caches):
+            caches.append(gen_dataset_ops.anonymous_memory_cache())
+        return caches[number].handle
+
+    def in_order(original, *args, **kwargs):
+        return original(*args, **kwargs | ({"deterministic": "true"} if threading.get_ident() == mine else {}))
+
+    with _making, contextlib.ExitStack() as ends:
+        for name, function in {"dummy_memory_cache": cache, **dict.fromkeys(_PARALLEL, in_order)}.items():
+            new = replacing(getattr(gen_dataset_ops, name), function)
+            ends.enter_context(patched(gen_dataset_ops, name, new))
+        yield
 
 
 @uses(

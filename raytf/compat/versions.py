@@ -86,4 +86,4 @@ def explain(error: ImportError) -> None:
 def warning() -> str:
     """The line that says that versions are used which are not tested."""
     found = shown(untested())
-    return f"raytf: {found} is not tested with raytf ({tested()} are); it was checked here, and training goes on"
+    return f"raytf: {found} is not tested with raytf ({tested()} are); it was checked here, and training continues"

@@ -17,6 +17,7 @@ from raytf.data.reader import Reader, StreamReader, open_reader
 from raytf.data.sampling import Sampling, row_seeds
 from raytf.data.stored import StoredDataset
 from raytf.data.streamed import StreamedDataset
+from raytf.data.tf_data import TFData
 from raytf.errors import ConfigError
 from raytf.runtime.topology import Shard
 
@@ -82,6 +83,11 @@ class Feed:
     def order(self) -> dict[str, int | str | bool]:
         """Returns the settings that decide which rows a step has, see `BatchSpec.order`."""
         return self._batch.order(self._order)
+
+    @property
+    def row_bytes(self) -> float:
+        """About how many bytes a row takes."""
+        return self.shape.row_bytes
 
     def set_epoch(self, epoch: int, first_step: int = 0) -> None:
         """Sets the epoch of all further iterators, and the first step of the next one."""
@@ -187,6 +193,32 @@ class Feed:
             self._chunk = (number, chunk), (epoch, rows, self._positions(epoch, chunk, rows))
         epoch, rows, whole = self._chunk[1]
         return self._arrays(epoch, number, chunk, rows, whole, slice(first - begin, first - begin + count))
+
+
+def open_feed(
+    dataset,
+    batch: BatchSpec,
+    sampling: Sampling,
+    shard: Shard = Shard(),  # noqa: B008 - it is frozen
+    *,
+    name: str = "train",
+    strategy: tf.distribute.Strategy | None = None,
+    told: dict | None = None,
+    **more,
+):
+    """The `Feed` of a worker, or its `pipeline.PipelineFeed`.
+
+    Args:
+        dataset: a `StoredDataset`, a `StreamedDataset` or a `TFData`.
+        batch, sampling, shard, more: see `Feed`.
+        name: of the dataset, for sentences.
+        strategy, told: see `PipelineFeed.agree`.
+    """
+    if isinstance(dataset, TFData):
+        from raytf.data.pipeline import PipelineFeed  # with Keras 3, which a worker with Keras 2 does without
+
+        return PipelineFeed(dataset, sampling, shard, name).agree(strategy, told)
+    return Feed(dataset, batch, sampling, shard, **more)
 
 
 def _rows_from(tensor, first: tf.Tensor):

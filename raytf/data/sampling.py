@@ -125,6 +125,8 @@ def differences(was: Mapping, now: Mapping) -> str:
         now: The current `Feed.order`.
     """
     names = [name for name in dict.fromkeys([*now, *was]) if now.get(name) != was.get(name)]
+    if not names and now.get("goes_on") == "epoch":
+        return "the pipeline may have a state of its own"
     return ", ".join(f"{name} {now.get(name)}, was {was.get(name)}" for name in names)
 
 

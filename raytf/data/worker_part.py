@@ -64,19 +64,12 @@ def cut(dataset: tf.data.Dataset, strategy: tf.distribute.Strategy, worker: int)
     """
     devices, replicas = local_replicas(strategy), strategy.num_replicas_in_sync
 
-    def part(batch, index):
-        leaves = [leaf for leaf in tf.nest.flatten(batch) if hasattr(leaf, "shape")]
-        rows = _row_count(leaves[0])
-        edges = [(number * (rows // replicas) + tf.minimum(number, rows % replicas)) for number in (index, index + 1)]
-        return tf.nest.map_structure(lambda leaf: _rows_between(leaf, *edges), batch)
-
     indices = [tf.constant(worker * devices + i, tf.int64) for i in range(devices)]
-    whole = lambda batch: batch[0] if len(batch) == 1 else batch
     if devices == 1:
-        return mark_worker_part(dataset.map(lambda *batch: part(whole(batch), indices[0])))
+        return mark_worker_part(dataset.map(lambda *batch: part_of(batch, indices[0], replicas)))
 
     def parts(*batch):
-        made = [tf.data.Dataset.from_tensors(part(whole(batch), index)) for index in indices]
+        made = [tf.data.Dataset.from_tensors(part_of(batch, index, replicas)) for index in indices]
         return functools.reduce(tf.data.Dataset.concatenate, made)
 
     mixed = dataset.flat_map(parts)  # reads a generator only once
@@ -85,7 +78,21 @@ def cut(dataset: tf.data.Dataset, strategy: tf.distribute.Strategy, worker: int)
     return strategy.distribute_datasets_from_function(lambda _: mixed)
 
 
-def _row_count(leaf) -> tf.Tensor:
+def part_of(batch: tuple, index: tf.Tensor, count: int):
+    """A contiguous part of a batch's rows, as `topology.share` has it; there may be none in it.
+
+    Args:
+        batch: what a map of a dataset is called with.
+        index, count: which of how many parts; the index is int64.
+    """
+    batch = batch[0] if len(batch) == 1 else batch
+    rows = row_count(next(leaf for leaf in tf.nest.flatten(batch) if hasattr(leaf, "shape")))
+    edges = [(number * (rows // count) + tf.minimum(number, rows % count)) for number in (index, index + 1)]
+    return tf.nest.map_structure(lambda leaf: _rows_between(leaf, *edges), batch)
+
+
+def row_count(leaf) -> tf.Tensor:
+    """Rows of a tensor, which may be sparse or ragged: int64."""
     if isinstance(leaf, tf.SparseTensor):
         return leaf.dense_shape[0]
     return tf.cast(leaf.nrows(), tf.int64) if isinstance(leaf, tf.RaggedTensor) else tf.shape(leaf, tf.int64)[0]

@@ -1,7 +1,8 @@
-"""`raytf.fit`, `evaluate` and `predict`: several workers for an existing model. Driver side."""
+"""`raytf.fit`, `evaluate` and `predict`: several workers for a model that is already there. Driver side."""
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
@@ -20,8 +21,10 @@ from raytf.compat import keras_objects
 from raytf.compat.keras import make_default_seed
 from raytf.compat.ray_configs import resources_per_worker
 from raytf.console.phases import phases
-from raytf.data import sampling
+from raytf.data import ingest, pipeline, sampling
 from raytf.data.columns import ColumnSpecs
+from raytf.data.sampling import Sampling
+from raytf.data.tf_data import TFData
 from raytf.errors import ConfigError
 from raytf.fitting import arrays as arrays_module
 from raytf.fitting import tf_data
@@ -31,9 +34,10 @@ from raytf.fitting.predictor import named
 from raytf.runtime.topology import per_replica_batch
 from raytf.storage import run_folder
 from raytf.train import arguments as checks
+from raytf.worker.checkpoint_every import Every
 
 _BATCH = 32
-# Bytes of predictions that a worker sends at once.
+# Of predictions that a worker hands over at once.
 _CHUNK_BYTES = 32 << 20
 
 
@@ -81,20 +85,22 @@ def fit(
     Args:
         model: A compiled `keras.Model`, built outside of any `tf.distribute` strategy.
         x: NumPy arrays, tensors, pandas or Arrow tables (as matrices), or lists and dicts of these as the model takes
-            them, each of shape (rows, ...); a finite `tf.data.Dataset` of batches; or rows whose columns `features` and
-            `labels` name: a table, a path of Parquet files, or a `ray.data.Dataset`.
+            them, each of shape (rows, ...); a finite `tf.data.Dataset` of batches, which is read once in this process;
+            a `raytf.TFData`, whose function makes a `tf.data.Dataset` on the workers; or rows whose columns `features`
+            and `labels` name: a table, a path of Parquet files, or a `ray.data.Dataset`.
         y: Labels, in the forms of `x`, or None where `x` contains them.
         batch_size: Rows of the **global** batch, an int of at least the number of workers; 32 by default.
         epochs: Index of the epoch to end with, at least 1.
         verbose: 0 prints nothing. Else a line per epoch is printed, and a live line in terminals.
         callbacks: List of Keras callbacks. They run on every worker; only the chief writes files.
         validation_split: Share of the last rows of arrays that is used for validation, 0 to 1.
-        validation_data: `(x, y)`, `(x, y, sample_weight)`, or rows with the columns of `x`.
+        validation_data: `(x, y)`, `(x, y, sample_weight)`, a `raytf.TFData`, or rows with the columns of `x`.
         shuffle: Whether the order of rows changes in each epoch. It is the same on any number of workers.
-        class_weight: Dict of weights by class, for arrays.
+        class_weight: Dict of weights by class, for arrays and a `raytf.TFData`.
         sample_weight: Array of weights by row, or the name of a column.
         initial_epoch: Index of the first epoch, from 0.
-        steps_per_epoch: Number of batches of an epoch. Other values are refused: each row is used once an epoch.
+        steps_per_epoch: Number of batches of an epoch, for a `raytf.TFData`. Else it must be the number of batches, as
+            each row is used once an epoch.
         validation_steps: Number of batches of a validation, at least 1; all by default.
         validation_batch_size: Rows of a batch of the validation; `batch_size` by default.
         validation_freq: Number of epochs between validations, or a list of epochs.
@@ -136,25 +142,15 @@ def fit(
     workers, run_config = _workers(num_workers, scaling_config, run_config)
     drops = False
     if isinstance(x, tf.data.Dataset):
-        other_arguments = {
-            "y": y,
-            "batch_size": batch_size,
-            "sample_weight": sample_weight,
-            "class_weight": class_weight,
-        }
+        others = {"y": y, "batch_size": batch_size, "sample_weight": sample_weight, "class_weight": class_weight}
         once = name is None and _is_one_epoch(epochs, initial_epoch)
-        content = tf_data.rows_of(x, "x", other_arguments, once)
-        (x, y, sample_weight), batch_size, shuffle, drops = (
-            content.parts,
-            content.batch,
-            content.shuffles,
-            content.drops,
-        )
+        found = tf_data.rows_of(x, "x", others, once)
+        (x, y, sample_weight), batch_size, shuffle, drops = found.parts, found.batch, found.shuffles, found.drops
     if isinstance(validation_data, tf.data.Dataset):
-        other_arguments = {"validation_batch_size": validation_batch_size}
-        content = tf_data.rows_of(validation_data, "validation_data", other_arguments)
-        validation_data, validation_batch_size = content.parts, content.batch
-        if content.drops:
+        others = {"validation_batch_size": validation_batch_size}
+        found = tf_data.rows_of(validation_data, "validation_data", others)
+        validation_data, validation_batch_size = found.parts, found.batch
+        if found.drops:
             raise ConfigError(
                 "validation_data must hold the same rows in each epoch",
                 "a shuffle, and a batch that drops the remainder",
@@ -178,9 +174,13 @@ def fit(
     parts = {"train": arrays_module.of(x, y, sample_weight, class_weight, features, labels)}
     if validation_data is not None:
         parts["validation"] = _validation(validation_data, sample_weight, features, labels)
-        if validation_steps is not None:
-            parts["validation"] = parts["validation"].head(validation_steps * validation_batch)
-    _check_steps(steps_per_epoch, parts["train"], batch, drops)
+        parts["validation"] = _steps(parts["validation"], validation_steps, validation_batch)
+    if isinstance(x, TFData):
+        parts["train"] = _steps(parts["train"], steps_per_epoch, batch)
+    else:
+        _check_steps(steps_per_epoch, parts["train"], batch, drops)
+    parts = {n: _looked(part, {"train": batch}.get(n, validation_batch), n, verbose) for n, part in parts.items()}
+    goes_on = getattr(getattr(parts["train"].dataset, "looked", None), "goes_on", "step")
     keeping = Keeping.of(name, storage, checkpoint_every, resume)
     with Call(model, workers, run_config, parts, keeping, phases(bool(verbose))) as call:
         call.verify = verify
@@ -188,12 +188,12 @@ def fit(
         order = "full" if shuffle else "none"
         call.build("fit")
         call.pack(users)
-        order_arguments = {"initial_epoch": initial_epoch, "shuffle": order} | (
-            {"drop_remainder": True} if drops else {}
-        )
-        seed, more = call.going_on(make_default_seed(), batch, order_arguments, bool(verbose))
+        told = {"initial_epoch": initial_epoch, "shuffle": order} | ({"drop_remainder": True} if drops else {})
+        seed, more = call.going_on(make_default_seed(), batch, told, bool(verbose))
         arguments = {"epochs": epochs, "initial_epoch": initial_epoch, "validation_freq": validation_freq}
-        more |= {"heals": workers.num_workers > 1, "nan": nan}
+        more |= {"heals": workers.num_workers > 1 and goes_on == "step", "nan": nan}
+        if goes_on == "epoch" and checkpoint_every == "auto" and keeping is not None:
+            more["every"] = Every()
         work = call.work("fit", batches, seed, order, arguments, drops, **more)
         return call.fit(work, users, verbose)
 
@@ -219,7 +219,7 @@ def evaluate(
 
     Args:
         model: A compiled `keras.Model`.
-        x: Features, as in `raytf.fit`.
+        x: Features, or a `raytf.TFData`, as in `raytf.fit`.
         y: Labels, as in `raytf.fit`.
         batch_size: Rows of the **global** batch; 32 by default.
         verbose: 0 shows nothing; else terminals show what the call waits for.
@@ -251,23 +251,20 @@ def evaluate(
     _check_model(model, "evaluate")
     workers, run_config = _workers(num_workers, scaling_config, run_config)
     if isinstance(x, tf.data.Dataset):
-        other_arguments = {"y": y, "batch_size": batch_size, "sample_weight": sample_weight}
-        content = tf_data.rows_of(x, "x", other_arguments, once=True)
-        (x, y, sample_weight), batch_size = content.parts, content.batch
+        others = {"y": y, "batch_size": batch_size, "sample_weight": sample_weight}
+        found = tf_data.rows_of(x, "x", others, once=True)
+        (x, y, sample_weight), batch_size = found.parts, found.batch
     batch = _check_batch(batch_size, workers, "batch_size")
     users = _callbacks(callbacks)
-    data = arrays_module.of(x, y, sample_weight, None, features, labels)
-    if steps is not None:
-        validation.check_whole("steps", steps, 1)
-        data = data.head(steps * batch)
+    data = _looked(_steps(arrays_module.of(x, y, sample_weight, None, features, labels), steps, batch), batch, "train")
     with Call(
         model, workers, run_config, {"train": data}, phases=phases(bool(verbose), only_in_terminals=True)
     ) as call:
         call.build("evaluate")
         call.pack(users)
-        (reports,) = call.reports(call.work("evaluate", {"train": batch}, make_default_seed(), "none", {}))
-        call.objects.assign(reports[0]["values"])
-        logs = reports[0]["logs"]
+        (told,) = call.reports(call.work("evaluate", {"train": batch}, make_default_seed(), "none", {}))
+        call.objects.assign(told[0]["values"])
+        logs = told[0]["logs"]
         return logs if return_dict else keras_objects.in_order(model, logs)
 
 
@@ -319,13 +316,16 @@ def predict(
         raise ConfigError("raytf.predict takes no callbacks", repr(callbacks), "Use model.predict for them")
     workers, run_config = _workers(num_workers, scaling_config, run_config)
     if isinstance(x, tf.data.Dataset):
-        content = tf_data.rows_of(x, "x", {"batch_size": batch_size}, once=True)
-        x, batch_size = content.parts[0], content.batch
+        found = tf_data.rows_of(x, "x", {"batch_size": batch_size}, once=True)
+        x, batch_size = found.parts[0], found.batch
     batch = _check_batch(batch_size, workers, "batch_size")
-    data = arrays_module.of(x, None, None, None, features, None)
-    if steps is not None:
-        validation.check_whole("steps", steps, 1)
-        data = data.head(steps * batch)
+    if isinstance(x, TFData):
+        raise ConfigError(
+            "raytf.predict gives a prediction for each row, in order, of arrays or a ray.data.Dataset",
+            "a raytf.TFData",
+            "Pass arrays, or use a raytf.Predictor in ray.data.Dataset.map_batches",
+        )
+    data = _steps(arrays_module.of(x, None, None, None, features, None), steps, batch)
     with Call(
         model, workers, run_config, {"train": data}, phases=phases(bool(verbose), only_in_terminals=True)
     ) as call:
@@ -333,39 +333,39 @@ def predict(
         call.pack(())
         chunk = max(1, int(_CHUNK_BYTES / max(1.0, row_bytes * batch / workers.num_workers)))
         work = call.work("predict", {"train": batch}, make_default_seed(), "none", {}, chunk_steps=chunk)
-        chunks = (_in_order(reports) for reports in call.reports(work))
+        chunks = (_in_order(told) for told in call.reports(work))
         if data.table is None:
             return _as_dataset(chunks)
         chunks = [chunk for chunk in chunks if chunk is not None]
         like = chunks[0][0]
         whole = [np.concatenate(parts) for parts in zip(*(flat for _, flat in chunks), strict=True)]
-        return tree.map_structure(lambda index: whole[index], like)
+        return tree.map_structure(lambda place: whole[place], like)
 
 
 # ------------------------------------------------------------------------------------------ predictions
 
 
 def _in_order(told: list[dict]) -> tuple[Any, list[np.ndarray]] | None:
-    """Returns (the outputs' structure of indices, an array for each index) of all workers' steps."""
+    """(the outputs' structure of places, an array for each place) of the steps that all workers hand over."""
     flat: list[list[np.ndarray]] = []
-    for step in zip(*(report["parts"] for report in told), strict=True):
+    for step in zip(*(one["parts"] for one in told), strict=True):
         flat += [arrays for rows, arrays in step if rows]
     if not flat:
         return None
-    like = next(report["like"] for report in told if report["like"] is not None)
+    like = next(one["like"] for one in told if one["like"] is not None)
     return like, [np.concatenate(parts) for parts in zip(*flat, strict=True)]
 
 
 def _as_dataset(chunks):
-    """Returns a `ray.data.Dataset` of predictions."""
+    """A `ray.data.Dataset` of predictions."""
     refs = []
     for chunk in chunks:
         if chunk is None:
             continue
         like, flat = chunk
         made = {
-            name: pa.array(flat[index]) if flat[index].ndim == 1 else ArrowTensorArray.from_numpy(flat[index])
-            for name, index in sorted(named(like).items(), key=lambda pair: pair[1])
+            name: pa.array(flat[place]) if flat[place].ndim == 1 else ArrowTensorArray.from_numpy(flat[place])
+            for name, place in sorted(named(like).items(), key=lambda pair: pair[1])
         }
         refs.append(ray.put(pa.table(made)))
     return ray.data.from_arrow_refs(refs)
@@ -474,16 +474,37 @@ def _check_steps(steps_per_epoch, data: arrays_module.Data, batch: int, drops: b
 
 
 def _callbacks(callbacks) -> list:
-    users = list(callbacks) if isinstance(callbacks, (list, tuple)) else [] if callbacks is None else [callbacks]
-    validation.check_callbacks(users)
-    for callback in users:
+    found = list(callbacks) if isinstance(callbacks, (list, tuple)) else [] if callbacks is None else [callbacks]
+    validation.check_callbacks(found)
+    for callback in found:
         if not isinstance(callback, keras.callbacks.Callback):
             raise ConfigError(
                 "callbacks must be a list of Keras callbacks",
                 f"a {type(callback).__name__}",
                 "Make objects of their classes",
             )
-    return users
+    return found
+
+
+def _steps(data: arrays_module.Data, steps: int | None, batch: int) -> arrays_module.Data:
+    """The first steps of rows alone."""
+    if steps is None:
+        return data
+    validation.check_whole("steps", steps, 1)
+    if isinstance(data.dataset, TFData):
+        return dataclasses.replace(data, dataset=dataclasses.replace(data.dataset, steps_per_epoch=int(steps)))
+    return data.head(steps * batch)
+
+
+def _looked(data: arrays_module.Data, batch: int, name: str, verbose: str | int = 0) -> arrays_module.Data:
+    """A pipeline with what is seen of it."""
+    source = data.dataset
+    if not isinstance(source, TFData):
+        return data
+    source = dataclasses.replace(source, looked=pipeline.look(source, Sampling(global_batch=batch), name))
+    if verbose:
+        print(ingest.describe(name, source, "none"))
+    return dataclasses.replace(data, dataset=source)
 
 
 def _validation(given, sample_weight, features, labels) -> arrays_module.Data:

@@ -1,6 +1,7 @@
-"""Worker side of `raytf.fit`, `evaluate` and `predict`: a model comes from the driver, and returns to it.
+"""What a worker does for `raytf.fit`, `evaluate` and `predict`: a model came from the driver, and goes back there.
 
-The model and its traced functions stay in the process between calls, so that a second call starts at once.
+The model stays in the process between two calls, with the functions that were traced for it, so that a second call
+makes its first step at once.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from raytf.data.batch_spec import BatchSpec
 from raytf.data.sampling import Sampling
 from raytf.data.stored import StoredDataset
 from raytf.data.streamed import StreamedDataset
+from raytf.data.tf_data import TFData
 from raytf.parallel import model_optimizers
 from raytf.runtime.topology import Shard
 from raytf.storage import step_folders
@@ -29,13 +31,13 @@ from raytf.worker.callback_state import CallbackStates
 from raytf.worker.checkpoint_every import Every
 from raytf.worker.ending import StopTraining
 
-# The current model: its key, itself, its objects, its input wait, and its predict function.
+# Of the model that is here: its key, itself, its objects, how long its steps wait, and the function that predicts.
 _kept: dict[str, Any] = {}
-# Ends that measurement. Functions that were traced for a model hold its variable.
+# Ends the measurement of that. Functions that were traced for a model hold its variable.
 _measuring = contextlib.ExitStack()
-# The state after the last complete epoch, for the driver if the training does not complete.
+# What the driver learns if the training does not come to its end: the state after the last epoch that had ended.
 _last: dict[str, Any] = {}
-# Number of workers that hold a copy of these weights, so that the loss of one worker loses nothing.
+# Each holds a copy of the weights for that, so that the loss of one worker loses nothing.
 HOLD_LAST = 2
 
 
@@ -44,11 +46,11 @@ class Sending:
     """A model on its way to the workers.
 
     Args:
-        key: Identifies the model.
-        data: Result of `transport.write`, or None if the workers have it.
-        values: Values of its variables.
-        settings: Keras's settings in the driver.
-        folder: The driver's current folder.
+        key: tells models from each other.
+        data: of `transport.write`, or None where the workers have it.
+        values: of its variables.
+        settings: of Keras in the driver.
+        folder: the driver's current one.
     """
 
     key: str
@@ -63,11 +65,11 @@ class FitDataset:
     """A dataset on its way to the workers.
 
     Args:
-        dataset, batch, sampling: Arguments of `feed.Feed`.
-        structure: Structure of the tensors, see `arrays.Data`.
+        dataset, batch, sampling: see `feed.Feed`.
+        structure: see `arrays.Data`.
     """
 
-    dataset: StoredDataset | StreamedDataset
+    dataset: StoredDataset | StreamedDataset | TFData
     batch: BatchSpec
     sampling: Sampling
     structure: tuple | None = None
@@ -75,22 +77,22 @@ class FitDataset:
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """The work of the workers in one call.
+    """What workers are to do.
 
     Args:
         do: "fit", "evaluate" or "predict".
-        model: The model, or its key.
-        callbacks: Result of `transport.write` that refers to the model's objects.
-        rows: Datasets by name: "train", "validation".
-        seed: Seed of all random numbers.
-        arguments: Arguments of Keras's method.
-        steps_per_execution: The model's own value.
-        board: A `progress.Board`, or None.
-        chunk_steps: Number of steps after which predictions are sent.
-        every: Schedule of mid-epoch checkpoints; None: no checkpoints.
-        identity: Identity of the training, for its checkpoints.
-        heals: Whether a lost worker is replaced in place, if possible.
-        nan: Reaction to a loss that is NaN or infinite, see `epoch_checks.EpochChecks`.
+        model: see there.
+        callbacks: of `transport.write` with what the model's objects are.
+        rows: by name: "train", "validation".
+        seed: of everything that is random.
+        arguments: of the method of Keras.
+        steps_per_execution: the model's own.
+        board: a `progress.Board`, or None.
+        chunk_steps: steps after which predictions are handed over.
+        every: when checkpoints within epochs are kept; None: none at all.
+        identity: what tells the training from others, for its checkpoints.
+        heals: a worker that is lost is replaced in place, where that can be done.
+        nan: what to do about a loss that is no number, see `epoch_checks.EpochChecks`.
     """
 
     do: str
@@ -109,21 +111,21 @@ class Work:
 
 
 class FitWorker(GroupWorker):
-    """A worker that keeps its model after a call."""
+    """A worker that keeps its model when a call has ended."""
 
 
 def run(session, config: dict[str, Any]) -> int | None:
-    """Runs the loop of a `worker_group.TrialRun`; reports the results to the driver.
+    """The loop of a `worker_group.TrialRun`; reports what the driver waits for.
 
     Returns:
-        The steps after which a training ended on request; None if it is complete.
+        The steps after which a training was told to end; None where all is done.
     """
     import keras
 
     from raytf.worker import context
 
     work: Work = config["work"]
-    with contextlib.suppress(OSError):  # another host may not have it
+    with contextlib.suppress(OSError):  # another host need not have it
         os.chdir(work.model.folder)
     distribution = context.get_strategy()
     model, sent = _model(work.model, distribution)
@@ -134,13 +136,12 @@ def run(session, config: dict[str, Any]) -> int | None:
 
 
 def _trace_anew(model, work: Work) -> None:
-    """Drops the graphs of a kept model if the rows' shapes changed: with two shapes they would lose the rank."""
-    specs = {
-        name: (dataset.structure, dataset.batch.features, dataset.batch.labels) for name, dataset in work.rows.items()
-    }
-    previous = _kept["specs"].get(work.do)
+    """Drops the graphs of a model that stays where rows have other shapes: of two shapes they would know no rank."""
+    seen = lambda dataset: dataset.looked.spec if isinstance(dataset, TFData) else None
+    specs = {n: (of.structure, of.batch.features, of.batch.labels, seen(of.dataset)) for n, of in work.rows.items()}
+    before = _kept["specs"].get(work.do)
     _kept["specs"][work.do] = repr(specs)
-    if previous is not None and previous != repr(specs):
+    if before is not None and before != repr(specs):
         model.train_function = model.test_function = None
         _kept.pop("predict", None)
 
@@ -152,7 +153,7 @@ def _model(sending: Sending, distribution):
     from raytf.worker.input_wait import measure_input_wait
 
     if sending.data is None and _kept.get("key") == sending.key:
-        transport.apply_settings(sending.settings)  # Keras keeps some of them per thread
+        transport.apply_settings(sending.settings)  # Keras keeps some for each thread
         _kept["sent"].assign(sending.values)
         return _kept["model"], _kept["sent"]
     if sending.data is None:
@@ -169,16 +170,19 @@ def _model(sending: Sending, distribution):
     return model, sent
 
 
-def _dataset(rows: FitDataset, session):
-    """Returns (the feed, its dataset in the model's structure)."""
-    from raytf.data.feed import Feed
+def _dataset(work: Work, name: str, session, place: ReplacementState | None = None):
+    """(the feed, its dataset in the structure that the model takes)."""
+    from raytf.data.feed import open_feed
+    from raytf.worker import context
 
-    feed = Feed(rows.dataset, rows.batch, rows.sampling, Shard(session.rank, session.size))
+    rows, told = work.rows[name], None if place is None else place.agreed.get(f"feed {name}")
+    shared = {"name": name, "strategy": context.get_strategy(), "told": told}
+    feed = open_feed(rows.dataset, rows.batch, rows.sampling, Shard(session.rank, session.size), **shared)
     return feed, structured(feed.dataset(), rows.structure)
 
 
 def structured(dataset, structure: tuple | None):
-    """Returns a feed's dataset in the user's structure."""
+    """A feed's dataset in the user's structure."""
     from keras import tree
 
     if structure is None:
@@ -191,7 +195,7 @@ def structured(dataset, structure: tuple | None):
             tree.map_structure(lambda name, part=part: part[name], names)
             for names, part in zip(structure, parts, strict=True)
         )
-        # Keras interprets a single tuple or list as (x, y)
+        # Keras takes a tuple or list that stands alone for (x, y)
         return parts if len(parts) > 1 or isinstance(parts[0], tuple) else parts[0]
 
     return dataset.map(pack)
@@ -204,31 +208,31 @@ def _fit(session, work: Work, model, sent, distribution) -> int | None:
     everything = sent.joined(own)
     _last.clear()
     with session.checkpoint() as folder:
-        replacement_state = healing.here.place
-        if replacement_state is not None:
-            own.assign(replacement_state.agreed["own"])
-        history = _trained(session, work, model, users, own, everything, folder, replacement_state)
+        place = healing.here.place
+        if place is not None:
+            own.assign(place.agreed["own"])
+        history = _trained(session, work, model, users, own, everything, folder, place)
     if isinstance(history, StopTraining):
         return history.step
     totals = _totals(model, everything)
     _last.clear()
-    report = {"values": everything.values() | totals if session.rank == 0 else None, "ended": True}
-    report |= {"built": _built(model, everything), "history": (dict(history.history), list(history.epoch))}
-    report["params"] = {k: v for k, v in (history.params or {}).items() if isinstance(v, (int, float, str, type(None)))}
-    report["changed"] = bool(report["built"]) or _plain_attributes(model) != _kept["plain"]
+    told = {"values": everything.values() | totals if session.rank == 0 else None, "ended": True}
+    told |= {"built": _built(model, everything), "history": (dict(history.history), list(history.epoch))}
+    told["params"] = {k: v for k, v in (history.params or {}).items() if isinstance(v, (int, float, str, type(None)))}
+    told["changed"] = bool(told["built"]) or _plain_attributes(model) != _kept["plain"]
     if session.rank == 0:
-        report["callbacks"], report["lost"] = transport.write_attributes(users, everything)
-    session.report(report, None)
+        told["callbacks"], told["lost"] = transport.write_attributes(users, everything)
+    session.report(told, None)
 
 
 def _trained(session, work: Work, model, users, own, everything, folder: str | None, place: ReplacementState | None):
-    """Returns the history of a training, or the `StopTraining` that ended it.
+    """The history of a training; the `StopTraining` that it was told to end by.
 
     Args:
-        users, own: Callbacks, and the objects that came with them.
-        everything: These, and those of the model.
-        folder: Folder of the checkpoint to resume from, or None.
-        place: State of the lost worker that this one replaces, or None.
+        users, own: callbacks, and the objects that came with them.
+        everything: these, and those of the model.
+        folder: of the checkpoint to go on from, or None.
+        place: of a lost worker that this one takes, or None.
     """
     import keras
     import numpy as np
@@ -237,23 +241,24 @@ def _trained(session, work: Work, model, users, own, everything, folder: str | N
     from raytf.worker import callbacks, epoch_checks, figures, replacement
     from raytf.worker import steps_per_execution as steps_per_execution_module
 
-    feed, dataset = _dataset(work.rows["train"], session)
-    validation_data = [_dataset(work.rows[name], session) for name in work.rows if name != "train"]
+    given = {name: _dataset(work, name, session, place) for name in work.rows}
+    feed, dataset = given["train"]
+    others = [pair for name, pair in given.items() if name != "train"]
     looking = any(callbacks_module.looks_at_batches(c) for c in users)
-    if model.steps_per_execution != work.steps_per_execution and looking:  # chosen by an earlier call
+    if model.steps_per_execution != work.steps_per_execution and looking:  # what an earlier call has chosen
         model.steps_per_execution = work.steps_per_execution
         model.make_train_function(force=True)
-    shared_state = {} if place is None else place.agreed
+    told = {} if place is None else place.agreed
     if place is not None:
-        model.steps_per_execution = shared_state["steps_per_execution"]
-    kept = _Kept(session, work, model, users, feed, folder, place, validates=bool(validation_data))
-    execution = steps_per_execution_module.ExecutionCallback(users, shared_state.get("execution"))
+        model.steps_per_execution = told["steps_per_execution"]
+    kept = _Kept(session, work, model, users, feed, folder, place, [its for its, _ in others])
+    execution = steps_per_execution_module.ExecutionCallback(users, told.get("execution"))
     checks = epoch_checks.EpochChecks(work.nan, users, session.rank, session.size)
-    other_callbacks = [execution, kept.position, *users, checks, *kept.around]
+    around = [execution, kept.position, *users, checks, *kept.around]
     batch, waited = feed.global_batch, _kept["waited"]
     if session.rank == 0 and work.board is not None:
-        other_callbacks.append(callbacks.ProgressCallback(work.board, batch, waited))
-    other_callbacks += figures.of_run(None, kept.position, batch, session.rank, session.size, users, waited)
+        around.append(callbacks.ProgressCallback(work.board, batch, waited))
+    around += figures.of_run(None, kept.position, batch, session.rank, session.size, users, waited)
 
     class EpochReport(keras.callbacks.Callback):
         """Holds each epoch's state for a driver that interrupts the next one, or whose training fails in it."""
@@ -266,17 +271,18 @@ def _trained(session, work: Work, model, users, own, everything, folder: str | N
                 history = self.model.history
                 own = {number: np.array(value) for number, value in everything.values().items()}  # a step changes them
                 built = {
-                    name: (kind, trained, list(map(np.array, values)))
-                    for name, (kind, trained, values) in _built(model, everything).items()
+                    name: (kind, by, list(map(np.array, of)))
+                    for name, (kind, by, of) in _built(model, everything).items()
                 }
                 _last.update(values=own, built=built)
                 _last["history"] = (dict(history.history), list(history.epoch))
             session.report({}, None)
 
     agreed = {"execution": execution, "own": _Values(own)}
+    agreed |= {f"feed {name}": its for name, (its, _) in given.items() if hasattr(its, "told")}
     if kept.steps:
         agreed["kept"] = kept.steps[0]
-    arguments, first_callbacks, last_callbacks = kept.going_on()
+    arguments, before, after = kept.going_on()
     survivable = replacement.survivable(
         work.heals, model, kept.position, kept.report, agreed, feed.order, session, users
     )
@@ -284,12 +290,12 @@ def _trained(session, work: Work, model, users, own, everything, folder: str | N
         with survivable:
             history = model.fit(
                 dataset,
-                validation_data=validation_data[0][1] if validation_data else None,
+                validation_data=others[0][1] if others else None,
                 callbacks=[
                     replacement.First(),
-                    *first_callbacks,
-                    *other_callbacks,
-                    *last_callbacks,
+                    *before,
+                    *around,
+                    *after,
                     kept.report,
                     EpochReport(),
                     *kept.steps,
@@ -299,18 +305,18 @@ def _trained(session, work: Work, model, users, own, everything, folder: str | N
                 shuffle=False,  # the feed does
                 **arguments,
             )
-    except StopTraining as stop:
-        return stop
+    except StopTraining as ended:
+        return ended
     kept.complete(history)
     return history
 
 
-# Attributes that Keras and raytf change in a training.
+# What Keras and raytf change in a training.
 _OF_A_TRAINING = ("built", "run_eagerly", "steps_per_execution", "stop_training", "stop_evaluating", "stop_predicting")
 
 
 def _plain_attributes(model) -> dict[tuple[int, str], Any]:
-    """Returns layers' plain attributes besides variables: a training that changes them leaves a different model."""
+    """Numbers and words that layers hold beside their variables: a training that changes them leaves another model."""
     return {
         (i, name): value
         for i, layer in enumerate(keras_objects.layers_of(model))
@@ -322,13 +328,13 @@ def _plain_attributes(model) -> dict[tuple[int, str], Any]:
 
 
 def last_epoch() -> dict:
-    """Returns this worker's state after the last complete epoch; empty if there is none."""
+    """What this worker holds of the last epoch that had ended; empty where none had."""
     return dict(_last)
 
 
 @dataclass(frozen=True)
 class _Values:
-    """The values of objects' variables, for a replacement worker."""
+    """The values of objects' variables, for a worker that takes a lost one's place."""
 
     objects: Any
 
@@ -340,32 +346,30 @@ class _Values:
 
 
 class _Kept:
-    """The state to resume a training from, and the checkpoints of a named one.
+    """What a training goes on with, and what keeps checkpoints of one that has a name.
 
     Args:
-        session, work, model: Those of the training.
-        users: Its callbacks.
-        feed: The feed of its rows.
-        folder: Folder of the checkpoint to resume from, or None.
-        place: State of the lost worker that this one replaces, or None.
-        validates: Whether a validation separates an epoch's last step from its end.
+        session, work, model: of the training.
+        users: its callbacks.
+        feed: of its rows.
+        folder: of the checkpoint to go on from, or None.
+        place: of a lost worker that this one takes, or None.
+        others: the feeds of the validation.
 
     Attributes:
-        position: Counts the steps.
-        report: The callback that tracks the epochs, and saves their ends.
-        around, steps: Callbacks after the user's, and after all others.
+        position: counts the steps.
+        report: the callback that follows the epochs, and keeps their ends.
+        around, steps: callbacks behind the user's, and behind all others.
     """
 
-    def __init__(
-        self, session, work: Work, model, users, feed, folder, place: ReplacementState | None, validates: bool
-    ):
+    def __init__(self, session, work: Work, model, users, feed, folder, place: ReplacementState | None, others: list):
         from raytf.worker import callbacks, within_epoch
 
         self._session, self._work, self._model, self._feed = session, work, model, feed
         self._folder, self._place = folder, place
         self._first = work.arguments["initial_epoch"]
         self._state = state = checkpoint.read_state(folder) if folder else None
-        self.position = callbacks.FeedCallback(feed, state.step if state else 0)
+        self.position = callbacks.FeedCallback(feed, state.step if state else 0, others)
         self.around: list = []
         self.steps: list = []
         self._states = CallbackStates(users)
@@ -386,19 +390,19 @@ class _Kept:
         )
         if not named:
             return
-        chief = {"chief": session.rank == 0, "order": feed.order, "validates": validates}
+        chief = {"chief": session.rank == 0, "order": feed.order, "validates": bool(others)}
         chief["told"] = None if place is None else place.agreed["kept"]
         self.steps = [
             within_epoch.StepCheckpointCallback(work.every, session.keep, self.position, self.report, **chief)
         ]
 
     def _keep(self, metrics: dict, moment) -> None:
-        """Saves the end of an epoch in the same way as its steps."""
+        """Keeps the end of an epoch as the steps within it are kept."""
         if self._session.rank == 0:
             self._session.keep(step_folders.name_of(moment.state.step), moment.model, moment.parts())
 
     def going_on(self) -> tuple[dict, list, list]:
-        """Returns (arguments of `fit`, callbacks before and after the others)."""
+        """(arguments of `fit`, callbacks before and behind the others)."""
         from raytf.worker import fit
 
         state, arguments = self._state, dict(self._work.arguments)
@@ -407,13 +411,11 @@ class _Kept:
         state = dataclasses.replace(state, epoch=self._first + state.epoch)
         arguments["initial_epoch"] = arguments["epochs"] if state.stopped else state.epoch
         order = self._feed.order
-        first_callbacks, last_callbacks = fit.resumed(
-            self._folder, state, self._states, self.position, order, place=self._place
-        )
-        return arguments, first_callbacks, last_callbacks
+        before, after = fit.resumed(self._folder, state, self._states, self.position, order, place=self._place)
+        return arguments, before, after
 
     def complete(self, history) -> None:
-        """Restores earlier epochs in a history if no epoch was left to train."""
+        """Gives a history the epochs of before, where none was left to do."""
         from raytf.worker import callbacks
 
         if self._state is not None and not history.epoch:
@@ -421,20 +423,20 @@ class _Kept:
 
 
 def _nothing(metrics: dict, moment) -> None:
-    """Reports nothing: `EpochReport` already reports to the driver."""
+    """What is reported of an epoch, but to the driver."""
 
 
 def _built(model, everything) -> dict[str, tuple[str, list[int], list]]:
-    """Returns optimizers built on this worker by name: (class, numbers of trained variables, variables' values)."""
+    """The optimizers that were built here: (class, numbers of what each trains, its variables' values), by name."""
     from raytf.fitting import transport
 
-    optimizers = {}
+    found = {}
     for name, optimizer in model_optimizers.of(model).items():
         new = [v for v in optimizer.variables if id(v) not in everything.numbers]
         if new and optimizer.built:
             trained = [everything.numbers.get(id(v)) for v in keras_objects.trained_by(optimizer)]
-            optimizers[name] = type(optimizer).__name__, trained, [transport.value_of(v) for v in optimizer.variables]
-    return optimizers
+            found[name] = type(optimizer).__name__, trained, [transport.value_of(v) for v in optimizer.variables]
+    return found
 
 
 def _evaluate(session, work: Work, model, sent, distribution) -> None:
@@ -442,23 +444,23 @@ def _evaluate(session, work: Work, model, sent, distribution) -> None:
 
     users, _ = transport.read(work.callbacks, known=sent)
     logs = model.evaluate(
-        _dataset(work.rows["train"], session)[1], callbacks=list(users), verbose=0, return_dict=True, **work.arguments
+        _dataset(work, "train", session)[1], callbacks=list(users), verbose=0, return_dict=True, **work.arguments
     )
-    report = {"logs": {k: _plain(v) for k, v in logs.items()}, "values": _totals(model, sent), "ended": True}
-    session.report(report, None)
+    told = {"logs": {k: _plain(v) for k, v in logs.items()}, "values": _totals(model, sent), "ended": True}
+    session.report(told, None)
 
 
 def _totals(model, sent) -> dict:
-    """Returns the metrics' variables summed over all workers, by number; collective: every worker must call it."""
+    """The values of the metrics' variables over all workers, by number; every worker calls it."""
     from raytf.collectives import communicator
     from raytf.fitting import transport
     from raytf.parallel import metrics
 
     if communicator.many_replicas(model.distribute_strategy):
-        totals = [(v, total.numpy()) for v, total in metrics.synchronize(model)]
+        found = [(v, total.numpy()) for v, total in metrics.synchronize(model)]
     else:
-        totals = [(v, transport.value_of(v)) for v in model.metrics_variables]
-    return {sent.numbers[id(v)]: value for v, value in totals if id(v) in sent.numbers}
+        found = [(v, transport.value_of(v)) for v in model.metrics_variables]
+    return {sent.numbers[id(v)]: value for v, value in found if id(v) in sent.numbers}
 
 
 def _plain(value):
@@ -469,19 +471,19 @@ def _plain(value):
 
 
 def _predict(session, work: Work, model, sent, distribution) -> None:
-    """Predicts this worker's rows of each step, alone; the driver orders the results.
+    """Each worker its rows of each step, alone; the driver puts them in order.
 
-    A model's own `predict` ends in Keras's, which all workers call together, even without rows. It gives each of them
-    the rows of all, and the chief sends these.
+    A `predict` of the model's own ends in Keras', which all workers call together, also those without a row, and which
+    gives each of them the rows of all: the chief hands these over.
     """
     import numpy as np
     from keras import tree
 
-    _, dataset = _dataset(work.rows["train"], session)
+    _, dataset = _dataset(work, "train", session)
     step = _predict_function(model, distribution)
     together = _predicts_itself(model) and session.size > 1
     parts: list[list] = []
-    like = None  # the structure of the outputs, with the index of each
+    like = None  # the structure of the outputs, with the number of each
     for done, batch in enumerate(dataset, 1):
         rows = int(tree.flatten(batch)[0].shape[0])
         outputs = step(batch) if rows or together else None
@@ -498,7 +500,7 @@ def _predict(session, work: Work, model, sent, distribution) -> None:
 
 
 def _predicts_itself(model) -> bool:
-    """Whether the model overrides `predict`, with its own use of the rows."""
+    """Whether the model has a `predict` of its own, which knows what to make of the rows."""
     import keras
 
     return type(model).predict is not keras.Model.predict

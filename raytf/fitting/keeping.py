@@ -16,6 +16,7 @@ from typing import Any
 from ray.train import Checkpoint, RunConfig
 
 from raytf import logs, validation
+from raytf.data.tf_data import TFData
 from raytf.errors import ConfigError
 from raytf.fitting.arrays import Data
 from raytf.identity import canonical, fingerprint, same_run
@@ -139,7 +140,9 @@ def identity(model, parts: Mapping[str, Data], rows: Mapping[str, int], batch: i
     """
     data = {}
     for name, part in parts.items():
-        if part.table is None:
+        if isinstance(part.dataset, TFData):
+            data[name] = fingerprint.of_pipeline(part.dataset)
+        elif part.table is None:
             data[name] = fingerprint.of_dataset(part.dataset, rows[name])
         else:
             content = fingerprint.of_table(part.table)

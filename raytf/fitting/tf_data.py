@@ -1,4 +1,4 @@
-"""Reads the rows of a `tf.data.Dataset` once, if every reading gives the same rows in any order."""
+"""A `tf.data.Dataset` to rows: read once, where every reading gives the same rows, or the same in another order."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from raytf.compat.tensorflow import dropping_batch, functions_of, inputs_of, reshuffles
+from raytf.compat.tensorflow import dropping_batch, inputs_of, reshuffles
+from raytf.data.dataset_graph import draws, is_unknown, kind, operations
 from raytf.errors import ConfigError, in_a_line
 
 _CHANCE = ("RandomDataset", "SampleFromDatasets", "DirectedInterleaveDataset")
-_UNKNOWN = ("PyFunc", "EagerPyFunc", "PyFuncStateless", "GeneratorDataset")
-# Operations that give the same rows for any order of their input.
+# What gives the same rows, whatever order they come in.
 _PASSING = {
     *("MapDataset", "ParallelMapDataset", "FilterDataset", "FlatMapDataset", "PrefetchDataset", "OptionsDataset"),
     *("BatchDataset", "ParallelBatchDataset", "PaddedBatchDataset", "UnbatchDataset"),
@@ -23,19 +23,19 @@ _PASSING = {
     *("InterleaveDataset", "ParallelInterleaveDataset", "VariantDataset", "AssertCardinalityDataset"),
     *("IgnoreErrorsDataset", "DenseToRaggedDataset", "DenseToSparseBatchDataset", "UniqueDataset"),
 }
-# Operations allowed after `cache`, which keeps an order only if it is read to its end.
+# What may stand after `cache`, which keeps an order only if it is read to its end.
 _READING_ALL = _PASSING | {"SkipDataset"}
 
 
 @dataclass(frozen=True)
 class DatasetContent:
-    """The content of a dataset.
+    """What a dataset gave.
 
     Args:
         parts: (x, y, sample weights).
-        batch: Rows of a batch.
-        shuffles: Whether each epoch has another order.
-        drops: Whether each epoch drops a smaller last batch, of other rows each time.
+        batch: rows of a batch.
+        shuffles: whether each epoch has another order.
+        drops: whether each epoch leaves out a smaller last batch, of other rows each time.
     """
 
     parts: tuple
@@ -48,15 +48,15 @@ def rows_of(dataset: tf.data.Dataset, name: str, others: Mapping[str, Any], once
     """Reads the rows of a dataset.
 
     Args:
-        dataset: A dataset of batches of one size, except the last.
-        name: Its name, for messages.
-        others: Further arguments by name that the dataset itself defines.
-        once: Whether Keras would read it once, too: then this reading counts, in its order.
+        dataset: of batches of one size, but for the last.
+        name: of it, for sentences.
+        others: arguments beside it that a dataset says itself, by name.
+        once: whether Keras would read it once, too: then what it gives this time counts, in its order.
 
     Raises:
-        ConfigError: It is infinite, gives other rows each time, or holds types without array form.
+        ConfigError: it has no end, gives other rows each time, or holds what arrays cannot.
     """
-    if given := [argument for argument, value in others.items() if value is not None]:
+    if given := [other for other, value in others.items() if value is not None]:
         raise ConfigError(f"{name} is a tf.data.Dataset, which says that itself", ", ".join(given), "Leave it out")
     shuffles = not once and _check_same(dataset, name)
     dataset, drops = _whole(dataset) if shuffles else (dataset, None)
@@ -64,7 +64,7 @@ def rows_of(dataset: tf.data.Dataset, name: str, others: Mapping[str, Any], once
         raise ConfigError(
             f"{name} must be a tf.data.Dataset that ends, as every row comes once an epoch",
             "one that repeats for ever",
-            "Leave .repeat() out",
+            "Leave .repeat() out, or pass raytf.TFData(make_dataset, steps_per_epoch=...)",
         )
     parts: list[list[np.ndarray]] = []
     sizes = []
@@ -99,47 +99,45 @@ def _one_size(sizes: list[set], name: str) -> int:
         raise ConfigError(f"{name} must hold rows", "an empty tf.data.Dataset", "Check what it is made from")
     if any(len(size) != 1 for size in sizes):
         raise _refused(name, "elements that are no batches", "Use .batch(...)")
-    counts = [next(iter(size)) for size in sizes]
-    if len(set(counts[:-1]) | {counts[0]}) > 1 or counts[-1] > counts[0]:
+    found = [next(iter(size)) for size in sizes]
+    if len(set(found[:-1]) | {found[0]}) > 1 or found[-1] > found[0]:
         raise _refused(
-            name, f"batches of {', '.join(map(str, sorted(set(counts))))} rows", "Use .batch(...) once, at the end"
+            name, f"batches of {', '.join(map(str, sorted(set(found))))} rows", "Use .batch(...) once, at the end"
         )
-    return int(counts[0])
+    return int(found[0])
 
 
 def _check_same(dataset, name: str) -> bool:
     """Returns whether readings differ in their order.
 
     Raises:
-        ConfigError: Two readings may give different rows.
+        ConfigError: two readings may give different rows.
     """
     layers = list(_layers(dataset, ()))
-    operations = {operation for layer, _ in layers for operation in _operations(layer)}
-    kinds = {_kind(layer) for layer, _ in layers}
+    found = {operation for one, _ in layers for operation in operations(one)}
+    kinds = {kind(one) for one, _ in layers}
     chance = sorted(k for k in kinds if k in _CHANCE)
-    chance += sorted(o for o in operations if _draws(o))
+    chance += sorted(o for o in found if draws(o))
     rule = f"{name}, a tf.data.Dataset, is read once, so it must give the same rows each time"
     if chance:
         raise ConfigError(
             rule,
             f"chance in it ({', '.join(chance)})",
-            "Put random layers (keras.layers.RandomFlip, ...) into the model, or use KerasTrainer(map=...)",
+            "Put random layers (keras.layers.RandomFlip, ...) into the model, or pass raytf.TFData(make_dataset)",
         )
-    if any(o in _UNKNOWN for o in operations | kinds):
+    if any(map(is_unknown, found | kinds)):
         raise ConfigError(
             rule,
             "Python code in it (from_generator, py_function), of which that is not known",
-            "Pass arrays, or a ray.data.Dataset that maps the code over rows; .cache() keeps what one reading gives",
+            "Pass raytf.TFData(make_dataset); or .cache() it, which keeps what one reading gives",
         )
-    shuffles = [later_layers for layer, later_layers in layers if reshuffles(layer)]
-    refused = {_kind(layer) for later_layers in shuffles for layer in later_layers if _kind(layer) not in _PASSING}
-    refused |= {
-        "a batch that drops the remainder, not at the end" for later_layers in shuffles if _drops_within(later_layers)
-    }
-    if refused:
+    shuffles = [after for one, after in layers if reshuffles(one)]
+    wrong = {kind(one) for after in shuffles for one in after if kind(one) not in _PASSING}
+    wrong |= {"a batch that drops the remainder, not at the end" for after in shuffles if _drops_within(after)}
+    if wrong:
         raise ConfigError(
             rule,
-            f"a shuffle that gives other rows to {', '.join(sorted(refused))} each time",
+            f"a shuffle that gives other rows to {', '.join(sorted(wrong))} each time",
             "Put .shuffle(...) after it, before .batch(...); or shuffle(..., reshuffle_each_iteration=False), which "
             "takes the same rows in each epoch",
         )
@@ -147,32 +145,22 @@ def _check_same(dataset, name: str) -> bool:
 
 
 def _layers(dataset, after: tuple) -> Iterator[tuple]:
-    """Yields each dataset that is read again in each epoch, with those after it."""
+    """Yields each dataset that is read anew in each epoch, with those that come after it."""
     yield dataset, after
-    if _kind(dataset) == "CacheDataset" and all(_kind(source) in _READING_ALL for source in after):
+    if kind(dataset) == "CacheDataset" and all(kind(one) in _READING_ALL for one in after):
         return
-    for source in inputs_of(dataset):
-        yield from _layers(source, (*after, dataset))
-
-
-def _kind(dataset) -> str:
-    return type(dataset).__name__.lstrip("_")
-
-
-def _draws(operation: str) -> bool:
-    """Whether an operation of a function gives other results each time."""
-    random = operation.startswith(("Random", "Stateful")) and not operation.startswith("StatefulPart")
-    return random or operation.startswith(("ShuffleDataset", "ShuffleAndRepeat"))
+    for one in inputs_of(dataset):
+        yield from _layers(one, (*after, dataset))
 
 
 def _drops_within(after: tuple) -> bool:
-    """Whether a batch drops rows at a location that `_whole` does not check; `after` begins with the last dataset."""
-    dropping = [i for i, layer in enumerate(after) if dropping_batch(layer) is not None]
+    """Whether a batch drops rows in another place than `_whole` looks at; `after` begins with the last dataset."""
+    dropping = [i for i, one in enumerate(after) if dropping_batch(one) is not None]
     if not dropping:
         return False
     first = dropping[0]
-    padded = _kind(after[first]) == "PaddedBatchDataset"
-    return len(dropping) > 1 or padded or any(_kind(layer) not in _LAST for layer in after[:first])
+    padded = kind(after[first]) == "PaddedBatchDataset"
+    return len(dropping) > 1 or padded or any(kind(one) not in _LAST for one in after[:first])
 
 
 _LAST = ("PrefetchDataset", "OptionsDataset")
@@ -181,18 +169,10 @@ _LAST = ("PrefetchDataset", "OptionsDataset")
 def _whole(dataset) -> tuple[tf.data.Dataset, int | None]:
     """Returns a dataset with the last batch that it drops, and the size of a batch if it drops any."""
     batch = dataset
-    while _kind(batch) in _LAST:
+    while kind(batch) in _LAST:
         (batch,) = inputs_of(batch)
     size = dropping_batch(batch)
     if size is None:
         return dataset, None
     (rows,) = inputs_of(batch)
     return rows.batch(size), size
-
-
-def _operations(dataset) -> Iterator[str]:
-    """Yields the kinds of operations in a dataset's functions, and in functions that these call."""
-    for function in functions_of(dataset):
-        definition = function.function.graph.as_graph_def(add_shapes=False)
-        for node in (*definition.node, *(n for f in definition.library.function for n in f.node_def)):
-            yield node.op

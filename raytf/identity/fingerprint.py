@@ -177,6 +177,13 @@ def of_dataset(dataset, rows: int) -> dict[str, Any]:
     }
 
 
+def of_pipeline(source) -> dict[str, Any]:
+    """What is known of a `raytf.TFData`: its function with the values that it reads, not the files; as `of_dataset`."""
+    names = ("make_dataset", "shards_itself", "rows", "steps_per_epoch", "class_weight")
+    told = {name: described(getattr(source, name)) for name in names}
+    return {"rows": 0, "sources": [], "operations": [told]}
+
+
 def _operation(operator) -> dict[str, Any]:
     found: dict[str, Any] = {"class": type(operator).__name__}
     for name in ("fn", "fn_args", "fn_kwargs", "fn_constructor_args", "fn_constructor_kwargs", "limit", "key", "seed"):

@@ -14,6 +14,7 @@ from ray.train import RunConfig, ScalingConfig
 from raytf import validation
 from raytf.compat import legacy_keras
 from raytf.compat.ray_configs import resources_per_worker
+from raytf.data.tf_data import TFData
 from raytf.errors import ConfigError
 from raytf.identity import same_run
 from raytf.parameter_server.servers import ServerSpec
@@ -75,6 +76,9 @@ _READS = {
     ("pyarrow", "Table"): "ray.data.from_arrow(table)",
     ("numpy", "ndarray"): "ray.data.from_numpy(array), or train arrays with raytf.fit",
     ("datasets", "Dataset"): "ray.data.from_huggingface(dataset)",
+    ("tensorflow", "DatasetV2"): "raytf.TFData(make_dataset) of the function that makes it",
+    ("keras", "PyDataset"): "raytf.TFData(make_dataset) of a function that makes it",
+    ("builtins", "function"): "raytf.TFData(make_dataset)",
     ("builtins", "str"): "ray.data.read_parquet(path)",
     ("builtins", "list"): "ray.data.from_items(rows)",
 }
@@ -85,6 +89,46 @@ def as_dataset(given) -> str:
     kinds = [(kind.__module__.partition(".")[0], kind.__name__) for kind in type(given).__mro__]
     found = next((_READS[kind] for kind in kinds if kind in _READS), None)
     return f"Use {found or 'one of ray.data.read_... and from_..., or train it with raytf.fit'}"
+
+
+def check_pipelines(trainer) -> bool:
+    """Whether the datasets of a KerasTrainer are `raytf.TFData`.
+
+    Raises:
+        ConfigError: some are, and others not; or an argument has no meaning for them.
+    """
+    given = {name: one for name, one in trainer.datasets.items() if isinstance(one, TFData)}
+    if not given:
+        return False
+    if len(given) < len(trainer.datasets):
+        raise ConfigError(
+            "The datasets of a trainer are Ray Datasets, or all of them raytf.TFData",
+            ", ".join(f"{name!r} of type {type(one).__name__}" for name, one in trainer.datasets.items()),
+            "Make all of one kind",
+        )
+    for one in given.values():
+        one.check_pickles()
+    asked = {name: spec for name, spec in {**trainer.batch.roles, "map": trainer.batch.map}.items() if spec is not None}
+    asked |= {name: its for name in ("shuffle", "materialize") if (its := getattr(trainer, name)) != "auto"}
+    asked |= {} if trainer.dataset_config is None else {"dataset_config": trainer.dataset_config}
+    if asked:
+        raise ConfigError(
+            "A raytf.TFData gives features, labels and weights itself, read, mapped and shuffled",
+            ", ".join(asked),
+            "Leave it out, and do it in the function",
+        )
+    wrong = {
+        "parameter servers": trainer.num_ps or trainer.strategy == "parameter_server",
+        "TPUs": trainer.scaling_config.use_tpu or trainer.strategy == "tpu",
+        "elastic_batch='scale'": trainer.elastic_batch == "scale",
+    }
+    if found := [name for name, value in wrong.items() if value]:
+        raise ConfigError(
+            "Batches of a raytf.TFData are cut for workers on CPUs or GPUs that train in step, and follow batch_size",
+            ", ".join(found),
+            "Use ray.data.Dataset for these",
+        )
+    return True
 
 
 @dataclasses.dataclass(frozen=True)

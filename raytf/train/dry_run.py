@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Mapping
 
 import psutil
 from ray import cloudpickle
@@ -19,6 +20,7 @@ from raytf.compat.patching import patched
 from raytf.data.batch_spec import BatchSpec
 from raytf.data.sampling import Sampling
 from raytf.data.stored import StoredDataset
+from raytf.data.tf_data import Looked, TFData
 from raytf.errors import ConfigError, UnsupportedVersionError, plain
 from raytf.identity import canonical, config_keys, fingerprint
 from raytf.identity.config_keys import AccessTrackingConfig
@@ -37,7 +39,11 @@ _LABELS, _MAPPED_ROWS = 65_536, 32
 
 
 def inspect(
-    pickled: bytes, block: StoredDataset, rows: int | None = None, order: verify.Order | None = None
+    pickled: bytes,
+    block: StoredDataset | TFData,
+    rows: int | None = None,
+    order: verify.Order | None = None,
+    validation: TFData | None = None,
 ) -> ConfigError | UnsupportedVersionError | Tried:
     """What is wrong with the model or the columns, for the driver to raise; else what the model is.
 
@@ -46,16 +52,17 @@ def inspect(
     Args:
         pickled: (build_model, config, the `batch_spec.BatchSpec`, keys of the config that are to be read, callbacks or
             None), by cloudpickle.
-        block: a block of the training data.
+        block: a block of the training data, or a pipeline.
         rows: of the steps that are measured, or None for no figures.
         order: how two workers are compared with one device meanwhile, or None.
+        validation: a pipeline that is looked at, too.
     """
     block = block.here()
     warning = _in_a_copy(_look_at_versions) if versions.untested() else None
     if isinstance(warning, Exception):
         return warning
     running = None if order is None else verify.begin(verify.trial_of(pickled, block, order))
-    said = _tried(pickled, block, rows, warning)
+    said = _tried(pickled, block, rows, warning, validation)
     if running is None:
         return said
     if not isinstance(said, Tried):
@@ -68,7 +75,9 @@ def inspect(
     return dataclasses.replace(said, proof=proof, running=running if proof is None else None)
 
 
-def _tried(pickled: bytes, block: StoredDataset, rows: int | None, warning: str | None) -> ConfigError | Tried:
+def _tried(
+    pickled: bytes, block: StoredDataset | TFData, rows: int | None, warning: str | None, validation: TFData | None
+) -> ConfigError | Tried:
     """`inspect`, for versions that fit."""
 
     def answer() -> ConfigError | Tried:
@@ -78,7 +87,8 @@ def _tried(pickled: bytes, block: StoredDataset, rows: int | None, warning: str 
         noted = AccessTrackingConfig(config)
         references = sys.getrefcount(noted)
         try:
-            model = check(build_model, noted, block, batch)
+            looked = _looked(block, validation, config)
+            model = check(build_model, noted, block, batch, config.get("batch_size"))
         except ConfigError as error:
             return error
         noted.read |= config_keys.mentioned(build_model).intersection(config)  # what its functions read later
@@ -86,7 +96,7 @@ def _tried(pickled: bytes, block: StoredDataset, rows: int | None, warning: str 
         functions = [build_model] if callbacks is None else [build_model, callbacks]
         unread = config_keys.unread(names, noted, functions, references)
         facts = None if rows is None else _facts(model, _feed(block, batch, rows))
-        return Tried(facts, identity, warning, unread, _logs(model))
+        return Tried(facts, identity, warning, unread, _logs(model), looked)
 
     return _in_a_copy(answer)
 
@@ -103,7 +113,7 @@ def _identity(model, noted: AccessTrackingConfig, config: dict, block: StoredDat
     values = {**noted.defaults, **config}
     keys = set(values) if noted.whole else noted.read & set(values)
     read = {key: values[key] for key in sorted(keys - _TRAINERS_OWN, key=str)}
-    types = fingerprint.types_of(block.refs[0], *batch.roles.values())
+    types = {} if isinstance(block, TFData) else fingerprint.types_of(block.refs[0], *batch.roles.values())
     return fingerprint.of_model(model) | {"config": canonical.described(read), "types": types}
 
 
@@ -128,6 +138,7 @@ class Tried:
         unread: keys of the config that nothing read, see `config_keys.unread`.
         logs: names of the metrics of an epoch, with those of a validation, but for what callbacks add; None where a
             step of the model's own decides.
+        looked: what was seen of pipelines, by name of the dataset.
         proof: what came of comparing two workers with one device, or None.
         running: the comparison, where it goes on in the process that was asked, or None.
     """
@@ -137,6 +148,7 @@ class Tried:
     warning: str | None = None
     unread: dict[str, str] = dataclasses.field(default_factory=dict)
     logs: tuple[str, ...] | None = None
+    looked: dict[str, Looked] = dataclasses.field(default_factory=dict)
     proof: verify.Proof | None = None
     running: verify.Running | None = None
 
@@ -190,7 +202,7 @@ def _facts(model, feed) -> ModelFacts:
         gradient_bytes=dense,
         sparse_bytes=sparse,
         wide_gradients=any(tf.as_dtype(v.dtype).size > 2 for v in model.trainable_variables),
-        row_bytes=float(feed.shape.row_bytes),
+        row_bytes=float(feed.row_bytes),
         step_seconds=float(np.median(seconds[1:])),
     )
 
@@ -311,21 +323,37 @@ def _unexpected(received: str) -> ConfigError:
     )
 
 
-def _feed(block: StoredDataset, batch: BatchSpec, rows: int):
-    from raytf.data.feed import Feed
+def _feed(block: StoredDataset | TFData, batch: BatchSpec, rows: int):
+    from raytf.data.feed import open_feed
 
-    return Feed(block, batch, Sampling(global_batch=rows))
+    return open_feed(block, batch, Sampling(global_batch=rows), told={"steps": 1})
 
 
-def check(build_model, config, first: StoredDataset, batch: BatchSpec):
-    """The model, built for the columns; raises ConfigError unless it can train on them."""
+def _looked(block: StoredDataset | TFData, validation: TFData | None, config: Mapping) -> dict[str, Looked]:
+    from raytf.data import pipeline
+
+    sampling = Sampling(global_batch=config["batch_size"])
+    given = {"train": block, "validation": validation}
+    return {name: pipeline.look(one, sampling, name) for name, one in given.items() if isinstance(one, TFData)}
+
+
+def check(build_model, config, first: StoredDataset | TFData, batch: BatchSpec, rows: int = 1):
+    """The model, built for the columns; raises ConfigError unless it can train on them.
+
+    Args:
+        build_model: the user's.
+        config: for it.
+        first: a block of the data.
+        batch: what a batch consists of.
+        rows: of a batch, for a pipeline.
+    """
     import keras
     import tensorflow as tf
 
     from raytf.worker import labels
     from raytf.worker.fit import build_from_data
 
-    feed = _feed(first, batch, 1)
+    feed = _feed(first, batch, rows if isinstance(first, TFData) else 1)
     try:
         model = build_model(config)
     except Exception as error:
@@ -373,14 +401,21 @@ def check(build_model, config, first: StoredDataset, batch: BatchSpec):
             f"{role} {_shape(spec)}" for role, spec in zip(("features", "labels", "weights"), parts, strict=False)
         )
         fix = "Choose other columns, or change the model"
-        if batch.labels is None and len(parts) == 1:
+        if isinstance(first, TFData):
+            fix = f"Change what {first.name!r} gives, or the model"
+        elif batch.labels is None and len(parts) == 1:
             shown, fix = f"{shown} and no labels", f"{fix}; labels= names the column that a loss compares with"
         raise ConfigError(
             "The columns must fit the model's inputs and its loss",
             f"{shown}, for which Keras says: {_first_line(error)}",
             fix,
         ) from error
-    _check_labels(model, first, batch, dataset.element_spec)
+    if isinstance(first, TFData):
+        found = next(iter(feed.first_batch()))
+        if isinstance(found, tuple) and len(found) > 1:
+            labels.check_values(model, dataset.element_spec, _arrays(found[1]), weighted=len(found) > 2)
+    else:
+        _check_labels(model, first, batch, dataset.element_spec)
     return model
 
 

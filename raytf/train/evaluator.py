@@ -72,13 +72,13 @@ class Evaluator:
 
     def _build(self) -> None:
         import_keras()
-        from raytf.data.feed import Feed
+        from raytf.data.feed import open_feed
         from raytf.parallel import trainer
         from raytf.worker.fit import build_from_data
 
         trainer.install()
         model = self._task.build_model(dict(self._task.config))
-        self._dataset = Feed(**self._task.feed("validation")).dataset()
+        self._dataset = open_feed(**self._task.feed("validation"), name="validation").dataset()
         build_from_data(model, self._dataset)
         self._model = model
 

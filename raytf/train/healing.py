@@ -398,7 +398,7 @@ class Recovery:
         if action.do is Do.RECOVER:
             self.begin(frozenset())
         else:
-            give_up(workers, f"the workers have lost each other, and {action.why or 'all start anew'}")
+            give_up(workers, f"the workers have lost each other, and {action.why or 'all workers restart'}")
 
     def end(self, also: frozenset[int] = frozenset()) -> tuple[Healing, Action]:
         """Takes in how the healing has ended, and begins another one where that is decided.

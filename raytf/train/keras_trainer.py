@@ -25,6 +25,7 @@ from raytf.data import streamed as streamed_module
 from raytf.data.batch_spec import BatchSpec
 from raytf.data.columns import ColumnSpecs
 from raytf.data.sampling import Sampling
+from raytf.data.tf_data import TFData
 from raytf.errors import ConfigError
 from raytf.identity import canonical, config_keys, fingerprint, same_run
 from raytf.parameter_server.servers import ServerSpec
@@ -42,6 +43,7 @@ from raytf.train.local import Here
 from raytf.train.prepare import Prepared, place
 from raytf.train.startup import EarlyStartTrainer, Startup
 from raytf.worker import checkpoint
+from raytf.worker.checkpoint_every import Every
 from raytf.worker.job import TrainJob, ended
 
 logger = logs.get_logger(__name__)
@@ -59,9 +61,11 @@ class KerasTrainer:
         config: Dict for `build_model` and `callbacks`. The trainer itself reads `batch_size`, the rows of the
             **global** batch (an int of at least one for each replica, default 32), and `epochs` (an int of at least 1,
             default 1).
-        datasets: Dict of `ray.data.Dataset`: "train", and optionally "validation".
+        datasets: Dict of `ray.data.Dataset`, or of `raytf.TFData` with a function that returns a `tf.data.Dataset`:
+            "train", and optionally "validation".
         features: Name of a column, or a `raytf.Column`; a list of columns, which are stacked into one float32 vector;
-            or a dict of these by name of the model's input.
+            or a dict of these by name of the model's input. Required for Ray Datasets. `features`, `labels`,
+            `sample_weights`, `map`, `shuffle` and `materialize` have no meaning for a `raytf.TFData`.
         labels: As `features`, by name of the model's output. None for models that need no labels.
         sample_weights: Name of a column with one weight per row, or a dict of these by name of the output.
         map: Function `map(features, labels, sample_weights, seeds)` that returns the same without `seeds`, and without
@@ -156,7 +160,7 @@ class KerasTrainer:
     _: dataclasses.KW_ONLY
     config: Mapping[str, Any] | None = None
     datasets: Mapping[str, Any]
-    features: ColumnSpecs
+    features: ColumnSpecs | None = None
     labels: ColumnSpecs | None = None
     sample_weights: ColumnSpecs | None = None
     map: Callable | None = None
@@ -221,15 +225,17 @@ class KerasTrainer:
             raise ConfigError(
                 "evaluator=True needs rows to evaluate", sorted(self.datasets), "Pass datasets['validation']"
             )
-        for name, dataset in self.datasets.items():
+        of_functions = arguments.check_pipelines(self)
+        for name, dataset in {} if of_functions else self.datasets.items():
             if not isinstance(dataset, ray.data.Dataset):
                 raise ConfigError(
                     "A dataset must be a ray.data.Dataset",
                     f"{name!r} of type {type(dataset).__name__}",
                     arguments.as_dataset(dataset),
                 )
-        self.datasets = ray_config.obeyed(self.datasets, self.dataset_config)
-        if self.batch.features is None:
+        if not of_functions:
+            self.datasets = ray_config.obeyed(self.datasets, self.dataset_config)
+        if self.batch.features is None and not of_functions:
             raise ConfigError("features must name columns", None, "Name a column, a list of columns or a dict")
         ingest.check(self.materialize, self.datasets)
         validation.check_word("shuffle", self.shuffle, ("auto", *sampling.SHUFFLES))
@@ -337,6 +343,9 @@ class KerasTrainer:
         """The `Feed.order` of the run; that of a batch which follows the workers is known when they have started."""
         order = self.task(found).order
         by_workers = ("batch_size", "window") if self.elastic_batch == "scale" else ()
+        if isinstance(found["train"], TFData):
+            by_workers = ("steps", "shards")
+            order |= dict.fromkeys(name for name in by_workers if name in last.order)
         return order | {name: last.order[name] for name in by_workers if name in order and name in last.order}
 
     def _last(self, folder: RunFolder) -> run_folder.LastCheckpoint | None:
@@ -362,7 +371,12 @@ class KerasTrainer:
         return self._identity(found, model, self._data_identity(found))
 
     def _data_identity(self, found: dict) -> dict[str, Any]:
-        return {name: fingerprint.of_dataset(self.datasets[name], sum(part.rows)) for name, part in found.items()}
+        return {
+            name: fingerprint.of_pipeline(part)
+            if isinstance(part, TFData)
+            else fingerprint.of_dataset(self.datasets[name], sum(part.rows))
+            for name, part in found.items()
+        }
 
     def _identity(self, found: dict, model: dict[str, Any], data: dict[str, Any]) -> dict[str, Any]:
         """What tells this run from another, see `same_run.py`, for data that was read and a model that was tried."""
@@ -412,6 +426,8 @@ class KerasTrainer:
                 "shuffle='full' for a dataset that the object store cannot hold",
                 "Use shuffle='window', or materialize=True if Ray may put it on disk",
             )
+        every = arguments.every(self.checkpoint_every, self.tensorflow_config)
+        by_epochs = isinstance(blocks["train"], TFData) and blocks["train"].looked.goes_on == "epoch"
         return TrainJob(
             build_model=self.build_model,
             callbacks=self.callbacks,
@@ -426,9 +442,9 @@ class KerasTrainer:
             variable_partitioner=self.variable_partitioner,
             evaluator=self.evaluator,
             validate=self.evaluator or self.validation_config is not None,
-            checkpoint_every=arguments.every(self.checkpoint_every, self.tensorflow_config),
+            checkpoint_every=Every() if by_epochs and self.checkpoint_every == "auto" else every,
             memory_every=arguments.memory_steps(self.memory_every, self.strategy),
-            heals=self._heals(),
+            heals=self._heals() and not by_epochs,
             fewest=resources.fewest_workers(self.scaling_config) if self.elastic_batch == "scale" else None,
             nan=self.nan,
         )
@@ -439,6 +455,8 @@ class KerasTrainer:
 
     def _shuffle(self, blocks: dict) -> str:
         """What "auto" stands for."""
+        if isinstance(blocks["train"], TFData):
+            return "none"  # the function shuffles
         streamed = isinstance(blocks["train"], streamed_module.StreamedDataset)
         return self.shuffle if self.shuffle != "auto" else "window" if streamed else "full"
 
@@ -521,7 +539,7 @@ class KerasTrainer:
 
         Args:
             processes: one of them is asked.
-            blocks: datasets that were read, by name.
+            blocks: datasets that were read, by name; what is seen of pipelines is put into it.
             config: for `build_model`.
             rows: of steps that are measured, in the place of a comparison; None for no figures.
             own: keys of the config that are raytf's own, of which nothing is warned.
@@ -530,7 +548,8 @@ class KerasTrainer:
         Returns:
             What the model is, and figures of it in steps of so many rows, where they are asked for.
         """
-        for name, found in blocks.items():
+        rest = {name: found for name, found in blocks.items() if not isinstance(found, TFData)}
+        for name, found in rest.items():
             if not found.rows:
                 raise ConfigError(
                     "A dataset must hold rows", f"{name!r} is empty", "Check the path or the filter that made it"
@@ -539,9 +558,11 @@ class KerasTrainer:
         names = sorted(set(config) - set(own))
         pickled = cloudpickle.dumps((self.build_model, dict(config), self.batch, names, self.callbacks))
         order = self._comparison(blocks, goes_on) if rows is None else None
-        found = processes.ask(inspect, pickled, blocks["train"].first(), rows, order)
+        validation = None if "validation" in rest else blocks.get("validation")
+        found = processes.ask(inspect, pickled, blocks["train"].first(), rows, order, validation)
         if isinstance(found, Exception):
             raise found
+        blocks.update({name: dataclasses.replace(blocks[name], looked=its) for name, its in found.looked.items()})
         if found.warning is not None:
             print(found.warning, file=sys.stderr)
         if found.unread:

@@ -10,6 +10,7 @@ import ray
 
 from raytf.console import phases as phases_module
 from raytf.data import ingest, partitions, stored, streamed
+from raytf.data.tf_data import TFData
 from raytf.errors import ResourceError
 from raytf.runtime import resources
 from raytf.runtime.processes import Process, WarmPool
@@ -40,7 +41,7 @@ class Plan:
         devices: Number of replicas in each.
         num_ps: Number of parameter servers.
         per_replica_batch: Rows of a full step on each replica: the different numbers, the largest first.
-        steps_per_epoch: Number of steps of an epoch.
+        steps_per_epoch: Number of steps of an epoch, or None for a pipeline whose batches are counted at the start.
         last_batch: Rows of an epoch's last step.
         parameters: Number of trainable parameters.
         weight_bytes: Bytes of weights on each device.
@@ -53,6 +54,7 @@ class Plan:
         step_seconds: Seconds of one replica's part of a step without communication, as measured on one core; None if it
             was not measured.
         room_bytes: Bytes of memory of a worker, or None if unknown.
+        data: Tuple with a line for each pipeline.
     """
 
     strategy: str
@@ -61,7 +63,7 @@ class Plan:
     devices: int
     num_ps: int
     per_replica_batch: tuple[int, ...]
-    steps_per_epoch: int
+    steps_per_epoch: int | None
     last_batch: int
     parameters: int
     weight_bytes: int
@@ -72,6 +74,7 @@ class Plan:
     row_bytes: float
     step_seconds: float | None
     room_bytes: float | None
+    data: tuple[str, ...] = ()
 
     @property
     def memory_bytes(self) -> int:
@@ -97,12 +100,13 @@ class Plan:
             ("strategy", f"{self.strategy}: {self.why}"),
             ("workers", f"{self.workers}, {self.devices} device(s) each" + self._servers()),
             ("rows of a step on a replica", " or ".join(map(str, batch))),
-            ("steps of an epoch", f"{self.steps_per_epoch:,}" + self._last()),
+            ("steps of an epoch", self._steps()),
             ("parameters", f"{self.parameters:,}"),
             ("memory on each device", f"{self._memory()} and activations"),
             *([("memory on each server", f"about {_bytes(self.server_bytes)}")] if self.num_ps else []),
             ("sent by a worker in a step", _bytes(self.wire_bytes) if self.wire_bytes else "nothing"),
             ("row of the data", _bytes(self.row_bytes)),
+            *(("data", line) for line in self.data),
         ]
         if self.rows_per_second is not None:
             rate = self.rows_per_second
@@ -115,8 +119,11 @@ class Plan:
     def _servers(self) -> str:
         return f"; {self.num_ps} parameter server(s) and a coordinator" if self.num_ps else ""
 
-    def _last(self) -> str:
-        return "" if self.last_batch == sum(self.per_replica_batch) else f", the last with {self.last_batch} rows"
+    def _steps(self) -> str:
+        if self.steps_per_epoch is None:
+            return "counted when the workers start"
+        whole = self.last_batch == sum(self.per_replica_batch)
+        return f"{self.steps_per_epoch:,}" + ("" if whole else f", the last with {self.last_batch} rows")
 
     def _memory(self) -> str:
         parts = {"weights": self.weight_bytes, "optimizer": self.optimizer_bytes, "gradients": self.gradient_bytes}
@@ -169,8 +176,7 @@ def _plan(trainer: KerasTrainer, phases: phases_module.Phases) -> Plan:
         replicas = 1 if trainer.num_ps else workers * devices
         batch = per_replica_batch(trainer.config["batch_size"], replicas)
         facts = trainer.try_model(training.processes, found, trainer.config, batch[0]).facts
-        with stored.quiet(), streamed.watched("train"):
-            rows = trainer.datasets["train"].count()
+        rows = _rows(trainer, found["train"])
     name = pick_strategy(trainer.strategy, workers=workers, devices=devices, tpu=bool(scaling.use_tpu))
     made = Plan(
         strategy="one process" if name == "default" else name,
@@ -179,8 +185,9 @@ def _plan(trainer: KerasTrainer, phases: phases_module.Phases) -> Plan:
         devices=devices,
         num_ps=trainer.num_ps,
         per_replica_batch=batch,
-        steps_per_epoch=-(-rows // trainer.config["batch_size"]),
-        last_batch=rows % trainer.config["batch_size"] or trainer.config["batch_size"],
+        steps_per_epoch=None if rows is None else -(-rows // trainer.config["batch_size"]),
+        last_batch=(rows or 0) % trainer.config["batch_size"] or trainer.config["batch_size"],
+        data=tuple(ingest.describe(name, one, "") for name, one in found.items() if isinstance(one, TFData)),
         parameters=facts.parameters,
         weight_bytes=facts.weight_bytes,
         optimizer_bytes=facts.optimizer_bytes,
@@ -200,7 +207,17 @@ def _plan(trainer: KerasTrainer, phases: phases_module.Phases) -> Plan:
     return made
 
 
-def _first(name: str, dataset, trainer) -> stored.StoredDataset:
+def _rows(trainer: KerasTrainer, found: stored.StoredDataset | TFData) -> int | None:
+    """Rows of an epoch; of a pipeline, those of its steps where they are known, as if all were whole."""
+    if isinstance(found, TFData):
+        return None if found.looked.steps is None else found.looked.steps * trainer.config["batch_size"]
+    with stored.quiet(), streamed.watched("train"):
+        return trainer.datasets["train"].count()
+
+
+def _first(name: str, dataset, trainer) -> stored.StoredDataset | TFData:
+    if isinstance(dataset, TFData):
+        return dataset
     with streamed.watched(name):
         if ingest.materialized(trainer.materialize, name) is False:
             with stored.quiet():

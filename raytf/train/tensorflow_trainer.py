@@ -16,6 +16,7 @@ from raytf import validation
 from raytf.compat import legacy_keras
 from raytf.console import phases as phases_module
 from raytf.console import progress
+from raytf.data.tf_data import TFData
 from raytf.errors import ConfigError
 from raytf.runtime import failures, resources
 from raytf.runtime.connection import connect
@@ -91,6 +92,9 @@ class TensorflowTrainer(EarlyStartTrainer):
         validation.check_run_name(None if run_config is None else run_config.name)
         run_config = None if run_config is None else run_folder.located(run_config)
         self._workers, self.num_ps = scaling_config, num_ps
+        self.pipelines = {name: one for name, one in (datasets or {}).items() if isinstance(one, TFData)}
+        for one in self.pipelines.values():
+            one.check_pickles()
         environment = worker_environment(run_config or RunConfig(), scaling_config)
         scaling_config, self._servers = arguments.servers(num_ps, scaling_config, environment)
         if not isinstance(tensorflow_config, TensorflowConfig):
@@ -120,7 +124,7 @@ class TensorflowTrainer(EarlyStartTrainer):
             scaling_config=scaling_config,
             dataset_config=dataset_config,
             run_config=run_config,
-            datasets=datasets,
+            datasets={name: one for name, one in (datasets or {}).items() if name not in self.pipelines},
             resume_from_checkpoint=resume_from_checkpoint,
             metadata=metadata,
             validation_config=validation_config,
@@ -153,7 +157,10 @@ class TensorflowTrainer(EarlyStartTrainer):
         user = setup.config
         seed = secrets.randbelow(2**31) if user.seed is None else user.seed
         self.backend_config = dataclasses.replace(
-            setup, config=dataclasses.replace(user, seed=seed), datasets=self.datasets, board=board
+            setup,
+            config=dataclasses.replace(user, seed=seed),
+            datasets={**self.datasets, **self.pipelines},
+            board=board,
         )
         given, context = self.run_config, self.train_run_context
         self.run_config = run_folder.named(given, "tensorflow")

@@ -30,6 +30,7 @@ from raytf.collectives import ring
 from raytf.compat import autograph
 from raytf.data import stored
 from raytf.data.stored import StoredDataset
+from raytf.data.tf_data import TFData
 from raytf.errors import ConfigError, PeerLostError, in_a_line
 from raytf.runtime.answers import NoAnswerError, collect
 
@@ -101,7 +102,7 @@ class Order:
         goes_on: whether the comparison goes on after that; else it is ended.
     """
 
-    validation: StoredDataset | None = None
+    validation: StoredDataset | TFData | None = None
     seconds: float = START_WAIT
     cpu_seconds: float | None = START_WAIT_CPU
     goes_on: bool = False
@@ -120,7 +121,7 @@ class Running:
     reader: int
 
 
-def trial_of(pickled: bytes, block: StoredDataset, order: Order) -> Callable[[], Any] | Proof:
+def trial_of(pickled: bytes, block: StoredDataset | TFData, order: Order) -> Callable[[], Any] | Proof:
     """What makes the trial of a KerasTrainer's model, for `begin`.
 
     Args:
@@ -146,8 +147,13 @@ def trial_of(pickled: bytes, block: StoredDataset, order: Order) -> Callable[[],
     return trial if found is not None else Proof(skipped="the data has one row")
 
 
-def few_rows(block: StoredDataset) -> tuple[StoredDataset, int] | None:
-    """(rows from all over a block, rows of the first step), None where two workers cannot have one each."""
+def few_rows(block: StoredDataset | TFData) -> tuple[StoredDataset | TFData, int] | None:
+    """(rows from all over a block, rows of the first step), None where two workers cannot have one each.
+
+    Of a pipeline, whose rows are read there, itself.
+    """
+    if isinstance(block, TFData):
+        return block, _ROWS[1]
     table = stored.as_table(block.get()[0])
     large = table.nbytes > _LARGE_ROW_BYTES * max(1, table.num_rows)
     wanted, first = _LARGE_ROWS if large else _ROWS

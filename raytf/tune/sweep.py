@@ -38,6 +38,7 @@ from raytf.compat import loggers
 from raytf.compat.ray_tune import get_fs_and_path, restored_run_config
 from raytf.console.phases import READING, TRYING, phases, starting
 from raytf.data import stored, streamed
+from raytf.data.tf_data import TFData
 from raytf.errors import ConfigError, ResourceError, StoppedError, TrainingError
 from raytf.identity import canonical, fingerprint, same_run
 from raytf.runtime import resources
@@ -448,7 +449,7 @@ def _plan(trainer, config: Mapping[str, Any], options: SweepOptions, training: P
             setup=dataclasses.replace(
                 trainer.backend_config,
                 config=dataclasses.replace(user, seed=user.seed or 0),
-                datasets=contents,
+                datasets={**contents, **trainer.pipelines},
                 warned=processes.warned,
             ),
             datasets=datasets,
@@ -459,6 +460,7 @@ def _plan(trainer, config: Mapping[str, Any], options: SweepOptions, training: P
         )
         loop_parts = {"train_loop_per_worker": trainer.train_loop_per_worker, "train_loop_config": dict(config)}
         data = {name: fingerprint.of_dataset(d, sum(contents[name].rows)) for name, d in datasets.items()}
+        data |= {name: fingerprint.of_pipeline(one) for name, one in trainer.pipelines.items()}
         return spec, {"version": same_run.VERSION, **canonical.described(loop_parts), "data": data}
     contents, every = training.read(trainer), options.report_every_steps
     shown.begin(TRYING)
@@ -466,7 +468,8 @@ def _plan(trainer, config: Mapping[str, Any], options: SweepOptions, training: P
     if tried.logs is not None and not options.identity:  # a resumed sweep may have no trial left to run
         check_metric(options.metric, tried.logs, "validation" in contents, trainer.callbacks is not None)
     steps = None if every is None else (every, options.metric)
-    heals = trainer.tensorflow_config.heal and failures != 0
+    by_epochs = isinstance(contents["train"], TFData) and contents["train"].looked.goes_on == "epoch"
+    heals = trainer.tensorflow_config.heal and failures != 0 and not by_epochs
     task = dataclasses.replace(
         trainer.task(contents), warmup_steps=options.scaling.warmup_steps, report_steps=steps, heals=heals
     )
@@ -475,7 +478,7 @@ def _plan(trainer, config: Mapping[str, Any], options: SweepOptions, training: P
         setup=dataclasses.replace(trainer.setup(), warned=processes.warned),
         datasets={},
         dataset_config=ray.train.DataConfig(),
-        rows=sum(contents["train"].rows),
+        rows=None if isinstance(contents["train"], TFData) else sum(contents["train"].rows),
         end=SweepEnd(),
         unhealed=None if trainer.tensorflow_config.heal else "TensorflowConfig(heal=False)",
         **common,

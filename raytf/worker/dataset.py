@@ -1,4 +1,4 @@
-"""`raytf.get_dataset`: this worker's shard of a dataset of the trainer, in a train loop of the user's."""
+"""`raytf.get_dataset`: in a train loop of the user's own, this worker's part of one of the trainer's datasets."""
 
 from __future__ import annotations
 
@@ -14,37 +14,38 @@ from raytf.data import columns as columns_module
 from raytf.data import stored, streamed
 from raytf.data.batch_spec import BatchSpec
 from raytf.data.columns import ColumnSpecs
-from raytf.data.feed import Feed
+from raytf.data.feed import Feed, open_feed
 from raytf.data.sampling import Sampling, differences
 from raytf.data.stored import StoredDataset
+from raytf.data.tf_data import TFData
 from raytf.errors import ConfigError
 from raytf.runtime.topology import Shard, per_replica_batch
 from raytf.storage import stored_json
 from raytf.worker import context as context_module
 
-# By name of the dataset: the columns that were read (None: all), and the rows.
+# what was read of each dataset, and which columns; None: all
 _read: dict[str, tuple[frozenset | None, StoredDataset]] = {}
 
 
 def _read_once(name: str, dataset, specs, context) -> StoredDataset:
-    """Returns a dataset that rank 0 reads at the first call, and broadcasts to all workers. A collective call.
+    """Rank 0 reads a dataset at the first call, and tells the others where it lies; all must ask for it.
 
-    Reads the columns of the first call; all columns if a later call names others. A sweep has read all columns.
+    The columns that the call names; all of them if a later call names others. A sweep has read all for all its trials.
     """
     if isinstance(dataset, StoredDataset):
         return dataset
     from ray.train.collective import broadcast_from_rank_zero
 
     known = name in _read
-    columns = frozenset(part for spec in specs.values() for part in columns_module.flat(spec))
-    if not known or not (_read[name][0] is None or columns <= _read[name][0]):
-        rows = None
+    wanted = frozenset(part for spec in specs.values() for part in columns_module.flat(spec))
+    if not known or not (_read[name][0] is None or wanted <= _read[name][0]):
+        found = None
         if context.get_world_rank() == 0:
-            rows = dataset() if callable(dataset) else dataset
+            found = dataset() if callable(dataset) else dataset
             if not known:
-                rows = stored.projected(rows, specs)
-            rows = streamed.materialized(name, rows, None if known else specs)
-        _read[name] = None if known else columns, broadcast_from_rank_zero(rows)
+                found = stored.projected(found, specs)
+            found = streamed.materialized(name, found, None if known else specs)
+        _read[name] = None if known else wanted, broadcast_from_rank_zero(found)
     return _read[name][1]
 
 
@@ -52,7 +53,7 @@ def get_dataset(
     name: str,
     *,
     batch_size: int,
-    features: ColumnSpecs,
+    features: ColumnSpecs | None = None,
     labels: ColumnSpecs | None = None,
     sample_weights: ColumnSpecs | None = None,
     shuffle: str | None = None,
@@ -67,7 +68,7 @@ def get_dataset(
         name: Key in the trainer's `datasets`.
         batch_size: Rows of the **global** batch, over all workers; at least one for each replica.
         features: Name of a column, or a `raytf.Column`; a list of columns, which are stacked into one float32 vector;
-            or a dict of these by name of the model's input.
+            or a dict of these by name of the model's input. A `raytf.TFData` takes none of what follows but the seed.
         labels: As `features`, or None.
         sample_weights: As `features`, or None.
         shuffle: "full" (the default for "train"), "window", or "none" (the default for others).
@@ -106,6 +107,23 @@ def get_dataset(
         known = ", ".join(repr(key) for key in setup.datasets)
         raise ConfigError(f"A dataset must be one that the trainer was given ({known})", repr(name), "Pass it there")
     validation.check_seed(seed)
+    if isinstance(setup.datasets[name], TFData):
+        given = {"features": features, "labels": labels, "sample_weights": sample_weights, "map": map}
+        given |= {"shuffle": shuffle, "drop_remainder": drop_remainder or None}
+        if asked := [key for key, value in given.items() if value is not None]:
+            raise ConfigError(f"{name!r} is a raytf.TFData, which says that itself", ", ".join(asked), "Leave it out")
+        per_replica_batch(batch_size, context.get_world_size())
+        feed = open_feed(
+            setup.datasets[name],
+            BatchSpec(None),
+            Sampling(global_batch=batch_size, seed=seed, shuffle="none"),
+            Shard(context.get_world_rank(), context.get_world_size()),
+            name=name,
+            strategy=context_module.get_strategy(),
+        )
+        return _given(feed)
+    if features is None:
+        raise ConfigError("features must name columns", None, "Name a column, a list of columns or a dict")
     batch = BatchSpec.parsed(features, labels, sample_weights, map)
     dataset = _read_once(name, setup.datasets[name], batch.roles, context)
     batch.check(dataset.columns)
@@ -124,9 +142,13 @@ def get_dataset(
             f"batch_size={batch_size} for the {feed.rows} rows of {name!r}",
             "Use a smaller batch_size",
         )
-    rows = feed.dataset()
-    _feeds[rows] = feed
-    return rows
+    return _given(feed)
+
+
+def _given(feed) -> tf.data.Dataset:
+    made = feed.dataset()
+    _feeds[made] = feed
+    return made
 
 
 class Position(tf.train.experimental.PythonState):
@@ -165,18 +187,18 @@ class Position(tf.train.experimental.PythonState):
                 f"a {type(rows).__name__} of another",
                 "Pass what get_dataset gave, and map what position.epochs gives",
             )
-        self._feed: Feed = _feeds[rows]
+        self._feed = _feeds[rows]
         self.epoch = self.step = 0
         self.steps = self._feed.steps
 
     def epochs(self, epochs: int) -> Iterator[Iterator]:
-        """Returns an iterator of the remaining epochs, each an iterator of its remaining batches, which it counts.
+        """The epochs that are left, and of each the batches that are left; each counts when it is given.
 
         Args:
-            epochs: Number of epochs of the whole training, at least 0.
+            epochs: of the whole training, at least 0.
 
         Raises:
-            ConfigError: `epochs` is not a whole number of at least 0.
+            ConfigError: `epochs` is no such number.
         """
         validation.check_whole("epochs", epochs, 0)
         return self._epochs(epochs)
@@ -184,11 +206,11 @@ class Position(tf.train.experimental.PythonState):
     def _epochs(self, epochs: int) -> Iterator[Iterator]:
         while self.epoch < epochs:
             yield self._batches()
-            # also if a loop left the epoch early
+            # also where a loop has left the epoch before its end
             self.epoch, self.step = self.epoch + 1, 0
 
     def rest(self) -> tf.data.Dataset:
-        """Returns the remaining batches of the epoch as a dataset, for loops that count with `add`."""
+        """The batches that are left of the epoch, as a dataset; for loops that count by themselves, see `add`."""
         self._feed.set_epoch(self.epoch, self.step)
         return self._feed.dataset()
 
@@ -198,40 +220,35 @@ class Position(tf.train.experimental.PythonState):
             yield batch
 
     def add(self, steps: int) -> None:
-        """Counts batches that were taken from `rest`. The last batch of an epoch begins the next epoch.
-
-        Args:
-            steps: Number of batches, from 0 to those that remain in the epoch.
+        """Counts batches that were taken of `rest`; the last one of an epoch begins the next.
 
         Raises:
-            ConfigError: `steps` is not in this range.
+            ConfigError: there are not so many.
         """
-        remaining = self.steps - self.step
-        if isinstance(steps, bool) or not isinstance(steps, int) or not 0 <= steps <= remaining:
-            raise ConfigError(
-                f"steps must be 0 to {remaining}, which are left of the epoch", repr(steps), "Count batches"
-            )
+        left = self.steps - self.step
+        if isinstance(steps, bool) or not isinstance(steps, int) or not 0 <= steps <= left:
+            raise ConfigError(f"steps must be 0 to {left}, which are left of the epoch", repr(steps), "Count batches")
         self.step += steps
         if self.step == self.steps:
             self.epoch, self.step = self.epoch + 1, 0
 
     def get_state(self) -> dict[str, Any]:
-        """Returns a JSON-serializable dict for `set_state`: epoch, step, and the order of the rows."""
+        """What `set_state` takes, as JSON: epoch, step, and what says which rows a step has."""
         return {"epoch": self.epoch, "step": self.step, "order": self._feed.order}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Resumes at the position of another `Position`.
+        """Goes on where another position stood.
 
         Args:
-            state: Result of `get_state`.
+            state: what `get_state` gave.
 
         Raises:
-            ConfigError: It is no result of `get_state`, or is within an epoch whose steps had other rows.
+            ConfigError: it is none; or it stands within an epoch whose steps had other rows.
         """
-        is_valid = isinstance(state, Mapping) and all(
+        right = isinstance(state, Mapping) and all(
             type(state.get(name)) is int and state[name] >= 0 for name in ("epoch", "step")
         )
-        if not is_valid or not isinstance(state.get("order"), Mapping):
+        if not right or not isinstance(state.get("order"), Mapping):
             raise ConfigError("set_state takes what get_state gave", repr(state)[:200], "Pass that")
         differs = differences(state["order"], self._feed.order)
         if state["step"] and differs:
@@ -249,19 +266,19 @@ class Position(tf.train.experimental.PythonState):
         self.epoch, self.step = state["epoch"], state["step"]
 
     def serialize(self) -> str:
-        """Returns the state as JSON, for `tf.train.Checkpoint`."""
+        """For `tf.train.Checkpoint`."""
         return json.dumps(self.get_state())
 
     def deserialize(self, string_value: str | bytes) -> None:
-        """Restores the state from JSON, for `tf.train.Checkpoint`; raises as `set_state`."""
+        """For `tf.train.Checkpoint`; see `set_state` for errors."""
         try:
-            state = stored_json.parsed(string_value)
+            found = stored_json.parsed(string_value)
         except stored_json.UnreadableError as error:
             raise ConfigError(
                 "The position in a checkpoint is what serialize wrote", f"a text that {error}", "Take one before it"
             ) from error
-        self.set_state(state)
+        self.set_state(found)
 
 
-# The feed of each dataset that `get_dataset` returned.
+# The feed of each dataset that was given.
 _feeds: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()

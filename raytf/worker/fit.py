@@ -1,4 +1,4 @@
-"""The training of one worker of a KerasTrainer: strategy, model, data, restore, fit, report."""
+"""What one worker of a KerasTrainer does, on one screen: strategy, model, data, restore, fit, report."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from raytf.collectives import healing
 from raytf.collectives.healing import ReplacementState
 from raytf.compat import keras_objects, loggers
 from raytf.data import sampling
-from raytf.data.feed import Feed
+from raytf.data.feed import Feed, open_feed
+from raytf.data.pipeline import PipelineFeed
 from raytf.errors import ConfigError
 from raytf.identity import same_run
 from raytf.parallel import model_optimizers
@@ -42,17 +43,17 @@ from raytf.worker.writers import Writers
 
 
 def train(task: TrainJob, session) -> dict | None:
-    """Trains on one worker, as a plain Keras training to the user's code. Every worker calls it.
+    """Runs on every worker; the user's code sees a plain Keras training.
 
     Args:
-        task: Task from the trainer.
-        session: Session of the run, see `session.py`.
+        task: what to train.
+        session: the run around it, see `session.py`.
 
     Returns:
-        None if the training is complete; {"step": number of steps in all} if it was stopped.
+        None where the training came to its end; else {"step": after which it was told to end}.
 
     Raises:
-        MovedError: The training was stopped for the run to continue with other workers.
+        MovedError: it was told to end so that the run goes on with other workers.
     """
     distribution = context.get_strategy()
     task = task.of(session.size)
@@ -63,7 +64,13 @@ def train(task: TrainJob, session) -> dict | None:
         heals = task.heals and isinstance(session, (RaySession, TrialSession))
         model = built(task, distribution)
         static = context.uses_tpu()
-        feeds = {name: _open(task, name, session, static and name == "train") for name in task.used()}
+        place, agreed = healing.here.place, {}
+        told = place.agreed if place is not None else {}
+        feeds = {
+            name: _open(task, name, session, static and name == "train", distribution, told.get(f"feed {name}"))
+            for name in task.used()
+        }
+        agreed |= {f"feed {name}": feed for name, feed in feeds.items() if isinstance(feed, PipelineFeed)}
         if static:
             tpu.check_batch(task.config["batch_size"], feeds["train"].rows, distribution.num_replicas_in_sync)
             if task.steps_per_execution == "auto" and model.steps_per_execution == 1:
@@ -75,50 +82,40 @@ def train(task: TrainJob, session) -> dict | None:
             model.steps_per_execution = task.steps_per_execution
         users = users_callbacks(task, session)
         states = CallbackStates(users)
-        validation_feeds = [feed for name, feed in feeds.items() if name != "train"]
-        position = callbacks.FeedCallback(feeds["train"], state.step if state else 0, validation_feeds)
-        fit_callbacks = [position, *users, epoch_checks.EpochChecks(task.nan, users, session.rank, session.size)]
-        replacement_state, agreed = healing.here.place, {}
-        shared_state = replacement_state.agreed if replacement_state is not None else {}
-        if replacement_state is not None:
-            model.steps_per_execution = shared_state["steps_per_execution"]
+        others = [feed for name, feed in feeds.items() if name != "train"]
+        position = callbacks.FeedCallback(feeds["train"], state.step if state else 0, others)
+        around = [position, *users, epoch_checks.EpochChecks(task.nan, users, session.rank, session.size)]
+        if place is not None:
+            model.steps_per_execution = told["steps_per_execution"]
         if task.steps_per_execution == "auto" and not static:
-            agreed["execution"] = steps_per_execution.ExecutionCallback(users, shared_state.get("execution"))
-            fit_callbacks.insert(0, agreed["execution"])
+            agreed["execution"] = steps_per_execution.ExecutionCallback(users, told.get("execution"))
+            around.insert(0, agreed["execution"])
         if task.warmup_steps:
-            agreed["warmup"] = callbacks.WarmupCallback(
-                task.warmup_steps, model, position.step, shared_state.get("warmup")
-            )
-            fit_callbacks.append(agreed["warmup"])
-        fit_callbacks += restored(folder, state, model, task, states, session)
+            agreed["warmup"] = callbacks.WarmupCallback(task.warmup_steps, model, position.step, told.get("warmup"))
+            around.append(agreed["warmup"])
+        around += restored(folder, state, model, task, states, session)
         if session.rank == 0 and task.board is not None:
-            fit_callbacks.append(callbacks.ProgressCallback(task.board, task.config["batch_size"], waited))
-        fit_callbacks += figures.of_run(
+            around.append(callbacks.ProgressCallback(task.board, task.config["batch_size"], waited))
+        around += figures.of_run(
             session.storage, position, task.config["batch_size"], session.rank, session.size, users, waited
         )
-        send_report = session.report
+        to = session.report
         if task.report_steps is not None:
-            send_report = functools.partial(session.report, keep=True)
+            to = functools.partial(session.report, keep=True)
             (every, needed), last = task.report_steps, state.history[-1] if state and state.history else None
-            fit_callbacks.append(callbacks.StepReportCallback(every, session.report, needed, last))
+            around.append(callbacks.StepReportCallback(every, session.report, needed, last))
         writers = Writers(session) if isinstance(session, RaySession) and session.size > 1 else None
         steps = lambda: position.step
-        report = report_callback(task, datasets["train"], states, state, send_report, steps=steps, writers=writers)
+        report = report_callback(task, datasets["train"], states, state, to, steps=steps, writers=writers)
         order = feeds["train"].order
-        first_callbacks, last_callbacks = resumed(
-            folder,
-            state,
-            states,
-            position,
-            order,
-            place=replacement_state,
-            regroups=state is not None and _is_scaled(state, task),
+        before, after = resumed(
+            folder, state, states, position, order, place=place, regroups=state is not None and _is_scaled(state, task)
         )
-        step_checkpoints = within_epochs(task, feeds, position, report, session, writers, shared_state.get("kept"))
-        if step_checkpoints:
-            agreed["kept"] = step_checkpoints[0]
+        kept = within_epochs(task, feeds, position, report, session, writers, told.get("kept"))
+        if kept:
+            agreed["kept"] = kept[0]
             session.ready(model, task.memory_every is not None)
-        recoverable = replacement.survivable(
+        survivable = replacement.survivable(
             heals,
             model,
             position,
@@ -128,10 +125,10 @@ def train(task: TrainJob, session) -> dict | None:
             session,
             users,
             steps=task.report_steps is None,
-            ends=isinstance(session, RaySession),  # a trial pauses at each report
+            ends=isinstance(session, RaySession),  # a trial stands still at each report
         )
         try:
-            with recoverable:
+            with survivable:
                 model.fit(
                     datasets["train"],
                     validation_data=datasets.get("validation"),
@@ -139,25 +136,25 @@ def train(task: TrainJob, session) -> dict | None:
                     initial_epoch=state.epoch if state else 0,
                     callbacks=[
                         replacement.First(),
-                        *first_callbacks,
-                        *fit_callbacks,
-                        *last_callbacks,
+                        *before,
+                        *around,
+                        *after,
                         report,
-                        *step_checkpoints,
-                        replacement.RecoveryCallback(position, replacement_state),
+                        *kept,
+                        replacement.RecoveryCallback(position, place),
                     ],
                     verbose=0,
                     shuffle=False,  # the feed does
                 )
-        except StopTraining as stop:
-            if stop.why != STOP:
-                raise _moved(stop) from None
-            return {"step": stop.step}
+        except StopTraining as ended:
+            if ended.why != STOP:
+                raise _moved(ended) from None
+            return {"step": ended.step}
     return None
 
 
 def _moved(ended: StopTraining) -> MovedError:
-    """Returns the error that has Ray Train restart workers, without an error log: the controller logs the reason."""
+    """What has Ray Train start others; the controller says so, and Ray Train is not to tell of an error."""
     error = MovedError(ended.step, ended.why)
     logging.getLogger(loggers.TRAIN_ERRORS).addFilter(lambda record: MovedError.__name__ not in record.getMessage())
     return error
@@ -166,7 +163,7 @@ def _moved(ended: StopTraining) -> MovedError:
 def within_epochs(
     task: TrainJob, feeds: dict[str, Feed], position, report, session, writers: Writers | None = None, told=None
 ) -> list:
-    """Returns the callback that saves checkpoints within epochs, in a list that is empty if the run cannot have any."""
+    """The callback that keeps checkpoints within epochs, where the run can have some."""
     if session.keep is None:
         return []
     if task.memory_every is not None and context.uses_tpu():
@@ -174,13 +171,13 @@ def within_epochs(
             "memory_every needs workers each of which holds the whole model", "TPUs", "Use checkpoint_every"
         )
     holders = session.holders() if task.memory_every is not None else Holders(mine=False, peer=False)
-    on_one_host = context.servers() is None and not holders.peer
-    if session.rank == 0 and task.memory_every is not None and on_one_host:
+    alone = context.servers() is None and not holders.peer
+    if session.rank == 0 and task.memory_every is not None and alone:
         warnings.warn(
             "All workers are on one host: what memory_every holds there outlives a worker, and not the host",
             stacklevel=2,
         )
-    saver = within_epoch.StepCheckpointCallback(
+    kept = within_epoch.StepCheckpointCallback(
         task.checkpoint_every,
         session.keep,
         position,
@@ -195,7 +192,7 @@ def within_epochs(
         keep_part=None if writers is None else session.keep_part,
         told=told,
     )
-    return [saver]
+    return [kept]
 
 
 def resumed(
@@ -208,11 +205,10 @@ def resumed(
     place: ReplacementState | None = None,
     regroups: bool = False,
 ) -> tuple[list, list]:
-    """Returns callbacks to run before and after the others, for a training that resumes within an epoch.
+    """Callbacks before and behind the others, where the training goes on within an epoch; see `Resumption`.
 
-    A replacement worker with `place` resumes where the others are, also in the first step of an epoch. If the run
-    `regroups` rows, as steps have another number of them now, it resumes after the rows of earlier steps. See
-    `Resumption`.
+    One that takes a lost worker's `place` goes on where the others are, also in the first step of an epoch. Where steps
+    have another number of rows now, as the run `regroups` them, it goes on behind the rows that were taken.
     """
     begin = None
     if place is None:
@@ -237,15 +233,15 @@ def resumed(
 
 
 def _is_scaled(state, task: TrainJob) -> bool:
-    """Whether steps have another number of rows than before, as that scales with the number of workers."""
+    """Whether steps have more or fewer rows than before, as their number follows that of the workers."""
     return state.batch_scale != task.scale
 
 
 def scale_rate(model, factor: float) -> None:
-    """Multiplies the learning rate of a model by the scale of its batch.
+    """Multiplies the learning rate of a model by what its batch is scaled.
 
     Raises:
-        ConfigError: The optimizer has a learning rate schedule.
+        ConfigError: the optimizer follows a schedule of its own.
     """
     if factor == 1:
         return
@@ -259,13 +255,13 @@ def scale_rate(model, factor: float) -> None:
     model.optimizer.learning_rate = float(rate) * factor
 
 
-def _open(task: TrainJob, name: str, session, static: bool):
-
-    return Feed(**task.feed(name, drop_remainder=static), shard=Shard(session.rank, session.size), static=static)
+def _open(task: TrainJob, name: str, session, static: bool, strategy, told: dict | None) -> Feed | PipelineFeed:
+    shard, given = Shard(session.rank, session.size), task.feed(name, drop_remainder=static)
+    return open_feed(**given, shard=shard, static=static, name=name, strategy=strategy, told=told)
 
 
 def built(task: TrainJob, distribution):
-    """Returns the model that `build_model` builds under a strategy, from the run's seed, the same on all workers."""
+    """The model that `build_model` gives under a strategy, from the run's seed; all workers have the same seeds."""
     keras.utils.set_random_seed(task.sampling.seed % 2**32)
     with distribution.scope():
         model = task.build_model(dict(task.config))
@@ -279,12 +275,12 @@ def build_from_data(model, dataset, method: str = "fit") -> None:
     A checkpoint can then be restored into them.
 
     Args:
-        model: A compiled `keras.Model`.
-        dataset: A `tf.data.Dataset` of batches.
-        method: "fit" or "evaluate", the use of the dataset.
+        model: a compiled `keras.Model`.
+        dataset: a `tf.data.Dataset` of batches.
+        method: "fit" or "evaluate": what is to be done with the dataset.
 
     Raises:
-        ConfigError: A layer of the model is stateful, or the model is not built and only its own code can call it.
+        ConfigError: a layer of the model is stateful, or only its own code can call it, and it is not built.
     """
 
     _refuse_state_of_rows(model)
@@ -298,7 +294,7 @@ def build_from_data(model, dataset, method: str = "fit") -> None:
 
 
 def _refuse_state_of_rows(model) -> None:
-    """Raises ConfigError for a stateful layer: its state is in no checkpoint, nor on workers with other rows."""
+    """What a stateful layer remembers of a batch is in no checkpoint, nor on a worker that has other rows."""
     for layer in keras_objects.layers_of(model):
         if isinstance(layer, keras.layers.RNN) and layer.stateful:
             raise ConfigError(
@@ -310,42 +306,38 @@ def _refuse_state_of_rows(model) -> None:
 
 
 def users_callbacks(task: TrainJob, session) -> list:
-    """Returns the user's callbacks, and a TensorBoard callback for the run's folder unless they contain one.
+    """The user's callbacks, and one that writes events beside the run unless they do.
 
     Raises:
-        ConfigError: The function of callbacks returns something else.
+        ConfigError: the function of callbacks returns something else.
     """
-    result = task.callbacks(dict(task.config)) if task.callbacks else []
-    users = [result] if is_callback(result) else list(result) if isinstance(result, Iterable) else [result]
+    made = task.callbacks(dict(task.config)) if task.callbacks else []
+    users = [made] if is_callback(made) else list(made) if isinstance(made, Iterable) else [made]
     if not all(map(is_callback, users)):
         raise ConfigError(
             "callbacks(config) must return a list of Keras callbacks",
-            repr(result),
+            repr(made),
             "Return objects, such as [keras.callbacks.EarlyStopping()]",
         )
     return users + callbacks.tensorboard(session.storage, users, session.rank)
 
 
 def restored(folder: str | None, state, model, task: TrainJob, states, session) -> list:
-    """Restores a built model from a checkpoint, if there is one. Returns callbacks that restore the user's callbacks.
+    """Gives a built model the state of a checkpoint, if there is one; callbacks that do so with the user's.
 
     Args:
-        folder: Folder of the checkpoint, or None.
-        state: State of the checkpoint, or None.
-        model: The built model.
-        task: Task from the trainer.
+        folder, state: of the checkpoint, or None.
         states: `callback_state.CallbackStates` of the user's callbacks.
-        session: Session of the run.
     """
 
     if folder is None:
         scale_rate(model, task.scale)
         return []
     rate = settable_rate(model.optimizer)
-    built_rate = None if rate is None else float(rate)
+    built = None if rate is None else float(rate)
     is_new = checkpoint.restore(folder, model, task.config)
-    if built_rate is not None and same_run.rates_differ(state.identity, task.identity):
-        model.optimizer.learning_rate = built_rate  # the user saw this difference, and passed resume=True
+    if built is not None and same_run.rates_differ(state.identity, task.identity):
+        model.optimizer.learning_rate = built  # the user was told so, and said resume=True
         is_new = True
     scale_rate(model, task.scale if is_new else task.scale / state.batch_scale)
     if session.rank == 0:
@@ -362,7 +354,7 @@ def report_callback(
     steps: Callable[[], int] | None = None,
     writers: Writers | None = None,
 ):
-    """Returns the callback that reports each epoch with `to(metrics, write)`; put it last."""
+    """The callback that reports each epoch with `to(metrics, write)`; put it last."""
 
     return callbacks.ReportCallback(
         seed=task.sampling.seed,

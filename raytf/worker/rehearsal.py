@@ -10,7 +10,7 @@ import gc
 
 from raytf.collectives import communicator, healing
 from raytf.data import worker_part
-from raytf.data.feed import Feed
+from raytf.data.feed import open_feed
 from raytf.parallel import own_state
 from raytf.runtime.topology import Shard
 from raytf.storage import scratch
@@ -39,7 +39,7 @@ def _step(task: TrainJob, shard: Shard) -> None:
     distribution = context.get_strategy()
     model = fit.built(task, distribution)
     first = task.datasets["train"].first()
-    dataset = Feed(**{**task.feed("train"), "dataset": first}, shard=shard).dataset()
+    dataset = open_feed(**{**task.feed("train"), "dataset": first}, shard=shard, told={"steps": 1}).dataset()
     with distribution.scope():
         fit.build_from_data(model, dataset)
     if task.steps_per_execution != "auto":

@@ -24,6 +24,7 @@ THREE = [
     "in_batch_contrastive_loss",
     *("padded_lists_without_mask", "python_generator_is_read_once", "datasets_that_know_how_often_they_are_read"),
     *("sparse_rows_of_which_a_worker_has_none", "lists_of_which_a_worker_has_none", "sparse_rows_of_a_generator"),
+    *("tf_data_of_global_batches", "tf_data_that_shards_itself", "tf_data_of_lists", "tf_data_of_a_py_dataset"),
     *("losses_that_compare_rows", "unreduced_loss", "added_losses", "own_compute_loss"),
     *("metric_functions_that_reduce", "logs_of_tensors"),
     *("gradients_clip_by_global_norm", "gradients_of_an_embedding_clipped", "gan_with_clip", "gradient_penalty"),
@@ -71,6 +72,7 @@ _KINDS = [
     *("losses_that_compare_rows", "unreduced_loss", "added_losses", "own_compute_loss", "metric_functions_that_reduce"),
     *("logs_of_tensors", "states_that_say_how_they_are_joined", "callbacks_draw_in_epochs", "the_chiefs_draw_counts"),
     *("padded_lists_without_mask", "python_generator_is_read_once", "sparse_rows_of_which_a_worker_has_none"),
+    "tf_data_of_global_batches",
 ]
 _COMMON = [name for name in FLOAT64 if SCENARIOS[name].__module__.endswith((".scenarios", ".optimizer_scenarios"))]
 # What the gate compares, once.

@@ -10,11 +10,13 @@ from keras import layers
 
 from raytf.data.batch_spec import BatchSpec
 from raytf.data.columns import Column
-from raytf.data.feed import Feed
+from raytf.data.feed import Feed, open_feed
 from raytf.data.sampling import Sampling
 from raytf.data.stored import StoredDataset
+from raytf.data.tf_data import TFData
+from raytf.errors import ConfigError
 from raytf.runtime.topology import Shard
-from tests.processes.scenarios import BATCH, classes, results, scenario
+from tests.processes.scenarios import BATCH, ROWS, classes, results, scenario
 
 
 def fed(p, table, features, labels, shuffle="full", batch=BATCH):
@@ -216,3 +218,114 @@ def sparse_rows_of_a_generator(p):
     history = model.fit(batches(), epochs=1, verbose=0)
     found = model.evaluate(batches(), verbose=0, return_dict=True)
     return results(model, history) | {f"e:{key}": np.asarray(value) for key, value in found.items()}
+
+
+def of_function(p, make, **options):
+    """This worker's part of a tf.data function's dataset, as a trainer's worker has it."""
+    sampling, shard = Sampling(global_batch=BATCH, seed=5, shuffle="none"), Shard(p.rank, p.world)
+    return open_feed(TFData(make, **options), BatchSpec(None), sampling, shard, strategy=p.strategy).dataset()
+
+
+def _dense_model(p):
+    with p.strategy.scope():
+        keras.utils.set_random_seed(7)
+        model = keras.Sequential([keras.Input((5,)), layers.Dense(8, "tanh"), layers.Dense(3, "softmax")])
+        model.compile(keras.optimizers.Adam(0.01), "sparse_categorical_crossentropy", metrics=["accuracy"])
+    return model
+
+
+def _pairs(rows: int) -> tf.data.Dataset:
+    random = np.random.default_rng(3)
+    return tf.data.Dataset.from_tensor_slices((random.normal(size=(rows, 5)), random.integers(0, 3, rows)))
+
+
+@scenario
+def tf_data_of_global_batches(p):
+    """Cached, shuffled, drawn, filtered and weighted by class; the last batch has one row, and is not known before."""
+
+    def train(context):
+        rows = _pairs(2 * BATCH + 1).cache().shuffle(BATCH, reshuffle_each_iteration=True)
+        rows = rows.map(lambda x, y: (x + 0.1 * tf.random.normal([5], dtype=x.dtype), y)).filter(lambda x, y: y < 3)
+        return rows.batch(context.batch).prefetch(2)
+
+    model = _dense_model(p)
+    given = of_function(p, train, class_weight={0: 1.0, 1: 3.0, 2: 0.5})
+    validation = of_function(p, lambda context: _pairs(BATCH + 3), rows=True)
+    return results(model, model.fit(given, epochs=3, validation_data=validation, verbose=0, shuffle=False))
+
+
+@scenario
+def tf_data_that_shards_itself(p):
+    """A step's rows are those of all shards; the last has one row, so that one worker's shard alone has this batch."""
+
+    def train(context):
+        return _pairs(2 * BATCH + 1).shard(context.num_shards, context.index).batch(context.batch)
+
+    model = _dense_model(p)
+    given = of_function(p, train, shards_itself=True)
+    return results(model, model.fit(given, epochs=2, verbose=0, shuffle=False))
+
+
+@scenario
+def tf_data_of_lists(p):
+    """A dict with ragged rows, of which a worker has none at the end; endless, in epochs of five steps."""
+    random = np.random.default_rng(2)
+    words = tf.ragged.constant([random.integers(0, 12, size).tolist() for size in random.integers(1, 6, 9)], tf.int64)
+    y = random.normal(size=(9, 1))
+
+    def train(context):
+        return tf.data.Dataset.from_tensor_slices(({"words": words}, y)).batch(4).repeat()
+
+    with p.strategy.scope():
+        keras.utils.set_random_seed(7)
+        inputs = keras.Input((None,), dtype="int64", ragged=True, name="words")
+        model = keras.Model({"words": inputs}, layers.Dense(1)(layers.Activation("tanh")(_Sums()(inputs))))
+        model.compile(keras.optimizers.SGD(0.1), "mse", metrics=["mae"])
+    given = of_function(p, train, steps_per_epoch=5)
+    return results(model, model.fit(given, epochs=3, verbose=0, shuffle=False))
+
+
+class _WithWorkers(_Counted):
+    """Threads of its own read the batches."""
+
+    def __init__(self, batches):
+        keras.utils.PyDataset.__init__(self, workers=2)
+        self.batches, self.read = batches, 0
+
+
+@scenario
+def tf_data_of_a_py_dataset(p):
+    """Made anew in each epoch; its workers read ahead."""
+    model = sequence_model(p)
+    given = of_function(p, lambda context: _WithWorkers(of_any_width(6)))
+    return results(model, model.fit(given, epochs=2, verbose=0, shuffle=False))
+
+
+@scenario
+def tf_data_that_differs_between_workers(p):
+    """Each worker is told so, by an exchange before the first step, and none waits for another."""
+
+    def other_types(context):
+        return tf.data.Dataset.range(ROWS).batch(context.batch).map(lambda x: tf.cast(x, f"int{32 << p.rank % 2}"))
+
+    def other_rows(context):
+        own = iter([np.full(BATCH, p.rank)])
+        return tf.data.Dataset.from_generator(lambda: own, output_signature=tf.TensorSpec((None,), tf.int64))
+
+    def uneven(context):
+        return tf.data.Dataset.range(BATCH * (1 + context.index)).batch(BATCH)
+
+    cases = [
+        (other_types, {}, "other shapes or types on worker 1"),
+        (other_rows, {"steps_per_epoch": 1}, "other rows in the first batch on worker 1"),
+        (uneven, {"shards_itself": True, "uneven": "error"}, "1, 2 batches by worker"),
+        (lambda context: uneven(context).take(0), {"shards_itself": True}, "a dataset without a batch"),
+    ]
+    for make, options, wanted in cases if p.world > 1 else ():
+        try:
+            of_function(p, make, **options)
+        except ConfigError as error:
+            assert wanted in str(error), error
+        else:
+            raise AssertionError(wanted)
+    return {}

@@ -107,6 +107,7 @@ def test_imports_inside_functions_are_those_that_bring_tensorflow():
     late = {"raytf", "raytf.cli", "raytf.cli_runs"}
     # what differs between Keras 2 and 3 is imported where it is known which of them this process has
     late |= {"raytf.worker.context", "raytf.worker.strategy", "raytf.worker.callbacks", "raytf.train.backend"}
+    late |= {"raytf.data.feed"}
     for name in MODULES.keys() - late:
         for other in own(name, True) - own(name, False):
             if room(other) == "compat":  # it brings Ray or Keras, for a function that needs them

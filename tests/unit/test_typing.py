@@ -64,7 +64,7 @@ def build_model(config): ...
 trainer = raytf.KerasTrainer(build_model, datasets={}, features="a")
 raytf.KerasTrainer(build_model, datasets={}, features="a", strategie="auto")  # call-arg
 raytf.KerasTrainer(build_model, datasets={}, features="a", storage="stream")  # call-arg
-raytf.KerasTrainer(build_model, datasets={})  # call-arg
+raytf.KerasTrainer(build_model)  # call-arg
 raytf.KerasTrainer(build_model, datasets={}, features=3)  # arg-type
 raytf.KerasTrainer(build_model, datasets={}, features="a", seed="7")  # arg-type
 raytf.TensorflowConfig(sync_evry=8)  # call-arg

@@ -80,6 +80,8 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
     ),
     "keras.src.saving.saving_lib:_serialize_model_as_json": ("(model)",),
     "keras.src.trainers.compile_utils:CompileLoss.build": ("(self, y_true, y_pred)",),
+    "keras.src.trainers.data_adapters.py_dataset_adapter:PyDatasetAdapter": ("(x, class_weight=, shuffle=)",),
+    "keras.src.trainers.data_adapters.tf_dataset_adapter:make_class_weight_map_fn": ("(class_weight)",),
     "keras.src.trainers.epoch_iterator:EpochIterator": (
         "(x, y=, sample_weight=, batch_size=, steps_per_epoch=, shuffle=, class_weight=, steps_per_execution=)",
     ),

@@ -1,0 +1,476 @@
+"""What a `raytf.TFData` gives a worker: the feed of a `tf.data` function. See `tf_data` for the contract.
+
+An epoch's dataset is made when its first batch is asked for, and runs in C++ within the one that Keras iterates.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import random
+import time
+import traceback
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from raytf.collectives import communicator
+from raytf.compat.keras import PyDatasetAdapter, make_class_weight_map_fn
+from raytf.compat.tensorflow import global_seed, making_alike, reshuffles
+from raytf.console import output
+from raytf.data import dataset_graph, worker_part
+from raytf.data.sampling import Sampling, generator
+from raytf.data.tf_data import Looked, PipelineContext, TFData
+from raytf.errors import ConfigError, in_a_line
+from raytf.runtime.topology import Shard
+
+PREFETCH = 2
+# Datasets of epochs that are kept alive: one that is read, one that is read ahead, and one that was left.
+_HELD = 3
+_RULE = "make_dataset(context) of a raytf.TFData must return a tf.data.Dataset of batches, as model.fit takes it"
+
+
+class PipelineFeed:
+    """One worker's part of a `tf.data` pipeline; what `feed.Feed` is of a Ray Dataset.
+
+    Args:
+        source: the user's.
+        sampling: how many rows a step takes, and the seed.
+        shard: this worker among all.
+        name: of the dataset, for sentences.
+
+    Attributes:
+        spec: of a batch.
+        steps: of an epoch, once they are agreed on, see `agree`.
+        hidden: what in the pipeline may have a state of its own; empty where it has none.
+        global_batch, epoch, first_step: as of a `Feed`.
+
+    Raises:
+        ConfigError: the function fails, or gives nothing that can be trained on.
+    """
+
+    steps: int
+
+    def __init__(self, source: TFData, sampling: Sampling, shard: Shard = Shard(), name: str = "train"):  # noqa: B008
+        self._source, self._sampling, self._shard, self._name = source, sampling, shard, name
+        self._caches: list = []
+        self._held: list = []
+        self._adapters: list[PyDatasetAdapter] = []
+        self._stream: tuple | None = None
+        self._filled = False
+        self.global_batch = sampling.global_batch
+        self.epoch = self.first_step = 0
+        self._counts_itself = True
+        self._first = self._made(0)
+        self.spec = self._first.element_spec
+        if source.shards_itself:  # shares of a batch differ by a row, and there may be none
+            self.spec = tf.nest.map_structure(_of_any_rows, self.spec)
+        self._endless = int(self._first.cardinality()) == tf.data.INFINITE_CARDINALITY
+        self.hidden = sorted({found for found in _kinds(self._first) if dataset_graph.is_unknown(found)})
+        if self._endless and source.steps_per_epoch is None:
+            raise self._error(
+                "An endless dataset needs steps_per_epoch",
+                "one that repeats for ever",
+                "Pass raytf.TFData(..., steps_per_epoch=...), or leave .repeat() out",
+            )
+
+    @property
+    def order(self) -> dict[str, Any]:
+        """What says which rows a step has, as `Feed.order`; JSON."""
+        told = self._source.order(self.global_batch, self._sampling.seed, self.goes_on) | {"steps": self.steps}
+        return told | ({"shards": self._shard.count} if self._source.shards_itself else {})
+
+    @property
+    def goes_on(self) -> str:
+        """Where a training goes on: at a "step" or an "epoch"."""
+        if self._source.resume != "auto":
+            return self._source.resume
+        return "epoch" if self.hidden else "step"
+
+    # ---------------------------------------------------------------------------------------- steps
+
+    def agree(self, strategy, told: dict | None = None) -> PipelineFeed:
+        """Finds out how many steps an epoch has; all workers call it at once.
+
+        Args:
+            strategy: of the workers; None for one that is alone, whatever its shard.
+            told: of another worker's feed, of one that takes a lost worker's place: nothing is exchanged then.
+
+        Raises:
+            ConfigError: there are none, workers have different batches, or other numbers of them that are refused.
+        """
+        if told is not None:
+            self.steps = told["steps"]
+            return self
+        count = self._shard.count
+        mine = np.zeros((count, 2), np.int64)
+        mine[self._shard.index] = self._own_steps(), zlib.crc32(repr(self.spec).encode())
+        if not self._source.shards_itself and self.hidden and count > 1:  # Python's own random numbers
+            mine[self._shard.index, 1] += self._digest() << 32
+        if count > 1 and strategy is not None:
+            (mine,) = communicator.sum_over_workers(strategy, [mine])
+        if strategy is None:
+            mine = mine[[self._shard.index]]
+        found, kinds = mine[:, 0].tolist(), mine[:, 1].tolist()
+        if len(set(kinds)) > 1:
+            other = next(i for i, one in enumerate(kinds) if one != kinds[0])
+            same = len({one & 0xFFFFFFFF for one in kinds}) == 1
+            raise self._error(
+                "All workers must be given batches alike" + ("; they cut each one" if same else ""),
+                f"other {'rows in the first batch' if same else 'shapes or types'} on worker {other} than on worker 0, "
+                f"here {_shown(self.spec)}",
+                "Let chance follow context.seed and context.epoch, or pass raytf.TFData(..., shards_itself=True)"
+                if same
+                else "Name shapes and types in the function",
+            )
+        self.steps = max(found)
+        if not self.steps:
+            raise self._nothing()
+        if len(set(found)) > 1:
+            shown = ", ".join(map(str, found))
+            if self._source.uneven == "error" or not self._source.shards_itself:
+                raise self._error(
+                    "Shards must have as many batches as each other with uneven='error'"
+                    if self._source.shards_itself
+                    else "All workers must be given the same batches",
+                    f"{shown} batches by worker",
+                    "Cut the data evenly, or pass uneven='pad'",
+                )
+            if self._shard.index == 0:
+                output.say(
+                    f"the shards of {self._name!r} have {shown} batches: workers make the steps that theirs lack "
+                    "without rows, which count nothing"
+                )
+        return self
+
+    def told(self) -> dict[str, int]:
+        """For a worker that takes a lost one's place."""
+        return {"steps": self.steps}
+
+    def known_steps(self) -> int | None:
+        """Batches of this worker's epoch, where they need not be counted."""
+        if self._source.steps_per_epoch is not None:
+            return self._source.steps_per_epoch
+        known = int(self._first.cardinality())
+        return known if known >= 0 else None
+
+    def _own_steps(self) -> int:
+        known = self.known_steps()
+        if known is not None:
+            return known
+        began = time.monotonic()
+        found = int(self._first.reduce(np.int64(0), lambda number, *_: number + 1))
+        if self._shard.index == 0:
+            output.say(
+                f"{self._name!r} does not know how many batches it has, so they were counted: {found} in "
+                f"{time.monotonic() - began:.1f} s; raytf.TFData(..., steps_per_epoch={found}) saves that"
+            )
+        self._first = self._made(0)  # what a generator gave is gone
+        return found
+
+    def _digest(self) -> int:
+        """31 bits of the first global batch."""
+        first = next(iter(self._batches(self._made_whole(0)).take(1)), None)
+        found = 0
+        for leaf in tf.nest.flatten(first, expand_composites=True) if first is not None else ():
+            found = zlib.crc32(repr(leaf.numpy().tolist()).encode(), found)
+        return found & 0x7FFFFFFF
+
+    # ---------------------------------------------------------------------------------------- what Feeds do
+
+    def set_epoch(self, epoch: int, first_step: int = 0) -> None:
+        """Says which epoch every iterator from now on gives, and from which step on."""
+        self.epoch, self.first_step, self._counts_itself = epoch, first_step, False
+
+    def dataset(self) -> tf.data.Dataset:
+        """A dataset of this worker's batches; each new iterator is an epoch."""
+        made = tf.data.Dataset.from_tensors(0).map(lambda _: tf.py_function(self._epoch, [], tf.variant))
+        made = made.flat_map(lambda epoch: tf.data.experimental.from_variant(epoch, self.spec))
+        made = made.apply(tf.data.experimental.assert_cardinality(self.steps - self.first_step))
+        return worker_part.mark_worker_part(made.with_options(self._first.options()).prefetch(PREFETCH))
+
+    def first_batch(self) -> tf.data.Dataset:
+        """The first batch of the first epoch alone.
+
+        Raises:
+            ConfigError: there is none, or it cannot be read.
+        """
+        try:
+            batch = next(iter(self._made(0).take(1)), None)
+        except tf.errors.OpError as error:
+            failed = f"one whose first batch fails: {in_a_line(error)}"
+            raise self._error(_RULE, failed, "Correct the function") from error
+        if batch is None:
+            raise self._nothing()
+        return worker_part.mark_worker_part(tf.data.Dataset.from_tensors(batch))
+
+    def few(self, rows: int) -> tf.data.Dataset:
+        """This worker's part of the first rows, in batches that are whole."""
+        made = self._batches(self._made_whole(0))
+        return self._cut(made.unbatch().take(rows).batch(self.global_batch))
+
+    @property
+    def row_bytes(self) -> float:
+        """About how many bytes a row takes."""
+        batch = next(iter(self.first_batch()))
+        leaves = tf.nest.flatten(batch, expand_composites=True)
+        size = sum(int(tf.size(leaf)) * max(1, leaf.dtype.size) for leaf in leaves)
+        return size / max(1, int(worker_part.row_count(_first_leaf(batch))))
+
+    def _epoch(self) -> tf.Tensor:
+        number, first = self.epoch, self.first_step
+        self.first_step = 0
+        if self._counts_itself:
+            self.epoch += 1
+        made = self._go_on(number, first) if self._endless else self._at(number, first)
+        self._held = [*self._held[1 - _HELD :], made]
+        return tf.data.experimental.to_variant(made)
+
+    def _at(self, number: int, first: int) -> tf.data.Dataset:
+        if number and not self._filled:
+            self._fill_caches()
+        self._filled = True
+        made = self._made(number)
+        known = int(made.cardinality())
+        if known < self.steps:  # or not known
+            made = made.concatenate(self._rest())
+        return made.skip(first).take(self.steps - first)
+
+    def _go_on(self, number: int, first: int) -> tf.data.Dataset:
+        """An epoch of an endless dataset: its iterator goes on, where it stands at the step."""
+        wanted, end = number * self.steps + first, (number + 1) * self.steps
+        # an iterator that was left within its epoch may still read ahead
+        if self._stream is None or not int(self._stream[1]) == self._stream[2] == wanted:
+            with tf.device("CPU:0"):
+                position = tf.Variable(wanted, dtype=tf.int64, trainable=False)
+            self._stream = iter(self._made(0).skip(wanted)), position, end
+        iterator, position, _ = self._stream
+        self._stream = iterator, position, end
+
+        def following(_):
+            batch = iterator.get_next()
+            with tf.control_dependencies([position.assign_add(1, read_value=False)]):
+                return tf.nest.map_structure(tf.identity, batch, expand_composites=True)
+
+        return tf.data.Dataset.range(self.steps - first).map(following)
+
+    def _rest(self) -> tf.data.Dataset:
+        """What comes where a shard has no batch for a step."""
+        nothing = tf.nest.map_structure(_without_rows, self.spec)
+        if self._source.shards_itself and self._source.uneven == "pad":
+            return tf.data.Dataset.from_tensors(nothing).repeat()
+        error = self._error(
+            "Every epoch must have as many batches as the first one",
+            f"fewer than {self.steps}",
+            "Make the function's batches depend on the context alone, or repeat() them with steps_per_epoch",
+        )
+
+        def fail(_):
+            with tf.control_dependencies([tf.debugging.Assert(False, [str(error)])]):
+                return tf.nest.map_structure(tf.identity, nothing, expand_composites=True)
+
+        return tf.data.Dataset.range(1).map(fail)
+
+    def _fill_caches(self) -> None:
+        """What a cache keeps is what the first epoch has read, also in a training that goes on in a later one."""
+        for layer in dataset_graph.layers(self._first):
+            if dataset_graph.kind(layer) == "CacheDataset" and _by_chance(layer):
+                layer.reduce(np.int64(0), lambda number, *_: number)
+
+    # ---------------------------------------------------------------------------------------- the user's function
+
+    def _made(self, epoch: int) -> tf.data.Dataset:
+        """This worker's batches of an epoch, from the function."""
+        return self._cut(self._batches(self._made_whole(epoch)))
+
+    def _made_whole(self, epoch: int) -> tf.data.Dataset:
+        """What the function gives."""
+        shard = self._shard if self._source.shards_itself else Shard()
+        start, stop = shard.of(self.global_batch)
+        context = PipelineContext(
+            index=shard.index,
+            num_shards=shard.count,
+            batch=stop - start,
+            global_batch=self.global_batch,
+            seed=self._sampling.seed,
+            epoch=epoch,
+        )
+        for adapter in self._adapters:
+            adapter.on_epoch_end()
+        self._adapters.clear()
+        try:
+            # a step that is traced now must not take these operations
+            with tf.init_scope(), _seeded(self._sampling.seed, epoch), making_alike(self._caches):
+                made = self._source.make_dataset(context)
+                if isinstance(made, keras.utils.PyDataset):
+                    made = self._of_py_dataset(made)
+        except ConfigError:
+            raise
+        except Exception as error:
+            raise self._error(_RULE, _where(error), "Correct the function; it runs on every worker") from error
+        if not isinstance(made, tf.data.Dataset):
+            raise self._error(_RULE, f"a {type(made).__module__}.{type(made).__name__}", "Return the dataset")
+        return made
+
+    def _of_py_dataset(self, given: keras.utils.PyDataset) -> tf.data.Dataset:
+        adapter = PyDatasetAdapter(given)
+        adapter.on_epoch_begin()
+        self._adapters.append(adapter)
+        made = adapter.get_tf_dataset()
+        steps = adapter.num_batches
+        return made if steps is None else made.apply(tf.data.experimental.assert_cardinality(steps))
+
+    def _batches(self, made: tf.data.Dataset) -> tf.data.Dataset:
+        leaves = [leaf for leaf in tf.nest.flatten(made.element_spec) if hasattr(leaf, "shape")]
+        if self._source.rows:
+            if any(isinstance(one, tf.TensorSpec) and not one.shape.is_fully_defined() for one in leaves):
+                raise self._error(
+                    "With rows=True every row must have a known shape, so that they become batches",
+                    _shown(made.element_spec),
+                    "Name it with set_shape in a map; or batch in the function, with padded_batch or ragged_batch",
+                )
+            start, stop = (self._shard if self._source.shards_itself else Shard()).of(self.global_batch)
+            return self._weighted(made.batch(stop - start))
+        if not leaves or any(leaf.shape.rank == 0 for leaf in leaves):
+            raise self._error(
+                _RULE,
+                f"rows, {_shown(made.element_spec)}",
+                "Batch them in the function, .batch(context.batch), or pass raytf.TFData(..., rows=True)",
+            )
+        if any(leaf.shape.rank is None for leaf in leaves):
+            unknown = f"tensors of unknown rank, {_shown(made.element_spec)}"
+            raise self._error(_RULE, unknown, "Name the shapes with set_shape in a map")
+        return self._weighted(made)
+
+    def _weighted(self, made: tf.data.Dataset) -> tf.data.Dataset:
+        if self._source.class_weight is None:
+            return made
+        try:
+            return made.map(make_class_weight_map_fn(dict(self._source.class_weight)))
+        except (ValueError, TypeError) as error:
+            rule = "class_weight is for one output of classes, and without sample weights"
+            raise self._error(rule, in_a_line(error), "Leave it out, and give weights in the function") from error
+
+    def _cut(self, made: tf.data.Dataset) -> tf.data.Dataset:
+        if self._source.shards_itself or self._shard.count == 1:
+            return made
+        index = tf.constant(self._shard.index, tf.int64)
+        return made.map(lambda *batch: worker_part.part_of(batch, index, self._shard.count))
+
+    def _nothing(self) -> ConfigError:
+        return self._error(_RULE, "a dataset without a batch", "Check the files and filters that it is made from")
+
+    def _error(self, rule: str, received: str, fix: str) -> ConfigError:
+        return ConfigError(rule, f"{received}; from {self._source.name!r}, of {self._name!r}", fix)
+
+
+def look(source: TFData, sampling: Sampling, name: str) -> Looked:
+    """Looks at a pipeline and its first batch, in one process.
+
+    Args:
+        source, sampling, name: see `PipelineFeed`.
+
+    Raises:
+        ConfigError: see `PipelineFeed`; or it has no batch.
+    """
+    feed = PipelineFeed(source, sampling, name=name)
+    batch = next(iter(feed.first_batch()))
+    rows = int(worker_part.row_count(_first_leaf(batch)))
+    text = _remarks(feed, source)
+    if rows != sampling.global_batch and feed.known_steps() != 1:
+        text += (
+            f"; a batch has {rows} rows, and batch_size is {sampling.global_batch}: use context.batch in the function"
+        )
+    told = {"text": text, "goes_on": feed.goes_on, "spec": repr(feed.spec)}
+    return Looked(**told, steps=feed.known_steps(), rows=rows)
+
+
+def two_steps(source: TFData, shard: Shard, batch: int) -> tf.data.Dataset:
+    """One worker's part of the first rows of a pipeline: a global batch, and one with two rows less.
+
+    Args:
+        source: the user's.
+        shard: the worker.
+        batch: rows of the first step, of all workers.
+    """
+    source = dataclasses.replace(source, shards_itself=False)
+    feed = PipelineFeed(source, Sampling(global_batch=batch, shuffle="none"), shard)
+    return worker_part.mark_worker_part(feed.few(2 * batch - 2))
+
+
+def _remarks(feed: PipelineFeed, source: TFData) -> str:
+    shares = "a shard on each worker" if source.shards_itself else "on each worker, which takes its part of each batch"
+    goes_on = "resumes at any step"
+    if feed.goes_on == "epoch":
+        why = f", as it may have a state of its own ({', '.join(feed.hidden)})" if feed.hidden else ""
+        goes_on = f"resumes at epochs, and replaces no worker in place{why}"
+    chance = ""
+    if any(dataset_graph.kind(one).startswith("Parallel") and _draws(one) for one in dataset_graph.layers(feed._first)):
+        chance = "; random operations in a parallel map draw in any order: use tf.random.stateless_..., or one call"
+    return f"tf.data of {source.name!r}, {shares}; {goes_on}{chance}"
+
+
+@contextlib.contextmanager
+def _seeded(seed: int, epoch: int) -> Iterator[None]:
+    """Within it all global seeds are those of an epoch."""
+    number = int(generator(seed, epoch).integers(2**31))
+    python, arrays = random.getstate(), np.random.get_state()
+    random.seed(number)
+    np.random.seed(number)
+    try:
+        with global_seed(number):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(arrays)
+
+
+def _kinds(dataset) -> Iterator[str]:
+    for layer in dataset_graph.layers(dataset):
+        yield dataset_graph.kind(layer)
+        yield from dataset_graph.operations(layer)
+
+
+def _draws(layer) -> bool:
+    return any(map(dataset_graph.draws, dataset_graph.operations(layer)))
+
+
+def _by_chance(dataset) -> bool:
+    """Whether what a dataset gives is another thing with another seed."""
+    return any(reshuffles(one) or _draws(one) for one in dataset_graph.layers(dataset))
+
+
+def _of_any_rows(spec):
+    shape = [None, *spec.shape[1:]]
+    if isinstance(spec, tf.RaggedTensorSpec):
+        return tf.RaggedTensorSpec(shape, spec.dtype, spec.ragged_rank, spec.row_splits_dtype)
+    return type(spec)(shape, spec.dtype)
+
+
+def _without_rows(spec):
+    if isinstance(spec, tf.RaggedTensorSpec):
+        values = tf.zeros([0, *(size or 0 for size in spec.shape[spec.ragged_rank + 1 :])], spec.dtype)
+        return tf.RaggedTensor.from_nested_row_splits(values, [tf.zeros([1], spec.row_splits_dtype)] * spec.ragged_rank)
+    if isinstance(spec, tf.SparseTensorSpec):
+        shape = [0, *(size or 0 for size in spec.shape[1:])]
+        return tf.SparseTensor(tf.zeros([0, len(shape)], tf.int64), tf.zeros([0], spec.dtype), shape)
+    return tf.zeros([0, *(size or 0 for size in spec.shape[1:])], spec.dtype)
+
+
+def _first_leaf(batch):
+    return next(leaf for leaf in tf.nest.flatten(batch) if hasattr(leaf, "shape"))
+
+
+def _shown(spec) -> str:
+    return str(tf.nest.map_structure(lambda s: f"{s.dtype.name}{s.shape}" if hasattr(s, "dtype") else str(s), spec))
+
+
+def _where(error: Exception) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames[1:] if "/site-packages/" not in frame.filename and "/tmp/" not in frame.filename]
+    last = (own or frames)[-1]
+    return f"{in_a_line(error)} ({last.filename.rsplit('/', 1)[-1]}, line {last.lineno})"
