@@ -3,7 +3,7 @@
 The contract: `make_dataset(context)` is called for each epoch, on each worker, with the random seeds of (seed, epoch),
 and gives that epoch from its beginning. Either all workers get the same global batches, of which raytf cuts each one's
 part, or the function gives the shard that the context names. All workers make as many steps: those that are known or
-counted before the first one. What has no state of its own goes on at any step, by skipping; what may have (Python code,
+counted before the first one. What has no state of its own resumes at any step, by skipping; what may have (Python code,
 a service) at an epoch. An endless dataset is one stream that its epochs divide. What `cache()` keeps in memory stays.
 """
 

@@ -78,7 +78,7 @@ def assert_equal(one, other):
 
 def test_two_workers_one_of_which_dies_train_as_one_does(tmp_path, capfd):
     alone = trainer(tmp_path, 1, "one").fit()
-    assert "which takes its part of each batch; goes on at any step" in capfd.readouterr().out
+    assert "which takes its part of each batch; resumes at any step" in capfd.readouterr().out
 
     def kill(config):
         return [models.kill_once(str(tmp_path / "marker"), 1, 1, 2)]
@@ -129,7 +129,7 @@ def test_python_code_goes_on_at_an_epoch_and_all_workers_start_anew(tmp_path, ca
         data = {"train": raytf.TFData(drawn(97, tmp_path)), "validation": raytf.TFData(drawn(41, tmp_path))}
         results.append(trainer(tmp_path, 2, name, kill, 1, config=config, datasets=data).fit())
     out = capfd.readouterr().out
-    assert "goes on at epochs, and replaces no worker in place, as it may have a state of its own (" in out
+    assert "resumes at epochs, and replaces no worker in place, as it may have a state of its own (" in out
     assert [kinds(result).count(Kind.WORKERS_STARTED) for result in results] == [1, 2]
     assert Kind.WORKER_REPLACED not in kinds(results[1])
     assert_equal(*results)
@@ -159,7 +159,7 @@ def test_what_cannot_be_trained_on_is_refused_before_workers_start(tmp_path):
 
 def test_a_plan_shows_it(tmp_path):
     lines = dict(raytf.plan(trainer(tmp_path, 2, "plan")).lines())
-    assert lines["steps of an epoch"] == "4" and "goes on at any step" in lines["data"]
+    assert lines["steps of an epoch"] == "4" and "resumes at any step" in lines["data"]
 
 
 @pytest.mark.slow
