@@ -6,6 +6,7 @@ import random
 import threading
 from typing import Any
 
+from raytf.compat.patching import patched_of
 from raytf.compat.versions import uses
 
 # ------------------------------------------------------------------------------------------ layers and models
@@ -185,6 +186,12 @@ def set_first_epoch(model, epoch: int) -> None:
 def rate_of(optimizer):
     """The variable or schedule of the learning rate, None without one; `learning_rate` gives a schedule's value."""
     return getattr(optimizer, "_learning_rate", None)
+
+
+@uses("keras.src.optimizers.base_optimizer:BaseOptimizer._get_current_learning_rate")
+def rate_is(optimizer, rate):
+    """Within it the optimizer's learning rate, as a schedule of its gives it, is `rate`."""
+    return patched_of(optimizer, "_get_current_learning_rate", lambda original: rate)
 
 
 @uses("keras.src.optimizers.base_optimizer:BaseOptimizer._trainable_variables")

@@ -57,9 +57,12 @@ def made(optimizer, update: Callable, gradients: Sequence, variables: Sequence) 
         given = [g if g.shape.is_fully_defined() else tf.ensure_shape(g, v.shape) for g, v in pairs]
         specs = [tf.TensorSpec(g.shape, g.dtype) for g in given]
 
+        stepping = getattr(optimizer, "inner_optimizer", optimizer)
+        rate = stepping.learning_rate  # of a schedule: its functions of float32 are not rounded alike by XLA
+
         def whole(*its):
             left = iter(its)
-            with step_module.within(compiles=True, has_rows=False):
+            with step_module.within(compiles=True, has_rows=False), keras_objects.rate_is(stepping, rate):
                 update([None if g is None else next(left) for g in gradients])
 
         try:
