@@ -58,6 +58,7 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
     "keras.src.optimizers.base_optimizer:BaseOptimizer": (
         "(learning_rate, weight_decay=, clipnorm=, clipvalue=, global_clipnorm=, use_ema=, ema_momentum=, ema_overwrite_frequency=, loss_scale_factor=, gradient_accumulation_steps=, name=, **kwargs)",
     ),
+    "keras.src.optimizers.base_optimizer:BaseOptimizer._get_current_learning_rate": ("(self)",),
     "keras.src.optimizers.base_optimizer:BaseOptimizer._get_variable_index": ("(self, variable)",),
     "keras.src.optimizers.base_optimizer:BaseOptimizer._use_weight_decay": ("(self, variable)",),
     "keras.src.optimizers.base_optimizer:BaseOptimizer._var_key": ("(self, variable)",),
