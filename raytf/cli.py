@@ -405,7 +405,7 @@ def run(ctx, script, arguments, tfjob, address, env, ports, **options):
 
 
 def _of_tfjob(ctx: click.Context, tfjob: str, script: str | None, arguments) -> dict[str, Any]:
-    """Returns arguments of `LaunchSpec` from a TFJob; says what of it is not honoured."""
+    """Returns arguments of `LaunchSpec` from a TFJob, and prints what it does not honour."""
     from raytf.errors import ConfigError
     from raytf.launch import tfjob as reader
 

@@ -9,14 +9,16 @@ from typing import Any
 import pyarrow as pa
 import ray
 
+from raytf import logs
 from raytf.compat import ray_data
-from raytf.console import output
 from raytf.data import columns, stored, streamed
 from raytf.data import partitions as partitions_module
 from raytf.data.partitions import Partitions
 from raytf.data.stored import StoredDataset, as_table
 from raytf.data.tf_data import TFData
 from raytf.errors import ConfigError
+
+logger = logs.get_logger(__name__)
 
 # Of the smallest node's object store: every node may come to hold every block, beside what Ray keeps there.
 _STORE_FRACTION = 0.3
@@ -116,7 +118,7 @@ def _to_stream(name: str, dataset, materialize: bool | str) -> tuple[Partitions,
             raise
         if size is None or _PARQUET_EXPANSION * size > fits:
             about = "of unknown size" if size is None else f"of {_gib(size)} or more"
-            output.say(
+            logger.info(
                 f"{name!r}, {about}, is kept in the object store of {_gib(room)} a node, which goes to disk when it is "
                 f"full, as {error.received} cannot be streamed"
             )
@@ -124,7 +126,7 @@ def _to_stream(name: str, dataset, materialize: bool | str) -> tuple[Partitions,
     blocks = _first(pieces)
     if materialize == "auto" and max(pieces.bytes, sum(b.nbytes for b in blocks) * len(pieces.rows)) <= fits:
         return None
-    pieces = partitions_module.counted(pieces, lambda why: output.say(f"the rows of {name!r} {why}"))
+    pieces = partitions_module.counted(pieces, lambda why: logger.info(f"the rows of {name!r} {why}"))
     sample = next((b for b in blocks if b.num_rows), None)
     if sample is None and pieces.rows:
         sample = next(b for b in _first(pieces) if b.num_rows)

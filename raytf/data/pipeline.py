@@ -18,15 +18,17 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from raytf import logs
 from raytf.collectives import communicator
 from raytf.compat.keras import PyDatasetAdapter, make_class_weight_map_fn
 from raytf.compat.tensorflow import global_seed, making_alike, reshuffles
-from raytf.console import output
 from raytf.data import dataset_graph, worker_part
 from raytf.data.sampling import Sampling, generator
 from raytf.data.tf_data import Looked, PipelineContext, TFData
 from raytf.errors import ConfigError, in_a_line
 from raytf.runtime.topology import Shard
+
+logger = logs.get_logger(__name__)
 
 PREFETCH = 2
 # Datasets of epochs that are kept alive: one that is read, one that is read ahead, and one that was left.
@@ -141,7 +143,7 @@ class PipelineFeed:
                     "Cut the data evenly, or pass uneven='pad'",
                 )
             if self._shard.index == 0:
-                output.say(
+                logger.info(
                     f"the shards of {self._name!r} have {shown} batches: workers make the steps that theirs lack "
                     "without rows, which count nothing"
                 )
@@ -165,7 +167,7 @@ class PipelineFeed:
         began = time.monotonic()
         found = int(self._first.reduce(np.int64(0), lambda number, *_: number + 1))
         if self._shard.index == 0:
-            output.say(
+            logger.info(
                 f"{self._name!r} does not know how many batches it has, so they were counted: {found} in "
                 f"{time.monotonic() - began:.1f} s; raytf.TFData(..., steps_per_epoch={found}) saves that"
             )

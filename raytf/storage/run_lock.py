@@ -272,6 +272,6 @@ def _started(pid: int) -> str | None:
     if not isinstance(pid, int) or pid <= 0:
         return None
     seen = procfs.look(pid)
-    if seen is None:  # outside Linux it is not told
+    if seen is None:  # outside Linux it is not known
         return "unknown" if procfs.look(os.getpid()) is None and psutil.pid_exists(pid) else None
     return None if seen.state in "ZX" else str(seen.started)

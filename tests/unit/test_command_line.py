@@ -39,7 +39,9 @@ def test_the_list_of_commands_is_not_cut():
 
 
 @pytest.mark.parametrize("command", cli.main.commands)
-def test_help_has_an_example_that_the_command_takes(command):
+def test_help_has_an_example_that_the_command_takes(command, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "job.yaml").touch()
     text = helped(command)
     example = text.partition("Example:")[2].partition("\n\n")[0].replace("\\\n", " ")
     made = cli.main.commands[command]

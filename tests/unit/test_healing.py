@@ -139,7 +139,7 @@ def test_a_join_is_ended_before_and_while_it_goes_on():
             if not early:
                 time.sleep(0.1)
                 one.stop()
-            with pytest.raises(PeerLostError, match="told that there will be none"):
+            with pytest.raises(PeerLostError, match="the driver has cancelled the recovery"):
                 joining.result(5)
 
 
@@ -261,7 +261,7 @@ def test_what_followed_an_execution_is_exchanged_again_where_that_was_foreseen(e
     assert [ended.add(ring, 1).tolist() for _ in range(2)] == [[3, 3]] * 2
     assert stop.result(20).tolist() == [3, 3] and ended.made == ["logs of the batch", "stop"]
     assert ring.held == waiting.own, "of this one, should it be lost next"
-    with pytest.raises(RaytfError, match="callbacks may have been told"):
+    with pytest.raises(RaytfError, match="callbacks may have been called after the step"):
         ended.healer._waiting, ended.healer._keep = waiting, lambda *_: 0
         ended.healer.keep([], [])
     ring.close()
@@ -285,7 +285,7 @@ def test_a_process_that_comes_to_something_else_at_the_end_of_an_epoch_is_not_fo
     sum_ = ended.pool.submit(ended.make, "stop")
     waiting, ring = ended.goes_on(anew=True)
     assert waiting.between and ended.healer.refused is None
-    with pytest.warns(UserWarning, match="came to something else"):
+    with pytest.warns(UserWarning, match="has got another result"):
         ended.add(ring, 1)
         ended.add(ring, 7)
         assert isinstance(sum_.exception(20), PeerLostError)

@@ -125,7 +125,9 @@ def test_a_callback_that_needs_to_be_told_of_a_batch_from_its_begin_is_named(mod
     model.__dict__["_raytf_callbacks"] = [keras.callbacks.Callback(), timing := Timing()]
     last = replacement.RecoveryCallback(types.SimpleNamespace(epoch_step=3, steps=3), None)
     last.set_model(model)
-    with pytest.raises(RaytfError, match=r"told of a batch's end, .* Timing with AttributeError: .*began.* get_state"):
+    with pytest.raises(
+        RaytfError, match=r"accept the end of a batch .* Timing with AttributeError: .*began.* get_state"
+    ):
         last._tell_of_batch()
     timing.began = 0
     last._tell_of_batch()

@@ -10,4 +10,4 @@ def test_a_worker_in_another_branch_is_told(ring_of):  # noqa: F811
     told = together(lambda ring: ring.add(np.zeros(2), place=1 + ring.rank), ring_of(2))
     assert all(isinstance(error, (RaytfError, PeerLostError)) for error in told)
     said = [str(error) for error in told if not isinstance(error, PeerLostError)]
-    assert said and "decide it by what all workers know alike" in said[0]
+    assert said and "base it on what all workers know alike" in said[0]

@@ -81,5 +81,5 @@ def test_options_of_raytf_behind_the_script_are_the_scripts_and_that_is_said(fol
     command = [sys.executable, "-m", "raytf.cli", *BEHIND.split()]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60)
     first, *rest = done.stderr.splitlines()
-    assert first.startswith("raytf: --num-workers, --ports behind the script: given to it") and "epochs" not in first
+    assert first.startswith("raytf: --num-workers, --ports after the script: given to it") and "epochs" not in first
     assert rest == ["ray was imported"]

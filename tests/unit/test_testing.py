@@ -262,7 +262,7 @@ def test_a_worker_that_goes_on_removes_what_it_had_filled_before(tmp_path):
 
 def test_a_write_that_nobody_makes_is_said_at_the_end(tmp_path):
     plan = FaultPlan([FailWrite(rank=0, step=3, number=errno.ENOSPC)])
-    with pytest.warns(UserWarning, match="behind a FailWrite, which did nothing: plant it earlier"):
+    with pytest.warns(UserWarning, match="after a FailWrite, which did nothing: plant it earlier"):
         fit(plan, tmp_path)
     assert planted.taken() == []
 

@@ -83,5 +83,5 @@ def test_a_link_to_what_others_can_write_is_refused(folder, tmp_path):
 
 
 def test_a_uri_is_warned_of():
-    with pytest.warns(UserWarning, match="whoever can write there can run code"):
+    with pytest.warns(UserWarning, match="anyone who can write there can run code"):
         check_own("s3://bucket/sweep")
