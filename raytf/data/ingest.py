@@ -107,8 +107,8 @@ def _to_stream(name: str, dataset, materialize: bool | str) -> tuple[Partitions,
     # data in the object store is read from there in any case
     if materialize is True or (materialize == "auto" and isinstance(dag, ray_data.InputData | ray_data.AbstractFrom)):
         return None
-    store = min(node["Resources"].get("object_store_memory", 0) for node in ray.nodes() if node["Alive"])
-    limit = _STORE_FRACTION * store
+    room = min(node["Resources"].get("object_store_memory", 0) for node in ray.nodes() if node["Alive"])
+    limit = _STORE_FRACTION * room
     size = partitions_module.source_bytes(dataset)
     if materialize == "auto" and size is not None and _PARQUET_EXPANSION * size <= limit:
         return None
@@ -120,7 +120,7 @@ def _to_stream(name: str, dataset, materialize: bool | str) -> tuple[Partitions,
         if size is None or _PARQUET_EXPANSION * size > limit:
             about = "of unknown size" if size is None else f"of {_gib(size)} or more"
             output.say(
-                f"{name!r}, {about}, is kept in the object store of {_gib(store)} a node, which goes to disk when it is "
+                f"{name!r}, {about}, is kept in the object store of {_gib(room)} a node, which goes to disk when it is "
                 f"full, as {error.received} cannot be streamed"
             )
         return None
