@@ -61,8 +61,8 @@ def check(materialize: Any, names: Collection[str]) -> None:
     """Raises ConfigError for an invalid `materialize`.
 
     Args:
-        materialize: True keeps rows in the object store, False streams them, and "auto" streams datasets that do not
-            fit there; or a mapping of these by name of the dataset.
+        materialize: True keeps rows in the object store, and False streams them. "auto" streams datasets that do not
+            fit there. Or a mapping of these by name of the dataset.
         names: Names of the run's datasets.
     """
     if isinstance(materialize, Mapping) and set(materialize) - set(names):

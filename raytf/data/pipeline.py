@@ -122,11 +122,11 @@ class PipelineFeed:
             counts = counts[[self._shard.index]]
         steps, kinds = counts[:, 0].tolist(), counts[:, 1].tolist()
         if len(set(kinds)) > 1:
-            other = next(i for i, kind in enumerate(kinds) if kind != kinds[0])
+            rank = next(i for i, kind in enumerate(kinds) if kind != kinds[0])
             same = len({kind & 0xFFFFFFFF for kind in kinds}) == 1
             raise self._error(
                 "All workers must be given batches alike" + ("; they cut each one" if same else ""),
-                f"other {'rows in the first batch' if same else 'shapes or types'} on worker {other} than on worker 0, "
+                f"other {'rows in the first batch' if same else 'shapes or types'} on worker {rank} than on worker 0, "
                 f"here {_shown(self.spec)}",
                 "Let chance follow context.seed and context.epoch, or pass raytf.TFData(..., shards_itself=True)"
                 if same

@@ -51,7 +51,7 @@ class Looked:
     Args:
         text: How workers share it, and where a training resumes, as a clause.
         goes_on: Unit at which a training resumes, "step" or "epoch".
-        steps: Number of steps of an epoch, or None if unknown; for shards, that of a single shard of all rows.
+        steps: Number of steps of an epoch, or None if unknown. With `shards_itself`, those of one shard of all rows.
         rows: Rows of the first batch.
         spec: Shapes and dtypes of a batch, as text, for comparisons.
     """
@@ -68,7 +68,7 @@ class TFData:
     """Input of a training from a function that returns a `tf.data.Dataset`. Trainers take it as a dataset.
 
     Each worker calls the function for each epoch. By default every worker runs the whole pipeline, and raytf shards
-    each global batch, so that the result equals that of one process.
+    each global batch, so that results equal those of one process.
 
     Args:
         make_dataset: Function `make_dataset(context)` that returns a `tf.data.Dataset` of (features, labels, sample
@@ -94,11 +94,12 @@ class TFData:
     Example:
         >>> import keras, raytf, tensorflow as tf
         >>> def make_dataset(context):
-        ...     x = tf.random.uniform((64, 4))
-        ...     return tf.data.Dataset.from_tensor_slices((x, x[:, 0])).shuffle(64).batch(context.batch)
+        ...     x = tf.reshape(tf.range(256.0) / 256, (64, 4))
+        ...     return tf.data.Dataset.from_tensor_slices((x, x[:, :1])).shuffle(64).batch(context.batch)
         >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
         >>> model.compile("sgd", "mse")
-        >>> history = raytf.fit(model, raytf.TFData(make_dataset), batch_size=16, epochs=2, verbose=0)
+        >>> data = raytf.TFData(make_dataset)
+        >>> history = raytf.fit(model, data, batch_size=16, epochs=2, num_workers=2, verbose=0)
         >>> len(history.history["loss"])
         2
     """

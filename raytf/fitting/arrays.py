@@ -53,7 +53,7 @@ class Data:
 
     @property
     def rows(self) -> int | None:
-        """The number of rows, or None if unknown."""
+        """Returns the number of rows, or None if unknown."""
         return None if self.table is None else self.table.num_rows
 
     def head(self, rows: int) -> Data:
@@ -97,8 +97,8 @@ def is_arrays(x) -> bool:
 
 
 def _pipeline(x: TFData, y, sample_weight, class_weight, features, labels, name: str) -> Data:
-    others = {"y": y, "sample_weight": sample_weight, "features": features, "labels": labels}
-    if given := [other for other, value in others.items() if value is not None]:
+    other_arguments = {"y": y, "sample_weight": sample_weight, "features": features, "labels": labels}
+    if given := [argument for argument, value in other_arguments.items() if value is not None]:
         raise ConfigError(f"{name} is a raytf.TFData, which says that itself", ", ".join(given), "Leave it out")
     x.check_pickles()
     x = x if class_weight is None else dataclasses.replace(x, class_weight=class_weight)
@@ -345,7 +345,7 @@ def _column(array, name: str):
 
 
 def split(x, y, sample_weight, part: float):
-    """Splits off the last rows like Keras's `validation_split`: ((x, y, weights), (x, y, weights) of the last rows)."""
+    """Splits off the last rows like Keras's `validation_split`. Returns a tuple (x, y, weights) of each part."""
     # Keras slices texts only as objects
     cut = lambda a: a.astype(object) if isinstance(a, np.ndarray) and a.dtype.kind in "US" else a
     try:

@@ -318,7 +318,7 @@ _OF_A_TRAINING = ("built", "run_eagerly", "steps_per_execution", "stop_training"
 
 
 def _plain_attributes(model) -> dict[tuple[int, str], Any]:
-    """Returns layers' plain attributes besides variables: a training that changes them leaves a different model."""
+    """Returns plain attributes of layers, not variables. A training that changes them leaves a different model."""
     return {
         (i, name): value
         for i, layer in enumerate(keras_objects.layers_of(model))

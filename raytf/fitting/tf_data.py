@@ -114,10 +114,10 @@ def _check_same(dataset, name: str) -> bool:
         ConfigError: Two readings may give different rows.
     """
     layers = list(_layers(dataset, ()))
-    found = {operation for layer, _ in layers for operation in operations(layer)}
+    operation_kinds = {operation for layer, _ in layers for operation in operations(layer)}
     kinds = {kind(layer) for layer, _ in layers}
     chance = sorted(k for k in kinds if k in _CHANCE)
-    chance += sorted(o for o in found if draws(o))
+    chance += sorted(o for o in operation_kinds if draws(o))
     rule = f"{name}, a tf.data.Dataset, is read once, so it must give the same rows each time"
     if chance:
         raise ConfigError(
@@ -125,7 +125,7 @@ def _check_same(dataset, name: str) -> bool:
             f"chance in it ({', '.join(chance)})",
             "Put random layers (keras.layers.RandomFlip, ...) into the model, or pass raytf.TFData(make_dataset)",
         )
-    if any(map(is_unknown, found | kinds)):
+    if any(map(is_unknown, operation_kinds | kinds)):
         raise ConfigError(
             rule,
             "Python code in it (from_generator, py_function), of which that is not known",

@@ -96,8 +96,8 @@ def _hindrance(pairs: Sequence, optimizer) -> str | None:
         return "no gradients"
     variables = [*(v for _, v in pairs), *optimizer.variables]
     held = [keras_objects.held_by(v) if isinstance(v, keras.Variable) else v for v in variables]
-    elsewhere = next((v for v in held if "CPU" not in v.device), None)
-    return None if elsewhere is None else f"{elsewhere.name} is on {elsewhere.device}"
+    not_on_cpu = next((v for v in held if "CPU" not in v.device), None)
+    return None if not_on_cpu is None else f"{not_on_cpu.name} is on {not_on_cpu.device}"
 
 
 def _nodes(graph) -> Iterator:
@@ -112,8 +112,8 @@ def _types(graph) -> set[str]:
 
 def _refused(graph) -> str | None:
     """Returns an operation of a graph that XLA lacks or computes differently, or None."""
-    others = sorted(_types(graph) - _VARIABLES - _CALLS)
-    return next((kind for kind in others if "Random" in kind or is_stateful(kind)), None)
+    kinds = sorted(_types(graph) - _VARIABLES - _CALLS)
+    return next((kind for kind in kinds if "Random" in kind or is_stateful(kind)), None)
 
 
 def _content(nodes, library: dict, arguments: Sequence[str] = (), outputs: Sequence[str] = ()) -> tuple:
@@ -131,9 +131,7 @@ def _content(nodes, library: dict, arguments: Sequence[str] = (), outputs: Seque
         return tuple(_content_of_function(library[function.name], library) for function in called)
 
     def content(node) -> tuple:
-        names = sorted(
-            name for name in node.attr if not name.startswith("_")
-        )  # these concern gradients and locations in the code
+        names = sorted(name for name in node.attr if not name.startswith("_"))  # others: gradients, code locations
         attributes = tuple((name, value(node.attr[name])) for name in names)
         return node.op, node.device, tuple(map(place, node.input)), attributes
 

@@ -1,14 +1,14 @@
 """Corrects Keras 3 under a MultiWorkerMirroredStrategy.
 
-The `fit` of Keras 3 fails with several workers. `install()` changes Keras in this process, so that `fit`, `evaluate`
-and `predict` on several workers equal those of one process on the same global batches. With other strategies only the
+The `fit` of Keras 3 fails with several workers. `install()` changes Keras in this process. Then `fit`, `evaluate` and
+`predict` on several workers equal those of one process on the same global batches. With other strategies only the
 computation of an optimizer's update changes, see `compiled_update`. In a step of `fit` or `evaluate`:
 
 * A loss is the mean over this worker's rows. A tape's gradients are weighted with the number of rows, summed over
   workers and divided by the rows of all. This precedes clipping, accumulation, loss scaling and averaging.
-* Losses that are no mean over rows (sums, masked or weighted means, functions of the whole batch) are corrected with
-  the global divisor, or computed on the gathered global batch. So are a user's metrics that are no sum over rows. Tests
-  on halves of a batch classify a user's functions, see `halves`.
+* Other losses (sums, masked or weighted means, functions of the whole batch) are corrected with the global divisor,
+  or computed on the gathered global batch. So are a user's metrics that are no sum over rows. Tests on halves of a
+  batch classify a user's functions, see `halves`.
 * Logs are values over all workers' rows, also with a `train_step` of the user's, see `step_logs`.
 * A worker without rows in a step computes on a placeholder row and contributes nothing.
 * Metric variables are local until the end of an epoch, where they are summed once, and moving statistics averaged.
