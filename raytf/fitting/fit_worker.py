@@ -64,7 +64,7 @@ class FitDataset:
     """A dataset on its way to the workers.
 
     Args:
-        dataset, batch, sampling: Arguments of `feed.Feed`.
+        dataset, batch, sampling: Arguments of `feed.open_feed`.
         structure: Structure of the tensors, see `arrays.Data`.
     """
 

@@ -24,7 +24,7 @@ _STRATEGIES = (
     tf.distribute.MultiWorkerMirroredStrategy,
     tf.distribute.OneDeviceStrategy,
 )
-# Operations on variables, and calls such as the branches of an `ops.cond`: stateful, but compiled correctly.
+# Allowed stateful operations: on variables, and calls, such as the branches of an `ops.cond`.
 _VARIABLES = frozenset(("ReadVariableOp", "AssignVariableOp", "AssignAddVariableOp", "AssignSubVariableOp"))
 _CALLS = frozenset(("If", "StatelessIf", "While", "StatelessWhile", "Case", "StatelessCase"))
 _CALLS |= {"PartitionedCall", "StatefulPartitionedCall"}
