@@ -61,9 +61,9 @@ def made(optimizer, update: Callable, gradients: Sequence, variables: Sequence) 
         specs = [tf.TensorSpec(g.shape, g.dtype) for g in given]
 
         def whole(*its):
-            remaining = iter(its)
+            left = iter(its)
             with step_module.within(compiles=True, has_rows=False):
-                update([None if g is None else next(remaining) for g in gradients])
+                update([None if g is None else next(left) for g in gradients])
 
         try:
             traced = traced_apart(whole, jit_compile=True, autograph=False).get_concrete_function(*specs)
