@@ -1,6 +1,6 @@
-"""Whether a process lives, seen from another one of its host: a process that computes for long is not a stopped one.
+"""Detects stopped and dead processes from another process of the same host; a long computation is neither.
 
-Linux tells it (`procfs.look`) without asking the process, so that neither a long step nor Python's lock is in the way.
+Linux reports the state (`procfs.look`) without the process' help, also in a long step or with Python's lock held.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from collections.abc import Callable
 from raytf import timeouts
 from raytf.procfs import Look
 
-# A process that is stopped for so long, by SIGSTOP or a debugger, is given up; one that goes on before is not.
-# TensorFlow's coordination service gives up the others after 22 s, and blames the wrong one: this must come before.
+# Seconds after which a process stopped by SIGSTOP or a debugger counts as lost, unless it continues before.
+# TensorFlow's coordination service gives up the others after 22 s, and names the wrong one: this must be earlier.
 STOPPED_INTERVAL = 10.0
-# Between two looks.
+# Seconds between two looks.
 LOOK_INTERVAL = 2.0
 
 _WORDS = {
@@ -30,19 +30,19 @@ _WORDS = {
 
 
 def held(state: str) -> str | None:
-    """How the kernel holds a process of a state in which it runs no more, as a clause that follows "it is"; or None."""
+    """Returns how the kernel stops a process in this state, as a clause after "it is"; None if it does not."""
     return _WORDS.get(state) if state in "Tt" else None
 
 
 class StopWatch:
-    """Judges the looks at one process: what is to be said when it has stood still for too long.
+    """Detects from looks at one process that it has been stopped for too long.
 
     Args:
-        seconds: of a stop that is one too long.
-        clock: gives seconds; for tests.
+        seconds: Timeout of a stop in seconds.
+        clock: Function that returns seconds, for tests.
 
     Attributes:
-        stands: how the process stood still at the last look, or None if it did not.
+        stands: How the process was stopped at the last look, as a clause; None if it was not.
     """
 
     def __init__(self, seconds: float = STOPPED_INTERVAL, clock: Callable[[], float] = time.monotonic):
@@ -52,24 +52,24 @@ class StopWatch:
         self._since: float | None = None
 
     def judge(self, seen: Look | None) -> str | None:
-        """Takes the next look (None: no such process); a clause that follows "it is", or None while all is well."""
+        """Processes the next look (None: no such process). Returns a clause after "it is" at a timeout, else None."""
         last, self._last = self._last, seen or self._last
         if last is not None and seen is not None and seen.started != last.started:
-            self._last, seen = last, None  # another process has its number
+            self._last, seen = last, None  # another process has its pid
         letter = _letter(last, seen)
         self.stands = _WORDS.get(letter)
         if self.stands is None:
             self._since = None
             return None
-        now = self._clock()
+        time_now = self._clock()
         if self._since is None:
-            self._since = now
+            self._since = time_now
         limit = timeouts.get().uninterruptible if letter == "D" else self._limit
-        return f"{self.stands}, for {now - self._since:.0f} s" if now - self._since >= limit else None
+        return f"{self.stands}, for {time_now - self._since:.0f} s" if time_now - self._since >= limit else None
 
 
 def _letter(last: Look | None, seen: Look | None) -> str:
-    """Linux' letter of what keeps a process from going on, "R" if nothing does, "X" if it is no more."""
+    """Returns Linux' letter for a stopped process, "R" for a running one, "X" for one that has ended."""
     if seen is None:
         return "X"
     if seen.state == "D":
@@ -83,14 +83,14 @@ _CREDENTIALS = struct.Struct("3i")  # process, user, group
 def is_own_peer(connection: socket.socket) -> bool:
     """Returns whether the other end of a connected Unix socket belongs to this user, or to root.
 
-    Any user of a host can bind an abstract name. The kernel notes the user of an end at its `listen` or `connect`.
-    Outside Linux nothing is known, and all are taken for own.
+    Any user of a host can bind an abstract name. The kernel records the user of an end at its `listen` or `connect`.
+    Outside Linux the result is always True, as the user is unknown.
 
     Args:
-        connection: a connected stream socket of the family AF_UNIX.
+        connection: A connected stream socket of the family AF_UNIX.
     """
     if not hasattr(socket, "SO_PEERCRED"):
         return True
-    noted = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    _, user, _ = _CREDENTIALS.unpack(noted)
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    _, user, _ = _CREDENTIALS.unpack(credentials)
     return user in (os.getuid(), 0)

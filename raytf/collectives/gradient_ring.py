@@ -1,9 +1,9 @@
-"""Gradients summed over the ring of `ring.py` in the place of TensorFlow's collectives, where workers compute on CPUs.
+"""All-reduce of gradients over the ring of `ring.py` instead of TensorFlow's collectives, for workers on CPUs.
 
-TensorFlow's ring over gRPC copies a tensor into messages and back several times; on GPUs NCCL does the work, and this
-module nothing. Gradients travel in packs, the last layers' first, so that the sum of one pack runs while the backward
-pass computes the next. A pack is weighted with the rows while it is copied together, and may be rounded to 16 bits;
-float16 has scales of its own, as the sum of gradients may be larger than it can be.
+TensorFlow's ring over gRPC copies a tensor into messages and back several times. On GPUs NCCL is used, and not this
+module. Gradients are sent in packs, the last layers' first, so that the backward pass overlaps with the sums. A pack
+is weighted with the rows while it is copied together, and may be rounded to 16 bits. With float16 it has scales, as a
+sum of gradients may exceed the range.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ from raytf.compat.tensorflow import giving_memory
 from raytf.errors import ConfigError, PeerLostError
 from raytf.runtime import ports
 
-# Large enough that the sockets work at their rate, small enough that the backward pass still has something to compute.
+# Bytes of a pack: large enough for the sockets' full rate, small enough to overlap with the backward pass.
 PACK_BYTES = 4 << 20
-# That stay in a core's cache.
+# Number of blocks that fit into a core's cache.
 _BLOCKS_AT_ONCE = 32
-# In which a worker tells how many rows it has, before few gradients.
+# Bytes of a worker's row count, sent before a few gradients.
 _ROWS_BYTES = ALIGNED
 
 
 class GradientRing(Exchange):
-    """Sums gradients over the workers of a strategy, and exchanges what else they have.
+    """Sums gradients over the workers of a strategy, in addition to the other exchanges.
 
     Args:
-        ring: connected.
-        pack_bytes: packs are closed at this size.
-        wire_dtype: floating type of 16 bits in which wider gradients travel, or None for their own.
+        ring: A connected ring.
+        pack_bytes: Largest size of a pack in bytes; a larger gradient is a pack of its own.
+        wire_dtype: Floating dtype of 16 bits to send wider gradients in, or None to send them in their own.
 
     Attributes:
-        seconds: spent in sums since the start, waiting for others included.
-        completed: sums of gradients that are whole on this worker, of all packs and what else belongs to an update;
-            counted from 0 for each ring. No part of a sum is used before.
+        seconds: Seconds spent in sums since the start, with the wait for other workers.
+        completed: Number of updates whose sums are complete on this worker, over all packs; from 0 for each ring. No
+            part of a sum is used before.
     """
 
     def __init__(self, ring: Ring | Detached, pack_bytes: int = PACK_BYTES, wire_dtype: tf.DType | None = None):
@@ -58,7 +58,7 @@ class GradientRing(Exchange):
         self.seconds = 0.0
 
     def commit(self, gradients: Sequence[tf.Tensor | tf.IndexedSlices]) -> list[tf.Tensor | tf.IndexedSlices]:
-        """The same gradients, none of which can be used before all are there; closes a `sum` that was not `last`."""
+        """Returns the same gradients, usable only when all are ready; completes a `sum` that was not `last`."""
         parts = [part for g in gradients for part in ([g.values] if isinstance(g, tf.IndexedSlices) else [g])]
         if tf.executing_eagerly():
             self._complete()
@@ -75,37 +75,39 @@ class GradientRing(Exchange):
     def sum(
         self, gradients: Sequence[tf.Tensor], rows: tf.Tensor | None, exact: bool = False, last: bool = True
     ) -> tuple[list[tf.Tensor], tf.Tensor | None]:
-        """Sums of dense gradients over the workers, or their means over the rows of all; in a replica context.
+        """Sums dense gradients over the workers, or averages them over all workers' rows; in a replica context.
 
-        None of the results is there before all packs have been summed: an update is made as a whole, or not.
+        No result is ready before all packs are summed: an update is made completely, or not at all.
 
         Args:
-            gradients: floating tensors, the same shapes on each worker and at each call from the same place.
-            rows: int32 scalar, the rows over which this worker's gradients are means (with none, they count as zeros
-                whatever they hold); None sums the gradients as they are.
-            exact: let them travel as they are, too.
-            last: nothing else belongs to the update; else `commit` follows.
+            gradients: Floating tensors, with the same shapes on all workers and in all calls of this location.
+            rows: int32 scalar, the number of rows over which this worker's gradients are means. With 0 rows they count
+                as zeros, even if they are NaN. None sums the gradients without weights.
+            exact: Whether to send them in their own dtype, despite `wire_dtype`.
+            last: Whether the update has no other gradients; otherwise `commit` follows.
 
         Returns:
             (the results in the same order, float64 scalar with the rows of all workers, at least 1, or None).
         """
-        total = tf.constant(-1.0, tf.float64)  # the first pack finds it out, and the others wait for that
+        total = tf.constant(-1.0, tf.float64)  # the first pack computes it, and the others wait for it
         with tf.control_dependencies([self._turn.read_value()]):
-            mine = tf.identity(tf.cast(-1 if rows is None else rows, tf.float64))
+            own_rows = tf.identity(tf.cast(-1 if rows is None else rows, tf.float64))
         result: list[tf.Tensor | None] = [None] * len(gradients)
-        place, packs = _place(), self._packs(gradients)
-        for number, places in enumerate(packs):
+        call_number, packs = _place(), self._packs(gradients)
+        for number, indices in enumerate(packs):
             closes = last and number == len(packs) - 1
-            sum_pack = functools.partial(self._made, self._sum_pack, exact or self._wire_dtype is None, place, closes)
-            pack = [gradients[i] for i in places]
+            sum_pack = functools.partial(
+                self._made, self._sum_pack, exact or self._wire_dtype is None, call_number, closes
+            )
+            pack = [gradients[i] for i in indices]
             dtypes = [tf.float64, *(g.dtype for g in pack)]
             with giving_memory():
-                total, *summed = tf.numpy_function(sum_pack, [mine, total, *pack], dtypes)
+                total, *summed = tf.numpy_function(sum_pack, [own_rows, total, *pack], dtypes)
             total.set_shape([])
-            for i, value in zip(places, summed, strict=True):
+            for i, value in zip(indices, summed, strict=True):
                 value.set_shape(gradients[i].shape)
                 result[i] = value
-        with tf.control_dependencies([total]):  # each pack has waited for the one before
+        with tf.control_dependencies([total]):  # each pack waits for the previous one
             self._turn.assign_add(1)
             if len(packs) > 1:
                 result = [tf.identity(value) for value in result]
@@ -151,7 +153,7 @@ class GradientRing(Exchange):
     def _sum_at_once(
         self, rows: np.float64, place: int, pack: Sequence[np.ndarray], starts: Sequence[int]
     ) -> tuple[np.ndarray, np.float64]:
-        """(the mean of few gradients over the rows of all, these): each worker gives the others its own as they are."""
+        """Returns (mean of a few gradients over all workers' rows, number of rows) from a trade of unsummed ones."""
         dtype = pack[0].dtype
         content = np.zeros(_ROWS_BYTES + self.ring.padded(starts[-1]) * dtype.itemsize, np.uint8)
         content[:_ROWS_BYTES].view(np.float64)[0] = rows
@@ -162,8 +164,8 @@ class GradientRing(Exchange):
         counted = [np.frombuffer(part[:_ROWS_BYTES], np.float64)[0] for part in parts]
         total = np.maximum(sum(counted), 1.0)
         numbers = parts[:, _ROWS_BYTES:].view(dtype)
-        for part, its in zip(numbers, counted, strict=True):
-            _put(part, its / total, part)
+        for part, part_rows in zip(numbers, counted, strict=True):
+            _put(part, part_rows / total, part)
         summed = empty(own.size, dtype)
         self.ring.sum_in_order(numbers, summed)
         return summed, total
@@ -171,11 +173,11 @@ class GradientRing(Exchange):
     def _sum_weighted(
         self, weight: float, place: int, pack: Sequence[np.ndarray], starts: Sequence[int], wire: np.dtype
     ) -> np.ndarray:
-        """The sum of gradients with a weight, which may travel in another type; each begins where `starts` says."""
+        """Returns the weighted sum of gradients, in an array where they begin at `starts`; sends them as `wire`."""
         dtype, items = pack[0].dtype, starts[-1]
         blocks = self.ring.padded(scaled_float16.blocks(items)) if wire == np.float16 else 0
         wire = np.dtype(np.float32) if blocks else wire
-        scaled = 0 < blocks * scaled_float16.BLOCK.itemsize < items * wire.itemsize  # few numbers fill no blocks
+        scaled = 0 < blocks * scaled_float16.BLOCK.itemsize < items * wire.itemsize  # a few numbers do not fill a block
         size = blocks * scaled_float16.ITEMS if scaled else self.ring.padded(items)
         buffer = empty(size, wire) if scaled else self._empty(size, wire)
         for gradient, start, following in zip(pack, starts, [*starts[1:-1], buffer.size], strict=False):
@@ -198,7 +200,7 @@ class GradientRing(Exchange):
         return buffer if buffer.dtype == dtype else _converted(buffer, dtype)
 
     def _add_scaled(self, numbers: np.ndarray, place: int) -> None:
-        """Sums float32 (blocks, items) over the workers, in place, in float16 with scales."""
+        """Sums a float32 array (blocks, items) over the workers, in place; sends float16 with scales."""
         coded = self._empty(len(numbers), scaled_float16.BLOCK)
         for begin in range(0, len(numbers), _BLOCKS_AT_ONCE):
             part = slice(begin, begin + _BLOCKS_AT_ONCE)
@@ -219,9 +221,9 @@ _places: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
 def _place() -> int:
-    """The number of a sum among those of the function that is traced, from 1, or 0 where none is.
+    """Returns the number of a sum in the function that is being traced, from 1; 0 in eager mode.
 
-    A worker that takes another branch of a `tf.cond` than the others is found out by it.
+    It detects a worker that takes a different branch of a `tf.cond`.
     """
     if tf.executing_eagerly():
         return 0
@@ -232,9 +234,9 @@ def _place() -> int:
     return _places[graph]
 
 
-@np.errstate(over="ignore", invalid="ignore")  # gradients may overflow; loss scaling looks for it afterwards
+@np.errstate(over="ignore", invalid="ignore")  # gradients may overflow; loss scaling detects it afterwards
 def _put(values: np.ndarray, weight: float, target: np.ndarray) -> None:
-    """target = weight * values; what has no weight may be no number."""
+    """Computes target = weight * values; 0 for the weight 0, even if values are NaN."""
     if weight == 0:
         target[...] = 0
     elif weight == 1:
@@ -253,18 +255,18 @@ def _put(values: np.ndarray, weight: float, target: np.ndarray) -> None:
 
 @np.errstate(over="ignore", invalid="ignore")
 def _converted(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    made = empty(values.size, dtype)
-    made[...] = values
-    return made
+    result = empty(values.size, dtype)
+    result[...] = values
+    return result
 
 
 @dataclasses.dataclass(frozen=True)
 class Members:
-    """The workers of a strategy, as each of them knows them.
+    """The workers of a strategy.
 
     Args:
-        addresses: "host:port" of each, by rank; the ring listens there, as TensorFlow's server would.
-        rank: this worker's.
+        addresses: Addresses "host:port" by rank. The ring listens there, as TensorFlow's server would.
+        rank: Rank of this worker.
     """
 
     addresses: tuple[str, ...]
@@ -272,19 +274,19 @@ class Members:
 
 
 def members(resolver) -> Members | None:
-    """The workers of a cluster where a ring helps: several, with one CPU device each; else None.
+    """Returns the workers of a cluster if a ring is useful (several workers with one CPU device each), else None.
 
     Args:
-        resolver: a `tf.distribute.cluster_resolver.ClusterResolver`, or None for that of TF_CONFIG.
+        resolver: A `tf.distribute.cluster_resolver.ClusterResolver`, or None for the one of TF_CONFIG.
     """
     resolver = resolver or tf.distribute.cluster_resolver.TFConfigClusterResolver()
     spec, job, index = resolver.cluster_spec(), resolver.task_type, resolver.task_id
-    jobs = [one for one in ("chief", "worker") if one in spec.jobs]
-    addresses = [address for one in jobs for address in spec.job_tasks(one)]
+    jobs = [name for name in ("chief", "worker") if name in spec.jobs]
+    addresses = [address for name in jobs for address in spec.job_tasks(name)]
     if len(addresses) < 2 or job not in jobs or index is None or tf.config.get_visible_devices("GPU"):
         return None
-    before = spec.num_tasks("chief") if job == "worker" and "chief" in jobs else 0
-    return Members(tuple(addresses), before + index)
+    chiefs = spec.num_tasks("chief") if job == "worker" and "chief" in jobs else 0
+    return Members(tuple(addresses), chiefs + index)
 
 
 def join(
@@ -296,29 +298,29 @@ def join(
     pack_bytes: int,
     wire_dtype: str | None,
 ) -> GradientRing:
-    """A ring of the workers; all of them call it at once, before their strategies are built.
+    """Joins the ring of the workers; a collective call, before their strategies are built.
 
-    The ring's token is the one that `ring.keep_token` was given, the same on all workers.
+    The ring uses the token of `ring.keep_token`, the same on all workers.
 
     Args:
-        group: from `members`.
-        detached: stands for a ring that is joined later; None joins one.
-        join_timeout_s: seconds within which all workers must come.
-        timeout_s: seconds that a sum waits for a neighbour that lives; None waits for ever.
-        pack_bytes: bytes of a pack; 0 takes `PACK_BYTES`.
+        group: Result of `members`.
+        detached: A `Detached` for a ring that is joined later, or None to join a ring.
+        join_timeout_s: Timeout in seconds for all workers to join.
+        timeout_s: Seconds that a sum waits for a live neighbour; None waits forever.
+        pack_bytes: Bytes of a pack; 0 for `PACK_BYTES`.
         wire_dtype: "bfloat16", "float16" or None.
 
     Raises:
-        ConfigError: something else listens at this worker's address.
-        PeerLostError: a worker did not join in time, or is none of this ring.
+        ConfigError: Another socket listens at this worker's address.
+        PeerLostError: A worker did not join in time, or is not of this ring.
     """
     joined = detached
     if joined is None:
         try:
             joined = connect(group, ring.token(), ring.next_generation(), join_timeout_s, timeout_s)
         except PeerLostError as error:
-            alike = "all workers must be started alike, with one token, and with GPUs on all or on none"
-            raise PeerLostError(error.rank, f"{error.why}; {alike}", error.lost) from error
+            hint = "all workers must be started alike, with one token, and with GPUs on all or on none"
+            raise PeerLostError(error.rank, f"{error.why}; {hint}", error.lost) from error
     return GradientRing(joined, pack_bytes or PACK_BYTES, None if wire_dtype is None else tf.as_dtype(wire_dtype))
 
 
@@ -326,14 +328,14 @@ def listener(group: Members) -> Listener:
     """Listens at this worker's address, for a ring.
 
     Raises:
-        ConfigError: something else listens there.
+        ConfigError: Another socket listens there.
     """
     address = group.addresses[group.rank]
     return Listener(ports.split(address)[0], ports.own(address))
 
 
 def connect(group: Members, token: bytes, generation: int, join_timeout_s: float, timeout_s: float | None) -> Ring:
-    """A ring of one generation; all its members call it at once. See `join`."""
+    """Joins a ring of one generation; a collective call of its members. See `join`."""
     addresses = [ports.split(address) for address in group.addresses]
     listening = listener(group)
     with activity.here.meeting(activity.COLLECTIVE):
@@ -343,10 +345,10 @@ def connect(group: Members, token: bytes, generation: int, join_timeout_s: float
 
 
 def check_without(wire_dtype: str | None) -> None:
-    """Says what it means that this worker has no token, where a ring would help.
+    """Warns that this worker has no token, and thus no ring.
 
     Raises:
-        ConfigError: `wire_dtype` would mean nothing.
+        ConfigError: `wire_dtype` is set, which needs a ring.
     """
     if wire_dtype is not None:
         raise ConfigError(
@@ -363,5 +365,5 @@ def check_without(wire_dtype: str | None) -> None:
 
 
 def of(strategy) -> GradientRing | None:
-    """The ring of a strategy's workers, or None where they meet in TensorFlow's collectives, or there is one."""
+    """Returns the ring of a strategy's workers; None if they use TensorFlow's collectives, or there is one worker."""
     return exchange.of(strategy)

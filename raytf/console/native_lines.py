@@ -1,6 +1,6 @@
-"""Lines that TensorFlow's native code writes whenever it starts; run as a file, it copies all others to its output.
+"""Recognizes start-up lines of TensorFlow's native code. As a program it copies all other lines to its output.
 
-Imports nothing of raytf: it is the program of a process that starts in each process that imports TensorFlow.
+Imports nothing of raytf, as each process that imports TensorFlow starts this program.
 """
 
 from __future__ import annotations
@@ -16,30 +16,30 @@ _NATIVE = re.compile(
     r"|cpu_feature_guard\.cc:\d+\]"
     r"|cuda_(?:dnn|fft|blas)\.cc:\d+\] Unable to register cu\w+ factory"
     r"|computation_placer\.cc:\d+\] computation placer already registered"
-    # no driver, or no device that may be seen; whatever else is wrong with a GPU is told
+    # no driver, or no visible device; other failures of a GPU are shown
     r"|cuda_\w+\.cc:\d+\] failed call to cuInit: .*(?:\(303\)|CUDA_ERROR_NO_DEVICE)"
     r")"
 )
 
 
 def is_native(line: str) -> bool:
-    """Whether a line is one of those that TensorFlow's native code writes whenever it starts."""
+    """Whether a line is a start-up line of TensorFlow's native code."""
     return _NATIVE.match(line) is not None
 
 
 def _copy() -> None:
-    """What the filtering process does."""
+    """Copies standard input to standard output, without start-up lines."""
     with open(0, "rb", buffering=0) as lines, open(1, "wb", buffering=0) as out:
-        rest = b""
+        remaining = b""
         while text := lines.read(1 << 16):
-            *whole, rest = re.split(rb"(?<=[\n\r])", rest + text)
+            *whole, remaining = re.split(rb"(?<=[\n\r])", remaining + text)
             out.write(b"".join(line for line in whole if not is_native(line.decode(errors="replace"))))
-        if rest and not is_native(rest.decode(errors="replace")):
-            out.write(rest)
+        if remaining and not is_native(remaining.decode(errors="replace")):
+            out.write(remaining)
 
 
 if __name__ == "__main__":
     import signal
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # it ends with who writes to it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # it ends when its writer ends
     _copy()

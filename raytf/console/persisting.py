@@ -1,4 +1,4 @@
-"""What is tried again and passes on a busy machine is told only where it persists. In Ray Train's controller."""
+"""Drops log records of failures that are retried, unless they persist. In Ray Train's controller."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from collections.abc import Callable
 from raytf.compat import loggers
 
 _PERSISTS_INTERVAL = 30.0
-# Ray waits 5 s for an answer and tries again at the next poll: what comes later than so long is another failure.
+# Ray waits 5 s for an answer and retries at the next poll: a record after this many seconds is another failure.
 _SERIES_INTERVAL = 15.0
 
 
 def autoscaler_is_asked(clock: Callable[[], float] = time.monotonic) -> None:
-    """Keeps back that an autoscaler was not asked in time, which Ray calls safe to ignore unless it persists.
+    """Drops records of timeouts of the autoscaler, which Ray calls safe to ignore unless they persist.
 
     Args:
-        clock: gives seconds; for tests.
+        clock: Function that returns seconds, for tests.
     """
     logging.getLogger(loggers.AUTOSCALER_ASKED).addFilter(_Persisting("Failed to send resource request", clock))
 
 
 class _Persisting(logging.Filter):
-    """Drops a record that begins so until it has come again and again for 30 s; then it is told, once each 30 s."""
+    """Drops records with a prefix until they have repeated for 30 s; then passes one every 30 s."""
 
     def __init__(self, text: str, clock: Callable[[], float]):
         super().__init__()
@@ -33,11 +33,11 @@ class _Persisting(logging.Filter):
     def filter(self, record) -> bool:
         if not str(record.msg).startswith(self._text):
             return True
-        now = self._clock()
-        if now - self._last > _SERIES_INTERVAL:
-            self._since = now
-        self._last = now
-        if now - self._since < _PERSISTS_INTERVAL:
+        time_now = self._clock()
+        if time_now - self._last > _SERIES_INTERVAL:
+            self._since = time_now
+        self._last = time_now
+        if time_now - self._since < _PERSISTS_INTERVAL:
             return False
-        self._since = now
+        self._since = time_now
         return True

@@ -136,6 +136,6 @@ def phases(shown: bool = True, phase: str | None = None, only_in_terminals: bool
 def _live(console, renderable):
     from rich.live import Live
 
-    # a stream that goes to a file or pipe must not be redirected to the terminal
+    # a stream to a file or pipe must not be redirected to the terminal
     redirect = {"redirect_stdout": sys.stdout.isatty(), "redirect_stderr": sys.stderr.isatty()}
     return Live(renderable, console=console, transient=True, refresh_per_second=5, **redirect)

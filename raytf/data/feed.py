@@ -86,7 +86,7 @@ class Feed:
 
     @property
     def row_bytes(self) -> float:
-        """About how many bytes a row takes."""
+        """Returns the approximate size of a row in bytes."""
         return self.shape.row_bytes
 
     def set_epoch(self, epoch: int, first_step: int = 0) -> None:
@@ -206,16 +206,20 @@ def open_feed(
     told: dict | None = None,
     **more,
 ):
-    """The `Feed` of a worker, or its `pipeline.PipelineFeed`.
+    """Returns the `Feed` of a worker, or its `pipeline.PipelineFeed` for a `TFData`.
 
     Args:
-        dataset: a `StoredDataset`, a `StreamedDataset` or a `TFData`.
-        batch, sampling, shard, more: see `Feed`.
-        name: of the dataset, for sentences.
-        strategy, told: see `PipelineFeed.agree`.
+        dataset: A `StoredDataset`, a `StreamedDataset` or a `TFData`.
+        batch: Contents of a batch; a `TFData` ignores it.
+        sampling: Sampling settings.
+        shard: Index of this worker, and number of workers.
+        name: Name of the dataset, for error messages.
+        strategy: Argument of `PipelineFeed.agree`.
+        told: Argument of `PipelineFeed.agree`.
+        more: Further arguments of `Feed`.
     """
     if isinstance(dataset, TFData):
-        from raytf.data.pipeline import PipelineFeed  # with Keras 3, which a worker with Keras 2 does without
+        from raytf.data.pipeline import PipelineFeed  # imports Keras 3, which a worker with Keras 2 does not need
 
         return PipelineFeed(dataset, sampling, shard, name).agree(strategy, told)
     return Feed(dataset, batch, sampling, shard, **more)

@@ -1,6 +1,6 @@
-"""What a `raytf.TFData` gives a worker: the feed of a `tf.data` function. See `tf_data` for the contract.
+"""The feed of a worker from a `raytf.TFData`, a `tf.data` function. See `tf_data` for the contract.
 
-An epoch's dataset is made when its first batch is asked for, and runs in C++ within the one that Keras iterates.
+An epoch's dataset is created at the request of its first batch. It runs in C++ inside the dataset that Keras iterates.
 """
 
 from __future__ import annotations
@@ -31,28 +31,30 @@ from raytf.runtime.topology import Shard
 logger = logs.get_logger(__name__)
 
 PREFETCH = 2
-# Datasets of epochs that are kept alive: one that is read, one that is read ahead, and one that was left.
+# Number of epochs' datasets that are kept alive: the current one, a prefetched one, and an abandoned one.
 _HELD = 3
 _RULE = "make_dataset(context) of a raytf.TFData must return a tf.data.Dataset of batches, as model.fit takes it"
 
 
 class PipelineFeed:
-    """One worker's part of a `tf.data` pipeline; what `feed.Feed` is of a Ray Dataset.
+    """One worker's shard of a `tf.data` pipeline, with the interface of `feed.Feed`.
 
     Args:
-        source: the user's.
-        sampling: how many rows a step takes, and the seed.
-        shard: this worker among all.
-        name: of the dataset, for sentences.
+        source: The user's `TFData`.
+        sampling: Sampling settings, of which the rows of a step and the seed are used.
+        shard: Index of this worker, and number of workers.
+        name: Name of the dataset, for error messages.
 
     Attributes:
-        spec: of a batch.
-        steps: of an epoch, once they are agreed on, see `agree`.
-        hidden: what in the pipeline may have a state of its own; empty where it has none.
-        global_batch, epoch, first_step: as of a `Feed`.
+        spec: Element spec of a batch.
+        steps: Number of steps of an epoch, set by `agree`.
+        hidden: Kinds of the pipeline's layers and operations that may have a state; empty if there are none.
+        global_batch: Rows of a step.
+        epoch: The epoch of the next iterator, as in `Feed`.
+        first_step: The first step of the next iterator.
 
     Raises:
-        ConfigError: the function fails, or gives nothing that can be trained on.
+        ConfigError: The function fails, or its result cannot be used for training.
     """
 
     steps: int
@@ -69,10 +71,10 @@ class PipelineFeed:
         self._counts_itself = True
         self._first = self._made(0)
         self.spec = self._first.element_spec
-        if source.shards_itself:  # shares of a batch differ by a row, and there may be none
+        if source.shards_itself:  # shares of a batch differ by a row, and may be empty
             self.spec = tf.nest.map_structure(_of_any_rows, self.spec)
         self._endless = int(self._first.cardinality()) == tf.data.INFINITE_CARDINALITY
-        self.hidden = sorted({found for found in _kinds(self._first) if dataset_graph.is_unknown(found)})
+        self.hidden = sorted({kind for kind in _kinds(self._first) if dataset_graph.is_unknown(kind)})
         if self._endless and source.steps_per_epoch is None:
             raise self._error(
                 "An endless dataset needs steps_per_epoch",
@@ -82,13 +84,13 @@ class PipelineFeed:
 
     @property
     def order(self) -> dict[str, Any]:
-        """What says which rows a step has, as `Feed.order`; JSON."""
-        told = self._source.order(self.global_batch, self._sampling.seed, self.goes_on) | {"steps": self.steps}
-        return told | ({"shards": self._shard.count} if self._source.shards_itself else {})
+        """Returns the settings that decide which rows a step has, as `Feed.order`; JSON."""
+        order = self._source.order(self.global_batch, self._sampling.seed, self.goes_on) | {"steps": self.steps}
+        return order | ({"shards": self._shard.count} if self._source.shards_itself else {})
 
     @property
     def goes_on(self) -> str:
-        """Where a training goes on: at a "step" or an "epoch"."""
+        """Returns the unit at which a training resumes: "step" or "epoch"."""
         if self._source.resume != "auto":
             return self._source.resume
         return "epoch" if self.hidden else "step"
@@ -96,44 +98,47 @@ class PipelineFeed:
     # ---------------------------------------------------------------------------------------- steps
 
     def agree(self, strategy, told: dict | None = None) -> PipelineFeed:
-        """Finds out how many steps an epoch has; all workers call it at once.
+        """Sets the number of steps of an epoch; a collective call of all workers.
 
         Args:
-            strategy: of the workers; None for one that is alone, whatever its shard.
-            told: of another worker's feed, of one that takes a lost worker's place: nothing is exchanged then.
+            strategy: Strategy of the workers; None for a single process, with any shard.
+            told: Result of `told` on another worker, for a replacement worker, which then exchanges nothing; or None.
+
+        Returns:
+            This feed.
 
         Raises:
-            ConfigError: there are none, workers have different batches, or other numbers of them that are refused.
+            ConfigError: There are no steps, batches differ between workers, or their numbers differ and must not.
         """
         if told is not None:
             self.steps = told["steps"]
             return self
         count = self._shard.count
-        mine = np.zeros((count, 2), np.int64)
-        mine[self._shard.index] = self._own_steps(), zlib.crc32(repr(self.spec).encode())
+        counts = np.zeros((count, 2), np.int64)
+        counts[self._shard.index] = self._own_steps(), zlib.crc32(repr(self.spec).encode())
         if not self._source.shards_itself and self.hidden and count > 1:  # Python's own random numbers
-            mine[self._shard.index, 1] += self._digest() << 32
+            counts[self._shard.index, 1] += self._digest() << 32
         if count > 1 and strategy is not None:
-            (mine,) = communicator.sum_over_workers(strategy, [mine])
+            (counts,) = communicator.sum_over_workers(strategy, [counts])
         if strategy is None:
-            mine = mine[[self._shard.index]]
-        found, kinds = mine[:, 0].tolist(), mine[:, 1].tolist()
+            counts = counts[[self._shard.index]]
+        steps, kinds = counts[:, 0].tolist(), counts[:, 1].tolist()
         if len(set(kinds)) > 1:
-            other = next(i for i, one in enumerate(kinds) if one != kinds[0])
-            same = len({one & 0xFFFFFFFF for one in kinds}) == 1
+            rank = next(i for i, kind in enumerate(kinds) if kind != kinds[0])
+            same = len({kind & 0xFFFFFFFF for kind in kinds}) == 1
             raise self._error(
                 "All workers must be given batches alike" + ("; they cut each one" if same else ""),
-                f"other {'rows in the first batch' if same else 'shapes or types'} on worker {other} than on worker 0, "
+                f"other {'rows in the first batch' if same else 'shapes or types'} on worker {rank} than on worker 0, "
                 f"here {_shown(self.spec)}",
                 "Let chance follow context.seed and context.epoch, or pass raytf.TFData(..., shards_itself=True)"
                 if same
                 else "Name shapes and types in the function",
             )
-        self.steps = max(found)
+        self.steps = max(steps)
         if not self.steps:
             raise self._nothing()
-        if len(set(found)) > 1:
-            shown = ", ".join(map(str, found))
+        if len(set(steps)) > 1:
+            shown = ", ".join(map(str, steps))
             if self._source.uneven == "error" or not self._source.shards_itself:
                 raise self._error(
                     "Shards must have as many batches as each other with uneven='error'"
@@ -150,11 +155,11 @@ class PipelineFeed:
         return self
 
     def told(self) -> dict[str, int]:
-        """For a worker that takes a lost one's place."""
+        """Returns the state for a replacement worker."""
         return {"steps": self.steps}
 
     def known_steps(self) -> int | None:
-        """Batches of this worker's epoch, where they need not be counted."""
+        """Returns the number of batches of this worker's epoch, or None if they must be counted."""
         if self._source.steps_per_epoch is not None:
             return self._source.steps_per_epoch
         known = int(self._first.cardinality())
@@ -165,41 +170,41 @@ class PipelineFeed:
         if known is not None:
             return known
         began = time.monotonic()
-        found = int(self._first.reduce(np.int64(0), lambda number, *_: number + 1))
+        steps = int(self._first.reduce(np.int64(0), lambda number, *_: number + 1))
         if self._shard.index == 0:
             logger.info(
-                f"{self._name!r} does not know how many batches it has, so they were counted: {found} in "
-                f"{time.monotonic() - began:.1f} s; raytf.TFData(..., steps_per_epoch={found}) saves that"
+                f"{self._name!r} does not know how many batches it has, so they were counted: {steps} in "
+                f"{time.monotonic() - began:.1f} s; raytf.TFData(..., steps_per_epoch={steps}) saves that"
             )
-        self._first = self._made(0)  # what a generator gave is gone
-        return found
+        self._first = self._made(0)  # the count has consumed a generator
+        return steps
 
     def _digest(self) -> int:
-        """31 bits of the first global batch."""
+        """Returns a hash of the first global batch, of 31 bits."""
         first = next(iter(self._batches(self._made_whole(0)).take(1)), None)
-        found = 0
+        crc = 0
         for leaf in tf.nest.flatten(first, expand_composites=True) if first is not None else ():
-            found = zlib.crc32(repr(leaf.numpy().tolist()).encode(), found)
-        return found & 0x7FFFFFFF
+            crc = zlib.crc32(repr(leaf.numpy().tolist()).encode(), crc)
+        return crc & 0x7FFFFFFF
 
-    # ---------------------------------------------------------------------------------------- what Feeds do
+    # ---------------------------------------------------------------------------------------- interface of Feed
 
     def set_epoch(self, epoch: int, first_step: int = 0) -> None:
-        """Says which epoch every iterator from now on gives, and from which step on."""
+        """Sets the epoch of all further iterators, and the first step of the next one."""
         self.epoch, self.first_step, self._counts_itself = epoch, first_step, False
 
     def dataset(self) -> tf.data.Dataset:
-        """A dataset of this worker's batches; each new iterator is an epoch."""
-        made = tf.data.Dataset.from_tensors(0).map(lambda _: tf.py_function(self._epoch, [], tf.variant))
-        made = made.flat_map(lambda epoch: tf.data.experimental.from_variant(epoch, self.spec))
-        made = made.apply(tf.data.experimental.assert_cardinality(self.steps - self.first_step))
-        return worker_part.mark_worker_part(made.with_options(self._first.options()).prefetch(PREFETCH))
+        """Returns a dataset of this worker's batches; each new iterator is an epoch."""
+        dataset = tf.data.Dataset.from_tensors(0).map(lambda _: tf.py_function(self._epoch, [], tf.variant))
+        dataset = dataset.flat_map(lambda epoch: tf.data.experimental.from_variant(epoch, self.spec))
+        dataset = dataset.apply(tf.data.experimental.assert_cardinality(self.steps - self.first_step))
+        return worker_part.mark_worker_part(dataset.with_options(self._first.options()).prefetch(PREFETCH))
 
     def first_batch(self) -> tf.data.Dataset:
-        """The first batch of the first epoch alone.
+        """Returns a dataset of only the first batch of the first epoch.
 
         Raises:
-            ConfigError: there is none, or it cannot be read.
+            ConfigError: There is no batch, or reading it fails.
         """
         try:
             batch = next(iter(self._made(0).take(1)), None)
@@ -211,13 +216,13 @@ class PipelineFeed:
         return worker_part.mark_worker_part(tf.data.Dataset.from_tensors(batch))
 
     def few(self, rows: int) -> tf.data.Dataset:
-        """This worker's part of the first rows, in batches that are whole."""
-        made = self._batches(self._made_whole(0))
-        return self._cut(made.unbatch().take(rows).batch(self.global_batch))
+        """Returns this worker's shard of the first rows, in global batches."""
+        batches = self._batches(self._made_whole(0))
+        return self._cut(batches.unbatch().take(rows).batch(self.global_batch))
 
     @property
     def row_bytes(self) -> float:
-        """About how many bytes a row takes."""
+        """Returns the approximate size of a row in bytes."""
         batch = next(iter(self.first_batch()))
         leaves = tf.nest.flatten(batch, expand_composites=True)
         size = sum(int(tf.size(leaf)) * max(1, leaf.dtype.size) for leaf in leaves)
@@ -228,24 +233,24 @@ class PipelineFeed:
         self.first_step = 0
         if self._counts_itself:
             self.epoch += 1
-        made = self._go_on(number, first) if self._endless else self._at(number, first)
-        self._held = [*self._held[1 - _HELD :], made]
-        return tf.data.experimental.to_variant(made)
+        dataset = self._go_on(number, first) if self._endless else self._at(number, first)
+        self._held = [*self._held[1 - _HELD :], dataset]
+        return tf.data.experimental.to_variant(dataset)
 
     def _at(self, number: int, first: int) -> tf.data.Dataset:
         if number and not self._filled:
             self._fill_caches()
         self._filled = True
-        made = self._made(number)
-        known = int(made.cardinality())
-        if known < self.steps:  # or not known
-            made = made.concatenate(self._rest())
-        return made.skip(first).take(self.steps - first)
+        batches = self._made(number)
+        known = int(batches.cardinality())
+        if known < self.steps:  # or unknown, a negative number
+            batches = batches.concatenate(self._rest())
+        return batches.skip(first).take(self.steps - first)
 
     def _go_on(self, number: int, first: int) -> tf.data.Dataset:
-        """An epoch of an endless dataset: its iterator goes on, where it stands at the step."""
+        """Returns an epoch of an endless dataset: continues its iterator if that is at this step, else skips to it."""
         wanted, end = number * self.steps + first, (number + 1) * self.steps
-        # an iterator that was left within its epoch may still read ahead
+        # an iterator that was abandoned within its epoch may still prefetch
         if self._stream is None or not int(self._stream[1]) == self._stream[2] == wanted:
             with tf.device("CPU:0"):
                 position = tf.Variable(wanted, dtype=tf.int64, trainable=False)
@@ -261,7 +266,7 @@ class PipelineFeed:
         return tf.data.Dataset.range(self.steps - first).map(following)
 
     def _rest(self) -> tf.data.Dataset:
-        """What comes where a shard has no batch for a step."""
+        """Returns the dataset for steps without a batch: batches without rows, or one that raises an error."""
         nothing = tf.nest.map_structure(_without_rows, self.spec)
         if self._source.shards_itself and self._source.uneven == "pad":
             return tf.data.Dataset.from_tensors(nothing).repeat()
@@ -278,7 +283,7 @@ class PipelineFeed:
         return tf.data.Dataset.range(1).map(fail)
 
     def _fill_caches(self) -> None:
-        """What a cache keeps is what the first epoch has read, also in a training that goes on in a later one."""
+        """Fills random caches with the first epoch's data, for a training that resumes in a later epoch."""
         for layer in dataset_graph.layers(self._first):
             if dataset_graph.kind(layer) == "CacheDataset" and _by_chance(layer):
                 layer.reduce(np.int64(0), lambda number, *_: number)
@@ -286,11 +291,11 @@ class PipelineFeed:
     # ---------------------------------------------------------------------------------------- the user's function
 
     def _made(self, epoch: int) -> tf.data.Dataset:
-        """This worker's batches of an epoch, from the function."""
+        """Returns this worker's batches of an epoch."""
         return self._cut(self._batches(self._made_whole(epoch)))
 
     def _made_whole(self, epoch: int) -> tf.data.Dataset:
-        """What the function gives."""
+        """Calls the function for an epoch, and returns its dataset."""
         shard = self._shard if self._source.shards_itself else Shard()
         start, stop = shard.of(self.global_batch)
         context = PipelineContext(
@@ -305,31 +310,31 @@ class PipelineFeed:
             adapter.on_epoch_end()
         self._adapters.clear()
         try:
-            # a step that is traced now must not take these operations
+            # keeps these operations out of the graph of a step that is being traced
             with tf.init_scope(), _seeded(self._sampling.seed, epoch), making_alike(self._caches):
-                made = self._source.make_dataset(context)
-                if isinstance(made, keras.utils.PyDataset):
-                    made = self._of_py_dataset(made)
+                dataset = self._source.make_dataset(context)
+                if isinstance(dataset, keras.utils.PyDataset):
+                    dataset = self._of_py_dataset(dataset)
         except ConfigError:
             raise
         except Exception as error:
             raise self._error(_RULE, _where(error), "Correct the function; it runs on every worker") from error
-        if not isinstance(made, tf.data.Dataset):
-            raise self._error(_RULE, f"a {type(made).__module__}.{type(made).__name__}", "Return the dataset")
-        return made
+        if not isinstance(dataset, tf.data.Dataset):
+            raise self._error(_RULE, f"a {type(dataset).__module__}.{type(dataset).__name__}", "Return the dataset")
+        return dataset
 
     def _of_py_dataset(self, given: keras.utils.PyDataset) -> tf.data.Dataset:
         adapter = PyDatasetAdapter(given)
         adapter.on_epoch_begin()
         self._adapters.append(adapter)
-        made = adapter.get_tf_dataset()
+        dataset = adapter.get_tf_dataset()
         steps = adapter.num_batches
-        return made if steps is None else made.apply(tf.data.experimental.assert_cardinality(steps))
+        return dataset if steps is None else dataset.apply(tf.data.experimental.assert_cardinality(steps))
 
     def _batches(self, made: tf.data.Dataset) -> tf.data.Dataset:
         leaves = [leaf for leaf in tf.nest.flatten(made.element_spec) if hasattr(leaf, "shape")]
         if self._source.rows:
-            if any(isinstance(one, tf.TensorSpec) and not one.shape.is_fully_defined() for one in leaves):
+            if any(isinstance(spec, tf.TensorSpec) and not spec.shape.is_fully_defined() for spec in leaves):
                 raise self._error(
                     "With rows=True every row must have a known shape, so that they become batches",
                     _shown(made.element_spec),
@@ -371,13 +376,15 @@ class PipelineFeed:
 
 
 def look(source: TFData, sampling: Sampling, name: str) -> Looked:
-    """Looks at a pipeline and its first batch, in one process.
+    """Inspects a pipeline and its first batch, in one process.
 
     Args:
-        source, sampling, name: see `PipelineFeed`.
+        source: Argument of `PipelineFeed`.
+        sampling: Argument of `PipelineFeed`.
+        name: Argument of `PipelineFeed`.
 
     Raises:
-        ConfigError: see `PipelineFeed`; or it has no batch.
+        ConfigError: `PipelineFeed` raises it, or there is no batch.
     """
     feed = PipelineFeed(source, sampling, name=name)
     batch = next(iter(feed.first_batch()))
@@ -387,17 +394,17 @@ def look(source: TFData, sampling: Sampling, name: str) -> Looked:
         text += (
             f"; a batch has {rows} rows, and batch_size is {sampling.global_batch}: use context.batch in the function"
         )
-    told = {"text": text, "goes_on": feed.goes_on, "spec": repr(feed.spec)}
-    return Looked(**told, steps=feed.known_steps(), rows=rows)
+    result = {"text": text, "goes_on": feed.goes_on, "spec": repr(feed.spec)}
+    return Looked(**result, steps=feed.known_steps(), rows=rows)
 
 
 def two_steps(source: TFData, shard: Shard, batch: int) -> tf.data.Dataset:
-    """One worker's part of the first rows of a pipeline: a global batch, and one with two rows less.
+    """Returns one worker's shard of a pipeline's first rows: a global batch, and one of two rows less.
 
     Args:
-        source: the user's.
-        shard: the worker.
-        batch: rows of the first step, of all workers.
+        source: The user's `TFData`.
+        shard: Index of the worker, and number of workers.
+        batch: Rows of the first step over all workers.
     """
     source = dataclasses.replace(source, shards_itself=False)
     feed = PipelineFeed(source, Sampling(global_batch=batch, shuffle="none"), shard)
@@ -405,20 +412,25 @@ def two_steps(source: TFData, shard: Shard, batch: int) -> tf.data.Dataset:
 
 
 def _remarks(feed: PipelineFeed, source: TFData) -> str:
-    shares = "a shard on each worker" if source.shards_itself else "on each worker, which takes its part of each batch"
-    goes_on = "resumes at any step"
+    sharding = (
+        "a shard on each worker" if source.shards_itself else "on each worker, which takes its part of each batch"
+    )
+    resumption = "resumes at any step"
     if feed.goes_on == "epoch":
         why = f", as it may have a state of its own ({', '.join(feed.hidden)})" if feed.hidden else ""
-        goes_on = f"resumes at epochs, and replaces no worker in place{why}"
+        resumption = f"resumes at epochs, and replaces no worker in place{why}"
     chance = ""
-    if any(dataset_graph.kind(one).startswith("Parallel") and _draws(one) for one in dataset_graph.layers(feed._first)):
+    if any(
+        dataset_graph.kind(layer).startswith("Parallel") and _draws(layer)
+        for layer in dataset_graph.layers(feed._first)
+    ):
         chance = "; random operations in a parallel map draw in any order: use tf.random.stateless_..., or one call"
-    return f"tf.data of {source.name!r}, {shares}; {goes_on}{chance}"
+    return f"tf.data of {source.name!r}, {sharding}; {resumption}{chance}"
 
 
 @contextlib.contextmanager
 def _seeded(seed: int, epoch: int) -> Iterator[None]:
-    """Within it all global seeds are those of an epoch."""
+    """Sets the global seeds of Python, NumPy and TensorFlow to those of an epoch, until the context ends."""
     number = int(generator(seed, epoch).integers(2**31))
     python, arrays = random.getstate(), np.random.get_state()
     random.seed(number)
@@ -442,8 +454,8 @@ def _draws(layer) -> bool:
 
 
 def _by_chance(dataset) -> bool:
-    """Whether what a dataset gives is another thing with another seed."""
-    return any(reshuffles(one) or _draws(one) for one in dataset_graph.layers(dataset))
+    """Whether the content of a dataset depends on a seed."""
+    return any(reshuffles(layer) or _draws(layer) for layer in dataset_graph.layers(dataset))
 
 
 def _of_any_rows(spec):

@@ -1,10 +1,10 @@
-"""`raytf.TFData`: the rows of a run that come out of a `tf.data` function of the user's. Needs no TensorFlow.
+"""`raytf.TFData`: input from a `tf.data` function of the user's. Needs no TensorFlow.
 
-The contract: `make_dataset(context)` is called for each epoch, on each worker, with the random seeds of (seed, epoch),
-and gives that epoch from its beginning. Either all workers get the same global batches, of which raytf cuts each one's
-part, or the function gives the shard that the context names. All workers make as many steps: those that are known or
-counted before the first one. What has no state of its own resumes at any step, by skipping; what may have (Python code,
-a service) at an epoch. An endless dataset is one stream that its epochs divide. What `cache()` keeps in memory stays.
+Each worker calls `make_dataset(context)` for each epoch, under the random seeds of (seed, epoch). It returns the epoch
+from its first batch. Either all workers get the same global batches, which raytf shards, or the function returns the
+shard in the context. All workers make the same number of steps, which is known or counted before the first step. A
+stateless pipeline resumes at any step, by skipping; others (Python code, a service) resume at an epoch. An endless
+dataset is one stream, divided into epochs. An in-memory `cache()` is kept between epochs.
 """
 
 from __future__ import annotations
@@ -24,15 +24,16 @@ RESUMES = ("auto", "step", "epoch")
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineContext:
-    """What a `TFData` function is told.
+    """The argument of a `TFData` function.
 
     Args:
-        index, num_shards: the shard that it is to give: `dataset.shard(context.num_shards, context.index)`. The only
-            one, 0 of 1, unless it shards by itself.
-        batch: rows of a batch that it is to give: the global batch, or this worker's part of one.
-        global_batch: rows of a step, of all workers.
-        seed: of the run.
-        epoch: that it is to give, from 0; of an endless dataset 0.
+        index: Index of the shard to return, as in `dataset.shard(context.num_shards, context.index)`; 0 unless
+            `shards_itself`.
+        num_shards: Number of shards; 1 unless `shards_itself`.
+        batch: Rows of a batch to return: the global batch, or with `shards_itself` this worker's share of it.
+        global_batch: Rows of a step over all workers.
+        seed: Seed of the run, an int.
+        epoch: Epoch to return, from 0; always 0 for an endless dataset.
     """
 
     index: int = 0
@@ -45,14 +46,14 @@ class PipelineContext:
 
 @dataclass(frozen=True, kw_only=True)
 class Looked:
-    """What was seen of a pipeline before the workers start.
+    """The result of an inspection of a pipeline, before the workers start.
 
     Args:
-        text: how it is shared, and where a training goes on, as a clause.
-        goes_on: "step" or "epoch".
-        steps: of an epoch where they are known, of shards those of all in one.
-        rows: of the first batch.
-        spec: shapes and types of a batch, to be compared.
+        text: How workers share it, and where a training resumes, as a clause.
+        goes_on: Unit at which a training resumes, "step" or "epoch".
+        steps: Number of steps of an epoch, or None if unknown. With `shards_itself`, those of one shard of all rows.
+        rows: Rows of the first batch.
+        spec: Shapes and dtypes of a batch, as text, for comparisons.
     """
 
     text: str
@@ -64,36 +65,43 @@ class Looked:
 
 @dataclass(frozen=True, eq=False)
 class TFData:
-    """Rows of a `tf.data` pipeline, wherever a trainer takes a dataset.
+    """Input of a training from a function that returns a `tf.data.Dataset`. Trainers take it as a dataset.
 
-    ```python
-    def train(context):
-        files = tf.data.Dataset.list_files("/data/*.tfrecord")
-        return tf.data.TFRecordDataset(files).map(parse).shuffle(1000).batch(context.batch)
-
-    raytf.KerasTrainer(build_model, datasets={"train": raytf.TFData(train)}, config={"batch_size": 256})
-    ```
+    Each worker calls the function for each epoch. By default every worker runs the whole pipeline, and raytf shards
+    each global batch, so that results equal those of one process.
 
     Args:
-        make_dataset: make_dataset(context) -> a `tf.data.Dataset` of (features, labels, sample weights) batches, as
-            `model.fit` takes it, or a `keras.utils.PyDataset`. Called on each worker for each epoch, with a
-            `PipelineContext`: `index` and `num_shards`, `batch`, `global_batch`, `seed` and `epoch`. TensorFlow's,
-            NumPy's and Python's global seeds are those of seed and epoch in it. Keep outside of it, or in a
-            `functools.cache`, what is slow to load.
-        shards_itself: the function gives the shard that the context names, in batches of `context.batch` rows. Else
-            every worker runs the whole pipeline, and raytf cuts each global batch: the result is that of one process.
-        rows: the dataset is one of rows, of known shapes, which raytf batches.
-        steps_per_epoch: batches of an epoch; needed where `repeat()` makes it endless. Where it is not given, and the
-            dataset does not know, its batches are counted before the first epoch.
-        uneven: of shards that have fewer batches than others, or none: "pad" has their workers make the other steps
-            without rows, which count nothing; "error" refuses them.
-        class_weight: weight of each class, by number, for labels that are classes; as `model.fit` takes it.
-        resume: where a training goes on: "auto" at a step, or at an epoch if the pipeline holds what may have a state
-            of its own; "step" or "epoch" says it.
-        looked: raytf's own.
+        make_dataset: Function `make_dataset(context)` that returns a `tf.data.Dataset` of (features, labels, sample
+            weights) batches, as for `model.fit`, or a `keras.utils.PyDataset`. Its `PipelineContext` has the ints
+            `batch`, `global_batch`, `seed`, `epoch`, `index` and `num_shards`. During the call the global seeds of
+            TensorFlow, NumPy and Python depend on `seed` and `epoch` alone. Load slow data outside of the function, or
+            in a `functools.cache`.
+        shards_itself: Whether the function returns shard `context.index` of `context.num_shards`, in batches of
+            `context.batch` rows.
+        rows: Whether the dataset is one of rows of known shapes, which raytf batches.
+        steps_per_epoch: Number of batches of an epoch, at least 1. An endless dataset (`repeat()`) needs it. By
+            default it is the dataset's cardinality, or counted before the first epoch if that is unknown.
+        uneven: Treatment of shards with fewer batches than others: "pad" adds steps without rows, which have no effect
+            on the result; "error" raises ConfigError.
+        class_weight: Dict of weights by class, as in `model.fit`.
+        resume: Unit at which a training resumes, "step" or "epoch". "auto" is "step", or "epoch" if the pipeline may
+            have a state (Python code, a tf.data service).
+        looked: Internal to raytf.
 
     Raises:
-        ConfigError: an argument is wrong.
+        ConfigError: An argument is wrong.
+
+    Example:
+        >>> import keras, raytf, tensorflow as tf
+        >>> def make_dataset(context):
+        ...     x = tf.reshape(tf.range(256.0) / 256, (64, 4))
+        ...     return tf.data.Dataset.from_tensor_slices((x, x[:, :1])).shuffle(64).batch(context.batch)
+        >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        >>> model.compile("sgd", "mse")
+        >>> data = raytf.TFData(make_dataset)
+        >>> history = raytf.fit(model, data, batch_size=16, epochs=2, num_workers=2, verbose=0)
+        >>> len(history.history["loss"])
+        2
     """
 
     make_dataset: Callable
@@ -126,18 +134,18 @@ class TFData:
 
     @property
     def name(self) -> str:
-        """The function's, for sentences."""
+        """Returns the name of the function, for messages."""
         function = getattr(self.make_dataset, "func", self.make_dataset)  # of a `functools.partial`
         return getattr(function, "__name__", type(function).__name__)
 
     def first(self) -> TFData:
-        """The same: it holds no rows, of which `StoredDataset.first` takes some."""
+        """Returns itself, as it contains no rows; has the interface of `StoredDataset.first`."""
         return self
 
     here = first
 
     def order(self, batch_size: int, seed: int, goes_on: str) -> dict[str, Any]:
-        """What says which rows a step has, as far as it is known before the workers start; see `Feed.order`. JSON."""
+        """Returns the settings that decide which rows a step has, as JSON, as far as known before workers start."""
         return {"batch_size": batch_size, "seed": seed, "pipeline": self.name, "goes_on": goes_on}
 
     def check_pickles(self) -> None:

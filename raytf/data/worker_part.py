@@ -69,8 +69,8 @@ def cut(dataset: tf.data.Dataset, strategy: tf.distribute.Strategy, worker: int)
         return mark_worker_part(dataset.map(lambda *batch: part_of(batch, indices[0], replicas)))
 
     def parts(*batch):
-        made = [tf.data.Dataset.from_tensors(part_of(batch, index, replicas)) for index in indices]
-        return functools.reduce(tf.data.Dataset.concatenate, made)
+        datasets = [tf.data.Dataset.from_tensors(part_of(batch, index, replicas)) for index in indices]
+        return functools.reduce(tf.data.Dataset.concatenate, datasets)
 
     mixed = dataset.flat_map(parts)  # reads a generator only once
     steps = int(dataset.cardinality())
@@ -79,11 +79,12 @@ def cut(dataset: tf.data.Dataset, strategy: tf.distribute.Strategy, worker: int)
 
 
 def part_of(batch: tuple, index: tf.Tensor, count: int):
-    """A contiguous part of a batch's rows, as `topology.share` has it; there may be none in it.
+    """Returns one contiguous part of a batch's rows, which may be empty, as `topology.share` divides them.
 
     Args:
-        batch: what a map of a dataset is called with.
-        index, count: which of how many parts; the index is int64.
+        batch: Arguments of a function for `tf.data.Dataset.map`.
+        index: Index of the part, int64, from 0.
+        count: Number of parts.
     """
     batch = batch[0] if len(batch) == 1 else batch
     rows = row_count(next(leaf for leaf in tf.nest.flatten(batch) if hasattr(leaf, "shape")))
@@ -92,7 +93,7 @@ def part_of(batch: tuple, index: tf.Tensor, count: int):
 
 
 def row_count(leaf) -> tf.Tensor:
-    """Rows of a tensor, which may be sparse or ragged: int64."""
+    """Returns the number of rows of a dense, sparse or ragged tensor: int64."""
     if isinstance(leaf, tf.SparseTensor):
         return leaf.dense_shape[0]
     return tf.cast(leaf.nrows(), tf.int64) if isinstance(leaf, tf.RaggedTensor) else tf.shape(leaf, tf.int64)[0]

@@ -1,7 +1,7 @@
-"""What `raytf.fit` is given as x, y and sample weights: to blocks of rows, and to the columns that tensors are made of.
+"""Converts x, y and sample weights of `raytf.fit` to blocks of rows, and to the columns of tensors. Driver side.
 
-Arrays are treated as Keras treats them: floating types become `keras.config.floatx()`, a DataFrame is a matrix, a
-Series a column. Driver side.
+Arrays are treated as by Keras: floating types become `keras.config.floatx()`, a DataFrame is a matrix, a Series a
+column.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from raytf.data.stored import StoredDataset
 from raytf.data.tf_data import TFData
 from raytf.errors import ConfigError
 
-# Of a block: many enough that workers share the reading, and few.
+# Bytes of a block: small enough that workers share the reading, without too many blocks.
 _BLOCK_BYTES = 64 << 20
 _ROLES = ("features", "labels", "sample_weights")
 
 
 @dataclass(frozen=True)
 class Data:
-    """Rows, and how tensors are made of them.
+    """Rows, and the conversion to tensors.
 
     Args:
-        dataset: a `ray.data.Dataset` that is still to be read, a `TFData`, or None.
-        table: the rows, where they are in memory.
-        batch: what a batch consists of.
-        structure: (x, y, sample weights) as far as there are any, with the name of a column for each tensor, where that
-            is not what `batch` says; else None.
+        dataset: An unread `ray.data.Dataset`, a `TFData`, or None.
+        table: The rows if they are in memory.
+        batch: Content of a batch.
+        structure: (x, y, sample weights) as far as present, with a column's name for each tensor; None if `batch`
+            defines the structure.
     """
 
     dataset: Any
@@ -53,35 +53,35 @@ class Data:
 
     @property
     def rows(self) -> int | None:
-        """Their number, where that is known."""
+        """Returns the number of rows, or None if unknown."""
         return None if self.table is None else self.table.num_rows
 
     def head(self, rows: int) -> Data:
-        """The first rows alone."""
+        """Returns only the first rows."""
         if self.table is None:
             return Data(self.dataset.limit(rows), None, self.batch, self.structure)
         return Data(None, self.table.slice(0, rows), self.batch, self.structure)
 
     def stored(self) -> StoredDataset:
-        """The table in Ray's object store."""
-        each = max(1, int(_BLOCK_BYTES / max(1.0, self.table.nbytes / max(1, self.table.num_rows))))
-        parts = [self.table.slice(start, each) for start in range(0, self.table.num_rows, each)]
+        """Puts the table into Ray's object store."""
+        block_rows = max(1, int(_BLOCK_BYTES / max(1.0, self.table.nbytes / max(1, self.table.num_rows))))
+        parts = [self.table.slice(start, block_rows) for start in range(0, self.table.num_rows, block_rows)]
         return StoredDataset(
             [ray.put(part) for part in parts], [p.num_rows for p in parts], list(self.table.column_names)
         )
 
 
 def of(x, y, sample_weight, class_weight, features, labels, name: str = "x") -> Data:
-    """What was given, checked.
+    """Returns the checked data.
 
     Args:
-        x, y, sample_weight: as `raytf.fit` takes them.
-        class_weight: by class, or None.
-        features, labels: columns, where `x` has columns.
-        name: of `x`, for sentences.
+        x, y, sample_weight: Arguments of `raytf.fit`.
+        class_weight: Weights by class, or None.
+        features, labels: Columns, if `x` has columns.
+        name: Name of `x`, for messages.
 
     Raises:
-        ConfigError: it is none of what can be sent to workers, or the parts do not fit each other.
+        ConfigError: The data cannot be sent to workers, or its parts do not fit each other.
     """
     if isinstance(x, TFData):
         return _pipeline(x, y, sample_weight, class_weight, features, labels, name)
@@ -92,13 +92,13 @@ def of(x, y, sample_weight, class_weight, features, labels, name: str = "x") -> 
 
 
 def is_arrays(x) -> bool:
-    """Whether rows can be counted and cut here."""
+    """Whether this process can count and slice the rows."""
     return not isinstance(x, (str, os.PathLike, ray.data.Dataset, TFData))
 
 
 def _pipeline(x: TFData, y, sample_weight, class_weight, features, labels, name: str) -> Data:
-    others = {"y": y, "sample_weight": sample_weight, "features": features, "labels": labels}
-    if given := [other for other, value in others.items() if value is not None]:
+    other_arguments = {"y": y, "sample_weight": sample_weight, "features": features, "labels": labels}
+    if given := [argument for argument, value in other_arguments.items() if value is not None]:
         raise ConfigError(f"{name} is a raytf.TFData, which says that itself", ", ".join(given), "Leave it out")
     x.check_pickles()
     x = x if class_weight is None else dataclasses.replace(x, class_weight=class_weight)
@@ -189,20 +189,20 @@ def _arrays(x, y, sample_weight, class_weight, name: str) -> Data:
     if sample_weight is not None and y is None:
         raise ConfigError("sample_weight belongs to labels", "sample_weight= without y=", "Pass y, too")
     sample_weight = _weights(y, sample_weight, class_weight)
-    found: dict[str, np.ndarray] = {}
+    arrays: dict[str, np.ndarray] = {}
 
     def named(role, structure):
         def add(array):
-            key = f"{role}{len(found)}"
-            found[key] = array
+            key = f"{role}{len(arrays)}"
+            arrays[key] = array
             return key
 
         return tree.map_structure(add, structure)
 
     parts = [(r, p) for r, p in zip("xyw", (x, y, sample_weight), strict=True) if p is not None]
     structure = tuple(named(role, part) for role, part in parts)
-    _check_lengths(structure, found, {"x": name, "y": roles[1][0], "w": "sample_weight"})
-    table = pa.table({key: _column(array, key) for key, array in found.items()})
+    _check_lengths(structure, arrays, {"x": name, "y": roles[1][0], "w": "sample_weight"})
+    table = pa.table({key: _column(array, key) for key, array in arrays.items()})
     specs = dict.fromkeys(_ROLES)
     plain = True
     for (_, part), names, role in zip(parts, structure, _ROLES, strict=False):
@@ -211,9 +211,13 @@ def _arrays(x, y, sample_weight, class_weight, name: str) -> Data:
         specs[role] = names
     for role, names in specs.items():
         if names is not None:
-            one = lambda column: Columns((Column(column, ragged=_is_lists(table, column)),), False)
+            column_spec = lambda column: Columns((Column(column, ragged=_is_lists(table, column)),), False)
             flat = names if plain else {column: column for column in tree.flatten(names)}
-            specs[role] = one(flat) if isinstance(flat, str) else {key: one(column) for key, column in flat.items()}
+            specs[role] = (
+                column_spec(flat)
+                if isinstance(flat, str)
+                else {key: column_spec(column) for key, column in flat.items()}
+            )
     return Data(None, table, BatchSpec(**specs), None if plain else structure)
 
 
@@ -222,7 +226,7 @@ def _is_lists(table: pa.Table, column: str) -> bool:
 
 
 def _as_arrays(value, name: str):
-    """The same structure of NumPy arrays, or of ragged tensors."""
+    """Returns the same structure of NumPy arrays, or of ragged tensors."""
     if value is None:
         return None
     if isinstance(value, pa.Table):
@@ -265,16 +269,16 @@ def _as_array(value, name: str):
     if isinstance(value, pd.Series) and not pd.api.types.is_numeric_dtype(value):
         return np.expand_dims(value.to_numpy(dtype=object), -1)
     try:
-        found = np.asarray(array_slicing.convert_to_sliceable(value, target_backend="tensorflow"))
+        array = np.asarray(array_slicing.convert_to_sliceable(value, target_backend="tensorflow"))
     except (TypeError, ValueError) as error:
         raise ConfigError(
             f"{name} must be an array of numbers or texts", f"a {type(value).__name__}: {error}", "Convert it"
         ) from error
-    return found
+    return array
 
 
 def _made_dense(value, name: str) -> str | None:
-    """Returns the expression that makes an array of what is sparse or ragged; None for what is neither."""
+    """Returns the expression that converts a sparse or ragged value to an array; None for others."""
     if data_adapter_utils.is_scipy_sparse(value):
         return f"{name}.toarray()"
     if isinstance(value, tf.SparseTensor):
@@ -320,7 +324,7 @@ def _check_lengths(structure, found: dict, names: dict[str, str]) -> None:
 
 
 def _column(array, name: str):
-    """A column of a table, without a copy where that is possible."""
+    """Returns a column of a table, without a copy if possible."""
     if isinstance(array, tf.RaggedTensor):
         return pa.LargeListArray.from_arrays(pa.array(array.row_splits.numpy()), pa.array(array.values.numpy()))
     if array.dtype.kind in "biuf":
@@ -341,8 +345,8 @@ def _column(array, name: str):
 
 
 def split(x, y, sample_weight, part: float):
-    """((x, y, weights) but for the last rows, (x, y, weights) of these), as `validation_split` of Keras."""
-    # Keras cuts texts only where they are objects
+    """Splits off the last rows like Keras's `validation_split`. Returns a tuple (x, y, weights) of each part."""
+    # Keras slices texts only as objects
     cut = lambda a: a.astype(object) if isinstance(a, np.ndarray) and a.dtype.kind in "US" else a
     try:
         return array_slicing.train_validation_split(

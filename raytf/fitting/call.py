@@ -1,4 +1,4 @@
-"""One call of `raytf.fit`, `evaluate` or `predict`: what is sent, to whom, and what comes back. Driver side."""
+"""One call of `raytf.fit`, `evaluate` or `predict`: its data, its workers and its results. Driver side."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import tensorflow as tf
 from keras import tree
 from ray.train import RunConfig, ScalingConfig
 
-from raytf import events, timeouts
+from raytf import events, logs, timeouts
 from raytf.compat import keras_objects
 from raytf.compat.keras import compute_output_spec
 from raytf.console import phases as phases_module
@@ -46,29 +46,31 @@ from raytf.train.prepare import placed
 from raytf.train.worker_group import TrialError, TrialRun, WorkerGroupLostError
 from raytf.worker import ending, fit, labels
 
+logger = logs.get_logger(__name__)
+
 _FIRST_ROWS = 1000
-# Whose labels are looked at.
+# Number of rows whose labels are checked.
 _LABELLED_ROWS = 256
-# A call waits so long for what is not known when it has ended; then it is said when it is known.
+# Seconds that a finished call waits for an unknown outcome; a later outcome is logged when it is known.
 _PROOF_INTERVAL = 1.0
-# So many losses of workers are healed in a call: those of one that dies again and again have a cause to look for.
+# Worker losses that a call recovers from; repeated deaths have a cause to look for.
 _HEALS = 3
 _DOES = {"evaluate": "evaluating", "predict": "predicting"}
 _AT_ONCE = "ended at once; the model has the weights of the last epoch that had ended"
 
 
 class Call:
-    """One call: what is sent, to whom, and what comes back.
+    """One call: its data, its workers and its results.
 
     Args:
-        model: the user's.
-        scaling_config, run_config: of the workers.
+        model: The user's model.
+        scaling_config, run_config: Configs of the workers.
         parts: `arrays.Data` by name.
-        keeping: of the checkpoints, or None where the call has no name.
-        phases: shows what the call does before its first step.
+        keeping: Its checkpoints, or None for a call without a name.
+        phases: Shows the phases before the first step.
 
     Attributes:
-        objects: of the model and the callbacks, by number.
+        objects: Objects of the model and the callbacks, by number.
         verify: "warn" or "error" compares two workers with one process, see `proving`; False does not.
     """
 
@@ -88,7 +90,7 @@ class Call:
         self._ending: Ending | None = None
         self._found: dict[str, Any] = {}
         self._group: warm.Group | None = None
-        self._last: dict | None = None  # what the model is to learn
+        self._last: dict | None = None  # the state for the model
         self._ends = contextlib.ExitStack()
         self._connected = False
         self.verify: str | bool = False
@@ -99,32 +101,32 @@ class Call:
 
     def __exit__(self, kind, error, traceback) -> None:
         self.close()
-        if kind is KeyboardInterrupt:  # a script whose process has imported Ray would end with 1
-            print(f"raytf: SIGINT: {_AT_ONCE}", file=sys.stderr, flush=True)
+        if kind is KeyboardInterrupt:  # a script whose process has imported Ray would exit with code 1
+            logger.warning(f"SIGINT: {_AT_ONCE}")
             raise StoppedCallError(signal.SIGINT, _AT_ONCE) from None
         if kind is StoppedError and error.number == signal.SIGINT:
             raise StoppedCallError(error.number, error.where, error.step) from None
 
     def _read(self) -> None:
-        """Reads what is no array; raises ConfigError where it has no rows, or not the columns."""
+        """Reads datasets that are no arrays; raises ConfigError for one without rows, or without the columns."""
         datasets = {name: part.dataset for name, part in self._parts.items() if part.table is None}
         if not datasets:
             return
         self._connect()
         self._phases.begin(phases_module.READING)
         self._found = ingest.read_all(datasets, "auto", self._scaling, self._parts["train"].batch.roles)
-        for name, found in self._found.items():
-            if isinstance(found, TFData):
+        for name, dataset in self._found.items():
+            if isinstance(dataset, TFData):
                 continue
-            if not found.rows:
+            if not dataset.rows:
                 raise ConfigError("A dataset must hold rows", f"{name!r} is empty", "Check the path or the filter")
-            self._parts[name].batch.check(found.columns)
+            self._parts[name].batch.check(dataset.columns)
 
     def _connect(self) -> None:
         if not self._connected:
             self._phases.begin(phases_module.starting())
         self._scaling = placed(self._scaling, resources.bundles(self._scaling), keep_idle=True)
-        if not self._connected:  # Ray, if it is started, takes SIGTERM for itself; SIGINT is Python's KeyboardInterrupt
+        if not self._connected:  # a Ray started here handles SIGTERM itself; SIGINT is Python's KeyboardInterrupt
             signals = (signal.SIGTERM,) if self._keeping is None else (signal.SIGTERM, signal.SIGINT)
             self._ending = self._ends.enter_context(Ending(after_step=False, signals=signals, at_once=_AT_ONCE))
             if self._keeping is not None:
@@ -134,7 +136,7 @@ class Call:
         resources.check_cluster(self._scaling)
 
     def _example(self, name: str) -> tf.data.Dataset:
-        """A dataset of the shapes and types of one of the parts."""
+        """Returns a dataset with the shapes and types of one of the parts."""
         return fit_worker.structured(self._feed(name, 2).dataset(), self._parts[name].structure)
 
     def _feed(self, name: str, rows: int) -> Feed | PipelineFeed:
@@ -143,21 +145,21 @@ class Call:
             table = part.table.slice(0, _FIRST_ROWS)
             blocks = StoredDataset([table], [table.num_rows], list(table.column_names))
         else:
-            found = self._found[name]
-            if isinstance(found, TFData):
-                sampling = Sampling(global_batch=found.looked.rows, shuffle="none")
-                return open_feed(found, part.batch, sampling, name=name, told={"steps": 1})
-            blocks = found.first() if found.rows else found
+            dataset = self._found[name]
+            if isinstance(dataset, TFData):
+                sampling = Sampling(global_batch=dataset.looked.rows, shuffle="none")
+                return open_feed(dataset, part.batch, sampling, name=name, told={"steps": 1})
+            blocks = dataset.first() if dataset.rows else dataset
         return Feed(blocks, part.batch, Sampling(global_batch=rows, shuffle="none"), shapes_only=True)
 
     def build(self, do: str) -> float:
-        """Makes all variables of the model, and checks that the data fits it.
+        """Creates all variables of the model, and checks that the data fits it.
 
         Args:
             do: "fit", "evaluate" or "predict".
 
         Returns:
-            Bytes of a row of its outputs, where that is known, else 0.
+            Bytes of a row of its outputs if known, else 0.
         """
         self._read()
         self._phases.begin(phases_module.TRYING)
@@ -187,7 +189,7 @@ class Call:
             ) from error
 
     def _check_labels(self, spec) -> None:
-        """Raises ConfigError for labels of the first rows that the loss cannot take."""
+        """Raises ConfigError for labels in the first rows that the loss does not accept."""
         feed = self._feed("train", _LABELLED_ROWS)
         rows = next(iter(fit_worker.structured(feed.first_batch(), self._parts["train"].structure)))
         if (
@@ -195,14 +197,14 @@ class Call:
             and len(rows) > 1
             and all(isinstance(t, tf.Tensor) for t in tf.nest.flatten(rows[1]))
         ):
-            found = tf.nest.map_structure(np.asarray, rows[1])
-            labels.check_values(self._model, spec, found, weighted=len(rows) > 2)
+            values = tf.nest.map_structure(np.asarray, rows[1])
+            labels.check_values(self._model, spec, values, weighted=len(rows) > 2)
 
     def pack(self, users: Sequence) -> None:
-        """Writes the model and the callbacks.
+        """Serializes the model and the callbacks.
 
         Raises:
-            ConfigError: one of them does not pickle.
+            ConfigError: One of them does not pickle.
         """
         self._data, sent = transport.write_named([(f"the model {self._model.name!r}", self._model)])
         names = [(f"callback {i}, a {type(c).__name__}", c) for i, c in enumerate(users)]
@@ -211,34 +213,34 @@ class Call:
         self.objects = sent.joined(own)
 
     def going_on(self, seed: int, batch: int, arguments: dict, shown: bool = True) -> tuple[int, dict]:
-        """Looks for a checkpoint of this very training.
+        """Returns the seed and the state to resume from, if a checkpoint of the same training exists.
 
         Args:
-            seed: of a training that begins.
-            batch: rows of the global one.
-            arguments: of the call that change what is computed.
-            shown: say where the checkpoints are.
+            seed: Seed of a new training.
+            batch: Rows of the global batch.
+            arguments: Arguments of the call that change the result.
+            shown: Whether to print the location of the checkpoints.
 
         Returns:
-            (the seed of the training, more of `fit_worker.Work`).
+            (the seed of the training, further fields of `fit_worker.Work`).
 
         Raises:
-            ConfigError: there is one of another training.
+            ConfigError: There is a checkpoint of another training.
         """
         if self._keeping is None:
             return seed, {}
         self._connect()
-        rows = {name: 0 if isinstance(f, TFData) else sum(f.rows) for name, f in self._found.items()}
+        rows = {name: 0 if isinstance(dataset, TFData) else sum(dataset.rows) for name, dataset in self._found.items()}
         if shown:
             print(f"run     {self._keeping.where}", flush=True)
-        told = identity(self._model, self._parts, rows, batch, arguments)
-        self._files, state = self._keeping.newest(told)
-        return (seed if state is None else state.seed), {"every": self._keeping.every, "identity": told}
+        run_identity = identity(self._model, self._parts, rows, batch, arguments)
+        self._files, state = self._keeping.newest(run_identity)
+        return (seed if state is None else state.seed), {"every": self._keeping.every, "identity": run_identity}
 
     def work(
         self, do: str, batches: dict, seed: int, shuffle: str, arguments: dict, drops: bool = False, **more
     ) -> fit_worker.Work:
-        """What the workers are told; the rows go into Ray's object store."""
+        """Returns the work for the workers; puts the rows into Ray's object store."""
         self._connect()
         rows = {}
         for name, part in self._parts.items():
@@ -246,8 +248,8 @@ class Call:
             order = shuffle if name == "train" else "none"
             if order == "full" and isinstance(blocks, streamed.StreamedDataset):
                 order = "window"
-            rest = drops and name == "train"
-            sampling = Sampling(global_batch=batches[name], seed=seed, shuffle=order, drop_remainder=rest)
+            drop_remainder = drops and name == "train"
+            sampling = Sampling(global_batch=batches[name], seed=seed, shuffle=order, drop_remainder=drop_remainder)
             rows[name] = fit_worker.FitDataset(
                 dataset=blocks, batch=part.batch, sampling=sampling, structure=part.structure
             )
@@ -259,10 +261,10 @@ class Call:
         return self._work | {"steps_per_execution": steps, **more}
 
     def reports(self, work: dict, board=None):
-        """Sends the work, and gives what each worker reports, until it ends; keeps the workers for the next call.
+        """Sends the work and yields each worker's reports until it ends; keeps the workers for the next call.
 
         Raises:
-            TrainingError: one failed.
+            TrainingError: A worker failed.
         """
         setup = WorkerSetup(config=TensorflowConfig(seed=0))
         shown = Output(worker_environment(self._run, self._scaling)["env_vars"])
@@ -277,28 +279,28 @@ class Call:
             group, known = self._group, self._sending["key"] == self._group.model
             sending = fit_worker.Sending(data=None if known else self._data, **self._sending)
             group.model = self._sending["key"]
-            told = {"work": fit_worker.Work(model=sending, board=board, **work)}
-            within = None if self._keeping is None else self._keeping.within
-            more = {"within": within, "heals": _HEALS if work.get("heals") else 0}
-            run = TrialRun(train=fit_worker.run, config=told, name=work["do"], files=self._files, **more)
+            work_config = {"work": fit_worker.Work(model=sending, board=board, **work)}
+            mid_epoch = None if self._keeping is None else self._keeping.within
+            more = {"within": mid_epoch, "heals": _HEALS if work.get("heals") else 0}
+            run = TrialRun(train=fit_worker.run, config=work_config, name=work["do"], files=self._files, **more)
 
             def anew() -> TrialRun:
-                """For a process that has no model yet."""
+                """Returns the run for a process without the model."""
                 sending = fit_worker.Sending(data=self._data, **self._sending)
-                config = {"work": dataclasses.replace(told["work"], model=sending)}
+                config = {"work": dataclasses.replace(work_config["work"], model=sending)}
                 return dataclasses.replace(run, config=config, files=None)
 
             group.worker_group.begin(run, anew)
             self._phases.begin(_DOES.get(work["do"]))
-            with self._ending.calls(self._heard) if within is not None else contextlib.nullcontext():
-                why = None if within is None else self._why_end
+            with self._ending.calls(self._heard) if mid_epoch is not None else contextlib.nullcontext():
+                why = None if mid_epoch is None else self._why_end
                 while (reports := group.worker_group.go_on_all(why)) is not None:
                     if proving is not None:
                         proving.look()
                     yield reports
                     if reports[0].get("ended"):
                         if any(report.get("changed") for report in reports):
-                            group.model = None  # another one like it is to be sent: theirs is not as it came
+                            group.model = None  # the workers changed their model: the next call must send one again
                         break
             group.worker_group.stop()
             well = True
@@ -320,7 +322,7 @@ class Call:
             proving.wait(_PROOF_INTERVAL, more=True)
 
     def _proving(self, work: dict, group: warm.Group) -> Proving | None:
-        """A comparison of two workers with one process, unless this group has had the model in one before."""
+        """Starts a comparison of two workers with one process, unless this group has compared the model before."""
         key, several = self._sending["key"], self._scaling.num_workers > 1
         if not self.verify or not several or (key in group.proven and self.verify != "error"):
             return None
@@ -330,31 +332,33 @@ class Call:
         return Proving(self._scaling, self._run, self.verify, sending, work["rows"], blocks)
 
     def _heard(self) -> None:
-        """The first signal is seen at the next look, see `_why_end`."""
+        """Does nothing: `_why_end` detects the first signal at its next poll."""
 
     def _why_end(self) -> str | None:
         return None if self._ending.number is None else ending.STOP
 
     def _raise_stopped(self, step: int) -> None:
-        """Raises that the training has ended after a step, because of a signal."""
+        """Raises StoppedError after a signal ended the training at a step."""
         last = self._keeping.last()
         if last < step:
             kept = f"step {last}" if last else "none"
             text = f"it was to end, and did after step {step}, which is not kept; the last that is: {kept}"
             raise TrainingError(None, text)
-        where = f"ended after step {step}, which is kept; the same call with name={self._keeping.run.name!r} resumes"
-        raise StoppedError(self._ending.number, where, step)
+        progress_text = (
+            f"ended after step {step}, which is kept; the same call with name={self._keeping.run.name!r} resumes"
+        )
+        raise StoppedError(self._ending.number, progress_text, step)
 
     def _last_epoch(self) -> dict | None:
-        """What a worker holds of the last epoch that had ended; None where none had, or no such worker is left."""
+        """Returns a worker's state after the last complete epoch; None if there is none, or no such worker remains."""
         size = sum(getattr(value, "nbytes", 0) for value in self._values.values())
         seconds = timeouts.deadline(timeouts.get().last_epoch, size)
         for rank, worker in enumerate(self._group.worker_group.workers[: fit_worker.HOLD_LAST]):
             call = worker.execute.remote(fit_worker.last_epoch)
             with contextlib.suppress(ray.exceptions.RayError, answers.NoAnswerError):
-                (told,) = answers.collect([call], seconds, "the last epoch's weights", names=[f"worker {rank}"])
-                if told:
-                    return told
+                (state,) = answers.collect([call], seconds, "the last epoch's weights", names=[f"worker {rank}"])
+                if state:
+                    return state
         return None
 
     def _end(self, well: bool) -> None:
@@ -362,16 +366,16 @@ class Call:
         warm.give_back(group) if well else group.close()
 
     def fit(self, work: dict, users: Sequence, verbose):
-        """Trains; whatever happens, the model gets the state of the last epoch that has ended."""
+        """Trains; in any case the model receives the state after the last complete epoch."""
         model = self._model
         history = next((c for c in users if isinstance(c, keras.callbacks.History)), None) or keras.callbacks.History()
         board = progress.Board() if verbose else None
         happened: list[events.RunEvent] = []
         try:
             with events.recorded(happened.append):
-                for told in self._shown(work, board):
-                    if told[0].get("ended"):
-                        self._last = told[0]
+                for reports in self._shown(work, board):
+                    if reports[0].get("ended"):
+                        self._last = reports[0]
         finally:
             if board is not None:
                 board.clear()
@@ -396,11 +400,11 @@ class Call:
             yield from self.reports(work, board)
 
     def _learn(self, told: dict, users: Sequence, history) -> None:
-        """Puts a report of the chief into the objects of this process."""
+        """Assigns the chief's report to the objects of this process."""
         self.objects.assign(told["values"])
-        mine = model_optimizers.of(self._model)
+        optimizers = model_optimizers.of(self._model)
         for name, (kind, trained, values) in told["built"].items():
-            optimizer = mine.get(name)
+            optimizer = optimizers.get(name)
             if optimizer is None or None in trained:
                 warnings.warn(
                     f"The state of {name} stays on the workers: it trains what is not the model's", stacklevel=5
@@ -410,7 +414,7 @@ class Call:
             if alike and not optimizer.built:
                 optimizer.build([self.objects.objects[i] for i in trained])
             if not alike or [tuple(v.shape) for v in optimizer.variables] != [np.shape(v) for v in values]:
-                warnings.warn(  # a callback has compiled the model anew
+                warnings.warn(  # a callback has recompiled the model
                     f"The state of {name} stays on the workers: a callback has compiled the model with another "
                     f"{kind}. Compile it likewise here before it is trained further",
                     stacklevel=5,
@@ -428,7 +432,7 @@ class Call:
         history.history, history.epoch = told["history"]
 
     def close(self) -> None:
-        """Ends workers that are still at work, and lets go of what is read ahead."""
+        """Ends workers that are still busy, and releases prefetched data."""
         try:
             if self._group is not None:
                 self._end(well=False)
@@ -439,14 +443,14 @@ class Call:
 
 
 def _rows(history) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """(the last epoch's values, those of each) of a history."""
+    """Returns (the last epoch's values, those of each epoch) of a history."""
     whole = {name: values for name, values in history.history.items() if len(values) == len(history.epoch)}
     rows = [{"epoch": e + 1} | {name: whole[name][i] for name in whole} for i, e in enumerate(history.epoch)]
     return (rows[-1] if rows else {}), rows
 
 
 def _build_rest(model, spec) -> None:
-    """Layers that only a `train_step` of the user's uses are built by tracing it; nothing runs."""
+    """Builds layers that only a user's `train_step` uses by tracing it; runs nothing."""
     layers = [layer for layer in keras_objects.layers_of(model, with_itself=False) if not layer.built]
     own = type(model).train_step is not keras.Model.train_step and type(model).fit is keras.Model.fit
     if layers and not model.run_eagerly and own:
@@ -454,10 +458,10 @@ def _build_rest(model, spec) -> None:
 
 
 def _check_shapes(model, spec, do: str) -> float:
-    """Works out the shapes of outputs and loss; bytes of a row of the outputs, or 0 where the model says nothing."""
+    """Infers the shapes of outputs and loss. Returns the bytes of an output row, or 0 if unknown."""
     flat = tf.nest.flatten(spec)
     if model_optimizers.decides_itself(model, do):
-        return 0.0  # what it makes of its data is its own
+        return 0.0  # its use of the data is unknown
     if not all(isinstance(one, tf.TensorSpec) for one in flat) or not model_optimizers.has_call(model):
         return 0.0
 
@@ -480,14 +484,14 @@ def _shown(spec) -> str:
     parts = spec if isinstance(spec, tuple) else (spec,)
 
     def shown(part):
-        one = lambda s: f"{tuple(s.shape)} {s.dtype.name}" if isinstance(s, tf.TensorSpec) else "lists"
-        return tf.nest.map_structure(one, part)
+        described = lambda s: f"{tuple(s.shape)} {s.dtype.name}" if isinstance(s, tf.TensorSpec) else "lists"
+        return tf.nest.map_structure(described, part)
 
     return ", ".join(f"{name} {shown(part)}" for name, part in zip(names, parts, strict=False))
 
 
 def _why(error: Exception) -> str:
-    """What Keras says, which has its cause in bold below a line that names the layer."""
+    """Returns Keras's message; its cause follows a line that names the layer."""
     lines = [line.strip() for line in plain(error).splitlines() if line.strip()]
     cause = (
         lines[1] if len(lines) > 1 and lines[0].startswith("Exception encountered when calling") else "".join(lines[:1])

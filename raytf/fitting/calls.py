@@ -1,4 +1,4 @@
-"""`raytf.fit`, `evaluate` and `predict`: several workers for a model that is already there. Driver side."""
+"""`raytf.fit`, `evaluate` and `predict`: several workers for an existing model. Driver side."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from raytf.train import arguments as checks
 from raytf.worker.checkpoint_every import Every
 
 _BATCH = 32
-# Of predictions that a worker hands over at once.
+# Bytes of predictions that a worker sends at once.
 _CHUNK_BYTES = 32 << 20
 
 
@@ -142,15 +142,25 @@ def fit(
     workers, run_config = _workers(num_workers, scaling_config, run_config)
     drops = False
     if isinstance(x, tf.data.Dataset):
-        others = {"y": y, "batch_size": batch_size, "sample_weight": sample_weight, "class_weight": class_weight}
+        other_arguments = {
+            "y": y,
+            "batch_size": batch_size,
+            "sample_weight": sample_weight,
+            "class_weight": class_weight,
+        }
         once = name is None and _is_one_epoch(epochs, initial_epoch)
-        found = tf_data.rows_of(x, "x", others, once)
-        (x, y, sample_weight), batch_size, shuffle, drops = found.parts, found.batch, found.shuffles, found.drops
+        content = tf_data.rows_of(x, "x", other_arguments, once)
+        (x, y, sample_weight), batch_size, shuffle, drops = (
+            content.parts,
+            content.batch,
+            content.shuffles,
+            content.drops,
+        )
     if isinstance(validation_data, tf.data.Dataset):
-        others = {"validation_batch_size": validation_batch_size}
-        found = tf_data.rows_of(validation_data, "validation_data", others)
-        validation_data, validation_batch_size = found.parts, found.batch
-        if found.drops:
+        other_arguments = {"validation_batch_size": validation_batch_size}
+        content = tf_data.rows_of(validation_data, "validation_data", other_arguments)
+        validation_data, validation_batch_size = content.parts, content.batch
+        if content.drops:
             raise ConfigError(
                 "validation_data must hold the same rows in each epoch",
                 "a shuffle, and a batch that drops the remainder",
@@ -188,8 +198,10 @@ def fit(
         order = "full" if shuffle else "none"
         call.build("fit")
         call.pack(users)
-        told = {"initial_epoch": initial_epoch, "shuffle": order} | ({"drop_remainder": True} if drops else {})
-        seed, more = call.going_on(make_default_seed(), batch, told, bool(verbose))
+        order_arguments = {"initial_epoch": initial_epoch, "shuffle": order} | (
+            {"drop_remainder": True} if drops else {}
+        )
+        seed, more = call.going_on(make_default_seed(), batch, order_arguments, bool(verbose))
         arguments = {"epochs": epochs, "initial_epoch": initial_epoch, "validation_freq": validation_freq}
         more |= {"heals": workers.num_workers > 1 and goes_on == "step", "nan": nan}
         if goes_on == "epoch" and checkpoint_every == "auto" and keeping is not None:
@@ -251,9 +263,9 @@ def evaluate(
     _check_model(model, "evaluate")
     workers, run_config = _workers(num_workers, scaling_config, run_config)
     if isinstance(x, tf.data.Dataset):
-        others = {"y": y, "batch_size": batch_size, "sample_weight": sample_weight}
-        found = tf_data.rows_of(x, "x", others, once=True)
-        (x, y, sample_weight), batch_size = found.parts, found.batch
+        other_arguments = {"y": y, "batch_size": batch_size, "sample_weight": sample_weight}
+        content = tf_data.rows_of(x, "x", other_arguments, once=True)
+        (x, y, sample_weight), batch_size = content.parts, content.batch
     batch = _check_batch(batch_size, workers, "batch_size")
     users = _callbacks(callbacks)
     data = _looked(_steps(arrays_module.of(x, y, sample_weight, None, features, labels), steps, batch), batch, "train")
@@ -262,9 +274,9 @@ def evaluate(
     ) as call:
         call.build("evaluate")
         call.pack(users)
-        (told,) = call.reports(call.work("evaluate", {"train": batch}, make_default_seed(), "none", {}))
-        call.objects.assign(told[0]["values"])
-        logs = told[0]["logs"]
+        (reports,) = call.reports(call.work("evaluate", {"train": batch}, make_default_seed(), "none", {}))
+        call.objects.assign(reports[0]["values"])
+        logs = reports[0]["logs"]
         return logs if return_dict else keras_objects.in_order(model, logs)
 
 
@@ -316,8 +328,8 @@ def predict(
         raise ConfigError("raytf.predict takes no callbacks", repr(callbacks), "Use model.predict for them")
     workers, run_config = _workers(num_workers, scaling_config, run_config)
     if isinstance(x, tf.data.Dataset):
-        found = tf_data.rows_of(x, "x", {"batch_size": batch_size}, once=True)
-        x, batch_size = found.parts[0], found.batch
+        content = tf_data.rows_of(x, "x", {"batch_size": batch_size}, once=True)
+        x, batch_size = content.parts[0], content.batch
     batch = _check_batch(batch_size, workers, "batch_size")
     if isinstance(x, TFData):
         raise ConfigError(
@@ -333,39 +345,39 @@ def predict(
         call.pack(())
         chunk = max(1, int(_CHUNK_BYTES / max(1.0, row_bytes * batch / workers.num_workers)))
         work = call.work("predict", {"train": batch}, make_default_seed(), "none", {}, chunk_steps=chunk)
-        chunks = (_in_order(told) for told in call.reports(work))
+        chunks = (_in_order(reports) for reports in call.reports(work))
         if data.table is None:
             return _as_dataset(chunks)
         chunks = [chunk for chunk in chunks if chunk is not None]
         like = chunks[0][0]
         whole = [np.concatenate(parts) for parts in zip(*(flat for _, flat in chunks), strict=True)]
-        return tree.map_structure(lambda place: whole[place], like)
+        return tree.map_structure(lambda index: whole[index], like)
 
 
 # ------------------------------------------------------------------------------------------ predictions
 
 
 def _in_order(told: list[dict]) -> tuple[Any, list[np.ndarray]] | None:
-    """(the outputs' structure of places, an array for each place) of the steps that all workers hand over."""
+    """Returns (the outputs' structure of indices, an array for each index) of all workers' steps."""
     flat: list[list[np.ndarray]] = []
-    for step in zip(*(one["parts"] for one in told), strict=True):
+    for step in zip(*(report["parts"] for report in told), strict=True):
         flat += [arrays for rows, arrays in step if rows]
     if not flat:
         return None
-    like = next(one["like"] for one in told if one["like"] is not None)
+    like = next(report["like"] for report in told if report["like"] is not None)
     return like, [np.concatenate(parts) for parts in zip(*flat, strict=True)]
 
 
 def _as_dataset(chunks):
-    """A `ray.data.Dataset` of predictions."""
+    """Returns a `ray.data.Dataset` of predictions."""
     refs = []
     for chunk in chunks:
         if chunk is None:
             continue
         like, flat = chunk
         made = {
-            name: pa.array(flat[place]) if flat[place].ndim == 1 else ArrowTensorArray.from_numpy(flat[place])
-            for name, place in sorted(named(like).items(), key=lambda pair: pair[1])
+            name: pa.array(flat[index]) if flat[index].ndim == 1 else ArrowTensorArray.from_numpy(flat[index])
+            for name, index in sorted(named(like).items(), key=lambda pair: pair[1])
         }
         refs.append(ray.put(pa.table(made)))
     return ray.data.from_arrow_refs(refs)
@@ -474,20 +486,20 @@ def _check_steps(steps_per_epoch, data: arrays_module.Data, batch: int, drops: b
 
 
 def _callbacks(callbacks) -> list:
-    found = list(callbacks) if isinstance(callbacks, (list, tuple)) else [] if callbacks is None else [callbacks]
-    validation.check_callbacks(found)
-    for callback in found:
+    users = list(callbacks) if isinstance(callbacks, (list, tuple)) else [] if callbacks is None else [callbacks]
+    validation.check_callbacks(users)
+    for callback in users:
         if not isinstance(callback, keras.callbacks.Callback):
             raise ConfigError(
                 "callbacks must be a list of Keras callbacks",
                 f"a {type(callback).__name__}",
                 "Make objects of their classes",
             )
-    return found
+    return users
 
 
 def _steps(data: arrays_module.Data, steps: int | None, batch: int) -> arrays_module.Data:
-    """The first steps of rows alone."""
+    """Returns only the rows of the first steps."""
     if steps is None:
         return data
     validation.check_whole("steps", steps, 1)
@@ -497,7 +509,7 @@ def _steps(data: arrays_module.Data, steps: int | None, batch: int) -> arrays_mo
 
 
 def _looked(data: arrays_module.Data, batch: int, name: str, verbose: str | int = 0) -> arrays_module.Data:
-    """A pipeline with what is seen of it."""
+    """Returns the data; for a pipeline with the result of `pipeline.look`."""
     source = data.dataset
     if not isinstance(source, TFData):
         return data

@@ -1,7 +1,6 @@
-"""What a worker does for `raytf.fit`, `evaluate` and `predict`: a model came from the driver, and goes back there.
+"""Worker side of `raytf.fit`, `evaluate` and `predict`: a model comes from the driver, and returns to it.
 
-The model stays in the process between two calls, with the functions that were traced for it, so that a second call
-makes its first step at once.
+The model and its traced functions stay in the process between calls, so that a second call starts at once.
 """
 
 from __future__ import annotations
@@ -31,13 +30,13 @@ from raytf.worker.callback_state import CallbackStates
 from raytf.worker.checkpoint_every import Every
 from raytf.worker.ending import StopTraining
 
-# Of the model that is here: its key, itself, its objects, how long its steps wait, and the function that predicts.
+# The current model: its key, itself, its objects, its input wait, and its predict function.
 _kept: dict[str, Any] = {}
-# Ends the measurement of that. Functions that were traced for a model hold its variable.
+# Ends that measurement. Functions that were traced for a model hold its variable.
 _measuring = contextlib.ExitStack()
-# What the driver learns if the training does not come to its end: the state after the last epoch that had ended.
+# The state after the last complete epoch, for the driver if the training does not complete.
 _last: dict[str, Any] = {}
-# Each holds a copy of the weights for that, so that the loss of one worker loses nothing.
+# Number of workers that hold a copy of these weights, so that the loss of one worker loses nothing.
 HOLD_LAST = 2
 
 
@@ -46,11 +45,11 @@ class Sending:
     """A model on its way to the workers.
 
     Args:
-        key: tells models from each other.
-        data: of `transport.write`, or None where the workers have it.
-        values: of its variables.
-        settings: of Keras in the driver.
-        folder: the driver's current one.
+        key: Identifies the model.
+        data: Result of `transport.write`, or None if the workers have it.
+        values: Values of its variables.
+        settings: Keras's settings in the driver.
+        folder: The driver's current folder.
     """
 
     key: str
@@ -65,8 +64,8 @@ class FitDataset:
     """A dataset on its way to the workers.
 
     Args:
-        dataset, batch, sampling: see `feed.Feed`.
-        structure: see `arrays.Data`.
+        dataset, batch, sampling: Arguments of `feed.open_feed`.
+        structure: Structure of the tensors, see `arrays.Data`.
     """
 
     dataset: StoredDataset | StreamedDataset | TFData
@@ -77,22 +76,22 @@ class FitDataset:
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """What workers are to do.
+    """The work of the workers in one call.
 
     Args:
         do: "fit", "evaluate" or "predict".
-        model: see there.
-        callbacks: of `transport.write` with what the model's objects are.
-        rows: by name: "train", "validation".
-        seed: of everything that is random.
-        arguments: of the method of Keras.
-        steps_per_execution: the model's own.
-        board: a `progress.Board`, or None.
-        chunk_steps: steps after which predictions are handed over.
-        every: when checkpoints within epochs are kept; None: none at all.
-        identity: what tells the training from others, for its checkpoints.
-        heals: a worker that is lost is replaced in place, where that can be done.
-        nan: what to do about a loss that is no number, see `epoch_checks.EpochChecks`.
+        model: The model, or its key.
+        callbacks: Result of `transport.write` that refers to the model's objects.
+        rows: Datasets by name: "train", "validation".
+        seed: Seed of all random numbers.
+        arguments: Arguments of Keras's method.
+        steps_per_execution: The model's own value.
+        board: A `progress.Board`, or None.
+        chunk_steps: Number of steps after which predictions are sent.
+        every: Schedule of mid-epoch checkpoints; None: no checkpoints.
+        identity: Identity of the training, for its checkpoints.
+        heals: Whether a lost worker is replaced in place, if possible.
+        nan: Reaction to a loss that is NaN or infinite, see `epoch_checks.EpochChecks`.
     """
 
     do: str
@@ -111,21 +110,21 @@ class Work:
 
 
 class FitWorker(GroupWorker):
-    """A worker that keeps its model when a call has ended."""
+    """A worker that keeps its model after a call."""
 
 
 def run(session, config: dict[str, Any]) -> int | None:
-    """The loop of a `worker_group.TrialRun`; reports what the driver waits for.
+    """Runs the loop of a `worker_group.TrialRun`; reports the results to the driver.
 
     Returns:
-        The steps after which a training was told to end; None where all is done.
+        The steps after which a training ended on request; None if it is complete.
     """
     import keras
 
     from raytf.worker import context
 
     work: Work = config["work"]
-    with contextlib.suppress(OSError):  # another host need not have it
+    with contextlib.suppress(OSError):  # another host may not have it
         os.chdir(work.model.folder)
     distribution = context.get_strategy()
     model, sent = _model(work.model, distribution)
@@ -136,12 +135,15 @@ def run(session, config: dict[str, Any]) -> int | None:
 
 
 def _trace_anew(model, work: Work) -> None:
-    """Drops the graphs of a model that stays where rows have other shapes: of two shapes they would know no rank."""
-    seen = lambda dataset: dataset.looked.spec if isinstance(dataset, TFData) else None
-    specs = {n: (of.structure, of.batch.features, of.batch.labels, seen(of.dataset)) for n, of in work.rows.items()}
-    before = _kept["specs"].get(work.do)
+    """Drops the graphs of a kept model if the rows' shapes changed: with two shapes they would lose the rank."""
+    spec_of = lambda dataset: dataset.looked.spec if isinstance(dataset, TFData) else None
+    specs = {
+        name: (rows.structure, rows.batch.features, rows.batch.labels, spec_of(rows.dataset))
+        for name, rows in work.rows.items()
+    }
+    previous = _kept["specs"].get(work.do)
     _kept["specs"][work.do] = repr(specs)
-    if before is not None and before != repr(specs):
+    if previous is not None and previous != repr(specs):
         model.train_function = model.test_function = None
         _kept.pop("predict", None)
 
@@ -153,7 +155,7 @@ def _model(sending: Sending, distribution):
     from raytf.worker.input_wait import measure_input_wait
 
     if sending.data is None and _kept.get("key") == sending.key:
-        transport.apply_settings(sending.settings)  # Keras keeps some for each thread
+        transport.apply_settings(sending.settings)  # Keras keeps some of them per thread
         _kept["sent"].assign(sending.values)
         return _kept["model"], _kept["sent"]
     if sending.data is None:
@@ -171,18 +173,18 @@ def _model(sending: Sending, distribution):
 
 
 def _dataset(work: Work, name: str, session, place: ReplacementState | None = None):
-    """(the feed, its dataset in the structure that the model takes)."""
+    """Returns (the feed, its dataset in the model's structure)."""
     from raytf.data.feed import open_feed
     from raytf.worker import context
 
-    rows, told = work.rows[name], None if place is None else place.agreed.get(f"feed {name}")
-    shared = {"name": name, "strategy": context.get_strategy(), "told": told}
+    rows, feed_state = work.rows[name], None if place is None else place.agreed.get(f"feed {name}")
+    shared = {"name": name, "strategy": context.get_strategy(), "told": feed_state}
     feed = open_feed(rows.dataset, rows.batch, rows.sampling, Shard(session.rank, session.size), **shared)
     return feed, structured(feed.dataset(), rows.structure)
 
 
 def structured(dataset, structure: tuple | None):
-    """A feed's dataset in the user's structure."""
+    """Returns a feed's dataset in the user's structure."""
     from keras import tree
 
     if structure is None:
@@ -195,7 +197,7 @@ def structured(dataset, structure: tuple | None):
             tree.map_structure(lambda name, part=part: part[name], names)
             for names, part in zip(structure, parts, strict=True)
         )
-        # Keras takes a tuple or list that stands alone for (x, y)
+        # Keras interprets a single tuple or list as (x, y)
         return parts if len(parts) > 1 or isinstance(parts[0], tuple) else parts[0]
 
     return dataset.map(pack)
@@ -208,31 +210,31 @@ def _fit(session, work: Work, model, sent, distribution) -> int | None:
     everything = sent.joined(own)
     _last.clear()
     with session.checkpoint() as folder:
-        place = healing.here.place
-        if place is not None:
-            own.assign(place.agreed["own"])
-        history = _trained(session, work, model, users, own, everything, folder, place)
+        replacement_state = healing.here.place
+        if replacement_state is not None:
+            own.assign(replacement_state.agreed["own"])
+        history = _trained(session, work, model, users, own, everything, folder, replacement_state)
     if isinstance(history, StopTraining):
         return history.step
     totals = _totals(model, everything)
     _last.clear()
-    told = {"values": everything.values() | totals if session.rank == 0 else None, "ended": True}
-    told |= {"built": _built(model, everything), "history": (dict(history.history), list(history.epoch))}
-    told["params"] = {k: v for k, v in (history.params or {}).items() if isinstance(v, (int, float, str, type(None)))}
-    told["changed"] = bool(told["built"]) or _plain_attributes(model) != _kept["plain"]
+    report = {"values": everything.values() | totals if session.rank == 0 else None, "ended": True}
+    report |= {"built": _built(model, everything), "history": (dict(history.history), list(history.epoch))}
+    report["params"] = {k: v for k, v in (history.params or {}).items() if isinstance(v, (int, float, str, type(None)))}
+    report["changed"] = bool(report["built"]) or _plain_attributes(model) != _kept["plain"]
     if session.rank == 0:
-        told["callbacks"], told["lost"] = transport.write_attributes(users, everything)
-    session.report(told, None)
+        report["callbacks"], report["lost"] = transport.write_attributes(users, everything)
+    session.report(report, None)
 
 
 def _trained(session, work: Work, model, users, own, everything, folder: str | None, place: ReplacementState | None):
-    """The history of a training; the `StopTraining` that it was told to end by.
+    """Returns the history of a training, or the `StopTraining` that ended it.
 
     Args:
-        users, own: callbacks, and the objects that came with them.
-        everything: these, and those of the model.
-        folder: of the checkpoint to go on from, or None.
-        place: of a lost worker that this one takes, or None.
+        users, own: Callbacks, and the objects that came with them.
+        everything: These, and those of the model.
+        folder: Folder of the checkpoint to resume from, or None.
+        place: State of the lost worker that this one replaces, or None.
     """
     import keras
     import numpy as np
@@ -241,24 +243,24 @@ def _trained(session, work: Work, model, users, own, everything, folder: str | N
     from raytf.worker import callbacks, epoch_checks, figures, replacement
     from raytf.worker import steps_per_execution as steps_per_execution_module
 
-    given = {name: _dataset(work, name, session, place) for name in work.rows}
-    feed, dataset = given["train"]
-    others = [pair for name, pair in given.items() if name != "train"]
+    datasets = {name: _dataset(work, name, session, place) for name in work.rows}
+    feed, dataset = datasets["train"]
+    validation_data = [pair for name, pair in datasets.items() if name != "train"]
     looking = any(callbacks_module.looks_at_batches(c) for c in users)
-    if model.steps_per_execution != work.steps_per_execution and looking:  # what an earlier call has chosen
+    if model.steps_per_execution != work.steps_per_execution and looking:  # chosen by an earlier call
         model.steps_per_execution = work.steps_per_execution
         model.make_train_function(force=True)
-    told = {} if place is None else place.agreed
+    shared_state = {} if place is None else place.agreed
     if place is not None:
-        model.steps_per_execution = told["steps_per_execution"]
-    kept = _Kept(session, work, model, users, feed, folder, place, [its for its, _ in others])
-    execution = steps_per_execution_module.ExecutionCallback(users, told.get("execution"))
+        model.steps_per_execution = shared_state["steps_per_execution"]
+    kept = _Kept(session, work, model, users, feed, folder, place, [item for item, _ in validation_data])
+    execution = steps_per_execution_module.ExecutionCallback(users, shared_state.get("execution"))
     checks = epoch_checks.EpochChecks(work.nan, users, session.rank, session.size)
-    around = [execution, kept.position, *users, checks, *kept.around]
+    other_callbacks = [execution, kept.position, *users, checks, *kept.around]
     batch, waited = feed.global_batch, _kept["waited"]
     if session.rank == 0 and work.board is not None:
-        around.append(callbacks.ProgressCallback(work.board, batch, waited))
-    around += figures.of_run(None, kept.position, batch, session.rank, session.size, users, waited)
+        other_callbacks.append(callbacks.ProgressCallback(work.board, batch, waited))
+    other_callbacks += figures.of_run(None, kept.position, batch, session.rank, session.size, users, waited)
 
     class EpochReport(keras.callbacks.Callback):
         """Holds each epoch's state for a driver that interrupts the next one, or whose training fails in it."""
@@ -271,18 +273,18 @@ def _trained(session, work: Work, model, users, own, everything, folder: str | N
                 history = self.model.history
                 own = {number: np.array(value) for number, value in everything.values().items()}  # a step changes them
                 built = {
-                    name: (kind, by, list(map(np.array, of)))
-                    for name, (kind, by, of) in _built(model, everything).items()
+                    name: (kind, trained, list(map(np.array, values)))
+                    for name, (kind, trained, values) in _built(model, everything).items()
                 }
                 _last.update(values=own, built=built)
                 _last["history"] = (dict(history.history), list(history.epoch))
             session.report({}, None)
 
     agreed = {"execution": execution, "own": _Values(own)}
-    agreed |= {f"feed {name}": its for name, (its, _) in given.items() if hasattr(its, "told")}
+    agreed |= {f"feed {name}": item for name, (item, _) in datasets.items() if hasattr(item, "told")}
     if kept.steps:
         agreed["kept"] = kept.steps[0]
-    arguments, before, after = kept.going_on()
+    arguments, first_callbacks, last_callbacks = kept.going_on()
     survivable = replacement.survivable(
         work.heals, model, kept.position, kept.report, agreed, feed.order, session, users
     )
@@ -290,12 +292,12 @@ def _trained(session, work: Work, model, users, own, everything, folder: str | N
         with survivable:
             history = model.fit(
                 dataset,
-                validation_data=others[0][1] if others else None,
+                validation_data=validation_data[0][1] if validation_data else None,
                 callbacks=[
                     replacement.First(),
-                    *before,
-                    *around,
-                    *after,
+                    *first_callbacks,
+                    *other_callbacks,
+                    *last_callbacks,
                     kept.report,
                     EpochReport(),
                     *kept.steps,
@@ -305,18 +307,18 @@ def _trained(session, work: Work, model, users, own, everything, folder: str | N
                 shuffle=False,  # the feed does
                 **arguments,
             )
-    except StopTraining as ended:
-        return ended
+    except StopTraining as stop:
+        return stop
     kept.complete(history)
     return history
 
 
-# What Keras and raytf change in a training.
+# Attributes that Keras and raytf change in a training.
 _OF_A_TRAINING = ("built", "run_eagerly", "steps_per_execution", "stop_training", "stop_evaluating", "stop_predicting")
 
 
 def _plain_attributes(model) -> dict[tuple[int, str], Any]:
-    """Numbers and words that layers hold beside their variables: a training that changes them leaves another model."""
+    """Returns plain attributes of layers, not variables. A training that changes them leaves a different model."""
     return {
         (i, name): value
         for i, layer in enumerate(keras_objects.layers_of(model))
@@ -328,13 +330,13 @@ def _plain_attributes(model) -> dict[tuple[int, str], Any]:
 
 
 def last_epoch() -> dict:
-    """What this worker holds of the last epoch that had ended; empty where none had."""
+    """Returns this worker's state after the last complete epoch; empty if there is none."""
     return dict(_last)
 
 
 @dataclass(frozen=True)
 class _Values:
-    """The values of objects' variables, for a worker that takes a lost one's place."""
+    """The values of objects' variables, for a replacement worker."""
 
     objects: Any
 
@@ -346,20 +348,20 @@ class _Values:
 
 
 class _Kept:
-    """What a training goes on with, and what keeps checkpoints of one that has a name.
+    """The state to resume a training from, and the checkpoints of a named one.
 
     Args:
-        session, work, model: of the training.
-        users: its callbacks.
-        feed: of its rows.
-        folder: of the checkpoint to go on from, or None.
-        place: of a lost worker that this one takes, or None.
-        others: the feeds of the validation.
+        session, work, model: Those of the training.
+        users: Its callbacks.
+        feed: The feed of its rows.
+        folder: Folder of the checkpoint to resume from, or None.
+        place: State of the lost worker that this one replaces, or None.
+        others: The feeds of the validation.
 
     Attributes:
-        position: counts the steps.
-        report: the callback that follows the epochs, and keeps their ends.
-        around, steps: callbacks behind the user's, and behind all others.
+        position: Counts the steps.
+        report: The callback that tracks the epochs, and saves their ends.
+        around, steps: Callbacks after the user's, and after all others.
     """
 
     def __init__(self, session, work: Work, model, users, feed, folder, place: ReplacementState | None, others: list):
@@ -397,12 +399,12 @@ class _Kept:
         ]
 
     def _keep(self, metrics: dict, moment) -> None:
-        """Keeps the end of an epoch as the steps within it are kept."""
+        """Saves the end of an epoch in the same way as its steps."""
         if self._session.rank == 0:
             self._session.keep(step_folders.name_of(moment.state.step), moment.model, moment.parts())
 
     def going_on(self) -> tuple[dict, list, list]:
-        """(arguments of `fit`, callbacks before and behind the others)."""
+        """Returns (arguments of `fit`, callbacks before and after the others)."""
         from raytf.worker import fit
 
         state, arguments = self._state, dict(self._work.arguments)
@@ -411,11 +413,13 @@ class _Kept:
         state = dataclasses.replace(state, epoch=self._first + state.epoch)
         arguments["initial_epoch"] = arguments["epochs"] if state.stopped else state.epoch
         order = self._feed.order
-        before, after = fit.resumed(self._folder, state, self._states, self.position, order, place=self._place)
-        return arguments, before, after
+        first_callbacks, last_callbacks = fit.resumed(
+            self._folder, state, self._states, self.position, order, place=self._place
+        )
+        return arguments, first_callbacks, last_callbacks
 
     def complete(self, history) -> None:
-        """Gives a history the epochs of before, where none was left to do."""
+        """Restores earlier epochs in a history if no epoch was left to train."""
         from raytf.worker import callbacks
 
         if self._state is not None and not history.epoch:
@@ -423,20 +427,20 @@ class _Kept:
 
 
 def _nothing(metrics: dict, moment) -> None:
-    """What is reported of an epoch, but to the driver."""
+    """Reports nothing: `EpochReport` already reports to the driver."""
 
 
 def _built(model, everything) -> dict[str, tuple[str, list[int], list]]:
-    """The optimizers that were built here: (class, numbers of what each trains, its variables' values), by name."""
+    """Returns optimizers built on this worker by name: (class, numbers of trained variables, variables' values)."""
     from raytf.fitting import transport
 
-    found = {}
+    optimizers = {}
     for name, optimizer in model_optimizers.of(model).items():
         new = [v for v in optimizer.variables if id(v) not in everything.numbers]
         if new and optimizer.built:
             trained = [everything.numbers.get(id(v)) for v in keras_objects.trained_by(optimizer)]
-            found[name] = type(optimizer).__name__, trained, [transport.value_of(v) for v in optimizer.variables]
-    return found
+            optimizers[name] = type(optimizer).__name__, trained, [transport.value_of(v) for v in optimizer.variables]
+    return optimizers
 
 
 def _evaluate(session, work: Work, model, sent, distribution) -> None:
@@ -446,21 +450,21 @@ def _evaluate(session, work: Work, model, sent, distribution) -> None:
     logs = model.evaluate(
         _dataset(work, "train", session)[1], callbacks=list(users), verbose=0, return_dict=True, **work.arguments
     )
-    told = {"logs": {k: _plain(v) for k, v in logs.items()}, "values": _totals(model, sent), "ended": True}
-    session.report(told, None)
+    report = {"logs": {k: _plain(v) for k, v in logs.items()}, "values": _totals(model, sent), "ended": True}
+    session.report(report, None)
 
 
 def _totals(model, sent) -> dict:
-    """The values of the metrics' variables over all workers, by number; every worker calls it."""
+    """Returns the metrics' variables summed over all workers, by number; collective: every worker must call it."""
     from raytf.collectives import communicator
     from raytf.fitting import transport
     from raytf.parallel import metrics
 
     if communicator.many_replicas(model.distribute_strategy):
-        found = [(v, total.numpy()) for v, total in metrics.synchronize(model)]
+        totals = [(v, total.numpy()) for v, total in metrics.synchronize(model)]
     else:
-        found = [(v, transport.value_of(v)) for v in model.metrics_variables]
-    return {sent.numbers[id(v)]: value for v, value in found if id(v) in sent.numbers}
+        totals = [(v, transport.value_of(v)) for v in model.metrics_variables]
+    return {sent.numbers[id(v)]: value for v, value in totals if id(v) in sent.numbers}
 
 
 def _plain(value):
@@ -471,10 +475,10 @@ def _plain(value):
 
 
 def _predict(session, work: Work, model, sent, distribution) -> None:
-    """Each worker its rows of each step, alone; the driver puts them in order.
+    """Predicts this worker's rows of each step, alone; the driver orders the results.
 
-    A `predict` of the model's own ends in Keras', which all workers call together, also those without a row, and which
-    gives each of them the rows of all: the chief hands these over.
+    A model's own `predict` ends in Keras's, which all workers call together, even without rows. It gives each of them
+    the rows of all, and the chief sends these.
     """
     import numpy as np
     from keras import tree
@@ -483,7 +487,7 @@ def _predict(session, work: Work, model, sent, distribution) -> None:
     step = _predict_function(model, distribution)
     together = _predicts_itself(model) and session.size > 1
     parts: list[list] = []
-    like = None  # the structure of the outputs, with the number of each
+    like = None  # the structure of the outputs, with the index of each
     for done, batch in enumerate(dataset, 1):
         rows = int(tree.flatten(batch)[0].shape[0])
         outputs = step(batch) if rows or together else None
@@ -500,7 +504,7 @@ def _predict(session, work: Work, model, sent, distribution) -> None:
 
 
 def _predicts_itself(model) -> bool:
-    """Whether the model has a `predict` of its own, which knows what to make of the rows."""
+    """Whether the model overrides `predict`, with its own use of the rows."""
     import keras
 
     return type(model).predict is not keras.Model.predict

@@ -1,6 +1,6 @@
 """Checkpoints of a named `raytf.fit` call, from which the same call resumes at the next step. Driver side.
 
-The checkpoints are in `<storage>/<name>/fit`, and are removed when the training is complete: then the model has the
+The checkpoints are in `<storage>/<name>/fit`, and are removed when the training is complete. Then the model has the
 result, and the next call trains it further.
 """
 
@@ -74,12 +74,12 @@ class Keeping:
 
     @property
     def folder(self) -> str:
-        """The path of the checkpoints' folder."""
+        """Returns the path of the checkpoints' folder."""
         return posixpath.join(self.run.path, _FOLDER)
 
     @property
     def within(self) -> Within:
-        """The checkpoint location for the workers."""
+        """Returns the checkpoint location for the workers."""
         return Within(self.run.filesystem, self.folder, 0)
 
     def lock(self) -> RunLock:

@@ -1,4 +1,4 @@
-"""A `tf.data.Dataset` to rows: read once, where every reading gives the same rows, or the same in another order."""
+"""Reads the rows of a `tf.data.Dataset` once, if every reading gives the same rows in any order."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from raytf.data.dataset_graph import draws, is_unknown, kind, operations
 from raytf.errors import ConfigError, in_a_line
 
 _CHANCE = ("RandomDataset", "SampleFromDatasets", "DirectedInterleaveDataset")
-# What gives the same rows, whatever order they come in.
+# Operations that give the same rows for any order of their input.
 _PASSING = {
     *("MapDataset", "ParallelMapDataset", "FilterDataset", "FlatMapDataset", "PrefetchDataset", "OptionsDataset"),
     *("BatchDataset", "ParallelBatchDataset", "PaddedBatchDataset", "UnbatchDataset"),
@@ -23,19 +23,19 @@ _PASSING = {
     *("InterleaveDataset", "ParallelInterleaveDataset", "VariantDataset", "AssertCardinalityDataset"),
     *("IgnoreErrorsDataset", "DenseToRaggedDataset", "DenseToSparseBatchDataset", "UniqueDataset"),
 }
-# What may stand after `cache`, which keeps an order only if it is read to its end.
+# Operations allowed after `cache`, which keeps an order only if it is read to its end.
 _READING_ALL = _PASSING | {"SkipDataset"}
 
 
 @dataclass(frozen=True)
 class DatasetContent:
-    """What a dataset gave.
+    """The content of a dataset.
 
     Args:
         parts: (x, y, sample weights).
-        batch: rows of a batch.
-        shuffles: whether each epoch has another order.
-        drops: whether each epoch leaves out a smaller last batch, of other rows each time.
+        batch: Rows of a batch.
+        shuffles: Whether each epoch has another order.
+        drops: Whether each epoch drops a smaller last batch, of other rows each time.
     """
 
     parts: tuple
@@ -48,15 +48,15 @@ def rows_of(dataset: tf.data.Dataset, name: str, others: Mapping[str, Any], once
     """Reads the rows of a dataset.
 
     Args:
-        dataset: of batches of one size, but for the last.
-        name: of it, for sentences.
-        others: arguments beside it that a dataset says itself, by name.
-        once: whether Keras would read it once, too: then what it gives this time counts, in its order.
+        dataset: A dataset of batches of one size, except the last.
+        name: Its name, for messages.
+        others: Further arguments by name that the dataset itself defines.
+        once: Whether Keras would read it once, too: then this reading counts, in its order.
 
     Raises:
-        ConfigError: it has no end, gives other rows each time, or holds what arrays cannot.
+        ConfigError: It is infinite, gives other rows each time, or holds types without array form.
     """
-    if given := [other for other, value in others.items() if value is not None]:
+    if given := [argument for argument, value in others.items() if value is not None]:
         raise ConfigError(f"{name} is a tf.data.Dataset, which says that itself", ", ".join(given), "Leave it out")
     shuffles = not once and _check_same(dataset, name)
     dataset, drops = _whole(dataset) if shuffles else (dataset, None)
@@ -99,25 +99,25 @@ def _one_size(sizes: list[set], name: str) -> int:
         raise ConfigError(f"{name} must hold rows", "an empty tf.data.Dataset", "Check what it is made from")
     if any(len(size) != 1 for size in sizes):
         raise _refused(name, "elements that are no batches", "Use .batch(...)")
-    found = [next(iter(size)) for size in sizes]
-    if len(set(found[:-1]) | {found[0]}) > 1 or found[-1] > found[0]:
+    counts = [next(iter(size)) for size in sizes]
+    if len(set(counts[:-1]) | {counts[0]}) > 1 or counts[-1] > counts[0]:
         raise _refused(
-            name, f"batches of {', '.join(map(str, sorted(set(found))))} rows", "Use .batch(...) once, at the end"
+            name, f"batches of {', '.join(map(str, sorted(set(counts))))} rows", "Use .batch(...) once, at the end"
         )
-    return int(found[0])
+    return int(counts[0])
 
 
 def _check_same(dataset, name: str) -> bool:
     """Returns whether readings differ in their order.
 
     Raises:
-        ConfigError: two readings may give different rows.
+        ConfigError: Two readings may give different rows.
     """
     layers = list(_layers(dataset, ()))
-    found = {operation for one, _ in layers for operation in operations(one)}
-    kinds = {kind(one) for one, _ in layers}
+    operation_kinds = {operation for layer, _ in layers for operation in operations(layer)}
+    kinds = {kind(layer) for layer, _ in layers}
     chance = sorted(k for k in kinds if k in _CHANCE)
-    chance += sorted(o for o in found if draws(o))
+    chance += sorted(o for o in operation_kinds if draws(o))
     rule = f"{name}, a tf.data.Dataset, is read once, so it must give the same rows each time"
     if chance:
         raise ConfigError(
@@ -125,19 +125,21 @@ def _check_same(dataset, name: str) -> bool:
             f"chance in it ({', '.join(chance)})",
             "Put random layers (keras.layers.RandomFlip, ...) into the model, or pass raytf.TFData(make_dataset)",
         )
-    if any(map(is_unknown, found | kinds)):
+    if any(map(is_unknown, operation_kinds | kinds)):
         raise ConfigError(
             rule,
             "Python code in it (from_generator, py_function), of which that is not known",
             "Pass raytf.TFData(make_dataset); or .cache() it, which keeps what one reading gives",
         )
-    shuffles = [after for one, after in layers if reshuffles(one)]
-    wrong = {kind(one) for after in shuffles for one in after if kind(one) not in _PASSING}
-    wrong |= {"a batch that drops the remainder, not at the end" for after in shuffles if _drops_within(after)}
-    if wrong:
+    shuffles = [later_layers for layer, later_layers in layers if reshuffles(layer)]
+    refused = {kind(layer) for later_layers in shuffles for layer in later_layers if kind(layer) not in _PASSING}
+    refused |= {
+        "a batch that drops the remainder, not at the end" for later_layers in shuffles if _drops_within(later_layers)
+    }
+    if refused:
         raise ConfigError(
             rule,
-            f"a shuffle that gives other rows to {', '.join(sorted(wrong))} each time",
+            f"a shuffle that gives other rows to {', '.join(sorted(refused))} each time",
             "Put .shuffle(...) after it, before .batch(...); or shuffle(..., reshuffle_each_iteration=False), which "
             "takes the same rows in each epoch",
         )
@@ -145,22 +147,22 @@ def _check_same(dataset, name: str) -> bool:
 
 
 def _layers(dataset, after: tuple) -> Iterator[tuple]:
-    """Yields each dataset that is read anew in each epoch, with those that come after it."""
+    """Yields each dataset that is read again in each epoch, with those after it."""
     yield dataset, after
-    if kind(dataset) == "CacheDataset" and all(kind(one) in _READING_ALL for one in after):
+    if kind(dataset) == "CacheDataset" and all(kind(source) in _READING_ALL for source in after):
         return
-    for one in inputs_of(dataset):
-        yield from _layers(one, (*after, dataset))
+    for source in inputs_of(dataset):
+        yield from _layers(source, (*after, dataset))
 
 
 def _drops_within(after: tuple) -> bool:
-    """Whether a batch drops rows in another place than `_whole` looks at; `after` begins with the last dataset."""
-    dropping = [i for i, one in enumerate(after) if dropping_batch(one) is not None]
+    """Whether a batch drops rows at a location that `_whole` does not check; `after` begins with the last dataset."""
+    dropping = [i for i, layer in enumerate(after) if dropping_batch(layer) is not None]
     if not dropping:
         return False
     first = dropping[0]
     padded = kind(after[first]) == "PaddedBatchDataset"
-    return len(dropping) > 1 or padded or any(kind(one) not in _LAST for one in after[:first])
+    return len(dropping) > 1 or padded or any(kind(layer) not in _LAST for layer in after[:first])
 
 
 _LAST = ("PrefetchDataset", "OptionsDataset")

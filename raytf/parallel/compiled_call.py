@@ -1,7 +1,7 @@
 """`jit_compile=True` with several workers on CPUs: XLA compiles a model's call, and the backward pass through it.
 
-What workers exchange has no place in what XLA compiles. So the loss, metrics and the sum of gradients stay outside, and
-the update is compiled by itself, see `compiled_update`.
+XLA cannot compile exchanges of workers. So the loss, metrics and the all-reduce of gradients are not compiled. The
+update is compiled separately, see `compiled_update`.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ _EXCHANGES = ("PyFunc", "Collective")
 
 
 def is_due(model) -> bool:
-    """Whether a model's call is to be compiled here: on GPUs it is not."""
+    """Whether to compile a model's call: only with `jit_compile`, and not on GPUs."""
     return bool(model.jit_compile) and not tf.config.list_physical_devices("GPU")
 
 
 def refuse(layer, why: str) -> NoReturn:
-    """Raises ConfigError for what a layer or model does in a call that is to be compiled."""
+    """Raises ConfigError for a layer or model whose call cannot be compiled; `why` is the reason."""
     error = ConfigError(
         "With jit_compile=True and several workers on CPUs a model's call can be compiled, exchanges nothing and adds "
         "no loss",
@@ -36,35 +36,35 @@ def refuse(layer, why: str) -> NoReturn:
 
 
 def is_within() -> bool:
-    """Whether what this thread traces is the call of a model that is being compiled."""
+    """Whether this thread traces a model's call to compile."""
     return getattr(step_module.state, "compiles_call", False)
 
 
 def call(model, original, *args, **kwargs):
-    """`model.call`, compiled; its outputs have what Keras notes of them, as without.
+    """Calls `model.call`, compiled; the outputs keep Keras' masks and logits.
 
     Raises:
-        ConfigError: it cannot be compiled.
+        ConfigError: The call cannot be compiled.
     """
     flat = tree.flatten((args, kwargs))
-    places = [i for i, one in enumerate(flat) if tf.is_tensor(one)]
-    if tf.executing_eagerly() or not places or is_within():
+    indices = [i for i, item in enumerate(flat) if tf.is_tensor(item)]
+    if tf.executing_eagerly() or not indices or is_within():
         return original(*args, **kwargs)
-    tensors, masks = [flat[i] for i in places], [get_keras_mask(flat[i]) for i in places]
+    tensors, masks = [flat[i] for i in indices], [get_keras_mask(flat[i]) for i in indices]
     structure = None
 
     def whole(tensors, masks):
         nonlocal structure
         leaves = list(flat)
-        for i, tensor, mask in zip(places, tensors, masks, strict=True):
+        for i, tensor, mask in zip(indices, tensors, masks, strict=True):
             leaves[i] = tensor
             if mask is not None:
                 set_keras_mask(tensor, mask)
-        its_args, its_kwargs = tree.pack_sequence_as((args, kwargs), leaves)
+        call_args, call_kwargs = tree.pack_sequence_as((args, kwargs), leaves)
         with step_module.within(compiles_call=True):
-            structure = original(*its_args, **its_kwargs)
+            structure = original(*call_args, **call_kwargs)
         outputs = tree.flatten(structure)
-        return outputs, [get_keras_mask(one) for one in outputs], [logits_of(one) for one in outputs]
+        return outputs, [get_keras_mask(item) for item in outputs], [logits_of(item) for item in outputs]
 
     function = traced_apart(whole, jit_compile=True, autograph=False)
     try:
@@ -74,12 +74,12 @@ def call(model, original, *args, **kwargs):
     except Exception as error:
         refuse(model, f"{type(error).__name__}: {error}")
     kinds = {node.op for node in (*graph.node, *(n for f in graph.library.function for n in f.node_def))}
-    if found := sorted(kind for kind in kinds if any(one in kind for one in _EXCHANGES)):
-        refuse(model, ", ".join(found))
+    if exchanges := sorted(kind for kind in kinds if any(item in kind for item in _EXCHANGES)):
+        refuse(model, ", ".join(exchanges))
     outputs, masks, logits = function(tensors, masks)
-    for output, mask, its in zip(outputs, masks, logits, strict=True):
+    for output, mask, output_logits in zip(outputs, masks, logits, strict=True):
         if mask is not None:
             set_keras_mask(output, mask)
-        if its is not None:
-            set_logits(output, its)
+        if output_logits is not None:
+            set_logits(output, output_logits)
     return tree.pack_sequence_as(structure, outputs)

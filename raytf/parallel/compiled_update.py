@@ -1,11 +1,12 @@
-"""The update of an optimizer as one computation, compiled by XLA, where its variables are in this process' memory.
+"""Compiles an optimizer's update by XLA to one computation, if its variables are in this process' memory.
 
-Keras' operations go through memory one after the other, and TensorFlow waits for each. What XLA cannot compile, or
-would compute otherwise, as what is drawn at random, is left to Keras' operations, and a debug line says so.
+Keras' operations pass over the memory one after the other, and TensorFlow waits for each of them. Updates that XLA
+cannot compile, or computes differently (random numbers), use Keras' operations. A debug message logs the reason.
 """
 
 from __future__ import annotations
 
+import collections
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -24,30 +25,35 @@ _STRATEGIES = (
     tf.distribute.MultiWorkerMirroredStrategy,
     tf.distribute.OneDeviceStrategy,
 )
-# What may change something: variables, and the branches of an `ops.cond`.
+# Allowed stateful operations: on variables, and calls, such as the branches of an `ops.cond`.
 _VARIABLES = frozenset(("ReadVariableOp", "AssignVariableOp", "AssignAddVariableOp", "AssignSubVariableOp"))
 _CALLS = frozenset(("If", "StatelessIf", "While", "StatelessWhile", "Case", "StatelessCase"))
 _CALLS |= {"PartitionedCall", "StatefulPartitionedCall"}
-# What XLA compiles of numbers of any shape: a function of these alone needs no trial, which takes a third of the time.
+# Operations that XLA compiles for any shape. A function of only these needs no trial (a third of the time).
 _NEED_NO_TRIAL = _VARIABLES | frozenset(
     (
         *("Abs", "AddV2", "Cast", "Const", "Identity", "IdentityN", "Maximum", "Minimum", "Mul", "Neg", "NoOp"),
         *("Placeholder", "Pow", "RealDiv", "Sign", "Sqrt", "Square", "Sub"),
     )
 )
-# The functions that are in use, by their content: TensorFlow compiles each of them once.
+# The functions in use, by content: TensorFlow compiles each of them once.
 _known: weakref.WeakValueDictionary = weakref.WeakValueDictionary()
-enabled = True  # but where a few steps are tried, see `verification`
+# Kept for the next model of a warm worker, which often has the same update; a few, as each holds its machine code.
+_recent: collections.deque = collections.deque(maxlen=4)
+enabled = True  # False during a verification of a few steps
 
 
 def made(optimizer, update: Callable, gradients: Sequence, variables: Sequence) -> bool:
-    """Makes an update within the graph that is traced, compiled; False where the caller has to make it.
+    """Adds a compiled update to the graph that is being traced.
 
     Args:
-        optimizer: built.
-        update: update(gradients) changes variables of the optimizer and `variables`.
-        gradients: of the global batch, some of which may be None.
-        variables: that are trained.
+        optimizer: A built optimizer.
+        update: Function `update(gradients)` that changes variables of the optimizer and `variables`.
+        gradients: Gradients of the global batch; some may be None.
+        variables: The trained variables.
+
+    Returns:
+        Whether it did; otherwise the caller must make the update.
     """
     if tf.executing_eagerly() or not enabled:
         return False
@@ -73,16 +79,18 @@ def made(optimizer, update: Callable, gradients: Sequence, variables: Sequence) 
                 key = _content(graph.node, {f.signature.name: f for f in graph.library.function})
                 if key not in _known and not _types(graph) <= _NEED_NO_TRIAL:
                     try_to_compile(traced, specs)
-                call_with_captures(_known.setdefault(key, without_captures(traced)), given, traced.captured_inputs)
+                function = _known.setdefault(key, without_captures(traced))
+                _recent.append(function)
+                call_with_captures(function, given, traced.captured_inputs)
                 return True
-        except Exception as error:  # an error of the user's own comes again, from Keras' way
+        except Exception as error:  # a user's error is raised again by Keras' operations
             why = f"{type(error).__name__}: {error}"
     _logger.debug("%s: the update is not compiled by XLA, but made by Keras' operations: %s", optimizer.name, why)
     return False
 
 
 def is_within() -> bool:
-    """Whether what this thread traces is being compiled."""
+    """Whether this thread traces an update to compile."""
     return getattr(step_module.state, "compiles", False)
 
 
@@ -96,8 +104,8 @@ def _hindrance(pairs: Sequence, optimizer) -> str | None:
         return "no gradients"
     variables = [*(v for _, v in pairs), *optimizer.variables]
     held = [keras_objects.held_by(v) if isinstance(v, keras.Variable) else v for v in variables]
-    elsewhere = next((v for v in held if "CPU" not in v.device), None)
-    return None if elsewhere is None else f"{elsewhere.name} is on {elsewhere.device}"
+    not_on_cpu = next((v for v in held if "CPU" not in v.device), None)
+    return None if not_on_cpu is None else f"{not_on_cpu.name} is on {not_on_cpu.device}"
 
 
 def _nodes(graph) -> Iterator:
@@ -111,27 +119,27 @@ def _types(graph) -> set[str]:
 
 
 def _refused(graph) -> str | None:
-    """The operation of a graph, if there is one, that XLA has not, or computes otherwise."""
-    others = sorted(_types(graph) - _VARIABLES - _CALLS)
-    return next((kind for kind in others if "Random" in kind or is_stateful(kind)), None)
+    """Returns an operation of a graph that XLA lacks or computes differently, or None."""
+    kinds = sorted(_types(graph) - _VARIABLES - _CALLS)
+    return next((kind for kind in kinds if "Random" in kind or is_stateful(kind)), None)
 
 
 def _content(nodes, library: dict, arguments: Sequence[str] = (), outputs: Sequence[str] = ()) -> tuple:
-    """What a graph computes, without the names in it."""
-    places = {name: i for i, name in enumerate([*arguments, *(node.name for node in nodes)])}
+    """Returns the computation of a graph as a tuple, independent of names."""
+    indices = {name: i for i, name in enumerate([*arguments, *(node.name for node in nodes)])}
 
     def place(text: str) -> tuple:
-        name, *rest = text.removeprefix("^").split(":")
-        return text.startswith("^"), places[name], tuple(rest)
+        name, *output = text.removeprefix("^").split(":")
+        return text.startswith("^"), indices[name], tuple(output)
 
     def value(attribute) -> bytes | tuple:
         called = [*([attribute.func] if attribute.HasField("func") else []), *attribute.list.func]
         if not called:
             return attribute.SerializeToString(deterministic=True)
-        return tuple(_content_of_function(library[one.name], library) for one in called)
+        return tuple(_content_of_function(library[function.name], library) for function in called)
 
     def content(node) -> tuple:
-        names = sorted(name for name in node.attr if not name.startswith("_"))  # those are of gradients and of places
+        names = sorted(name for name in node.attr if not name.startswith("_"))  # others: gradients, code locations
         attributes = tuple((name, value(node.attr[name])) for name in names)
         return node.op, node.device, tuple(map(place, node.input)), attributes
 

@@ -1,4 +1,4 @@
-"""Optimizers and seeds under several workers: gradients of the global batch, and a stream of masks for each replica."""
+"""Optimizers and seeds with several workers: gradients of the global batch, and a random stream for each replica."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from raytf.errors import ConfigError
 from raytf.parallel import compiled_update, gradients, local_sgd
 from raytf.parallel import step as step_module
 
-# Apart enough that no two replicas' seeds meet: seeds count up by one a draw.
+# Distance of the replicas' seeds, so large that no two are equal: a seed counts up by one for each draw.
 _REPLICA_SEED = 1_000_003
 
 
 @patch((BaseOptimizer, "apply"), (keras.optimizers.LossScaleOptimizer, "apply"))
 def apply(original, self, grads, trainable_variables=None):
-    """`Optimizer.apply`: works as in one process, on the gradients of all workers."""
+    """Replaces `Optimizer.apply`: applies the gradients of the global batch, as in one process."""
     if getattr(step_module.state, "reduced", False) or compiled_update.is_within():
         return original(self, grads, trainable_variables)
     if trainable_variables is not None:
@@ -36,9 +36,12 @@ def apply(original, self, grads, trainable_variables=None):
     local = local_sgd.every(strategy) > 1
     weights = trainable_variables or keras_objects.trained_by(self)
     grads = gradients.of_this_worker(grads) if local else gradients.for_optimizer(grads, weights)
-    # what needs no gradient, as the count of iterations, must not change before they are all there: see `healing`
-    after = [] if local else [g.values if isinstance(g, tf.IndexedSlices) else g for g in grads if g is not None]
-    with tf.control_dependencies(after), step_module.within(reduced=True, inline_merge=local_replicas(strategy) == 1):
+    # variables without gradients, such as `iterations`, must not change before all gradients are ready: see `healing`
+    dependencies = [] if local else [g.values if isinstance(g, tf.IndexedSlices) else g for g in grads if g is not None]
+    with (
+        tf.control_dependencies(dependencies),
+        step_module.within(reduced=True, inline_merge=local_replicas(strategy) == 1),
+    ):
         result = _updated(original, self, grads, trainable_variables)
     if local:
         local_sgd.average_when_due(self.iterations, weights)
@@ -46,14 +49,14 @@ def apply(original, self, grads, trainable_variables=None):
 
 
 def _updated(original, optimizer, grads, variables):
-    """`apply`, compiled where that can be."""
+    """Calls `apply`, compiled by XLA if possible."""
     if tf.executing_eagerly() or tf.distribute.in_cross_replica_context():
         return original(optimizer, grads, variables)
     if not optimizer.built and variables:
         with step_module.outside(), keras.name_scope(optimizer.name, caller=optimizer):
             optimizer.build(variables)
         optimizer.built = True
-    update = lambda its: original(optimizer, its, variables)
+    update = lambda values: original(optimizer, values, variables)
     if any(isinstance(g, tf.IndexedSlices) for g in grads):
         with step_module.within(has_rows=True):
             return update(grads)
@@ -63,12 +66,14 @@ def _updated(original, optimizer, grads, variables):
 
 @patch((TFOptimizer, "_distributed_tf_update_step"))
 def distributed_update_step(original, self, distribution, grads_and_vars, learning_rate):
-    """`TFOptimizer._distributed_tf_update_step`: of a table with gradients of some rows by Keras' operations, and of
-    the model's other variables compiled."""
+    """Replaces `TFOptimizer._distributed_tf_update_step`: compiles the update of variables with dense gradients.
+
+    Keras' operations update tables with gradients of some rows.
+    """
     dense = [pair for pair in grads_and_vars if not isinstance(pair[0], tf.IndexedSlices)]
     if dense and getattr(step_module.state, "has_rows", False):
         grads, variables = zip(*dense, strict=True)
-        update = lambda its: original(self, distribution, list(zip(its, variables, strict=True)), learning_rate)
+        update = lambda values: original(self, distribution, list(zip(values, variables, strict=True)), learning_rate)
         if compiled_update.made(self, update, grads, variables):
             grads_and_vars = [pair for pair in grads_and_vars if isinstance(pair[0], tf.IndexedSlices)]
     original(self, distribution, grads_and_vars, learning_rate)
@@ -76,9 +81,9 @@ def distributed_update_step(original, self, distribution, grads_and_vars, learni
 
 @patch((keras.optimizers.LossScaleOptimizer, "_tf_apply"))
 def loss_scale_apply(original, self, grads, trainable_variables=None):
-    """`LossScaleOptimizer._tf_apply`; with one replica in this process there is nothing to join.
+    """Replaces `LossScaleOptimizer._tf_apply`: applies directly if this process has one replica.
 
-    Keras calls the inner optimizer in threads of its own there, which know nothing of this step and would sum again.
+    Keras calls the inner optimizer in other threads, without the state of this step: these would sum again.
     """
     if getattr(step_module.state, "reduced", False) and local_replicas(tf.distribute.get_strategy()) == 1:
         keras_objects.apply_scaled(self, grads, trainable_variables)
@@ -88,7 +93,7 @@ def loss_scale_apply(original, self, grads, trainable_variables=None):
 
 @patch((TFOptimizer, "_all_reduce_sum_gradients"))
 def all_reduce_sum_gradients(original, self, grads_and_vars):
-    """Nothing where gradients were summed before, so that clipping and accumulation see those of all."""
+    """Skips the all-reduce if gradients are already summed, as clipping and accumulation need the sums."""
     if getattr(step_module.state, "reduced", False):
         return grads_and_vars
     return original(self, grads_and_vars)
@@ -96,10 +101,11 @@ def all_reduce_sum_gradients(original, self, grads_and_vars):
 
 @patch((mirrored_replica_context(), "_merge_call"))
 def merge_call(original, self, fn, args, kwargs):
-    """With one replica in this process a merge call is a plain call, which may also stand inside a `tf.cond`.
+    """Calls `fn` directly if this process has one replica, so that it works inside a `tf.cond`, too.
 
     Raises:
-        ConfigError: there are more, and the call is inside a `tf.cond`, `tf.while_loop` or `tf.function` of a step.
+        ConfigError: There are several replicas, and the call is inside a `tf.cond`, `tf.while_loop` or `tf.function`
+            of a step.
     """
     graph = getattr(threading.current_thread(), "graph", None)
     nested = graph is not None and not tf.executing_eagerly() and graph is not tf.compat.v1.get_default_graph()
@@ -117,7 +123,7 @@ def merge_call(original, self, fn, args, kwargs):
 
 @patch((keras.random.SeedGenerator, "next"))
 def seed_next(original, self, ordered=True):
-    """Seeds count alike on all workers, and each replica draws from a stream of its own."""
+    """Advances seeds equally on all workers, while each replica draws from its own stream."""
     seed = original(self, ordered)
     if not step_module.in_replica_of_many():
         return seed
@@ -127,18 +133,21 @@ def seed_next(original, self, ordered=True):
 
 @patch((seed_module, "global_seed_generator"))
 def global_seed_generator(original):
-    """Keras keeps one for each thread, and a replica's function is traced in a thread of its own: each trace would draw
-    from another one, with a seed of chance, that nothing else sees and no checkpoint holds."""
+    """Returns one generator for all replicas.
+
+    Keras keeps one per thread, and traces each replica's function in a new thread. Each trace would draw from another
+    generator, with a random seed that no checkpoint contains.
+    """
     return keras_objects.shared_of_replicas() or original()
 
 
 def _from_all_losses(step, rows, *upstream):
-    """What flows back to this replica from the losses of all, each with its weight; see `moments_sync`."""
+    """Returns this replica's gradients from the losses of all replicas, each with its weight; see `moments_sync`."""
 
     @tf.custom_gradient
     def weighted(*upstream):
         def back(*second):
-            # what has been differentiated already may be a sum, which has no weight
+            # an already differentiated value may be a sum, without weights
             even = tf.debugging.assert_equal(
                 step.global_rows(),
                 tf.cast(step.rows * tf.distribute.get_strategy().num_replicas_in_sync, tf.float64),
@@ -155,10 +164,10 @@ def _from_all_losses(step, rows, *upstream):
 
 @patch((backend_nn, "_compute_moments_sync"))
 def moments_sync(original, x, axes, keepdims):
-    """Mean and variance over the rows of all replicas, as Keras computes them, in a step of `fit`.
+    """Computes mean and variance over the rows of all replicas in a step of `fit`, by Keras' formula.
 
-    A replica's loss is the mean over its own rows and gets its weight with the gradients, see `gradients.mean`.
-    What flows back from another replica's loss must bring that one's weight, and a placeholder row has none.
+    A replica's loss is the mean over its own rows, and its gradients are weighted later, see `gradients.mean`.
+    Gradients from another replica's loss need that replica's weight. A placeholder row has the weight 0.
     """
     step = step_module.current()
     if step is None or not step_module.in_replica_of_many():

@@ -1,22 +1,21 @@
-"""What Keras 3 needs to be right under a MultiWorkerMirroredStrategy.
+"""Corrects Keras 3 under a MultiWorkerMirroredStrategy.
 
-Stock Keras 3 `fit` fails under several workers. `install()` changes Keras in this process so that `fit`, `evaluate`
-and `predict` of several workers equal those of one process on the same global batches. For any other strategy nothing
-changes but how an optimizer's update is computed, see `compiled_update`. In a step of `fit` or `evaluate`:
+The `fit` of Keras 3 fails with several workers. `install()` changes Keras in this process. Then `fit`, `evaluate` and
+`predict` on several workers equal those of one process on the same global batches. With other strategies only the
+computation of an optimizer's update changes, see `compiled_update`. In a step of `fit` or `evaluate`:
 
-* A loss is the mean over this worker's rows. Gradients are weighted with the number of rows, summed over workers
-  where a tape gives them, before clipping, accumulation, loss scaling and averaging see them, and divided by the rows
-  of all workers.
-* Losses that are no mean over rows (sums, masked or weighted means, functions of the whole batch) are corrected with
-  the global divisor, or computed on the gathered global batch; so are a user's metrics that are no sum over rows. What
-  a user's function does with its rows is found out on halves of a batch, see `halves`.
-* Logs are those of all workers' rows, whatever a step of the user's returns, see `step_logs`.
-* A worker that got no row for a step computes on a placeholder row and contributes nothing.
-* Metric variables are local until the end of an epoch; then they are summed, once, and moving statistics averaged.
-* What callbacks decide is the chief's decision; files are written by the chief.
+* A loss is the mean over this worker's rows. A tape's gradients are weighted with the number of rows, summed over
+  workers and divided by the rows of all. This precedes clipping, accumulation, loss scaling and averaging.
+* Other losses (sums, masked or weighted means, functions of the whole batch) are corrected with the global divisor,
+  or computed on the gathered global batch. So are a user's metrics that are no sum over rows. Tests on halves of a
+  batch classify a user's functions, see `halves`.
+* Logs are values over all workers' rows, also with a `train_step` of the user's, see `step_logs`.
+* A worker without rows in a step computes on a placeholder row and contributes nothing.
+* Metric variables are local until the end of an epoch, where they are summed once, and moving statistics averaged.
+* The chief's callbacks decide for all workers; only the chief writes files.
 
-In a custom loop under `strategy.run` an optimizer sums gradients over replicas as TensorFlow's guides say, before
-clipping and accumulation, its own and what a compiled loop does before (`own_loops`).
+In a custom loop under `strategy.run` an optimizer sums gradients over replicas, as in TensorFlow's guides. This
+precedes its own clipping and accumulation, and those of a compiled loop (`own_loops`).
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ from raytf.parallel import (
 )
 from raytf.parallel import step as step_module
 
-# Those that say what stands in the place of Keras' functions, beside this one.
+# Modules that replace functions of Keras, in addition to this one.
 REPLACING = (
     epoch_iterator,
     gradients,
@@ -76,8 +75,8 @@ _installed: list[bool] = []
 def _make_function(original, self, step_function):
     """Runs `step_function` on every replica; outputs stay local to this worker.
 
-    Keras' own version puts the step into a `tf.cond` into a `tf.while_loop`, and collectives lose their instance keys
-    on the way; here the step lies in the loop itself.
+    Keras' own version nests the step in a `tf.cond` in a `tf.while_loop`, where collectives lose their instance keys.
+    This version has the step in the loop itself.
     """
     strategy = self.distribute_strategy
     training = step_function == self.train_step
@@ -132,12 +131,12 @@ def _make_function(original, self, step_function):
         return result
 
     def together(iterator) -> bool:
-        """Whether all steps of an execution may be made by one call."""
+        """Whether one call may make all steps of an execution."""
         if compiled is None or not isinstance(iterator, (tf.data.Iterator, tf.distribute.DistributedIterator)):
             return False
         if self.steps_per_execution == 1 or not spans_workers(strategy) or exchange.of(strategy) is not None:
             return True
-        # TensorFlow's collectives cannot change their shapes within a call, as rows that are gathered do
+        # TensorFlow's collectives need constant shapes within a call, and gathered rows change theirs
         compiled.get_concrete_function(iterator)
         return not step_logs.notes_of(self).gathers
 
@@ -156,39 +155,39 @@ def _make_function(original, self, step_function):
 
 
 def _told(model, function: Callable, training: bool) -> Callable:
-    """An execution of steps that tells `activity` when it begins and ends."""
-    here, notes = activity.here, step_logs.notes_of(model)
+    """Wraps an execution of steps: reports its begin and end to `activity`."""
+    activity_log, notes = activity.here, step_logs.notes_of(model)
     if not training:
 
         def tested(iterator):
             notes.last = False
-            with here.within(activity.VALIDATION), _cause_first("in a step of a validation"):
+            with activity_log.within(activity.VALIDATION), _cause_first("in a step of a validation"):
                 return function(iterator)
 
         return tested
 
     def trained(iterator):
-        here.at(activity.STEP)
+        activity_log.at(activity.STEP)
         notes.last = True
         own_state.resumes(model)
         try:
-            with healing.here.execution(), _cause_first(_steps_behind(here.step, model.steps_per_execution)):
+            with healing.here.execution(), _cause_first(_steps_behind(activity_log.step, model.steps_per_execution)):
                 outputs = function(iterator)
-        except BaseException:  # the data has ended, too
-            here.at(activity.CALLBACKS)
+        except BaseException:  # also at the end of the data
+            activity_log.at(activity.CALLBACKS)
             raise
-        here.executed(model.steps_per_execution)
+        activity_log.executed(model.steps_per_execution)
         return outputs
 
     return trained
 
 
 def _steps_behind(done: int, count: int) -> str:
-    """Names the steps of an execution, of which so many are made in this start."""
+    """Returns the names of an execution's steps, after `done` steps since the start."""
     return f"in step {done + 1}" if count == 1 else f"in one of the steps {done + 1} to {done + count}"
 
 
-# What ends data, and what follows from the loss of another process: others look for these.
+# Errors at the end of data, or after the loss of another process: other code catches these types.
 _OF_OTHERS = (
     tf.errors.OutOfRangeError,
     tf.errors.AbortedError,
@@ -200,19 +199,19 @@ _OF_OTHERS = (
 
 @contextlib.contextmanager
 def _cause_first(where: str):
-    """Within it an error of TensorFlow's begins with its cause, which stands below some 50 lines of a graph's."""
+    """Puts the cause of a TensorFlow error first, which otherwise follows some 50 lines about the graph."""
     try:
         yield
     except tf.errors.OpError as error:
         text = str(error)
-        said = with_cause(text, where)
-        if isinstance(error, _OF_OTHERS) or said == text:
+        new_text = with_cause(text, where)
+        if isinstance(error, _OF_OTHERS) or new_text == text:
             raise
         try:
-            raised = type(error)(error.node_def, error.op, said)
-        except TypeError:  # of a class with other arguments
+            new_error = type(error)(error.node_def, error.op, new_text)
+        except TypeError:  # a class with other arguments
             raise error from error.__cause__
-        raise raised.with_traceback(error.__traceback__) from error.__cause__
+        raise new_error.with_traceback(error.__traceback__) from error.__cause__
 
 
 def _refuse_what_cannot_work(model, strategy):
@@ -238,11 +237,11 @@ def _refuse_what_cannot_work(model, strategy):
 
 @patch((backend_trainer.TensorFlowTrainer, "fit"))
 def _fit(original, self, x=None, y=None, batch_size=None, epochs=1, verbose="auto", callbacks=None, *args, **kwargs):
-    """Callbacks and seeds are agreed on with the other workers; the chief alone shows what `verbose` asks for."""
+    """Replaces `fit`: uses the chief's callback decisions and seed on all workers; only the chief prints progress."""
     validation.check_callbacks(callbacks)
     verbose, callbacks = verbosity.for_fit(verbose, callbacks)
     with contextlib.ExitStack() as ends:
-        ends.callback(activity.here.at, activity.BEGIN)  # what follows is the user's own
+        ends.callback(activity.here.at, activity.BEGIN)  # the user's code follows
         ends.enter_context(activity.here.calling("model.fit()"))
         return _agreed_fit(original, self, x, y, batch_size, epochs, verbose, callbacks, *args, **kwargs)
 
@@ -267,7 +266,7 @@ def _agreed_fit(original, self, x, y, batch_size, epochs, verbose, callbacks, *a
 
 
 def _agree_on_seed(strategy):
-    """Workers that shuffle the same arrays must shuffle them alike."""
+    """Broadcasts the chief's seed if none is set: workers must shuffle the same arrays in the same order."""
     if tf.compat.v1.get_seed(None)[0] is None:
         (seed,) = communicator.from_chief(strategy, [np.random.SeedSequence().generate_state(1).astype(np.int64) >> 1])
         tf.random.set_seed(int(seed[0]))
@@ -275,7 +274,7 @@ def _agree_on_seed(strategy):
 
 @patch((backend_trainer.TensorFlowTrainer, "evaluate"))
 def _evaluate(original, self, x=None, y=None, batch_size=None, verbose="auto", *args, **kwargs):
-    """Refused where it cannot be right; the chief alone shows what `verbose` asks for."""
+    """Replaces `evaluate`: raises ConfigError for unsupported options; only the chief prints progress."""
     with activity.here.calling("model.evaluate()"):
         if many_replicas(self.distribute_strategy):
             _refuse_what_cannot_work(self, self.distribute_strategy)
@@ -286,20 +285,20 @@ def _evaluate(original, self, x=None, y=None, batch_size=None, verbose="auto", *
         try:
             return original(self, x, y, batch_size, verbosity.for_call(verbose), *args, **kwargs)
         finally:
-            if trained:  # within `fit`, whose epoch ends with the logs of its own last step
+            if trained:  # within `fit`, whose epoch ends with the logs of its last training step
                 notes.last = trained
                 self.__dict__.update(last)
 
 
 @patch((backend_trainer.TensorFlowTrainer, "predict"))
 def _predict(original, self, x, batch_size=None, verbose="auto", *args, **kwargs):
-    """Shown by the chief alone."""
+    """Replaces `predict`: only the chief prints progress."""
     return original(self, x, batch_size, verbosity.for_call(verbose), *args, **kwargs)
 
 
 @patch((backend_trainer.TensorFlowTrainer, "make_predict_function"))
 def _make_predict_function(original, self, force=False):
-    """A worker without a row of the last batch predicts one that is left out, so that all take part in its sums."""
+    """Predicts a placeholder row on a worker without rows, and drops it: all workers must join the collectives."""
     if many_replicas(self.distribute_strategy) and "predict_step" not in self.__dict__:
         predict_step = self.predict_step
 
@@ -317,7 +316,7 @@ def _make_predict_function(original, self, force=False):
 
 @patch((backend_trainer.TensorFlowTrainer, "train_on_batch"), (backend_trainer.TensorFlowTrainer, "test_on_batch"))
 def _on_batch(original, self, *args, return_dict=False, **kwargs):
-    """Logs of a batch are those of all workers' rows."""
+    """Returns logs over all workers' rows of a batch."""
     logs = original(self, *args, return_dict=True, **kwargs)
     if many_replicas(self.distribute_strategy):
         logs = pythonify_logs(metrics.global_logs(self, *self.__dict__["_raytf_last"]))
@@ -326,19 +325,19 @@ def _on_batch(original, self, *args, return_dict=False, **kwargs):
 
 @patch((backend_trainer.TensorFlowTrainer, "predict_on_batch"))
 def _predict_on_batch(original, self, x):
-    """Each row is predicted once, and not by each replica."""
+    """Predicts each row once, and not on each replica."""
     return original(self, step_module.local_parts(self.distribute_strategy, x))
 
 
 @patch((DistributedVariable, "__int__"))
 def variable_as_int(original, self):
-    """Callbacks read `int(optimizer.iterations)`; TensorFlow's variables of several replicas have no such method."""
+    """Adds `int(optimizer.iterations)` for callbacks, which TensorFlow's variables of several replicas lack."""
     return int(self.numpy())
 
 
 @patch((DistributedVariable, "__float__"))
 def variable_as_float(original, self):
-    """Callbacks read `float(optimizer.learning_rate)`, see above."""
+    """Adds `float(optimizer.learning_rate)` for callbacks, for the same reason."""
     return float(self.numpy())
 
 
@@ -352,7 +351,7 @@ def check_backend() -> None:
 
 
 def install() -> None:
-    """Makes Keras 3 right under several workers, in this process, until it ends. A second call does nothing.
+    """Corrects Keras 3 under several workers for the lifetime of this process. A second call does nothing.
 
     Raises:
         UnsupportedVersionError: Keras trains with another backend.

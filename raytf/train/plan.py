@@ -1,4 +1,4 @@
-"""What a training will need, before it runs: strategy, batches, traffic and memory. Driver side."""
+"""Predicts the needs of a training before it runs: strategy, batches, traffic and memory. Driver side."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from raytf.train.entry import import_raytf
 from raytf.train.keras_trainer import KerasTrainer
 from raytf.train.prepare import Prepared, place
 
-# At the start of `fit` workers take the chief's variables, a group of about so many bytes or one variable at a time: as
-# they were, as they come, and as TensorFlow takes them; beside seven copies of a piece that travels
+# At the start of `fit` the chief broadcasts its variables, in groups of about this many bytes, or one larger variable.
+# A worker holds three copies of a group: old, received, and TensorFlow's. It also holds seven copies of a message
 # (`communicator.from_chief`). Measured with 183 MiB of weights and slots: 65 to 76 MiB in 4 MiB variables, and
-# 73 to 120 with one of 61 MiB, where nothing differed.
+# 73 to 120 MiB with one of 61 MiB, with equal variables on all workers.
 _GROUP_BYTES, _GROUP_COPIES, _TRAVELLING_BYTES = 16 << 20, 3, 7 * (4 << 20)
-# Of a worker's memory; the rest is for activations, the feed and TensorFlow itself.
+# Share of a worker's memory; the remaining part is for activations, the feed and TensorFlow itself.
 _MEMORY_FRACTION = 0.8
 
 
@@ -78,23 +78,25 @@ class Plan:
 
     @property
     def memory_bytes(self) -> int:
-        """On each device: weights, their gradients (or what the start takes, if it is more) and, without parameter
-        servers, the optimizer's slots."""
+        """Returns the bytes of weights, gradients and optimizer's slots on each device.
+
+        If the start of `fit` needs more than the gradients, that counts. Parameter servers hold the slots.
+        """
         passing = max(self.gradient_bytes, self.start_bytes)
         return self.weight_bytes + passing + (0 if self.num_ps else self.optimizer_bytes)
 
     @property
     def server_bytes(self) -> float:
-        """On each parameter server, if all hold as much."""
+        """Returns the bytes on each parameter server, if all hold the same share."""
         return (self.weight_bytes + self.optimizer_bytes) / self.num_ps if self.num_ps else 0.0
 
     @property
     def rows_per_second(self) -> float | None:
-        """That a worker's replicas take, if nothing but computing held them up."""
+        """Returns the rows per second of a worker's replicas without any wait for input or communication."""
         return None if self.step_seconds is None else self.per_replica_batch[0] * self.devices / self.step_seconds
 
     def lines(self) -> list[tuple[str, str]]:
-        """What to show: (name, value)."""
+        """Returns the lines of the report: (name, value)."""
         batch = sorted(set(self.per_replica_batch), reverse=True)
         shown = [
             ("strategy", f"{self.strategy}: {self.why}"),
@@ -170,15 +172,15 @@ def _plan(trainer: KerasTrainer, phases: phases_module.Phases) -> Plan:
     phases.begin(phases_module.TRYING)
     scaling = trainer.scaling_config
     with Prepared(WarmPool(Process, inner, trainer.run_config, 1, import_raytf)) as training:
-        found = {name: _first(name, dataset, trainer) for name, dataset in trainer.datasets.items()}
+        sources = {name: _first(name, dataset, trainer) for name, dataset in trainer.datasets.items()}
         devices = max(1, int(resources.per_worker(scaling).get("GPU", 0)))
         workers = arguments.check_workers(scaling)
         replicas = 1 if trainer.num_ps else workers * devices
         batch = per_replica_batch(trainer.config["batch_size"], replicas)
-        facts = trainer.try_model(training.processes, found, trainer.config, batch[0]).facts
-        rows = _rows(trainer, found["train"])
+        facts = trainer.try_model(training.processes, sources, trainer.config, batch[0]).facts
+        rows = _rows(trainer, sources["train"])
     name = pick_strategy(trainer.strategy, workers=workers, devices=devices, tpu=bool(scaling.use_tpu))
-    made = Plan(
+    result = Plan(
         strategy="one process" if name == "default" else name,
         why=_why(trainer.strategy, name, workers, devices),
         workers=workers,
@@ -187,7 +189,7 @@ def _plan(trainer: KerasTrainer, phases: phases_module.Phases) -> Plan:
         per_replica_batch=batch,
         steps_per_epoch=None if rows is None else -(-rows // trainer.config["batch_size"]),
         last_batch=(rows or 0) % trainer.config["batch_size"] or trainer.config["batch_size"],
-        data=tuple(ingest.describe(name, one, "") for name, one in found.items() if isinstance(one, TFData)),
+        data=tuple(ingest.describe(name, source, "") for name, source in sources.items() if isinstance(source, TFData)),
         parameters=facts.parameters,
         weight_bytes=facts.weight_bytes,
         optimizer_bytes=facts.optimizer_bytes,
@@ -198,17 +200,17 @@ def _plan(trainer: KerasTrainer, phases: phases_module.Phases) -> Plan:
         step_seconds=facts.step_seconds,
         room_bytes=_room(scaling, workers),
     )
-    if made.room_bytes is not None and made.memory_bytes > _MEMORY_FRACTION * made.room_bytes:
+    if result.room_bytes is not None and result.memory_bytes > _MEMORY_FRACTION * result.room_bytes:
         raise ResourceError(
             "Weights, gradients and optimizer must fit into a worker's memory, with room for activations",
-            f"{_bytes(made.memory_bytes)} for workers that have {_bytes(made.room_bytes)} each",
+            f"{_bytes(result.memory_bytes)} for workers that have {_bytes(result.room_bytes)} each",
             "Use a smaller model or an optimizer with fewer slots, fewer workers on a node, or more memory",
         )
-    return made
+    return result
 
 
 def _rows(trainer: KerasTrainer, found: stored.StoredDataset | TFData) -> int | None:
-    """Rows of an epoch; of a pipeline, those of its steps where they are known, as if all were whole."""
+    """Returns the rows of an epoch; for a pipeline those of its steps if known, as full batches."""
     if isinstance(found, TFData):
         return None if found.looked.steps is None else found.looked.steps * trainer.config["batch_size"]
     with stored.quiet(), streamed.watched("train"):
@@ -221,12 +223,12 @@ def _first(name: str, dataset, trainer) -> stored.StoredDataset | TFData:
     with streamed.watched(name):
         if ingest.materialized(trainer.materialize, name) is False:
             with stored.quiet():
-                partitions.divide(dataset)  # refuses what cannot be streamed
+                partitions.divide(dataset)  # raises ConfigError for a dataset that cannot be streamed
         return stored.first(dataset, trainer.batch.roles, partitions.unbound)
 
 
 def start_bytes(facts: ModelFacts, strategy: str, workers: int) -> int:
-    """Bytes of a worker's copies while all take the chief's variables; see `Plan.start_bytes`."""
+    """Returns the bytes of a worker's copies during the broadcast of the chief's variables; see `Plan.start_bytes`."""
     if strategy != "multi_worker_mirrored" or workers == 1:
         return 0
     everything = facts.weight_bytes + facts.optimizer_bytes
@@ -235,10 +237,10 @@ def start_bytes(facts: ModelFacts, strategy: str, workers: int) -> int:
 
 
 def wire_bytes(facts: ModelFacts, strategy: str, workers: int, config) -> float:
-    """Bytes that a worker sends in a step, on average.
+    """Returns the bytes that a worker sends in a step, on average.
 
-    A ring of n processes sends 2 (n - 1) / n of what it sums (P. Patarasuk and X. Yuan, "Bandwidth optimal all-reduce
-    algorithms for clusters of workstations", 2009); the rows of sparse gradients go to each of the others.
+    A ring all-reduce over n processes sends 2 (n - 1) / n of the summed bytes (P. Patarasuk and X. Yuan, "Bandwidth
+    optimal all-reduce algorithms for clusters of workstations", 2009). A worker sends sparse rows to all others.
     """
     if strategy == "parameter_server":
         return float(facts.gradient_bytes + facts.sparse_bytes)
@@ -263,18 +265,18 @@ def _why(given: str, name: str, workers: int, devices: int) -> str:
 
 
 def _room(scaling_config, workers: int) -> float | None:
-    """Memory of a worker: what it asks for, or its part of the smallest node that may hold it."""
-    each = resources.per_worker(scaling_config)
-    if "memory" in each:
-        return each["memory"]
+    """Returns the bytes of memory of a worker: its request, or its share of the smallest node that fits it."""
+    needed = resources.per_worker(scaling_config)
+    if "memory" in needed:
+        return needed["memory"]
     nodes = [
         node["Resources"]
         for node in ray.nodes()
-        if node["Alive"] and resources.count_fitting([node["Resources"]], each)
+        if node["Alive"] and resources.count_fitting([node["Resources"]], needed)
     ]
-    if not nodes or each.get("GPU"):
+    if not nodes or needed.get("GPU"):
         return None
-    return min(node["memory"] / min(workers, resources.count_fitting([node], each)) for node in nodes)
+    return min(node["memory"] / min(workers, resources.count_fitting([node], needed)) for node in nodes)
 
 
 def _bytes(count: float) -> str:

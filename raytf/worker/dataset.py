@@ -1,4 +1,4 @@
-"""`raytf.get_dataset`: in a train loop of the user's own, this worker's part of one of the trainer's datasets."""
+"""`raytf.get_dataset`: this worker's shard of a dataset of the trainer, in a train loop of the user's."""
 
 from __future__ import annotations
 
@@ -23,29 +23,29 @@ from raytf.runtime.topology import Shard, per_replica_batch
 from raytf.storage import stored_json
 from raytf.worker import context as context_module
 
-# what was read of each dataset, and which columns; None: all
+# By name of the dataset: the columns that were read (None: all), and the rows.
 _read: dict[str, tuple[frozenset | None, StoredDataset]] = {}
 
 
 def _read_once(name: str, dataset, specs, context) -> StoredDataset:
-    """Rank 0 reads a dataset at the first call, and tells the others where it lies; all must ask for it.
+    """Returns a dataset that rank 0 reads at the first call, and broadcasts to all workers. A collective call.
 
-    The columns that the call names; all of them if a later call names others. A sweep has read all for all its trials.
+    Reads the columns of the first call; all columns if a later call names others. A sweep has read all columns.
     """
     if isinstance(dataset, StoredDataset):
         return dataset
     from ray.train.collective import broadcast_from_rank_zero
 
     known = name in _read
-    wanted = frozenset(part for spec in specs.values() for part in columns_module.flat(spec))
-    if not known or not (_read[name][0] is None or wanted <= _read[name][0]):
-        found = None
+    columns = frozenset(part for spec in specs.values() for part in columns_module.flat(spec))
+    if not known or not (_read[name][0] is None or columns <= _read[name][0]):
+        rows = None
         if context.get_world_rank() == 0:
-            found = dataset() if callable(dataset) else dataset
+            rows = dataset() if callable(dataset) else dataset
             if not known:
-                found = stored.projected(found, specs)
-            found = streamed.materialized(name, found, None if known else specs)
-        _read[name] = None if known else wanted, broadcast_from_rank_zero(found)
+                rows = stored.projected(rows, specs)
+            rows = streamed.materialized(name, rows, None if known else specs)
+        _read[name] = None if known else columns, broadcast_from_rank_zero(rows)
     return _read[name][1]
 
 
@@ -68,7 +68,7 @@ def get_dataset(
         name: Key in the trainer's `datasets`.
         batch_size: Rows of the **global** batch, over all workers; at least one for each replica.
         features: Name of a column, or a `raytf.Column`; a list of columns, which are stacked into one float32 vector;
-            or a dict of these by name of the model's input. A `raytf.TFData` takes none of what follows but the seed.
+            or a dict of these by name of the model's input. A `raytf.TFData` uses only `seed`.
         labels: As `features`, or None.
         sample_weights: As `features`, or None.
         shuffle: "full" (the default for "train"), "window", or "none" (the default for others).
@@ -146,9 +146,9 @@ def get_dataset(
 
 
 def _given(feed) -> tf.data.Dataset:
-    made = feed.dataset()
-    _feeds[made] = feed
-    return made
+    dataset = feed.dataset()
+    _feeds[dataset] = feed
+    return dataset
 
 
 class Position(tf.train.experimental.PythonState):
@@ -192,13 +192,13 @@ class Position(tf.train.experimental.PythonState):
         self.steps = self._feed.steps
 
     def epochs(self, epochs: int) -> Iterator[Iterator]:
-        """The epochs that are left, and of each the batches that are left; each counts when it is given.
+        """Returns an iterator of the remaining epochs, each an iterator of its remaining batches, which it counts.
 
         Args:
-            epochs: of the whole training, at least 0.
+            epochs: Number of epochs of the whole training, at least 0.
 
         Raises:
-            ConfigError: `epochs` is no such number.
+            ConfigError: `epochs` is not a whole number of at least 0.
         """
         validation.check_whole("epochs", epochs, 0)
         return self._epochs(epochs)
@@ -206,11 +206,11 @@ class Position(tf.train.experimental.PythonState):
     def _epochs(self, epochs: int) -> Iterator[Iterator]:
         while self.epoch < epochs:
             yield self._batches()
-            # also where a loop has left the epoch before its end
+            # also if a loop left the epoch early
             self.epoch, self.step = self.epoch + 1, 0
 
     def rest(self) -> tf.data.Dataset:
-        """The batches that are left of the epoch, as a dataset; for loops that count by themselves, see `add`."""
+        """Returns the remaining batches of the epoch as a dataset, for loops that count with `add`."""
         self._feed.set_epoch(self.epoch, self.step)
         return self._feed.dataset()
 
@@ -220,35 +220,40 @@ class Position(tf.train.experimental.PythonState):
             yield batch
 
     def add(self, steps: int) -> None:
-        """Counts batches that were taken of `rest`; the last one of an epoch begins the next.
+        """Counts batches that were taken from `rest`. The last batch of an epoch begins the next epoch.
+
+        Args:
+            steps: Number of batches, from 0 to those that remain in the epoch.
 
         Raises:
-            ConfigError: there are not so many.
+            ConfigError: `steps` is not in this range.
         """
-        left = self.steps - self.step
-        if isinstance(steps, bool) or not isinstance(steps, int) or not 0 <= steps <= left:
-            raise ConfigError(f"steps must be 0 to {left}, which are left of the epoch", repr(steps), "Count batches")
+        remaining = self.steps - self.step
+        if isinstance(steps, bool) or not isinstance(steps, int) or not 0 <= steps <= remaining:
+            raise ConfigError(
+                f"steps must be 0 to {remaining}, which are left of the epoch", repr(steps), "Count batches"
+            )
         self.step += steps
         if self.step == self.steps:
             self.epoch, self.step = self.epoch + 1, 0
 
     def get_state(self) -> dict[str, Any]:
-        """What `set_state` takes, as JSON: epoch, step, and what says which rows a step has."""
+        """Returns a JSON-serializable dict for `set_state`: epoch, step, and the order of the rows."""
         return {"epoch": self.epoch, "step": self.step, "order": self._feed.order}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Goes on where another position stood.
+        """Resumes at the position of another `Position`.
 
         Args:
-            state: what `get_state` gave.
+            state: Result of `get_state`.
 
         Raises:
-            ConfigError: it is none; or it stands within an epoch whose steps had other rows.
+            ConfigError: It is no result of `get_state`, or is within an epoch whose steps had other rows.
         """
-        right = isinstance(state, Mapping) and all(
+        is_valid = isinstance(state, Mapping) and all(
             type(state.get(name)) is int and state[name] >= 0 for name in ("epoch", "step")
         )
-        if not right or not isinstance(state.get("order"), Mapping):
+        if not is_valid or not isinstance(state.get("order"), Mapping):
             raise ConfigError("set_state takes what get_state gave", repr(state)[:200], "Pass that")
         differs = differences(state["order"], self._feed.order)
         if state["step"] and differs:
@@ -266,19 +271,19 @@ class Position(tf.train.experimental.PythonState):
         self.epoch, self.step = state["epoch"], state["step"]
 
     def serialize(self) -> str:
-        """For `tf.train.Checkpoint`."""
+        """Returns the state as JSON, for `tf.train.Checkpoint`."""
         return json.dumps(self.get_state())
 
     def deserialize(self, string_value: str | bytes) -> None:
-        """For `tf.train.Checkpoint`; see `set_state` for errors."""
+        """Restores the state from JSON, for `tf.train.Checkpoint`; raises as `set_state`."""
         try:
-            found = stored_json.parsed(string_value)
+            state = stored_json.parsed(string_value)
         except stored_json.UnreadableError as error:
             raise ConfigError(
                 "The position in a checkpoint is what serialize wrote", f"a text that {error}", "Take one before it"
             ) from error
-        self.set_state(found)
+        self.set_state(state)
 
 
-# The feed of each dataset that was given.
+# The feed of each dataset that `get_dataset` returned.
 _feeds: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()

@@ -1,4 +1,4 @@
-"""What one worker of a KerasTrainer does, on one screen: strategy, model, data, restore, fit, report."""
+"""The training of one worker of a KerasTrainer: strategy, model, data, restore, fit, report."""
 
 from __future__ import annotations
 
@@ -43,17 +43,17 @@ from raytf.worker.writers import Writers
 
 
 def train(task: TrainJob, session) -> dict | None:
-    """Runs on every worker; the user's code sees a plain Keras training.
+    """Trains on one worker, as a plain Keras training to the user's code. Every worker calls it.
 
     Args:
-        task: what to train.
-        session: the run around it, see `session.py`.
+        task: Task from the trainer.
+        session: Session of the run, see `session.py`.
 
     Returns:
-        None where the training came to its end; else {"step": after which it was told to end}.
+        None if the training is complete; {"step": number of steps in all} if it was stopped.
 
     Raises:
-        MovedError: it was told to end so that the run goes on with other workers.
+        MovedError: The training was stopped for the run to continue with other workers.
     """
     distribution = context.get_strategy()
     task = task.of(session.size)
@@ -64,10 +64,10 @@ def train(task: TrainJob, session) -> dict | None:
         heals = task.heals and isinstance(session, (RaySession, TrialSession))
         model = built(task, distribution)
         static = context.uses_tpu()
-        place, agreed = healing.here.place, {}
-        told = place.agreed if place is not None else {}
+        replacement_state, agreed = healing.here.place, {}
+        shared_state = replacement_state.agreed if replacement_state is not None else {}
         feeds = {
-            name: _open(task, name, session, static and name == "train", distribution, told.get(f"feed {name}"))
+            name: _open(task, name, session, static and name == "train", distribution, shared_state.get(f"feed {name}"))
             for name in task.used()
         }
         agreed |= {f"feed {name}": feed for name, feed in feeds.items() if isinstance(feed, PipelineFeed)}
@@ -82,40 +82,48 @@ def train(task: TrainJob, session) -> dict | None:
             model.steps_per_execution = task.steps_per_execution
         users = users_callbacks(task, session)
         states = CallbackStates(users)
-        others = [feed for name, feed in feeds.items() if name != "train"]
-        position = callbacks.FeedCallback(feeds["train"], state.step if state else 0, others)
-        around = [position, *users, epoch_checks.EpochChecks(task.nan, users, session.rank, session.size)]
-        if place is not None:
-            model.steps_per_execution = told["steps_per_execution"]
+        validation_feeds = [feed for name, feed in feeds.items() if name != "train"]
+        position = callbacks.FeedCallback(feeds["train"], state.step if state else 0, validation_feeds)
+        fit_callbacks = [position, *users, epoch_checks.EpochChecks(task.nan, users, session.rank, session.size)]
+        if replacement_state is not None:
+            model.steps_per_execution = shared_state["steps_per_execution"]
         if task.steps_per_execution == "auto" and not static:
-            agreed["execution"] = steps_per_execution.ExecutionCallback(users, told.get("execution"))
-            around.insert(0, agreed["execution"])
+            agreed["execution"] = steps_per_execution.ExecutionCallback(users, shared_state.get("execution"))
+            fit_callbacks.insert(0, agreed["execution"])
         if task.warmup_steps:
-            agreed["warmup"] = callbacks.WarmupCallback(task.warmup_steps, model, position.step, told.get("warmup"))
-            around.append(agreed["warmup"])
-        around += restored(folder, state, model, task, states, session)
+            agreed["warmup"] = callbacks.WarmupCallback(
+                task.warmup_steps, model, position.step, shared_state.get("warmup")
+            )
+            fit_callbacks.append(agreed["warmup"])
+        fit_callbacks += restored(folder, state, model, task, states, session)
         if session.rank == 0 and task.board is not None:
-            around.append(callbacks.ProgressCallback(task.board, task.config["batch_size"], waited))
-        around += figures.of_run(
+            fit_callbacks.append(callbacks.ProgressCallback(task.board, task.config["batch_size"], waited))
+        fit_callbacks += figures.of_run(
             session.storage, position, task.config["batch_size"], session.rank, session.size, users, waited
         )
-        to = session.report
+        send_report = session.report
         if task.report_steps is not None:
-            to = functools.partial(session.report, keep=True)
+            send_report = functools.partial(session.report, keep=True)
             (every, needed), last = task.report_steps, state.history[-1] if state and state.history else None
-            around.append(callbacks.StepReportCallback(every, session.report, needed, last))
+            fit_callbacks.append(callbacks.StepReportCallback(every, session.report, needed, last))
         writers = Writers(session) if isinstance(session, RaySession) and session.size > 1 else None
         steps = lambda: position.step
-        report = report_callback(task, datasets["train"], states, state, to, steps=steps, writers=writers)
+        report = report_callback(task, datasets["train"], states, state, send_report, steps=steps, writers=writers)
         order = feeds["train"].order
-        before, after = resumed(
-            folder, state, states, position, order, place=place, regroups=state is not None and _is_scaled(state, task)
+        first_callbacks, last_callbacks = resumed(
+            folder,
+            state,
+            states,
+            position,
+            order,
+            place=replacement_state,
+            regroups=state is not None and _is_scaled(state, task),
         )
-        kept = within_epochs(task, feeds, position, report, session, writers, told.get("kept"))
-        if kept:
-            agreed["kept"] = kept[0]
+        step_checkpoints = within_epochs(task, feeds, position, report, session, writers, shared_state.get("kept"))
+        if step_checkpoints:
+            agreed["kept"] = step_checkpoints[0]
             session.ready(model, task.memory_every is not None)
-        survivable = replacement.survivable(
+        recoverable = replacement.survivable(
             heals,
             model,
             position,
@@ -125,10 +133,10 @@ def train(task: TrainJob, session) -> dict | None:
             session,
             users,
             steps=task.report_steps is None,
-            ends=isinstance(session, RaySession),  # a trial stands still at each report
+            ends=isinstance(session, RaySession),  # a trial pauses at each report
         )
         try:
-            with survivable:
+            with recoverable:
                 model.fit(
                     datasets["train"],
                     validation_data=datasets.get("validation"),
@@ -136,25 +144,25 @@ def train(task: TrainJob, session) -> dict | None:
                     initial_epoch=state.epoch if state else 0,
                     callbacks=[
                         replacement.First(),
-                        *before,
-                        *around,
-                        *after,
+                        *first_callbacks,
+                        *fit_callbacks,
+                        *last_callbacks,
                         report,
-                        *kept,
-                        replacement.RecoveryCallback(position, place),
+                        *step_checkpoints,
+                        replacement.RecoveryCallback(position, replacement_state),
                     ],
                     verbose=0,
                     shuffle=False,  # the feed does
                 )
-        except StopTraining as ended:
-            if ended.why != STOP:
-                raise _moved(ended) from None
-            return {"step": ended.step}
+        except StopTraining as stop:
+            if stop.why != STOP:
+                raise _moved(stop) from None
+            return {"step": stop.step}
     return None
 
 
 def _moved(ended: StopTraining) -> MovedError:
-    """What has Ray Train start others; the controller says so, and Ray Train is not to tell of an error."""
+    """Returns the error that has Ray Train restart workers, without an error log: the controller logs the reason."""
     error = MovedError(ended.step, ended.why)
     logging.getLogger(loggers.TRAIN_ERRORS).addFilter(lambda record: MovedError.__name__ not in record.getMessage())
     return error
@@ -163,7 +171,7 @@ def _moved(ended: StopTraining) -> MovedError:
 def within_epochs(
     task: TrainJob, feeds: dict[str, Feed], position, report, session, writers: Writers | None = None, told=None
 ) -> list:
-    """The callback that keeps checkpoints within epochs, where the run can have some."""
+    """Returns the callback that saves checkpoints within epochs, in a list that is empty if the run cannot have any."""
     if session.keep is None:
         return []
     if task.memory_every is not None and context.uses_tpu():
@@ -171,13 +179,13 @@ def within_epochs(
             "memory_every needs workers each of which holds the whole model", "TPUs", "Use checkpoint_every"
         )
     holders = session.holders() if task.memory_every is not None else Holders(mine=False, peer=False)
-    alone = context.servers() is None and not holders.peer
-    if session.rank == 0 and task.memory_every is not None and alone:
+    on_one_host = context.servers() is None and not holders.peer
+    if session.rank == 0 and task.memory_every is not None and on_one_host:
         warnings.warn(
             "All workers are on one host: what memory_every holds there outlives a worker, and not the host",
             stacklevel=2,
         )
-    kept = within_epoch.StepCheckpointCallback(
+    saver = within_epoch.StepCheckpointCallback(
         task.checkpoint_every,
         session.keep,
         position,
@@ -192,7 +200,7 @@ def within_epochs(
         keep_part=None if writers is None else session.keep_part,
         told=told,
     )
-    return [kept]
+    return [saver]
 
 
 def resumed(
@@ -205,10 +213,11 @@ def resumed(
     place: ReplacementState | None = None,
     regroups: bool = False,
 ) -> tuple[list, list]:
-    """Callbacks before and behind the others, where the training goes on within an epoch; see `Resumption`.
+    """Returns callbacks to run before and after the others, for a training that resumes within an epoch.
 
-    One that takes a lost worker's `place` goes on where the others are, also in the first step of an epoch. Where steps
-    have another number of rows now, as the run `regroups` them, it goes on behind the rows that were taken.
+    A replacement worker with `place` resumes where the others are, also in the first step of an epoch. If the run
+    `regroups` rows, as steps have another number of them now, it resumes after the rows of earlier steps. See
+    `Resumption`.
     """
     begin = None
     if place is None:
@@ -233,15 +242,15 @@ def resumed(
 
 
 def _is_scaled(state, task: TrainJob) -> bool:
-    """Whether steps have more or fewer rows than before, as their number follows that of the workers."""
+    """Whether steps have another number of rows than before, as that scales with the number of workers."""
     return state.batch_scale != task.scale
 
 
 def scale_rate(model, factor: float) -> None:
-    """Multiplies the learning rate of a model by what its batch is scaled.
+    """Multiplies the learning rate of a model by the scale of its batch.
 
     Raises:
-        ConfigError: the optimizer follows a schedule of its own.
+        ConfigError: The optimizer has a learning rate schedule.
     """
     if factor == 1:
         return
@@ -261,7 +270,7 @@ def _open(task: TrainJob, name: str, session, static: bool, strategy, told: dict
 
 
 def built(task: TrainJob, distribution):
-    """The model that `build_model` gives under a strategy, from the run's seed; all workers have the same seeds."""
+    """Returns the model that `build_model` builds under a strategy, from the run's seed, the same on all workers."""
     keras.utils.set_random_seed(task.sampling.seed % 2**32)
     with distribution.scope():
         model = task.build_model(dict(task.config))
@@ -275,12 +284,12 @@ def build_from_data(model, dataset, method: str = "fit") -> None:
     A checkpoint can then be restored into them.
 
     Args:
-        model: a compiled `keras.Model`.
-        dataset: a `tf.data.Dataset` of batches.
-        method: "fit" or "evaluate": what is to be done with the dataset.
+        model: A compiled `keras.Model`.
+        dataset: A `tf.data.Dataset` of batches.
+        method: "fit" or "evaluate", the use of the dataset.
 
     Raises:
-        ConfigError: a layer of the model is stateful, or only its own code can call it, and it is not built.
+        ConfigError: A layer of the model is stateful, or the model is not built and only its own code can call it.
     """
 
     _refuse_state_of_rows(model)
@@ -294,7 +303,7 @@ def build_from_data(model, dataset, method: str = "fit") -> None:
 
 
 def _refuse_state_of_rows(model) -> None:
-    """What a stateful layer remembers of a batch is in no checkpoint, nor on a worker that has other rows."""
+    """Raises ConfigError for a stateful layer: its state is in no checkpoint, nor on workers with other rows."""
     for layer in keras_objects.layers_of(model):
         if isinstance(layer, keras.layers.RNN) and layer.stateful:
             raise ConfigError(
@@ -306,38 +315,42 @@ def _refuse_state_of_rows(model) -> None:
 
 
 def users_callbacks(task: TrainJob, session) -> list:
-    """The user's callbacks, and one that writes events beside the run unless they do.
+    """Returns the user's callbacks, and a TensorBoard callback for the run's folder unless they contain one.
 
     Raises:
-        ConfigError: the function of callbacks returns something else.
+        ConfigError: The function of callbacks returns something else.
     """
-    made = task.callbacks(dict(task.config)) if task.callbacks else []
-    users = [made] if is_callback(made) else list(made) if isinstance(made, Iterable) else [made]
+    result = task.callbacks(dict(task.config)) if task.callbacks else []
+    users = [result] if is_callback(result) else list(result) if isinstance(result, Iterable) else [result]
     if not all(map(is_callback, users)):
         raise ConfigError(
             "callbacks(config) must return a list of Keras callbacks",
-            repr(made),
+            repr(result),
             "Return objects, such as [keras.callbacks.EarlyStopping()]",
         )
     return users + callbacks.tensorboard(session.storage, users, session.rank)
 
 
 def restored(folder: str | None, state, model, task: TrainJob, states, session) -> list:
-    """Gives a built model the state of a checkpoint, if there is one; callbacks that do so with the user's.
+    """Restores a built model from a checkpoint, if there is one. Returns callbacks that restore the user's callbacks.
 
     Args:
-        folder, state: of the checkpoint, or None.
+        folder: Folder of the checkpoint, or None.
+        state: State of the checkpoint, or None.
+        model: The built model.
+        task: Task from the trainer.
         states: `callback_state.CallbackStates` of the user's callbacks.
+        session: Session of the run.
     """
 
     if folder is None:
         scale_rate(model, task.scale)
         return []
     rate = settable_rate(model.optimizer)
-    built = None if rate is None else float(rate)
+    built_rate = None if rate is None else float(rate)
     is_new = checkpoint.restore(folder, model, task.config)
-    if built is not None and same_run.rates_differ(state.identity, task.identity):
-        model.optimizer.learning_rate = built  # the user was told so, and said resume=True
+    if built_rate is not None and same_run.rates_differ(state.identity, task.identity):
+        model.optimizer.learning_rate = built_rate  # the user saw this difference, and passed resume=True
         is_new = True
     scale_rate(model, task.scale if is_new else task.scale / state.batch_scale)
     if session.rank == 0:
@@ -354,7 +367,7 @@ def report_callback(
     steps: Callable[[], int] | None = None,
     writers: Writers | None = None,
 ):
-    """The callback that reports each epoch with `to(metrics, write)`; put it last."""
+    """Returns the callback that reports each epoch with `to(metrics, write)`; put it last."""
 
     return callbacks.ReportCallback(
         seed=task.sampling.seed,

@@ -1,4 +1,4 @@
-"""What a KerasTrainer tells its workers. Needs no TensorFlow."""
+"""The task that a KerasTrainer sends to its workers. Needs no TensorFlow."""
 
 from __future__ import annotations
 
@@ -16,31 +16,32 @@ from raytf.worker.checkpoint_every import Every
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainJob:
-    """What a KerasTrainer tells its workers.
+    """Arguments of a training, which a KerasTrainer sends to its workers.
 
     Args:
-        build_model, callbacks: the user's functions of the config.
-        config: the user's config.
-        batch: what a batch consists of; its map is for training rows.
-        datasets: the `stored.StoredDataset`, `streamed.StreamedDataset` or `TFData` of "train" and, if there is one, of
+        build_model: The user's function of the config that returns a compiled model.
+        callbacks: The user's function of the config that returns callbacks, or None.
+        config: The user's config, a dict.
+        batch: Columns of a batch; its map is for training rows.
+        datasets: `stored.StoredDataset`, `streamed.StreamedDataset` or `TFData` by name: "train", and maybe
             "validation".
-        sampling: how training steps take rows; its seed is that of weights and masks, too. The rows of a step are the
-            config's, which a trial of a sweep may change.
-        steps_per_execution: "auto" or a number.
-        board: the `progress.Board`, or None for no progress line.
-        warmup_steps: in which the learning rate rises from 0.
-        report_steps: (every how many steps, metric that a report needs) of reports within epochs, or None.
-        variable_partitioner: see `remote_model.RemoteModel`.
-        evaluator: checkpoints are evaluated beside the training, which does not validate.
-        validate: something is to be called for each checkpoint: the evaluator, or a function of the user's.
-        identity: what tells this run from another, by name; JSON values.
-        checkpoint_every: when checkpoints within epochs are kept.
-        memory_every: after every so many steps one is held in memory, or None.
-        heals: a worker that is lost is replaced in place, where that can be done.
-        fewest: workers for which the config's batch_size and learning rate are, of an elastic run that scales them with
-            its workers; or None.
-        scale: by which they are scaled, see `of`.
-        nan: what to do about a loss that is no number, see `epoch_checks.EpochChecks`.
+        sampling: Order of the training rows; weights and masks use its seed, too. The rows of a step come from
+            the config, which a trial of a sweep may change.
+        steps_per_execution: "auto" or a number of steps, at least 1.
+        board: `progress.Board`, or None for no progress line.
+        warmup_steps: Number of steps in which the learning rate rises from 0.
+        report_steps: Tuple (interval in steps, metric that a report needs) for reports within epochs, or None.
+        variable_partitioner: See `remote_model.RemoteModel`.
+        evaluator: Whether an evaluator evaluates checkpoints, in parallel to a training without validation.
+        validate: Whether each checkpoint calls the evaluator, or a function of the user's.
+        identity: JSON values by name that identify the run.
+        checkpoint_every: When to save checkpoints within epochs.
+        memory_every: Interval in steps of checkpoints in memory, or None.
+        heals: Whether to replace a lost worker in place, if that is possible.
+        fewest: Number of workers that the config's batch_size and learning rate are for, if an elastic run scales them;
+            else None.
+        scale: Factor of batch_size and learning rate, see `of`.
+        nan: Reaction to a loss that is NaN or infinite, see `epoch_checks.EpochChecks`.
     """
 
     build_model: Callable
@@ -65,7 +66,7 @@ class TrainJob:
     nan: str = "warn"
 
     def of(self, workers: int) -> TrainJob:
-        """The job as it is for so many workers: with the rows of their steps in the config."""
+        """Returns the job for a number of workers, with the scaled batch_size in the config."""
         if self.fewest is None:
             return self
         batch = self.config["batch_size"] * workers // self.fewest
@@ -74,11 +75,11 @@ class TrainJob:
         )
 
     def used(self) -> list[str]:
-        """The datasets of the training itself."""
+        """Returns the names of the datasets that the training itself uses."""
         return [name for name in self.datasets if not (self.evaluator and name == "validation")]
 
     def feed(self, name: str, drop_remainder: bool = False) -> dict[str, Any]:
-        """The arguments of a `feed.Feed` of a dataset, without those that say who reads."""
+        """Returns the arguments of a `feed.Feed` of a dataset, except for the reader's shard."""
         batch, training = self.batch, name == "train"
         return {
             "dataset": self.datasets[name],
@@ -93,14 +94,14 @@ class TrainJob:
 
     @property
     def order(self) -> dict[str, int | str | bool]:
-        """`Feed.order` of the training rows, as far as it is known before the workers start."""
+        """Returns `Feed.order` of the training rows, as far as it is known before the workers start."""
         if isinstance(self.datasets["train"], TFData):
             source, seed = self.datasets["train"], self.sampling.seed
             return source.order(self.config["batch_size"], seed, source.looked.goes_on)
-        made = self.feed("train")
-        return self.batch.order(made["sampling"].of(made["dataset"].rows))
+        arguments = self.feed("train")
+        return self.batch.order(arguments["sampling"].of(arguments["dataset"].rows))
 
 
 def ended(state, task: TrainJob) -> bool:
-    """Whether a run that goes on from a `checkpoint.CheckpointState` (None: from nothing) has nothing left to do."""
+    """Whether a run that resumes from a `checkpoint.CheckpointState` (None: from scratch) is already complete."""
     return state is not None and (state.stopped or state.epoch >= task.config["epochs"])

@@ -1,7 +1,7 @@
-"""Trains a model for two steps, on one device or as one of two workers, and notes what came of it; see `train/verify`.
+"""Trains a model for two steps, on one device or as one of two workers, and records the results; see `train/verify`.
 
-Every run is made in a process of its own, with the same seeds, the same first rows and the same initial weights. What
-is drawn at random is a constant meanwhile, as replicas draw different numbers on purpose.
+Each run is a process of its own, with the same seeds, the same first rows and the same initial weights. All random
+numbers are replaced by constants, as replicas draw different numbers on purpose.
 """
 
 from __future__ import annotations
@@ -36,28 +36,30 @@ from raytf.runtime.topology import Shard, tf_config
 from raytf.worker import context
 from raytf.worker.fit import build_from_data
 
-# Of the numbers between a draw's bounds, the one that is drawn.
+# The constant that replaces random numbers, as a share of their range.
 _DRAWN = 0.37
-# A weight is changed by so many units in its last place, to see what rounding comes to.
+# Weights change by so many units in the last place, to measure the effect of rounding.
 _UNITS = 4
 _SEED = 20_261
-# The first scale of a LossScaleOptimizer is one at which few rows overflow where many do not, and it is lowered then.
+# At the default initial scale of LossScaleOptimizer few rows may overflow where many do not, which lowers the scale.
 _LOSS_SCALE = 64.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class VerificationTask:
-    """What is trained.
+    """Arguments of a verification.
 
     Args:
-        build: returns the compiled model; called in a strategy's scope.
-        batch: of the columns.
-        rows: the first rows of the user's data.
-        validation: of another dataset, or None.
-        global_batch: rows of a step.
-        structure: structure(dataset) -> the dataset as the model takes it, or None where a feed gives that.
-        validation_batch, validation_structure: of the validation; None where they are those of the training rows.
-        most_bytes: of a model's variables; a larger model is not tried.
+        build: Function that returns the compiled model; called in a strategy's scope.
+        batch: Columns of a batch.
+        rows: The first rows of the user's data.
+        validation: The first rows of the validation data, or None.
+        global_batch: Rows of a step.
+        structure: Function `structure(dataset)` that returns the dataset in the model's structure, or None if a feed
+            has that.
+        validation_batch: Columns of a validation batch; None: those of the training, without its map.
+        validation_structure: Structure of the validation; None: as in the training.
+        most_bytes: Largest size of a model's variables in bytes; larger models are skipped.
     """
 
     build: Callable[[], Any]
@@ -71,7 +73,7 @@ class VerificationTask:
     most_bytes: int = 64 << 20
 
     def dataset(self, shard: Shard, validation: bool = False) -> tf.data.Dataset | None:
-        """The part of a worker, or None where there is no validation."""
+        """Returns the dataset of a worker, or None without validation."""
         rows = self.validation if validation else self.rows
         if rows is None:
             return None
@@ -92,19 +94,22 @@ def as_worker(
     """Trains as one of two workers.
 
     Args:
-        trial: what is trained.
-        eagerly: run the steps without a graph, which saves its making.
-        rank: 0 or 1.
-        addresses: of both.
-        token: of their ring.
-        share: called on the chief with the values that the model's variables begin with.
+        trial: Arguments of the verification.
+        eagerly: Whether to run the steps eagerly, which saves the time for tracing.
+        rank: Rank of this worker, 0 or 1.
+        addresses: Addresses of both workers.
+        token: Token of their ring.
+        share: Function that the chief calls with the initial values of the model's variables.
+
+    Returns:
+        The results, see `_trained`.
     """
     os.environ["TF_CONFIG"] = tf_config({"worker": addresses}, "worker", rank)
     ring.keep_token(token)
 
     def begin(model, variables):
         for layer in keras_objects.layers_of(model):
-            if getattr(layer, "synchronized", None) is False:  # each worker normalizes with its own rows, by design
+            if getattr(layer, "synchronized", None) is False:  # by design each worker normalizes with its own rows
                 layer.synchronized = True
         if rank == 0:
             share([np.asarray(v) for v in variables])
@@ -121,9 +126,13 @@ def on_one_device(trial: VerificationTask, eagerly: bool, initial: Callable[[], 
     """Trains on one device.
 
     Args:
-        trial, eagerly: see `as_worker`.
-        initial: returns the values that the variables of the two workers began with.
-        again: with other seeds, and weights that differ in their last bits.
+        trial: See `as_worker`.
+        eagerly: See `as_worker`.
+        initial: Function that returns the initial values of the two workers' variables.
+        again: Whether to train with other seeds, and with weights that differ in their last bits.
+
+    Returns:
+        The results, see `_trained`.
     """
     os.environ.pop("TF_CONFIG", None)
 
@@ -150,7 +159,10 @@ def _set_seeds(seed: int) -> None:
 
 
 def _trained(trial: VerificationTask, eagerly: bool, shard: Shard, begin: Callable) -> dict:
-    """What came of two steps: {"logs", "weights", "before", "states", "traits"}, or {"skipped": why}."""
+    """Returns the results of two steps by name, or {"skipped": reason}.
+
+    Results are "digest" and "rates"; on rank 0 also "logs", "weights", "states", "half"; on one device also "traits".
+    """
     tf.config.threading.set_intra_op_parallelism_threads(1)
     tf.config.threading.set_inter_op_parallelism_threads(2)
     config = TensorflowConfig(
@@ -184,7 +196,7 @@ def _trained(trial: VerificationTask, eagerly: bool, shard: Shard, begin: Callab
 def _fitted(trial: VerificationTask, eagerly: bool, model, train, shard: Shard) -> dict:
     seeds = {id(v) for v in keras_objects.seeds_of(model)}
     states = [v for v in model.non_trainable_variables if id(v) not in seeds and v.dtype != "string"]
-    before = [np.asarray(v) for v in model.trainable_variables]
+    initial = [np.asarray(v) for v in model.trainable_variables]
     model.jit_compile = False
     model.run_eagerly, model.steps_per_execution = eagerly, 1
     python = _of_python(model)
@@ -194,25 +206,27 @@ def _fitted(trial: VerificationTask, eagerly: bool, model, train, shard: Shard) 
     crc = 0
     for value in weights:
         crc = zlib.crc32(np.ascontiguousarray(value), crc)
-    found: dict[str, Any] = {"digest": crc, "rates": _rates(model)}
+    results: dict[str, Any] = {"digest": crc, "rates": _rates(model)}
     if shard.index == 0:
-        found |= {
+        results |= {
             "logs": {name: np.asarray(values[0]) for name, values in history.history.items() if values},
             "weights": [
-                (v.path, was, now) for v, was, now in zip(model.trainable_variables, before, weights, strict=True)
+                (v.path, old, new) for v, old, new in zip(model.trainable_variables, initial, weights, strict=True)
             ],
             "states": [(v.path, np.asarray(v), str(v.aggregation)) for v in states],
             "half": any("16" in str(layer.compute_dtype) for layer in keras_objects.layers_of(model)),
         }
     if shard.count > 1:
-        return found
+        return results
     changed = sorted(name for name, value in _of_python(model).items() if python.get(name) != value)
-    return found | {"traits": traits(model) | {"python": changed}}
+    return results | {"traits": traits(model) | {"python": changed}}
 
 
 def _rates(model) -> list[float]:
     optimizers = model_optimizers.of(model).values()
-    return [float(np.asarray(one.learning_rate)) for one in optimizers if hasattr(one, "learning_rate")]
+    return [
+        float(np.asarray(optimizer.learning_rate)) for optimizer in optimizers if hasattr(optimizer, "learning_rate")
+    ]
 
 
 # ------------------------------------------------------------------------------------------ draws
@@ -220,9 +234,9 @@ def _rates(model) -> list[float]:
 
 @contextlib.contextmanager
 def constant_draws() -> Iterator[None]:
-    """Within it TensorFlow's random operations, from which Keras' are made, give one number for all that is drawn.
+    """Replaces TensorFlow's random operations, from which Keras' are made, by ones that return a constant.
 
-    Each replica draws other numbers, by its own seed and for its own rows. That is no difference to tell of.
+    Without it each replica draws other numbers, by its own seed and for its own rows. That is no difference to report.
     """
 
     def between(shape, low, high, dtype):
@@ -278,10 +292,10 @@ def constant_draws() -> Iterator[None]:
         "stateless_binomial": binomial,
         "shuffle": shuffle,
     }
-    without = lambda function: lambda self, *args, **kwargs: function(*args, **kwargs)
+    as_method = lambda function: lambda self, *args, **kwargs: function(*args, **kwargs)
     with contextlib.ExitStack() as ends:
         for name, function in {"uniform": uniform, "normal": normal, "truncated_normal": normal}.items():
-            ends.enter_context(patched(tf.random.Generator, name, without(function)))
+            ends.enter_context(patched(tf.random.Generator, name, as_method(function)))
         for name, function in drawn.items():
             ends.enter_context(patched(tf.random, name, function))
         for owner, name in ((tf.nn, "dropout"), (tf.nn.experimental, "stateless_dropout")):
@@ -293,27 +307,27 @@ def constant_draws() -> Iterator[None]:
 
 
 def traits(model) -> dict[str, Any]:
-    """What of a model is the user's own code, by kind, each with its name and line: for the cause of a difference."""
-    found: dict[str, Any] = {"methods": {}, "metrics": [], "losses": [], "optimizers": [], "layers": []}
+    """Returns the user's own code in a model by kind, with names and lines, to find the cause of a difference."""
+    result: dict[str, Any] = {"methods": {}, "metrics": [], "losses": [], "optimizers": [], "layers": []}
     for name in ("train_step", "test_step", "compute_loss", "compute_metrics"):
         method = getattr(type(model), name)
         if not _is_kerass(method) or name in vars(model):
-            found["methods"][name] = _place(vars(model).get(name, method))
+            result["methods"][name] = _place(vars(model).get(name, method))
     loss = keras_objects.compiled_parts(model)[0]
     if loss is not None and loss.built:
         given = [_unwrapped(entry.loss) for entry in keras_objects.flat_losses(loss)]
-        found["losses"] = [_named(one) for one in given if _is_own(one)]
+        result["losses"] = [_named(item) for item in given if _is_own(item)]
     for metric in model.metrics:
-        for one in [metric, *getattr(metric, "metrics", ())]:
-            function = keras_objects.function_of(one)
-            if _is_own(one) or _is_own(function):
-                found["metrics"].append((one.name, _named(function or one), function is not None))
-    found["optimizers"] = [_named(one) for one in model_optimizers.of(model).values() if _is_own(one)]
-    found["layers"] = [_named(layer) for layer in keras_objects.layers_of(model, with_itself=False) if _is_own(layer)]
-    return json.loads(json.dumps(found))
+        for item in [metric, *getattr(metric, "metrics", ())]:
+            function = keras_objects.function_of(item)
+            if _is_own(item) or _is_own(function):
+                result["metrics"].append((item.name, _named(function or item), function is not None))
+    result["optimizers"] = [_named(item) for item in model_optimizers.of(model).values() if _is_own(item)]
+    result["layers"] = [_named(layer) for layer in keras_objects.layers_of(model, with_itself=False) if _is_own(layer)]
+    return json.loads(json.dumps(result))
 
 
-# Attributes that Keras changes as it trains.
+# Attributes that Keras changes during training.
 _OF_KERAS = frozenset(
     (
         *("built", "history", "optimizer", "run_eagerly", "jit_compile", "steps_per_execution"),
@@ -323,18 +337,18 @@ _OF_KERAS = frozenset(
 
 
 def _of_python(model) -> dict[str, str]:
-    """What the user's own layers keep in Python, by attribute: numbers, arrays and the lengths of lists."""
-    found = {}
+    """Returns Python state of the user's own layers by attribute: numbers, arrays and lengths of collections."""
+    state = {}
     for layer in keras_objects.layers_of(model):
         own = vars(layer).items() if _is_own(layer) else ()
         for name, value in own:
             if name.startswith("_") or name in _OF_KERAS:
                 continue
             if isinstance(value, (int, float, np.ndarray, np.generic)):
-                found[f"{layer.name}.{name}"] = repr(value)
+                state[f"{layer.name}.{name}"] = repr(value)
             elif isinstance(value, (list, dict, set, tuple)):
-                found[f"{layer.name}.{name}"] = str(len(value))
-    return found
+                state[f"{layer.name}.{name}"] = str(len(value))
+    return state
 
 
 def _is_kerass(function) -> bool:
@@ -342,13 +356,13 @@ def _is_kerass(function) -> bool:
 
 
 def _is_own(thing) -> bool:
-    """Whether a function, or the class of an object, is of the user's."""
+    """Whether a function, or the class of an object, is the user's."""
     kind = thing if inspect.isroutine(thing) else type(thing)
     return thing is not None and not _is_kerass(kind) and kind.__module__ != "builtins"
 
 
 def _unwrapped(loss):
-    """What the user gave for a loss, of what raytf and Keras make of it."""
+    """Returns the user's loss without the wrappers of raytf and Keras."""
     inner = getattr(loss, "loss", loss)
     return getattr(inner, "fn", inner)
 
@@ -359,7 +373,7 @@ def _named(thing) -> str:
 
 
 def _place(thing) -> str:
-    """ "file.py, line N" of a function or class."""
+    """Returns "file.py, line N" of a function or class."""
     try:
         code = getattr(inspect.unwrap(thing), "__code__", None)
         if code is not None:
