@@ -218,16 +218,16 @@ def check_batch(batch_size: object, scaling_config: ScalingConfig, num_ps: int, 
     if num_ps:
         per_replica_batch(batch_size, 1)
         return
-    replicas = devices(scaling_config)
+    count = devices(scaling_config)
     most = max(1, fewest_workers(scaling_config) if scales else most_workers(scaling_config))
-    if not scales and isinstance(scaling_config.num_workers, tuple) and batch_size < most * replicas:
+    if not scales and isinstance(scaling_config.num_workers, tuple) and batch_size < most * count:
         raise ConfigError(
             "batch_size is the global batch of an elastic run, too, and must have a row for each replica of the most "
             "workers",
-            f"batch_size={batch_size!r} with num_workers={scaling_config.num_workers}, up to {most * replicas} replicas",
-            f"Use a batch_size of {most * replicas} or more, or fewer workers at most",
+            f"batch_size={batch_size!r} with num_workers={scaling_config.num_workers}, up to {most * count} replicas",
+            f"Use a batch_size of {most * count} or more, or fewer workers at most",
         )
-    per_replica_batch(batch_size, most * replicas)
+    per_replica_batch(batch_size, most * count)
 
 
 def check_elastic_batch(
