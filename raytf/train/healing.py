@@ -2,8 +2,8 @@
 
 A thread of Ray Train's controller does it for seconds, while the controller polls the others; a trial's leader waits
 for it. The workers' part is `raytf.collectives.healing`. If it fails, all workers restart from the last checkpoint, and
-an event has the reason. If no node has room for a replacement, the others first save a checkpoint of their last step,
-so that no step is repeated. See docs/design/recovery.md.
+an event has the reason. If no node has room for a replacement, the others first save a checkpoint of their last step.
+So no step is repeated. See docs/design/recovery.md.
 """
 
 from __future__ import annotations

@@ -258,16 +258,16 @@ class KerasTrainer:
         """Trains, and returns when the last epoch is reported.
 
         Returns:
-            A `ray.train.Result`: `metrics` has the last epoch's global values by their Keras names and `epoch`,
-                `metrics_dataframe` a row for each epoch, `checkpoint` the model for `raytf.load_model`.
+            A `ray.train.Result`: `metrics` has the last epoch's global values by their Keras names, and `epoch`;
+                `metrics_dataframe` has a row for each epoch; `checkpoint` is the model for `raytf.load_model`.
 
         Raises:
             ConfigError: The model, the columns or the cluster do not fit; no worker has started.
             TrainingError: A worker failed more often than `FailureConfig` allows; contains the first cause and its
                 rank. Or another driver has taken over the run's folder while this one was frozen.
-            StoppedError: SIGTERM or SIGINT came (to the main thread), or a node is drained that the run cannot leave:
-                the driver's, or the node of the coordinator of parameter servers. Contains the saved step, and is a
-                `SystemExit`.
+            StoppedError: SIGTERM or SIGINT came (to the main thread), or the run cannot leave a drained node. That is
+                the driver's node, or the node of the coordinator of parameter servers. Contains the saved step, and is
+                a `SystemExit`.
         """
         with phases_module.phases(self.progress, phases_module.starting(self._finished())) as phases:
             inner = place(self)  # may start Ray, which takes SIGTERM for itself

@@ -1,9 +1,9 @@
 """Starts a run's processes early, and passes them to Ray Train. Driver side.
 
 Ray Train starts its controller, then helpers, then the workers, which then import TensorFlow. Here all these processes
-start and import when `fit` is called, while the driver reads the data and tries the model. They reserve no resources,
-and none is left from an earlier successful run. Ray Train then reserves the resources, and the processes on the right
-nodes become its workers.
+start and import as soon as `fit` is called. Meanwhile the driver reads the data and tries the model. The processes
+reserve no resources, and none is left from an earlier successful run. Ray Train then reserves the resources, and the
+processes on the right nodes become its workers.
 """
 
 from __future__ import annotations
@@ -323,7 +323,7 @@ class _Controller(TrainController):
 
     @overrides(TrainController)
     async def _poll_workers(self):
-        """Polls at once after a report of a lost worker, often until Ray notices the loss, and soon after a report."""
+        """Polls at once after a report of a lost worker, often until Ray detects the loss, and soon after a report."""
         left, group = ray_train.until_poll(self), self.get_worker_group()
         if group.heals:
             self._looks_until = 0.0
@@ -505,8 +505,8 @@ class _SliceAndHeld(PlacementGroupHandle):
 class _WorkerGroup(WorkerGroup):
     """Worker group in a run's reservation; existing processes become its workers where possible.
 
-    Frozen workers are ended, and are the cause of the run's failure. The processes of an elastic run's workers are
-    outside of the reservation, so that they can outlive it and the group.
+    Frozen workers are ended, and are the cause of the run's failure. Processes of an elastic run's workers are outside
+    of the reservation, so that they can outlive it.
     """
 
     processes: list

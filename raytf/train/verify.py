@@ -148,7 +148,7 @@ def trial_of(pickled: bytes, block: StoredDataset | TFData, order: Order) -> Cal
 
 
 def few_rows(block: StoredDataset | TFData) -> tuple[StoredDataset | TFData, int] | None:
-    """Returns (rows from all over a block, rows of the first step), or None if two workers cannot have one each.
+    """Returns (rows from all over a block, rows of the first step); None if two workers cannot have one each.
 
     A pipeline is returned unchanged, as its rows are read in the trial.
     """

@@ -516,8 +516,8 @@ class WorkerGroup:
 def _frozen(found: Frozen) -> WorkerGroupLostError:
     if found.seen is None:
         return WorkerGroupLostError(f"the host {found.place.host} {found.how}")
-    who = f"worker {found.keys[0]} on {found.place.host}"
-    return WorkerGroupLostError(f"{who} is frozen: its process {found.place.pid} is {found.how}")
+    worker = f"worker {found.keys[0]} on {found.place.host}"
+    return WorkerGroupLostError(f"{worker} is frozen: its process {found.place.pid} is {found.how}")
 
 
 def _lost(name: str, error: Exception) -> Exception:
@@ -649,8 +649,10 @@ class GroupWorker(Process):
         return self.next_event()
 
     def next_event(self) -> tuple | None:
-        """Returns the next event of the trial's thread. After a timeout, so that this process can answer other calls,
-        it returns None, or `_WAITS` if the worker waits for the next ring.
+        """Returns the next event of the trial's thread. After a timeout it returns None, or `_WAITS` if it waits for a
+        ring.
+
+        The timeout lets this process answer other calls.
         """
         with contextlib.suppress(queue.Empty):
             return self._session.events.get(timeout=_BEAT_INTERVAL)
