@@ -259,7 +259,7 @@ class KerasTrainer:
 
         Returns:
             A `ray.train.Result`: `metrics` has the last epoch's global values by their Keras names, and `epoch`;
-                `metrics_dataframe` has a row for each epoch; `checkpoint` is the model for `raytf.load_model`.
+            `metrics_dataframe` has a row for each epoch; `checkpoint` is the model for `raytf.load_model`.
 
         Raises:
             ConfigError: The model, the columns or the cluster do not fit; no worker has started.
