@@ -1,4 +1,4 @@
-"""Builds the model once, in a process other than the driver, and tries it on the data's shapes before the start."""
+"""Builds the model once, outside of the driver, and tries it on the data's shapes before any worker starts."""
 
 from __future__ import annotations
 

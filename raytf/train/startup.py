@@ -323,7 +323,7 @@ class _Controller(TrainController):
 
     @overrides(TrainController)
     async def _poll_workers(self):
-        """Polls at once after a report of a lost worker, often until Ray detects the loss, and soon after a report."""
+        """Polls at once if a worker reports a loss, often until Ray detects it, and soon after a training report."""
         left, group = ray_train.until_poll(self), self.get_worker_group()
         if group.heals:
             self._looks_until = 0.0

@@ -1,8 +1,8 @@
 """Prepares processes of an elastic run for its next worker group when the number of workers changes.
 
-Ray Train ends a worker group and starts another one. A process joins the next group if its training stopped after a
-requested step, or by the loss of another worker. It has imported TensorFlow already; the state of the previous training
-is cleared. On a worker; the driver's part is in `startup.py`.
+Ray Train ends a worker group and starts another one. A process joins the next group if its training stopped on request,
+or by another worker's loss. It has imported TensorFlow already; the state of the previous training is cleared. On a
+worker; the driver's part is in `startup.py`.
 """
 
 from __future__ import annotations

@@ -649,8 +649,7 @@ class GroupWorker(Process):
         return self.next_event()
 
     def next_event(self) -> tuple | None:
-        """Returns the next event of the trial's thread; after a timeout None, or `_WAITS` during a wait for the next
-        ring.
+        """Returns the next event of the trial's thread; after a timeout None, or `_WAITS` if it waits for a ring.
 
         The timeout lets this process answer other calls.
         """
