@@ -494,10 +494,13 @@ def _gaps(one: Mapping[str, Any], two: Mapping[str, Any]) -> dict[str, _Gap]:
         gaps[f"log {name}"] = _Gap("log", _most(a - b, a, b), float(np.max(np.abs(a), initial=1e-6)), shown)
     for (path, initial, single), (_, _, double) in zip(one["weights"], two["weights"], strict=True):
         initial, single, double = (np.asarray(value, np.float64) for value in (initial, single, double))
-        moved, apart = _norm(single - initial), _norm(np.where(np.isnan(single) & np.isnan(double), 0, single - double))
+        moved, distance = (
+            _norm(single - initial),
+            _norm(np.where(np.isnan(single) & np.isnan(double), 0, single - double)),
+        )
         floor = 8 * np.finfo(np.float32).eps * _norm(single) / _ROUNDING
-        shown = f"apart by {apart / max(moved, 1e-30):.2g} times what the two steps change"
-        gaps[f"weight {path}"] = _Gap("weight", apart, moved + floor, shown)
+        shown = f"apart by {distance / max(moved, 1e-30):.2g} times what the two steps change"
+        gaps[f"weight {path}"] = _Gap("weight", distance, moved + floor, shown)
     for (path, single, how), (_, double, _) in zip(one["states"], two["states"], strict=True):
         a, b = np.asarray(single, np.float64), np.asarray(double, np.float64)
         shown = f"{a.ravel()[0]:.6g} on one device, {b.ravel()[0]:.6g} on two workers" if a.size else ""
