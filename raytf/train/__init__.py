@@ -1,1 +1,1 @@
-"""The driver of one run: arguments, dry run, start of the workers, and what comes back."""
+"""The driver of one run: arguments, dry run, start of the workers, and results."""

@@ -1,4 +1,4 @@
-"""What can be seen to be wrong with a trainer's arguments before anything runs. Driver side."""
+"""Checks a trainer's arguments before anything runs. Driver side."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from raytf.worker.checkpoint_every import Every
 
 # How the global batch of an elastic run follows the number of its workers.
 ELASTIC_BATCHES = ("keep", "scale")
-# What to do about a loss that is no number.
+# Reactions to a loss that is NaN or infinite.
 NAN_WORDS = ("warn", "stop", "ignore")
-# Whether a model on two workers is compared with one process.
+# Modes of the comparison of two workers with one process.
 VERIFY_WORDS = ("warn", "error", False)
 
 
@@ -47,7 +47,7 @@ def check_pickles(function, name: str, of: str = "config") -> None:
 
 
 def check_build(build_model) -> None:
-    """Raises ConfigError unless `build_model` is a function that can be sent to a worker; models can be called, too."""
+    """Raises ConfigError unless `build_model` is a function, and no model, that can be sent to a worker."""
     if hasattr(build_model, "train_step") and not isinstance(build_model, type):
         raise ConfigError(
             "build_model must be a function of config that builds the model on each worker",
@@ -56,9 +56,9 @@ def check_build(build_model) -> None:
         )
     check_pickles(build_model, "build_model")
     try:
-        # What a decorator takes itself is asked, and not what it wraps, to which it may give more.
+        # a decorator's own signature counts: it may pass more arguments to the function that it wraps
         signature = inspect.signature(build_model, follow_wrapped=False)
-    except ValueError:  # of what is written in C
+    except ValueError:  # functions written in C may have no signature
         return
     try:
         signature.bind({})
@@ -70,7 +70,7 @@ def check_build(build_model) -> None:
         ) from None
 
 
-# By the module and name of a type, what makes a dataset of its objects.
+# How to make a dataset, by module and name of the object's type.
 _READS = {
     ("pandas", "DataFrame"): "ray.data.from_pandas(frame)",
     ("pyarrow", "Table"): "ray.data.from_arrow(table)",
@@ -85,36 +85,38 @@ _READS = {
 
 
 def as_dataset(given) -> str:
-    """Returns how a dataset is made of something else, as a clause."""
+    """Returns advice on how to make a dataset of another object, as a sentence."""
     kinds = [(kind.__module__.partition(".")[0], kind.__name__) for kind in type(given).__mro__]
-    found = next((_READS[kind] for kind in kinds if kind in _READS), None)
-    return f"Use {found or 'one of ray.data.read_... and from_..., or train it with raytf.fit'}"
+    advice = next((_READS[kind] for kind in kinds if kind in _READS), None)
+    return f"Use {advice or 'one of ray.data.read_... and from_..., or train it with raytf.fit'}"
 
 
 def check_pipelines(trainer) -> bool:
-    """Whether the datasets of a KerasTrainer are `raytf.TFData`.
+    """Returns whether the datasets of a KerasTrainer are `raytf.TFData`.
 
     Raises:
-        ConfigError: some are, and others not; or an argument has no meaning for them.
+        ConfigError: Only some of them are, or an argument has no meaning for them.
     """
-    given = {name: one for name, one in trainer.datasets.items() if isinstance(one, TFData)}
-    if not given:
+    pipelines = {name: dataset for name, dataset in trainer.datasets.items() if isinstance(dataset, TFData)}
+    if not pipelines:
         return False
-    if len(given) < len(trainer.datasets):
+    if len(pipelines) < len(trainer.datasets):
         raise ConfigError(
             "The datasets of a trainer are Ray Datasets, or all of them raytf.TFData",
-            ", ".join(f"{name!r} of type {type(one).__name__}" for name, one in trainer.datasets.items()),
+            ", ".join(f"{name!r} of type {type(dataset).__name__}" for name, dataset in trainer.datasets.items()),
             "Make all of one kind",
         )
-    for one in given.values():
-        one.check_pickles()
-    asked = {name: spec for name, spec in {**trainer.batch.roles, "map": trainer.batch.map}.items() if spec is not None}
-    asked |= {name: its for name in ("shuffle", "materialize") if (its := getattr(trainer, name)) != "auto"}
-    asked |= {} if trainer.dataset_config is None else {"dataset_config": trainer.dataset_config}
-    if asked:
+    for dataset in pipelines.values():
+        dataset.check_pickles()
+    options = {
+        name: spec for name, spec in {**trainer.batch.roles, "map": trainer.batch.map}.items() if spec is not None
+    }
+    options |= {name: setting for name in ("shuffle", "materialize") if (setting := getattr(trainer, name)) != "auto"}
+    options |= {} if trainer.dataset_config is None else {"dataset_config": trainer.dataset_config}
+    if options:
         raise ConfigError(
             "A raytf.TFData gives features, labels and weights itself, read, mapped and shuffled",
-            ", ".join(asked),
+            ", ".join(options),
             "Leave it out, and do it in the function",
         )
     wrong = {
@@ -122,10 +124,10 @@ def check_pipelines(trainer) -> bool:
         "TPUs": trainer.scaling_config.use_tpu or trainer.strategy == "tpu",
         "elastic_batch='scale'": trainer.elastic_batch == "scale",
     }
-    if found := [name for name, value in wrong.items() if value]:
+    if unsupported := [name for name, value in wrong.items() if value]:
         raise ConfigError(
             "Batches of a raytf.TFData are cut for workers on CPUs or GPUs that train in step, and follow batch_size",
-            ", ".join(found),
+            ", ".join(unsupported),
             "Use ray.data.Dataset for these",
         )
     return True
@@ -133,7 +135,7 @@ def check_pipelines(trainer) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Copies:
-    """A `callbacks` function of a list of callbacks: gives each worker copies of them."""
+    """A `callbacks` function for a list of callbacks: returns new copies on each worker."""
 
     pickled: bytes
 
@@ -142,13 +144,13 @@ class Copies:
 
 
 def callbacks_function(given) -> Callable | None:
-    """Returns what the workers call for their callbacks.
+    """Returns the function that workers call for their callbacks, or None.
 
     Args:
-        given: a function of config, a callback, a list of them, or None.
+        given: Function of config, a callback, a list of callbacks, or None.
 
     Raises:
-        ConfigError: it is none of these, or does not pickle.
+        ConfigError: It is none of these, or cannot be pickled.
     """
     if given is None:
         return None
@@ -157,11 +159,11 @@ def callbacks_function(given) -> Callable | None:
     if not isinstance(given, (list, tuple)):
         check_pickles(given, "callbacks", "config, or a list of callbacks")
         return given
-    for one in given:
-        if not hasattr(one, "on_epoch_end") or isinstance(one, type):
+    for callback in given:
+        if not hasattr(callback, "on_epoch_end") or isinstance(callback, type):
             raise ConfigError(
                 "callbacks must be Keras callbacks, or a function of config that returns them",
-                repr(one),
+                repr(callback),
                 "Pass objects such as keras.callbacks.EarlyStopping()",
             )
     try:
@@ -169,7 +171,7 @@ def callbacks_function(given) -> Callable | None:
     except Exception as error:
         raise ConfigError(
             "callbacks in a list must pickle, as each worker gets copies of them",
-            f"{', '.join(type(one).__name__ for one in given)}: {error}",
+            f"{', '.join(type(callback).__name__ for callback in given)}: {error}",
             "Pass a function that makes them on the workers: callbacks=lambda config: [...]",
         ) from error
 
@@ -182,14 +184,14 @@ def check_strategy(name: str, scaling_config: ScalingConfig) -> None:
 
 
 def check_workers(scaling_config: ScalingConfig) -> int:
-    """The processes that train: the fewest workers, or this one alone where num_workers=0.
+    """Returns the number of processes that train: the fewest workers, or 1 with num_workers=0.
 
     Raises:
-        ConfigError: no number of workers, or no range of such numbers; an elastic run may have none.
+        ConfigError: num_workers is neither a number of workers nor a range of them, or an elastic run could have none.
     """
     given = scaling_config.num_workers
     ends = given if isinstance(given, tuple) else (given,)
-    if len(ends) not in (1, 2) or any(isinstance(one, bool) or not isinstance(one, int) for one in ends):
+    if len(ends) not in (1, 2) or any(isinstance(bound, bool) or not isinstance(bound, int) for bound in ends):
         raise ConfigError(
             "num_workers must be an integer, or (fewest, most) of an elastic run",
             repr(given),
@@ -209,29 +211,29 @@ def check_workers(scaling_config: ScalingConfig) -> int:
 
 
 def check_batch(batch_size: object, scaling_config: ScalingConfig, num_ps: int, scales: bool = False) -> None:
-    """Raises ConfigError unless each replica has a row of a global batch, with the most workers that a run may have.
+    """Raises ConfigError unless a global batch has a row for each replica.
 
-    Where the batch scales with them, with the fewest.
+    It counts the replicas of the most workers that a run may have; of the fewest if the batch scales with them.
     """
     if num_ps:
         per_replica_batch(batch_size, 1)
         return
-    each = devices(scaling_config)
+    count = devices(scaling_config)
     most = max(1, fewest_workers(scaling_config) if scales else most_workers(scaling_config))
-    if not scales and isinstance(scaling_config.num_workers, tuple) and batch_size < most * each:
+    if not scales and isinstance(scaling_config.num_workers, tuple) and batch_size < most * count:
         raise ConfigError(
             "batch_size is the global batch of an elastic run, too, and must have a row for each replica of the most "
             "workers",
-            f"batch_size={batch_size!r} with num_workers={scaling_config.num_workers}, up to {most * each} replicas",
-            f"Use a batch_size of {most * each} or more, or fewer workers at most",
+            f"batch_size={batch_size!r} with num_workers={scaling_config.num_workers}, up to {most * count} replicas",
+            f"Use a batch_size of {most * count} or more, or fewer workers at most",
         )
-    per_replica_batch(batch_size, most * each)
+    per_replica_batch(batch_size, most * count)
 
 
 def check_elastic_batch(
     word: object, batch_size: int, scaling_config: ScalingConfig, config: TensorflowConfig, strategy: str
 ) -> None:
-    """Raises ConfigError if a batch that follows the number of workers has no meaning for a run."""
+    """Raises ConfigError if the global batch of a run cannot follow the number of workers."""
     validation.check_word("elastic_batch", word, ELASTIC_BATCHES)
     if word == "keep":
         return
@@ -260,7 +262,7 @@ def check_elastic_batch(
 
 
 def check_scalable(identity: Mapping[str, Any]) -> None:
-    """Raises ConfigError unless the learning rate of a model that was tried can follow the number of workers."""
+    """Raises ConfigError unless the learning rate of a tried model can follow the number of workers."""
     if not same_run.has_one_rate(identity):
         raise ConfigError(
             'elastic_batch="scale" multiplies the learning rate, of one optimizer that has a number for it',
@@ -271,7 +273,7 @@ def check_scalable(identity: Mapping[str, Any]) -> None:
 
 
 def check_servers(strategy: str, num_ps: int, scaling_config: ScalingConfig) -> None:
-    """Raises ConfigError if parameter servers are asked for without their strategy, or the other way round."""
+    """Raises ConfigError if parameter servers and their strategy are not used together, or do not fit the workers."""
     validation.check_num_ps(strategy, num_ps)
     if strategy == "parameter_server" and not isinstance(scaling_config.num_workers, int):
         raise ConfigError(
@@ -286,48 +288,51 @@ def check_servers(strategy: str, num_ps: int, scaling_config: ScalingConfig) -> 
 
 
 def every(given: object, config: TensorflowConfig) -> Every:
-    """What `checkpoint_every` stands for.
+    """Returns the parsed `checkpoint_every`.
 
     Raises:
-        ConfigError: it is nonsense, or means nothing for such a training.
+        ConfigError: It is invalid, or does not fit the training.
     """
-    found = checkpoint_every.parse(given)
-    if config.sync_every > 1 and found.seconds is not None:
+    parsed = checkpoint_every.parse(given)
+    if config.sync_every > 1 and parsed.seconds is not None:
         raise ConfigError(
             "With sync_every workers are averaged for a checkpoint, which must lie at the same steps in each run",
             f"checkpoint_every={given!r} with sync_every={config.sync_every}",
             'Use a number of steps, such as checkpoint_every="1000 steps"',
         )
-    return Every() if found.auto and config.sync_every > 1 else found
+    return Every() if parsed.auto and config.sync_every > 1 else parsed
 
 
 def memory_steps(given: object, strategy: str) -> int | None:
-    """What `memory_every` stands for.
+    """Returns the number of steps in `memory_every`, or None.
 
     Raises:
-        ConfigError: it is nonsense, or means nothing for such a training.
+        ConfigError: It is invalid, or does not fit the training.
     """
-    found = checkpoint_every.steps(given)
-    if found is not None and strategy == "tpu":
+    steps = checkpoint_every.steps(given)
+    if steps is not None and strategy == "tpu":
         raise ConfigError(
             "memory_every needs workers each of which holds the whole model",
             f"memory_every={given!r} with strategy={strategy!r}",
             "Use checkpoint_every",
         )
-    return found
+    return steps
 
 
 def servers(num_ps: int, scaling_config: ScalingConfig, environment: dict) -> tuple[ScalingConfig, ServerSpec | None]:
-    """What Ray Train runs, and the servers beside it: with parameter servers, Ray Train has the coordinator alone."""
+    """Returns the ScalingConfig for Ray Train, and the ServerSpec or None.
+
+    With parameter servers, Ray Train runs only the coordinator.
+    """
     if not num_ps:
         return scaling_config, None
-    each = dict(resources_per_worker(scaling_config))
+    resources = dict(resources_per_worker(scaling_config))
     plan = ServerSpec(
-        num_workers=scaling_config.num_workers, num_ps=num_ps, worker_resources=each, environment=environment
+        num_workers=scaling_config.num_workers, num_ps=num_ps, worker_resources=resources, environment=environment
     )
     coordinator = ScalingConfig(
         num_workers=1,
-        resources_per_worker={"CPU": each.get("CPU", 1)},
+        resources_per_worker={"CPU": resources.get("CPU", 1)},
         placement_strategy=scaling_config.placement_strategy,
         label_selector=scaling_config.label_selector,
     )
@@ -335,30 +340,30 @@ def servers(num_ps: int, scaling_config: ScalingConfig, environment: dict) -> tu
 
 
 def asked_keras_2(config: TensorflowConfig, run_config: RunConfig | None) -> str | None:
-    """What asks for Keras 2 in the workers: `legacy_keras.asked`, of all environments that they may have."""
+    """Returns what requests Keras 2 for the workers, in the config or in their environments; otherwise None."""
     worker = (run_config.worker_runtime_env if run_config else None) or {}
     job = ray.get_runtime_context().runtime_env if ray.is_initialized() else {}
     return legacy_keras.asked(config.legacy_keras, *(dict(env.get("env_vars") or {}) for env in (worker, job)))
 
 
 def devices(scaling_config: ScalingConfig) -> int:
-    """How many devices a worker computes on, at least 1."""
+    """Returns the number of devices of a worker, at least 1."""
     return max(1, int(resources_per_worker(scaling_config).get("GPU", 0)))
 
 
 def check_spares(config: TensorflowConfig, scaling_config: ScalingConfig, run_config, strategy: str) -> None:
-    """Raises ConfigError if a KerasTrainer is to have spares, and none of its workers could be replaced by one."""
+    """Raises ConfigError if a KerasTrainer has standby workers (`spares`) that could replace none of its workers."""
     if not config.spares:
         return
     workers, most = scaling_config.num_workers, most_workers(scaling_config)
-    each = resources_per_worker(scaling_config)
+    resources = resources_per_worker(scaling_config)
     if not survives_failures(run_config):
         received, fix = "no failure allowed", "Allow some: RunConfig(failure_config=FailureConfig(max_failures=...))"
     elif most <= config.spares:
         received, fix = f"num_workers={workers}", "Use fewer spares than workers, of which one must live"
     elif strategy not in ("auto", "multi_worker_mirrored"):
         received, fix = f"strategy={strategy!r}", 'Leave spares out, or use strategy="auto"'
-    elif each.get("GPU") or each.get("TPU") or scaling_config.use_tpu:
+    elif resources.get("GPU") or resources.get("TPU") or scaling_config.use_tpu:
         received, fix = "workers with GPUs or TPUs, which all restart", "Leave spares out"
     else:
         return
@@ -370,6 +375,6 @@ def check_spares(config: TensorflowConfig, scaling_config: ScalingConfig, run_co
 
 
 def survives_failures(run_config) -> bool:
-    """Whether a run goes on after a worker's failure."""
+    """Whether a run continues after the failure of a worker."""
     failures = run_config.failure_config
     return failures is not None and failures.max_failures != 0

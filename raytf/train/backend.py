@@ -29,7 +29,7 @@ from raytf.worker import clearing
 
 @dataclass(frozen=True, kw_only=True)
 class TensorflowBackendConfig(WorkerSetup, BackendConfig):
-    """A `settings.WorkerSetup` as Ray Train takes it."""
+    """A `settings.WorkerSetup` as a backend config of Ray Train."""
 
     @property
     def backend_cls(self) -> type[TensorflowBackend]:
@@ -41,32 +41,35 @@ class TensorflowBackendConfig(WorkerSetup, BackendConfig):
 
     @property
     def framework(self) -> TrainingFramework:
-        """What the Train tab of Ray's dashboard shows."""
+        """Returns the framework that the Train tab of Ray's dashboard shows."""
         return TrainingFramework.TENSORFLOW
 
     def to_dict(self) -> dict[str, Any]:
-        """What that tab shows of the config."""
+        """Returns the config that the Train tab shows."""
         return vars(self.config) | {"strategy": self.strategy}
 
 
 class TensorflowBackend(Backend):
-    """Gives every worker an address of its own and tells it those of all."""
+    """Assigns an address to every worker, and sends all addresses to each."""
 
     def on_start(self, worker_group, backend_config: WorkerSetup):
         count = len(worker_group)
         resources = worker_group.get_resources_per_worker()
         cpus = max(1, int(resources.get("CPU", 1)))
         wanted = backend_config.config.ports, to_claim(backend_config, resources.get("CPU", 1))
-        asked = [(timeouts.get(), reserve, *wanted)] * count
-        addresses, claimed = zip(*_from_all(worker_group, "its address", timeouts.under, asked), strict=True)
+        requests = [(timeouts.get(), reserve, *wanted)] * count
+        addresses, claimed = zip(*_from_all(worker_group, "its address", timeouts.under, requests), strict=True)
         pinned, token = cores.agreed(addresses, claimed), ring.new_token()
-        told = [(backend_config.config, list(addresses), rank, cpus, token, pinned[rank]) for rank in range(count)]
-        _from_all(worker_group, "its environment", set_environment, told)
+        arguments = [(backend_config.config, list(addresses), rank, cpus, token, pinned[rank]) for rank in range(count)]
+        _from_all(worker_group, "its environment", set_environment, arguments)
 
 
 def _from_all(worker_group, what: str, function, arguments: list[tuple]) -> list:
-    """What a function gives on each worker; a worker that died ends the wait at once, for Ray Train to start anew."""
-    refs = [worker_group.execute_single_async(rank, function, *its) for rank, its in enumerate(arguments)]
+    """Returns the result of a function on each worker.
+
+    The death of a worker ends the wait at once, so that Ray Train restarts.
+    """
+    refs = [worker_group.execute_single_async(rank, function, *args) for rank, args in enumerate(arguments)]
     try:
         return collect(refs, timeouts.get().process_setup, what)
     except NoAnswerError as error:
@@ -80,7 +83,7 @@ def _worker_context(setup: WorkerSetup):
 
     if not legacy_keras.is_on():
         clearing.note()
-    # it tells of each report, and has no name by which Ray Train's own level would hold for it
+    # it logs each report, and its logger's name is outside of Ray Train's own level
     logging.getLogger(inspect.getfile(TrainContext)).setLevel(setup.log_level)
     chief = ray.train.get_context().get_world_rank() == 0
     with (
@@ -97,7 +100,7 @@ def _worker_context(setup: WorkerSetup):
 
 @contextlib.contextmanager
 def telling_activity():
-    """Within it this thread trains, as `activity` tells."""
+    """Marks this thread as the training thread in `activity`, until the context ends."""
     activity.here.reset()
     activity.here.train_here()
     try:
@@ -108,7 +111,7 @@ def telling_activity():
 
 @contextlib.contextmanager
 def context_here(setup: WorkerSetup):
-    """Prepares the driver's own process for a train loop; what it prints, and how, is left as it is."""
+    """Prepares the driver's process for a train loop, without a change of its output."""
     from raytf.worker import context
 
     with context.prepared(setup), legacy_names.explained():
@@ -119,9 +122,9 @@ def context_here(setup: WorkerSetup):
 
 
 def spoken(chief: bool, board):
-    """`verbosity.of` on a worker of Keras 3; one of Keras 2 prints what Keras 2 does."""
+    """Returns the context of `verbosity.of` on a worker with Keras 3; Keras 2 prints as usual."""
     if chief and board is not None:
-        board.begin("")  # the loop is the user's, and may make no steps of Keras
+        board.begin("")  # the user's loop may make no steps of Keras
     if legacy_keras.is_on():
         return contextlib.nullcontext()
     from raytf.parallel import verbosity
@@ -132,12 +135,19 @@ def spoken(chief: bool, board):
 
 
 def reserve(allowed: tuple[int, int], count: int) -> tuple[str, bool]:
-    """This worker's "host:port", and whether it has claimed so many cores; of 0 it has none."""
+    """Reserves an address, and claims `count` cores.
+
+    Returns:
+        This worker's "host:port", and whether it has claimed the cores; False if `count` is 0.
+    """
     return ports.reserve_address(allowed), cores.claim(count)
 
 
 def to_claim(setup: WorkerSetup, cpus: float) -> int:
-    """How many cores a worker claims that has so many CPUs of Ray; those of less than one share them."""
+    """Returns the number of cores that a worker with `cpus` CPUs of Ray claims.
+
+    Workers with less than one CPU share cores.
+    """
     if setup.config.pin_cpus is False or setup.servers is not None:  # a coordinator only sends steps to its servers
         return 0
     return int(cpus)
@@ -146,15 +156,16 @@ def to_claim(setup: WorkerSetup, cpus: float) -> int:
 def set_environment(
     config: TensorflowConfig, addresses: list[str], rank: int, cpus: int, token: bytes, pinned: bool = False
 ) -> None:
-    """Writes what TensorFlow reads from the environment; runs before TensorFlow is imported.
+    """Sets the variables that TensorFlow reads from the environment; runs before TensorFlow is imported.
 
     Args:
-        config: the run's.
+        config: Config of the run.
         addresses: "host:port" of all workers, by rank.
-        rank: this worker's.
-        cpus: that Ray gave it.
-        token: of the workers' ring, the same for all; it is kept in memory, where no other user's process reads it.
-        pinned: whether it keeps to the cores that it has claimed, or gives them back.
+        rank: Rank of this worker.
+        cpus: Number of its CPUs in Ray, at least 1.
+        token: Token of the workers' ring, the same for all. It stays in memory, where no other user's process can read
+            it.
+        pinned: Whether this worker keeps to the cores that it has claimed; otherwise it releases them.
     """
     if pinned:
         cores.keep()
@@ -166,7 +177,7 @@ def set_environment(
 
 
 def set_variables(config: TensorflowConfig, addresses: list[str], rank: int, cpus: int) -> None:
-    """Writes the variables alone; see `set_environment`."""
+    """Sets the environment variables only, see `set_environment`."""
     os.environ["TF_CONFIG"] = tf_config({"worker": addresses}, "worker", rank)
     intra_op, inter_op = config.intra_op_threads or cpus, config.inter_op_threads or max(2, cpus)
     os.environ.update(settings.variables(intra_op, inter_op, config.memory_growth))

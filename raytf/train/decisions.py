@@ -1,7 +1,7 @@
-"""What a run does when something happens to its workers. Pure: no Ray, no TensorFlow, no clock.
+"""Decides how a run reacts to events of its workers. Pure: no Ray, no TensorFlow, no clock.
 
-Ray Train's controller (`startup.py`) and the group of a trial's workers (`worker_group.py`) tell `Decisions` what they
-see, and do what it says. `decide` is the whole table; tests simulate it.
+Ray Train's controller (`startup.py`) and the worker group of a trial (`worker_group.py`) send events to `Decisions`,
+and execute its actions. `decide` is the whole table; tests simulate it.
 """
 
 from __future__ import annotations
@@ -17,42 +17,42 @@ from raytf.worker.ending import DRAIN, RESIZE, STOP
 
 
 class Phase(enum.Enum):
-    """Where a run stands."""
+    """Phase of a run."""
 
-    STARTING = enum.auto()  # no group of workers trains; one is to start
+    STARTING = enum.auto()  # no worker group trains; one starts next
     TRAINING = enum.auto()
-    RECOVERING = enum.auto()  # the others wait in their step
-    LEAVING = enum.auto()  # all were asked to end after a step
+    RECOVERING = enum.auto()  # the other workers wait in their step
+    LEAVING = enum.auto()  # all workers received a request to stop after a step
     OVER = enum.auto()
 
 
 class Do(enum.Enum):
-    """What can be done."""
+    """Kind of an action."""
 
     IGNORE = enum.auto()
-    RECOVER = enum.auto()  # replace `ranks` in place; of none, connect all anew
-    INTERRUPT = enum.auto()  # tell the recovery that `ranks` were lost, too
+    RECOVER = enum.auto()  # replace `ranks` in place; if there are none, reconnect all workers
+    INTERRUPT = enum.auto()  # report `ranks` as lost to the recovery
     RESTART = enum.auto()  # all workers, from the last checkpoint
-    END_AFTER_STEP = enum.auto()  # ask all to, with `why` as the reason
+    END_AFTER_STEP = enum.auto()  # request it from all workers, with `why` as the reason
     RESIZE = enum.auto()  # to `workers`, at once
     FAIL = enum.auto()
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunState:
-    """A run.
+    """State of a run.
 
     Args:
-        workers: of its group.
-        fewest, most: that it may have.
-        failures_left: how many losses of workers, and restarts for one, are allowed.
-        recovers: whether a lost worker is replaced in place, where that can be done.
-        ends_after_step: whether workers can be asked to end after a step.
-        asks_again: whether those that were asked are asked again behind a recovery.
-        phase: see `Phase`.
-        lost: ranks that are being replaced.
-        also: those that were lost since.
-        stopping: whether it was asked to stop.
+        workers: Number of workers of its group.
+        fewest, most: Range of the number of workers.
+        failures_left: Number of failures still allowed: losses of workers, and restarts because of one.
+        recovers: Whether a lost worker is replaced in place if possible.
+        ends_after_step: Whether workers can be requested to stop after a step.
+        asks_again: Whether the request to stop is sent again after a recovery.
+        phase: Phase of the run.
+        lost: Ranks that are being replaced.
+        also: Ranks lost since then.
+        stopping: Whether a stop of the run was requested.
     """
 
     workers: int
@@ -75,7 +75,7 @@ class RunState:
 
 @dataclass(frozen=True)
 class Started:
-    """A group of workers trains; `failures_left` where others count them, too."""
+    """A worker group trains; `failures_left` is set if Ray Train counts failures, too."""
 
     workers: int
     failures_left: float | None = None
@@ -83,7 +83,10 @@ class Started:
 
 @dataclass(frozen=True)
 class Lost:
-    """Processes of workers have ended, or stood still and were ended; `reported` have ended their step meanwhile."""
+    """Processes of workers have died, or froze and were killed.
+
+    Workers in `reported` have ended their step meanwhile.
+    """
 
     ranks: frozenset[int]
     reported: frozenset[int] = frozenset()
@@ -98,17 +101,20 @@ class Failed:
 
 @dataclass(frozen=True)
 class Disconnected:
-    """The processes of all live, and wait for other connections."""
+    """All processes live, and wait for new connections."""
 
 
 @dataclass(frozen=True)
 class Recovered:
-    """The places of lost workers are taken, or all are connected again."""
+    """All lost workers are replaced, or all workers are connected again."""
 
 
 @dataclass(frozen=True)
 class NotRecovered:
-    """They are not, for a reason; `again` if more were lost: `also` of the others, and so many `new_lost` new ones."""
+    """The recovery failed, for the reason `why`.
+
+    `again` is True if more workers were lost: the ranks in `also`, and `new_lost` replacement workers.
+    """
 
     why: str
     again: bool = False
@@ -118,19 +124,19 @@ class NotRecovered:
 
 @dataclass(frozen=True)
 class StopRequested:
-    """The run is to end after a step."""
+    """A request to stop the run after a step."""
 
 
 @dataclass(frozen=True)
 class Drained:
-    """A node of the workers is to go; `stays` if others can be started in their place."""
+    """A node of the workers is drained; `stays` if workers can start on other nodes."""
 
     stays: bool
 
 
 @dataclass(frozen=True)
 class Room:
-    """There is room for so many workers; `late` if those that were asked to end after a step have not."""
+    """The cluster has room for `workers` workers; `late` if a requested stop after a step is overdue."""
 
     workers: int
     late: bool = False
@@ -138,7 +144,7 @@ class Room:
 
 @dataclass(frozen=True)
 class NotTold:
-    """The workers could not be asked to end after a step."""
+    """The request to stop after a step did not reach all workers."""
 
 
 @dataclass(frozen=True)
@@ -153,15 +159,15 @@ Event = (
 
 @dataclass(frozen=True, kw_only=True)
 class Action:
-    """What is done, and the state from then on.
+    """An action, and the state of the run after it.
 
     Args:
-        do: what.
-        state: from then on.
-        ranks: whose places are taken.
-        workers: how many there are to be.
-        failures: to count now; that of a restart counts who restarts.
-        why: a clause, or why workers end after a step (`ending.STOP`, `DRAIN`, `RESIZE`).
+        do: Kind of the action.
+        state: State of the run after it.
+        ranks: Lost ranks that the action handles.
+        workers: New number of workers.
+        failures: Number of failures to count now; a restart's failure is counted where the restart happens.
+        why: Reason as a clause, or why workers stop after a step (`ending.STOP`, `DRAIN`, `RESIZE`).
     """
 
     do: Do
@@ -176,12 +182,12 @@ _NONE: dict[str, frozenset[int]] = {"lost": frozenset(), "also": frozenset()}
 
 
 def decide(state: RunState, event: Event) -> Action:
-    """Returns what follows from an event."""
+    """Returns the action that follows from an event."""
     ignore = Action(do=Do.IGNORE, state=state)
     if state.phase is Phase.OVER and not isinstance(event, Started):
         return ignore
     match event:
-        case Started(workers, left):  # also what Ray starts all the same, as it counts some losses as no failure
+        case Started(workers, left):  # also after the end: Ray counts some losses as no failure, and restarts
             left = state.failures_left if left is None else left
             return _then(ignore, workers=workers, failures_left=left, phase=_phase(state))
         case Lost(ranks, reported):
@@ -243,9 +249,9 @@ def _end_after_step(state: RunState, why: str) -> Action:
 
 
 def _recover(state: RunState, ranks: frozenset[int], reported: frozenset[int] = frozenset()) -> Action:
-    """Replaces workers in place, or connects all anew; where that is not allowed, all start anew."""
-    count = len(ranks) or 1  # failures: of lost connections one, of lost workers each, when it is replaced
-    said = reported - ranks
+    """Replaces workers in place, or reconnects all; restarts all if that is not allowed."""
+    count = len(ranks) or 1  # failures: one for lost connections; one per lost worker, when it is replaced
+    reporters = reported - ranks
     if not state.recovers:
         return _anew(state, "")
     if len(ranks) == state.workers:
@@ -254,15 +260,15 @@ def _recover(state: RunState, ranks: frozenset[int], reported: frozenset[int] = 
         return _anew(state, "FailureConfig allows no more failures")
     if state.phase is Phase.LEAVING and not state.asks_again:
         return _anew(state, "the trial was to end after that step")
-    if said:
-        return _anew(state, f"{names(ranks)} was lost between two steps, after a report of {names(said)}")
-    now = 0 if ranks else 1
-    action = Action(do=Do.RECOVER, state=state, ranks=ranks, failures=now)
-    return _then(action, phase=Phase.RECOVERING, lost=ranks, also=frozenset(), failures_left=state.failures_left - now)
+    if reporters:
+        return _anew(state, f"{names(ranks)} was lost between two steps, after a report of {names(reporters)}")
+    cost = 0 if ranks else 1
+    action = Action(do=Do.RECOVER, state=state, ranks=ranks, failures=cost)
+    return _then(action, phase=Phase.RECOVERING, lost=ranks, also=frozenset(), failures_left=state.failures_left - cost)
 
 
 def _anew(state: RunState, why: str) -> Action:
-    """Starts all workers anew, for which a failure counts, unless none is left or the run is to stop."""
+    """Restarts all workers, which counts as a failure, unless no failure is left or the run stops."""
     if state.stopping:
         return _over(state, why or "the run is to stop")
     if state.failures_left < 1:
@@ -277,17 +283,17 @@ def _over(state: RunState, why: str) -> Action:
 
 
 class Decisions:
-    """Those of a run, one after the other.
+    """Makes the decisions of a run, one after another.
 
     Attributes:
-        state: after the last one.
+        state: State after the last decision.
     """
 
     def __init__(self, state: RunState):
         self.state, self._lock = state, threading.Lock()
 
     def take(self, event: Event) -> Action:
-        """Takes the next one."""
+        """Returns the action for the next event, and updates the state."""
         with self._lock:
             action = decide(self.state, event)
             self.state = action.state
@@ -295,18 +301,18 @@ class Decisions:
 
 
 class WorkerState(enum.Enum):
-    """How a worker is seen."""
+    """State of a worker, as the driver sees it."""
 
     WELL = enum.auto()
-    ENDED = enum.auto()  # after a step, as all do that were asked to
+    ENDED = enum.auto()  # after a step, as requested from all workers
     LOST = enum.auto()
     FAILED = enum.auto()  # by itself
-    AFFECTED = enum.auto()  # by another's loss
+    AFFECTED = enum.auto()  # by the loss of another worker
 
 
 def happened(seen: Sequence[WorkerState]) -> Ended | Failed | Lost | None:
-    """Returns the event that a look at all workers shows, by rank."""
-    if WorkerState.ENDED in seen:  # the others end after that step, too
+    """Returns the event that follows from the states of all workers, by rank; None without one."""
+    if WorkerState.ENDED in seen:  # the others stop after that step, too
         return Ended()
     if failed := ranks_of(seen, WorkerState.FAILED):
         return Failed(failed)
@@ -315,10 +321,10 @@ def happened(seen: Sequence[WorkerState]) -> Ended | Failed | Lost | None:
 
 
 def staying(seen: Sequence[WorkerState]) -> frozenset[int]:
-    """Returns the workers whose processes are of use to the next group: none where one has failed by itself."""
+    """Returns the ranks whose processes the next group can use: none if a worker has failed by itself."""
     return frozenset() if WorkerState.FAILED in seen else frozenset(range(len(seen))) - ranks_of(seen, WorkerState.LOST)
 
 
 def ranks_of(seen: Sequence[WorkerState], kind: WorkerState) -> frozenset[int]:
-    """Returns the ranks that are seen so."""
-    return frozenset(rank for rank, its in enumerate(seen) if its is kind)
+    """Returns the ranks with this state."""
+    return frozenset(rank for rank, state in enumerate(seen) if state is kind)

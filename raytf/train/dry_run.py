@@ -1,4 +1,4 @@
-"""Builds the model once, away from the driver, and tries it on the data's shapes before any worker starts."""
+"""Builds the model once, outside of the driver, and tries it on the data's shapes before any worker starts."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from raytf.identity.config_keys import AccessTrackingConfig
 from raytf.parallel import model_optimizers
 from raytf.train import verify
 
-# Keys of the config that the trainer reads, and compares where they make another run.
+# Keys of the config that the trainer reads itself, and compares if they make another run.
 _TRAINERS_OWN = frozenset(("batch_size", "epochs"))
 _STRING_LAYERS = ("TextVectorization", "StringLookup", "Hashing", "HashedCrossing")
 
 
 _KERAS_2 = "train with raytf.TensorflowTrainer and raytf.TensorflowConfig(legacy_keras=True)"
 _MEASURED_STEPS = 5
-# Labels, and rows that a map changes, which are looked at.
+# Number of labels that are checked, and of rows if a map changes them.
 _LABELS, _MAPPED_ROWS = 65_536, 32
 
 
@@ -45,43 +45,43 @@ def inspect(
     order: verify.Order | None = None,
     validation: TFData | None = None,
 ) -> ConfigError | UnsupportedVersionError | Tried:
-    """What is wrong with the model or the columns, for the driver to raise; else what the model is.
+    """Checks the model and the columns. Returns an error for the driver to raise, or the model's properties.
 
-    Versions of Ray, Keras and TensorFlow that raytf is not tested with are looked at before.
+    It checks untested versions of Ray, Keras and TensorFlow first.
 
     Args:
-        pickled: (build_model, config, the `batch_spec.BatchSpec`, keys of the config that are to be read, callbacks or
-            None), by cloudpickle.
-        block: a block of the training data, or a pipeline.
-        rows: of the steps that are measured, or None for no figures.
-        order: how two workers are compared with one device meanwhile, or None.
-        validation: a pipeline that is looked at, too.
+        pickled: (build_model, config, the `batch_spec.BatchSpec`, keys of the config that something must read,
+            callbacks or None), by cloudpickle.
+        block: A block of the training data, or a pipeline.
+        rows: Number of rows of the measured steps, or None for no figures.
+        order: How to compare two workers with one device meanwhile, or None.
+        validation: A pipeline to check, too, or None.
     """
     block = block.here()
     warning = _in_a_copy(_look_at_versions) if versions.untested() else None
     if isinstance(warning, Exception):
         return warning
     running = None if order is None else verify.begin(verify.trial_of(pickled, block, order))
-    said = _tried(pickled, block, rows, warning, validation)
+    result = _tried(pickled, block, rows, warning, validation)
     if running is None:
-        return said
-    if not isinstance(said, Tried):
+        return result
+    if not isinstance(result, Tried):
         verify.cancel(running)
-        return said
+        return result
     proof = verify.outcome(running, order.seconds, order.cpu_seconds)
     if proof is None and not order.goes_on:
         verify.cancel(running)
         proof = verify.Proof(skipped="it took too long")
-    return dataclasses.replace(said, proof=proof, running=running if proof is None else None)
+    return dataclasses.replace(result, proof=proof, running=running if proof is None else None)
 
 
 def _tried(
     pickled: bytes, block: StoredDataset | TFData, rows: int | None, warning: str | None, validation: TFData | None
 ) -> ConfigError | Tried:
-    """`inspect`, for versions that fit."""
+    """Does the work of `inspect` for compatible versions."""
 
     def answer() -> ConfigError | Tried:
-        # no Ray from here on
+        # without Ray from this line on
         os.environ.update(CUDA_VISIBLE_DEVICES="-1", TF_CPP_MIN_LOG_LEVEL="2")
         build_model, config, batch, names, callbacks = cloudpickle.loads(pickled)
         noted = AccessTrackingConfig(config)
@@ -91,7 +91,7 @@ def _tried(
             model = check(build_model, noted, block, batch, config.get("batch_size"))
         except ConfigError as error:
             return error
-        noted.read |= config_keys.mentioned(build_model).intersection(config)  # what its functions read later
+        noted.read |= config_keys.mentioned(build_model).intersection(config)  # keys that its functions read later
         identity = _identity(model, noted, config, block, batch)
         functions = [build_model] if callbacks is None else [build_model, callbacks]
         unread = config_keys.unread(names, noted, functions, references)
@@ -109,7 +109,7 @@ def _look_at_versions():
 
 
 def _identity(model, noted: AccessTrackingConfig, config: dict, block: StoredDataset, batch: BatchSpec) -> dict:
-    """What the model is, the values of the config that it was built with, and the types of its columns."""
+    """Returns the identity of the model, of the config values that it was built with, and of its columns' types."""
     values = {**noted.defaults, **config}
     keys = set(values) if noted.whole else noted.read & set(values)
     read = {key: values[key] for key in sorted(keys - _TRAINERS_OWN, key=str)}
@@ -129,18 +129,18 @@ def _logs(model) -> tuple[str, ...] | None:
 
 @dataclasses.dataclass(frozen=True)
 class Tried:
-    """What was found out about a model and columns that fit each other.
+    """Properties of a model and columns that fit each other.
 
     Args:
-        facts: figures, where they were asked for.
-        identity: what the model and the columns' types are, see `fingerprint.of_model`.
-        warning: a line of versions that raytf is not tested with and fits all the same, or None.
-        unread: keys of the config that nothing read, see `config_keys.unread`.
-        logs: names of the metrics of an epoch, with those of a validation, but for what callbacks add; None where a
-            step of the model's own decides.
-        looked: what was seen of pipelines, by name of the dataset.
-        proof: what came of comparing two workers with one device, or None.
-        running: the comparison, where it goes on in the process that was asked, or None.
+        facts: Figures, or None if they were not requested.
+        identity: Identity of the model and of the columns' types, see `fingerprint.of_model`.
+        warning: One line on untested versions that work, or None.
+        unread: Keys of the config that nothing read, see `config_keys.unread`.
+        logs: Names of an epoch's metrics and of its validation's, without metrics of callbacks; None if the model has
+            its own step.
+        looked: Properties of pipelines, by name of the dataset.
+        proof: Result of the comparison of two workers with one device, or None.
+        running: The comparison if it continues in the process that ran `inspect`, or None.
     """
 
     facts: ModelFacts | None
@@ -158,14 +158,14 @@ class ModelFacts:
     """Figures of a model and its data.
 
     Args:
-        parameters: numbers that are trained.
-        weight_bytes, optimizer_bytes, gradient_bytes: of all variables, of the optimizer's, of the gradients of a step
-            as far as they are dense.
-        largest_bytes: of the largest variable.
-        sparse_bytes: of the rows of tables for which a step has gradients.
-        wide_gradients: whether gradients are wider than 16 bits.
-        row_bytes: of a row of the data.
-        step_seconds: of a training step, the median of a few.
+        parameters: Number of trainable parameters.
+        weight_bytes, optimizer_bytes, gradient_bytes: Bytes of all variables, of the optimizer's variables, and of the
+            dense gradients of a step.
+        largest_bytes: Bytes of the largest variable.
+        sparse_bytes: Bytes of the table rows for which a step has gradients.
+        wide_gradients: Whether gradients have more than 16 bits.
+        row_bytes: Bytes of a row of the data.
+        step_seconds: Median duration of a training step, in seconds.
     """
 
     parameters: int
@@ -208,7 +208,7 @@ def _facts(model, feed) -> ModelFacts:
 
 
 def _gradients(model, batch) -> list:
-    """The gradients of a step; of all calls of optimizers in a `train_step` of the model's own."""
+    """Returns the gradients of a step; for an own `train_step`, the gradients of all calls of optimizers."""
     import keras
     import tensorflow as tf
 
@@ -220,19 +220,19 @@ def _gradients(model, batch) -> list:
             y_pred = model(x, training=True) if keras_objects.takes_training(model) else model(x)
             loss = model.compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=weights)
         return tape.gradient(loss, [v.value for v in model.trainable_variables])
-    found, original = [], BaseOptimizer.apply
+    gradients, original = [], BaseOptimizer.apply
 
     def noted(self, grads, trainable_variables=None):
-        found.extend(grads)
+        gradients.extend(grads)
         return original(self, grads, trainable_variables)
 
     with patched(BaseOptimizer, "apply", noted):
         model.train_step(batch)
-    return found
+    return gradients
 
 
 def _bytes_of(gradients) -> tuple[int, int]:
-    """Bytes of dense gradients, and of sparse ones with their indices."""
+    """Returns the bytes of dense gradients, and of sparse ones with their indices."""
     import tensorflow as tf
 
     dense = sparse = 0
@@ -246,9 +246,9 @@ def _bytes_of(gradients) -> tuple[int, int]:
 
 
 def _in_a_copy(answer):
-    """Calls `answer` in a fork of this process, which goes to a worker later and must not have run TensorFlow.
+    """Calls `answer` in a fork of this process, which may become a worker and must not have run TensorFlow.
 
-    What it prints, the workers print, too: it is shown only where there will be none.
+    The fork's output is shown only after an error, as otherwise the workers print the same.
     """
     reader, writer = os.pipe()
     printed = os.memfd_create("printed")
@@ -261,8 +261,8 @@ def _in_a_copy(answer):
             with os.fdopen(writer, "wb") as file:
                 try:
                     with autograph.in_memory():
-                        said = answer()
-                    cloudpickle.dump(said, file)
+                        result = answer()
+                    cloudpickle.dump(result, file)
                 except BaseException as error:
                     cloudpickle.dump(_unexpected(_where(error)), file)
             sys.stdout.flush()
@@ -276,15 +276,15 @@ def _in_a_copy(answer):
         readable = poll.poll(1e3 * timeouts.get().dry_run)
         if not readable:
             os.kill(child, signal.SIGKILL)
-        said = file.read()
+        result = file.read()
     _, status, used = os.wait4(child, 0)
     status = os.waitstatus_to_exitcode(status)
     if not readable:
         answer = _unexpected(f"no end after {timeouts.get().dry_run:g} s")
-    elif status < 0:  # what it had said may be a part
+    elif status < 0:  # its result may be incomplete
         answer = _ended_by(-status, used.ru_maxrss << 10)
     else:
-        answer = cloudpickle.loads(said) if said else _unexpected(f"the end of its process, with status {status}")
+        answer = cloudpickle.loads(result) if result else _unexpected(f"the end of its process, with status {status}")
     with os.fdopen(printed, "rb") as file:
         if isinstance(answer, ConfigError):
             file.seek(0)
@@ -293,11 +293,11 @@ def _in_a_copy(answer):
 
 
 def _ended_by(number: int, most: int) -> ConfigError:
-    """What is to be said of a process that a signal has ended.
+    """Returns the error for a process that a signal has ended.
 
     Args:
-        number: of the signal.
-        most: bytes of memory that it had.
+        number: Number of the signal.
+        most: Peak memory of the process, in bytes.
     """
     name, had = signal.Signals(number).name, f"{most >> 20} MB of memory at most"
     if number != signal.SIGKILL:
@@ -334,18 +334,20 @@ def _looked(block: StoredDataset | TFData, validation: TFData | None, config: Ma
 
     sampling = Sampling(global_batch=config["batch_size"])
     given = {"train": block, "validation": validation}
-    return {name: pipeline.look(one, sampling, name) for name, one in given.items() if isinstance(one, TFData)}
+    return {
+        name: pipeline.look(dataset, sampling, name) for name, dataset in given.items() if isinstance(dataset, TFData)
+    }
 
 
 def check(build_model, config, first: StoredDataset | TFData, batch: BatchSpec, rows: int = 1):
-    """The model, built for the columns; raises ConfigError unless it can train on them.
+    """Builds the model for the columns and returns it; raises ConfigError unless it can train on them.
 
     Args:
-        build_model: the user's.
-        config: for it.
-        first: a block of the data.
-        batch: what a batch consists of.
-        rows: of a batch, for a pipeline.
+        build_model: The user's function.
+        config: Config for `build_model`.
+        first: A block of the data, or a pipeline.
+        batch: Parts of a batch.
+        rows: Number of rows of a batch, for a pipeline.
     """
     import keras
     import tensorflow as tf
@@ -411,9 +413,9 @@ def check(build_model, config, first: StoredDataset | TFData, batch: BatchSpec, 
             fix,
         ) from error
     if isinstance(first, TFData):
-        found = next(iter(feed.first_batch()))
-        if isinstance(found, tuple) and len(found) > 1:
-            labels.check_values(model, dataset.element_spec, _arrays(found[1]), weighted=len(found) > 2)
+        example = next(iter(feed.first_batch()))
+        if isinstance(example, tuple) and len(example) > 1:
+            labels.check_values(model, dataset.element_spec, _arrays(example[1]), weighted=len(example) > 2)
     else:
         _check_labels(model, first, batch, dataset.element_spec)
     return model
@@ -429,21 +431,21 @@ def _missing(key: str, config: AccessTrackingConfig, where: str) -> ConfigError:
 
 
 def _check_labels(model, first: StoredDataset, batch: BatchSpec, spec) -> None:
-    """Raises ConfigError for labels of the first rows that the loss cannot take."""
+    """Raises ConfigError for labels of the first rows that the loss does not accept."""
     from raytf.worker import labels
 
     if batch.labels is None:
         return
-    if batch.map is None:  # of many rows, the labels alone
-        alone = BatchSpec(features=batch.labels)
-        rows = next(iter(_feed(first, alone, min(_LABELS, sum(first.rows))).dataset()))
-        found = rows[0] if isinstance(rows, tuple) else rows
+    if batch.map is None:  # many rows, but only their labels
+        only_labels = BatchSpec(features=batch.labels)
+        rows = next(iter(_feed(first, only_labels, min(_LABELS, sum(first.rows))).dataset()))
+        values = rows[0] if isinstance(rows, tuple) else rows
     else:
         rows = next(iter(_feed(first, batch, min(_MAPPED_ROWS, sum(first.rows))).dataset()))
         if not isinstance(rows, tuple) or len(rows) < 2:
             return
-        found = rows[1]
-    labels.check_values(model, spec, _arrays(found), weighted=batch.sample_weights is not None)
+        values = rows[1]
+    labels.check_values(model, spec, _arrays(values), weighted=batch.sample_weights is not None)
 
 
 def _arrays(nest):
@@ -479,13 +481,13 @@ def _first_line(error: BaseException) -> str:
     text = plain(error).split("Arguments received by")[0]
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     useful = [line for line in lines if not line.startswith("Exception encountered")]
-    if useful and useful[0] == "in user code:":  # of AutoGraph; what the code raised is the last line, with its type
+    if useful and useful[0] == "in user code:":  # AutoGraph: the last line is the user's error, with its type
         return useful[-1].rstrip(".")
     return f"{type(error).__name__}: {(useful or lines or [''])[0]}".rstrip(".")
 
 
 def _where(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
-    # the config that is tried is a dict of raytf's, in which a missing key is the user's line all the same
+    # a missing key is raised in raytf's dict: the last frame outside of it is the user's line
     last = next((frame for frame in reversed(frames) if frame.filename != config_keys.__file__), frames[-1])
     return f"{_first_line(error)} ({last.filename.rsplit('/', 1)[-1]}, line {last.lineno})"

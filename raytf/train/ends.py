@@ -1,7 +1,7 @@
-"""How a run is told to end: by a signal to its driver, or because a node of it is drained. Driver side.
+"""Stops a run on a signal to its driver, or when one of its nodes is drained. Driver side.
 
-The first SIGTERM or SIGINT asks for an end after the step that is being made (`worker/ending.py`); a second one ends
-everything at once, and so does the first as long as no worker trains, or where a user's own loop makes the steps.
+The first SIGTERM or SIGINT requests a stop after the current step (`worker/ending.py`). A second one stops everything
+at once. So does the first one if no worker trains yet, or if a user's own loop makes the steps.
 """
 
 from __future__ import annotations
@@ -27,52 +27,52 @@ from raytf.worker import ending
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _AT_ONCE = "ended at once; a run resumes from the last checkpoint that it kept"
-# Who ends a group of processes, as `timeout` does, may send a signal to it and to each.
+# Seconds within which signals count as one: `timeout` may signal both a process and its group.
 _SAME_INTERVAL = 1.0
-# After this it is asked again: a worker group that replaces another knows nothing of it.
+# Seconds after which the request is sent again, as a new worker group has not received it.
 _AGAIN_INTERVAL = 5.0
 
 
 def agree(workers: Sequence, why: str) -> bool:
-    """Has all workers end after the same step, the first that they can.
+    """Stops all workers after the same step, the first possible one.
 
     Args:
-        workers: actors with an `execute(function, *arguments)`, all of a group.
+        workers: All actors of a group, each with an `execute(function, *arguments)`.
         why: `ending.STOP`, `ending.DRAIN` or `ending.RESIZE`.
 
     Returns:
-        Whether any of them has begun a step; else they end after the first.
+        Whether a worker has begun a step; otherwise they stop after the first one.
 
     Raises:
-        NoAnswerError: one stands still.
-        RayActorError: one has died.
+        NoAnswerError: A worker is frozen.
+        RayActorError: A worker has died.
     """
-    asked = [worker.execute.remote(ending.ask, why) for worker in workers]
+    requests = [worker.execute.remote(ending.ask, why) for worker in workers]
     seconds = timeouts.get().stop_answer
-    begun = max(answers.collect(asked, seconds, "how far a worker is, to end after the same step as others"))
-    told = [worker.execute.remote(ending.end_after, begun) for worker in workers]
-    answers.collect(told, seconds, "that a worker has heard after which step to end")
+    begun = max(answers.collect(requests, seconds, "how far a worker is, to end after the same step as others"))
+    commands = [worker.execute.remote(ending.end_after, begun) for worker in workers]
+    answers.collect(commands, seconds, "that a worker has heard after which step to end")
     return begun > 0
 
 
 def _seconds_to_end(workers: Sequence) -> float:
-    """How long a step may take to end, and its checkpoint to be written; see `agree`."""
-    told = [worker.execute.remote(healing.pace) for worker in workers]
-    its = timeouts.get()
-    paces = answers.collect(told, its.stop_answer, "how large a worker's training is")
-    return timeouts.Pace.slowest(paces).deadline(its.run_end, copies=1) if paces else its.run_end
+    """Returns the seconds that a step may take to end, with its checkpoint; see `agree`."""
+    refs = [worker.execute.remote(healing.pace) for worker in workers]
+    limits = timeouts.get()
+    paces = answers.collect(refs, limits.stop_answer, "how large a worker's training is")
+    return timeouts.Pace.slowest(paces).deadline(limits.run_end, copies=1) if paces else limits.run_end
 
 
 class Ending:
-    """Takes signals while a `with` block runs in the main thread; in another thread none come.
+    """Handles signals while a `with` block runs in the main thread; other threads receive none.
 
     Args:
-        after_step: whether what trains can be asked to end after a step; else the first signal ends it at once.
-        signals: those that are taken.
-        at_once: what is said then.
+        after_step: Whether the training can stop after a step; otherwise the first signal stops it at once.
+        signals: Signals to handle.
+        at_once: Message for a stop at once.
 
     Attributes:
-        number: of the first signal that came, or None.
+        number: Number of the first signal, or None.
     """
 
     def __init__(self, after_step: bool = True, signals: Sequence[int] = _SIGNALS, at_once: str = _AT_ONCE):
@@ -86,7 +86,7 @@ class Ending:
         self._recording = contextlib.ExitStack()
 
     def record(self, filesystem, run: str) -> None:
-        """Has what happens in this process be recorded in a run's folder, until this ends; see `events.Recorder`."""
+        """Records the events of this process in a run's folder until the context ends; see `events.Recorder`."""
         self._recording.enter_context(events.recorded(events.Recorder(filesystem, run)))
 
     def __enter__(self) -> Ending:
@@ -97,26 +97,26 @@ class Ending:
     def __exit__(self, kind, error, traceback) -> None:
         for number, handler in self._before.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
-        lost = kind is SystemExit and self._raised is not None  # Ray raises it for what is raised while it waits
+        lost = kind is SystemExit and self._raised is not None  # Ray raises it for any error during its waits
         error = self._raised if lost else error
-        if isinstance(error, StoppedError):  # Python ends with its code, and says nothing
+        if isinstance(error, StoppedError):  # Python exits with its code, and prints nothing
             self._tell(Kind.STOPPED, error.where, error.step)
         self._recording.close()
         if lost:
             raise error from None
 
     def _hear(self, number, frame) -> None:
-        now = time.monotonic()
-        if self.number is not None and now - self._since < _SAME_INTERVAL:
+        received_at = time.monotonic()
+        if self.number is not None and received_at - self._since < _SAME_INTERVAL:
             return
-        again, self.number, self._since = self.number is not None, self.number or number, now
-        if again or self._heard is None or self._heard() is False:
+        repeated, self.number, self._since = self.number is not None, self.number or number, received_at
+        if repeated or self._heard is None or self._heard() is False:
             self._raised = StoppedError(self.number, self._at_once)
             raise self._raised
 
     @contextlib.contextmanager
     def calls(self, heard: Callable[[], object]) -> Iterator[None]:
-        """Within it the first signal calls a function, and what runs ends by itself; at once if that gives False."""
+        """Calls a function at the first signal, until the context ends; raises at once if it returns False."""
         self._heard = heard
         try:
             yield
@@ -124,24 +124,24 @@ class Ending:
             self._heard = None
 
     def tell_request(self, more: str = "ends after this step; a second signal ends it at once") -> None:
-        """Says that all are asked to end after a step."""
+        """Emits the event that all workers are requested to stop after a step."""
         self._tell(Kind.STOP_REQUESTED, more)
 
     def _tell(self, kind: Kind, more: str, step: int | None = None) -> None:
         events.emit(RunEvent(kind=kind, step=step, why=signal.Signals(self.number).name, more=more))
 
     def result_of(self, ref, workers: Callable[[], object]):
-        """What `ray.get(ref)` gives, for a run that a signal is to end well.
+        """Returns the result of `ray.get(ref)`, for a run that a signal stops after a step.
 
         Args:
-            ref: of the run's end.
-            workers: gives a ref of the actors that train, see `agree`.
+            ref: Ref of the run's end.
+            workers: Returns a ref of the training actors, see `agree`.
 
         Raises:
-            StoppedError: no worker had begun a step.
-            TrainingError: the workers did not end.
+            StoppedError: No worker had begun a step.
+            TrainingError: The workers did not stop.
         """
-        future = ref.future()  # Ray looks at signals once in a second only
+        future = ref.future()  # Ray checks signals only once a second
         future.add_done_callback(lambda _: self._changed.set())
         with self.calls(self._changed.set) if self._after_step else contextlib.nullcontext():
             while not future.done():
@@ -156,12 +156,12 @@ class Ending:
         began, seconds = time.monotonic(), timeouts.get().run_end
         while not future.done():
             try:
-                there = ray.get(workers(), timeout=timeouts.get().stop_answer)
-                begun = there and agree(there, ending.STOP)
-                seconds = max(seconds, _seconds_to_end(there))
-            except GetTimeoutError:  # Ray Train's controller stands still while it starts workers
+                actors = ray.get(workers(), timeout=timeouts.get().stop_answer)
+                begun = actors and agree(actors, ending.STOP)
+                seconds = max(seconds, _seconds_to_end(actors))
+            except GetTimeoutError:  # Ray Train's controller does not answer while it starts workers
                 begun = False
-            except RayActorError:  # a worker that has just ended, or the controller, whose end is the run's
+            except RayActorError:  # a worker has just ended, or the controller, which ends the run
                 begun = True
             except answers.NoAnswerError as error:
                 raise TrainingError(None, f"it was to end, and could not: {in_a_line(error)}") from error
@@ -172,7 +172,7 @@ class Ending:
             concurrent.futures.wait([future], _AGAIN_INTERVAL)
 
     def here(self, train: Callable):
-        """Calls a training in this very process; a signal ends it after a step, where that can be."""
+        """Runs a training in this process; a signal stops it after a step if possible."""
 
         def heard():
             if not ending.gate.ask(ending.STOP):
@@ -184,14 +184,14 @@ class Ending:
             return train()
 
     def check(self, result, folder: RunFolder) -> None:
-        """Raises what a signal has made of a run that has ended without an error; nothing without a signal.
+        """Raises the error for a run that a signal has stopped; nothing without a signal.
 
-        Where a run was ended without one, a node is drained that it cannot leave, the driver's or that of the
-        coordinator of parameter servers: what follows a drain is SIGTERM.
+        A run that stopped without a signal could not leave a drained node: the driver's, or the node of the coordinator
+        of parameter servers. SIGTERM follows a drain.
 
         Raises:
-            StoppedError: all steps that were made are kept.
-            TrainingError: the last ones are not.
+            StoppedError: All completed steps are saved.
+            TrainingError: The last steps are not saved.
         """
         ended, why = getattr(result, "return_value", None), ""
         if self.number is None:
@@ -206,27 +206,27 @@ class Ending:
             kept = "none is" if last is None else f"the last that is is that of step {last.step}"
             why += f"it has ended after step {step}, whose checkpoint is not kept; {kept}"
             raise TrainingError(None, f"{name}: {why}")
-        where = checkpoint_files.standing(last.epoch, last.epoch_step)
+        position = checkpoint_files.standing(last.epoch, last.epoch_step)
         raise StoppedError(
             self.number,
-            f"{why}the run {folder.name!r} has ended after step {step} ({where}), which is kept; started again with "
+            f"{why}the run {folder.name!r} has ended after step {step} ({position}), which is kept; started again with "
             f"this name it resumes at the next",
             step,
         )
 
 
 def end_of_drained(workers: Sequence, stay: bool) -> None:
-    """Has workers end after the same step because a node of theirs is drained; one that has gone already is no news.
+    """Stops workers after the same step because one of their nodes is drained; raises nothing if one is lost already.
 
     Args:
-        workers: see `agree`.
-        stay: whether others can take their place; else the run ends, see `Ending.check`.
+        workers: Actors, as in `agree`.
+        stay: Whether other workers can replace them; otherwise the run ends, see `Ending.check`.
     """
     _end(workers, ending.DRAIN if stay else ending.STOP, "a node is drained")
 
 
 def end_of_resized(workers: Sequence) -> bool:
-    """Has workers end after the same step because others are to come, or some to go; whether they will."""
+    """Stops workers after the same step because their number changes; returns whether they will."""
     return _end(workers, ending.RESIZE, "the number of workers is to change")
 
 
@@ -235,7 +235,7 @@ def _end(workers: Sequence, how: str, why: str) -> bool:
         agree(workers, how)
         return True
     except (RaytfError, RayActorError) as error:
-        for worker in workers:  # one is lost: the others are not to wait for a word that does not come
+        for worker in workers:  # one is lost: the others must not wait for the last step
             worker.execute.remote(ending.withdraw, how)
         events.emit(RunEvent(kind=Kind.NOT_TOLD, why=in_a_line(error), more=why))
         return False

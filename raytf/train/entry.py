@@ -1,4 +1,4 @@
-"""What the drivers of a training send to processes: what these import, and the loop that they run. On a worker."""
+"""Functions that drivers of a training send to processes: imports, and the train loop. On a worker."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from raytf.console import output
 from raytf.errors import RaytfError, in_a_line
 from raytf.train import (
     backend,
-    dry_run,  # noqa: F401 - asked of the first process
+    dry_run,  # noqa: F401 - the first process runs it
 )
 from raytf.worker import clearing
 from raytf.worker.job import TrainJob
@@ -26,10 +26,10 @@ from raytf.worker.session import RaySession
 
 
 def import_raytf() -> None:
-    """What a worker needs; no TensorFlow operation runs.
+    """Imports the modules that a worker needs; runs no TensorFlow operation.
 
     Raises:
-        UnsupportedVersionError: what raytf imports is elsewhere in a version that is not tested.
+        UnsupportedVersionError: An untested version lacks a name that raytf imports.
     """
     output.say_check()
     import_keras()
@@ -44,15 +44,15 @@ def import_raytf() -> None:
 
 
 def rehearse(told: list, workers: int, cpus: int) -> str | None:
-    """What a spare process does as it starts: imports, and a step of the model that it may have to train.
+    """Prepares a standby worker as it starts: imports, and a warm-up step of the model that it may have to train.
 
     Args:
-        told: empty, or the ref of (the `TrainJob`, the `settings.WorkerSetup`).
-        workers: of the run.
-        cpus: of a worker.
+        told: Empty, or the ref of (the `TrainJob`, the `settings.WorkerSetup`).
+        workers: Number of workers of the run.
+        cpus: Number of CPUs of a worker, at least 1.
 
     Returns:
-        Why the step could not be made, in a line; None where it was, or none was asked for.
+        Why the step failed, in one line; None if it succeeded or was not requested.
     """
     import_raytf()
     clearing.note()
@@ -66,9 +66,9 @@ def rehearse(told: list, workers: int, cpus: int) -> str | None:
         backend.set_variables(setup.config, [f"127.0.0.1:{1 + rank}" for rank in range(workers)], workers - 1, cpus)
         ring.keep_token(ring.new_token())
         with warnings.catch_warnings(), autograph.in_memory(), context.prepared(setup):
-            warnings.simplefilter("ignore")  # the workers show them
+            warnings.simplefilter("ignore")  # the workers show warnings
             rehearsal.rehearse(task, workers)
-    except Exception as error:  # a process that has imported TensorFlow is of use all the same, and it is said
+    except Exception as error:  # a process that has imported TensorFlow is useful without the step
         return in_a_line(error)
     finally:
         os.environ.pop("TF_CONFIG", None)
@@ -76,14 +76,14 @@ def rehearse(told: list, workers: int, cpus: int) -> str | None:
 
 
 def train(task: TrainJob, session=None) -> dict | None:
-    """Runs on every worker of a KerasTrainer.
+    """Runs the training on every worker of a KerasTrainer.
 
     Args:
-        task: what to train.
-        session: the run around it, see `session.py`; Ray Train's unless it is given.
+        task: The training.
+        session: Session of the run, see `session.py`; Ray Train's by default.
 
     Returns:
-        Where it was told to end, see `fit.train`; None where the training came to its end.
+        None if the training is complete; otherwise the step after which it was stopped, see `fit.train`.
     """
     from raytf.parameter_server import coordinator
     from raytf.worker import context, fit, tpu
@@ -100,9 +100,9 @@ def train(task: TrainJob, session=None) -> dict | None:
 
 @contextlib.contextmanager
 def _in_a_sentence() -> Iterator[None]:
-    """Keeps Ray Train from printing the stack of an error whose sentence the driver raises.
+    """Keeps Ray Train from logging the stack of an error for which the driver raises one sentence.
 
-    Those are raytf's own, and what follows from the end of the run's other processes, as at a signal.
+    These are raytf's own errors, and errors after the end of the run's other processes, as at a signal.
     """
     try:
         yield

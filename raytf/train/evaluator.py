@@ -1,7 +1,7 @@
-"""Evaluates every new checkpoint of a training beside it, in a process of its own that stays warm.
+"""Evaluates every new checkpoint in parallel to the training, in a process of its own that stays warm.
 
-Ray Train starts a task for each checkpoint that is reported for validation; the task asks this actor. What it found is
-kept in Ray's key-value store, so that neither the actor's death nor the task's loses it.
+Ray Train starts a task for each checkpoint that is reported for validation; the task calls this actor. Results are in
+Ray's key-value store, so that neither the death of the actor nor of the task loses them.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from raytf.timeouts import Timeouts
 from raytf.worker import checkpoint as checkpoints
 from raytf.worker.job import TrainJob
 
-# Beside "loss", "val_loss", ... of the training.
+# Prefix of its metrics, next to "loss", "val_loss", ... of the training.
 PREFIX = "eval_"
-# A checkpoint whose evaluation ends with the process' death is evaluated once more; where that happens to so many
-# checkpoints in a row, it would happen to all, and their memory and time are the training's.
+# Tries for a checkpoint whose evaluation kills the process, and number of such checkpoints in a row after which the
+# evaluator gives up: their memory and time belong to the training.
 _TRIES, _CHECKPOINTS_IN_A_ROW = 2, 2
 _LOOK_INTERVAL = 2.0
 
 
 class Evaluator:
-    """The model of a task, with the weights of one checkpoint after the other; an actor.
+    """Evaluates the model of a task with the weights of one checkpoint after another; an actor.
 
     Args:
-        given: (a ref of a `TrainJob` with a dataset "validation", what its askers know of it, see `once.py`).
-        its: the driver's.
+        given: (ref of a `TrainJob` with a dataset "validation", `Record` of the results, entries of `once.py`).
+        its: Timeouts of the driver.
     """
 
     def __init__(self, given: tuple, its: Timeouts):
@@ -55,7 +55,7 @@ class Evaluator:
         record.entries.put("place", vars(process_monitor.here()))
 
     def evaluate(self, checkpoint: Checkpoint, asked: str) -> dict[str, float]:
-        """Metrics of a checkpoint on the validation data, by name; `asked` tells one call from another."""
+        """Returns the metrics of a checkpoint on the validation data, by name; `asked` identifies the call."""
         self._record.entries.put("begun", asked)
         with once.shown(self._warned):
             return self._evaluate(checkpoint)
@@ -84,36 +84,36 @@ class Evaluator:
 
 
 class Record:
-    """What an evaluator found, and why it did not: entries that outlive it.
+    """Results of an evaluator, and reasons for missing ones; its entries outlive the evaluator.
 
     Args:
-        entries: an `Entries`, a new one unless it is given.
+        entries: An `Entries`, or None for a new one.
     """
 
     def __init__(self, entries=None):
         self.entries = Entries("evaluator") if entries is None else entries
 
     def found(self, epoch: int, metrics: dict[str, float]) -> None:
-        """Keeps the metrics of the checkpoint after so many epochs."""
+        """Stores the metrics of the checkpoint at the end of an epoch."""
         self.entries.put(f"epoch/{epoch}", {"metrics": metrics})
         self.entries.put("deaths", 0)
 
     def missing(self, epoch: int, why: str) -> None:
-        """Keeps why there are none, as a clause."""
+        """Stores why an epoch has no metrics, as a clause."""
         self.entries.put(f"epoch/{epoch}", {"why": why})
 
     def died(self) -> int:
-        """Counts a checkpoint that two evaluators died of; how many there were in a row."""
+        """Counts a checkpoint that killed two evaluator processes; returns the number of such checkpoints in a row."""
         deaths = (self.entries.get("deaths") or 0) + 1
         self.entries.put("deaths", deaths)
         return deaths
 
     def given_up(self) -> bool:
-        """Whether the evaluator died so often that it is asked no more."""
+        """Whether the evaluator died too often to be called again."""
         return (self.entries.get("deaths") or 0) >= _CHECKPOINTS_IN_A_ROW
 
     def results(self) -> tuple[dict[int, dict[str, float]], dict[int, str]]:
-        """(metrics by epoch, why there are none by epoch)."""
+        """Returns (metrics by epoch, reasons for missing metrics by epoch)."""
         metrics, why = {}, {}
         for name in self.entries.names():
             kind, _, epoch = name.partition("/")
@@ -126,7 +126,7 @@ class Record:
         return metrics, why
 
     def close(self) -> dict[int, dict[str, float]]:
-        """The metrics by epoch; says in a line which are missing, and forgets all."""
+        """Returns the metrics by epoch, warns of missing ones in one line, and deletes all entries."""
         try:
             metrics, why = self.results()
         finally:
@@ -137,7 +137,7 @@ class Record:
 
 
 def sentence(why: dict[int, str]) -> str:
-    """Which epochs have no evaluation and why, in a line."""
+    """Returns one line with the epochs that have no evaluation, and why."""
     reasons: dict[str, list[int]] = {}
     for epoch in sorted(why):
         reasons.setdefault(why[epoch], []).append(epoch)
@@ -146,23 +146,23 @@ def sentence(why: dict[int, str]) -> str:
 
 
 def kept(result) -> dict[int, dict[str, float]]:
-    """The metrics by epoch that the checkpoints of a `ray.train.Result` bear, those of earlier calls of `fit` too."""
+    """Returns the metrics by epoch in the checkpoints of a `ray.train.Result`, with those of earlier calls of `fit`."""
     bears = lambda metrics: {name: value for name, value in metrics.items() if name.startswith(PREFIX)}
     return {metrics["epoch"]: bears(metrics) for _, metrics in result.best_checkpoints or () if "epoch" in metrics}
 
 
 class Beside:
-    """An evaluator that is to stand beside the workers of a run.
+    """An evaluator in addition to the workers of a run.
 
     Args:
-        task: of the training; its map of training rows is not used.
-        resources: of the actor, by name.
-        environment: runtime environment of its process.
-        warned: entries by which warnings are shown once, see `once.py`.
+        task: The training; its map of training rows is not used.
+        resources: Resources of the actor, by name.
+        environment: Runtime environment of its process.
+        warned: Entries for warnings that are shown once, see `once.py`.
 
     Attributes:
-        name: of the task among those of the run.
-        record: what is known of it.
+        name: Name of its task among the tasks of the run.
+        record: Record of its results.
     """
 
     name = "evaluator 0"
@@ -173,7 +173,7 @@ class Beside:
         self._actor, self._group, self._given = None, None, None
 
     def start(self, held) -> None:
-        """Starts it in its bundle of a `Reservation`, unless it is there; called by Ray Train's controller."""
+        """Starts the actor in its bundle of a `Reservation`, unless it runs there; called by Ray Train's controller."""
         if self._group is not None and held.group == self._group:
             return
         if self._actor is not None:
@@ -187,13 +187,13 @@ class Beside:
         self.record.entries.put("actor", name)
 
     def validation(self) -> ValidationConfig:
-        """What Ray Train calls for a checkpoint; a task that is lost is asked again."""
+        """Returns the config with the function that Ray Train calls for a checkpoint; a lost task is retried."""
         ask = functools.partial(_ask, self.record)
         return ValidationConfig(fn=ask, ray_remote_kwargs={"num_cpus": 0, "max_retries": -1})
 
 
 def _ask(record: Record, checkpoint: Checkpoint) -> dict[str, float]:
-    """The metrics of a checkpoint; {} where there are none, and the record says why."""
+    """Returns the metrics of a checkpoint; {} if there are none, with the reason in the record."""
     epoch = _epoch(checkpoint)
     if record.given_up():
         record.missing(epoch, f"the evaluator was given up, as it died of {_CHECKPOINTS_IN_A_ROW} checkpoints in a row")
@@ -202,7 +202,7 @@ def _ask(record: Record, checkpoint: Checkpoint) -> dict[str, float]:
     for _ in range(_TRIES):
         try:
             metrics = _evaluated(record, checkpoint)
-        except RayTaskError as error:  # of the model or the data: it would be the same again
+        except RayTaskError as error:  # an error of the model or the data: a retry fails, too
             record.missing(epoch, in_a_line(error.cause if error.cause is not None else error))
             return {}
         except RayError as error:
@@ -222,21 +222,21 @@ def _ask(record: Record, checkpoint: Checkpoint) -> dict[str, float]:
 
 
 def _end(record: Record) -> None:
-    """Ends the actor for good: what it holds is the training's."""
-    with contextlib.suppress(ValueError):  # there is none
+    """Ends the actor for good, to free its memory and cores for the training."""
+    with contextlib.suppress(ValueError):  # there is no actor
         ray.kill(ray.get_actor(record.entries.get("actor")))
 
 
 class _NotStartedError(Exception):
-    """No evaluation began in time."""
+    """No evaluation began before the timeout."""
 
 
 class _FrozenError(Exception):
-    """The evaluator stood still, and was ended."""
+    """The evaluator was frozen, and was killed."""
 
 
 def _evaluated(record: Record, checkpoint: Checkpoint) -> dict[str, float]:
-    """What the evaluator says. One that stands still is ended, and one that starts anew is waited for."""
+    """Returns the metrics from the evaluator; kills one that is frozen, and waits for one that restarts."""
     late = time.monotonic() + timeouts.get().evaluator_start
     with Watchdog() as watching:
         while True:
@@ -256,7 +256,7 @@ def _evaluated(record: Record, checkpoint: Checkpoint) -> dict[str, float]:
 
 
 def _follow(ref, record: Record, asked: str, late: float, watching: Watchdog) -> bool:
-    """Waits for the end of a call; whether its evaluation had begun."""
+    """Blocks until a call ends; returns whether its evaluation had begun."""
     while True:
         done, _ = ray.wait([ref], timeout=_LOOK_INTERVAL)
         begun = record.entries.get("begun") == asked
@@ -270,7 +270,7 @@ def _follow(ref, record: Record, asked: str, late: float, watching: Watchdog) ->
 
 
 def _find(record: Record, late: float):
-    """The actor that the controller started last: between two groups of an elastic run there is none."""
+    """Returns the actor that the controller started last; between two groups of an elastic run it waits for one."""
     while True:
         try:
             return ray.get_actor(record.entries.get("actor"))
@@ -281,7 +281,7 @@ def _find(record: Record, late: float):
 
 
 def _why(error: Exception) -> str:
-    """Why an evaluator died, as a clause; Ray knows it only where it has ended it itself."""
+    """Returns why an evaluator died, as a clause; Ray has the reason only if it killed the process itself."""
     text = str(error)
     if "running low on memory" in text or "OutOfMemory" in type(error).__name__ or "OUT_OF_MEMORY" in text:
         return "Ray ended the evaluator's process, as its node was out of memory, twice"
@@ -289,5 +289,5 @@ def _why(error: Exception) -> str:
 
 
 def _epoch(checkpoint: Checkpoint) -> int:
-    """The number of epochs that a checkpoint has behind it."""
+    """Returns the number of epochs that a checkpoint has completed."""
     return read_state_of(checkpoint).epoch

@@ -1,10 +1,9 @@
-"""Heals a group of workers in place: processes take the places of those that were lost, and the others go on. Driver.
+"""Recovers a worker group in place: replacement workers join, and the other workers continue. Driver side.
 
-A thread of Ray Train's controller does it, as it takes seconds, while the controller polls the others; the leader of a
-trial's workers waits for it. What the workers do meanwhile says `raytf.collectives.healing`. Where it cannot be done,
-all workers restart from the last checkpoint, as without it; which of the two happens is said, and why.
-Where only a process is missing, as no node has room for it, the others keep a checkpoint of the step that they stand
-behind first, so that no step before it is made again.
+A thread of Ray Train's controller does it for seconds, while the controller polls the others; a trial's leader waits
+for it. The workers' part is `raytf.collectives.healing`. If it fails, all workers restart from the last checkpoint, and
+an event has the reason. If no node has room for a replacement, the others first save a checkpoint of their last step.
+So no step is repeated. See docs/design/recovery.md.
 """
 
 from __future__ import annotations
@@ -33,28 +32,28 @@ from raytf.timeouts import Pace
 from raytf.train import backend, decisions
 from raytf.train.decisions import Action, Do
 
-# For which a worker that does not wait so far holds an answer back; it answers nobody else meanwhile.
+# Seconds for which a worker that does not wait yet delays its answer; it answers no other call meanwhile.
 _LOOK_INTERVAL = 0.1
-# Between two looks at whether there is room for a process.
+# Seconds between two checks for room for a process.
 _ROOM_INTERVAL = 0.5
 
-# What follows the loss of a worker then.
+# Addition to the event of a worker's loss, if the worker is replaced.
 TAKES_ITS_PLACE = ". A replacement worker is started; the other workers wait in their step"
 
 
 class NotHealedError(RaytfError, RuntimeError):
-    """The loss of a worker cannot be healed in place; the message says why, as a clause."""
+    """A lost worker cannot be replaced in place; the message is the reason, as a clause."""
 
 
 class _AnotherLostError(RaytfError, RuntimeError):
-    """Another worker was lost meanwhile."""
+    """Another worker was lost during the recovery."""
 
 
 class Member(Protocol):
-    """A worker: `Worker` of Ray Train is one.
+    """A worker, such as `Worker` of Ray Train.
 
     Attributes:
-        actor: has an `execute(function, *arguments)`.
+        actor: Actor with an `execute(function, *arguments)`.
     """
 
     actor: Any
@@ -62,22 +61,22 @@ class Member(Protocol):
 
 @dataclass(frozen=True)
 class Asked:
-    """What a healing asks of the group of workers.
+    """Functions and settings that a recovery needs from the worker group.
 
     Args:
-        workers: the `Member` of each rank.
-        place: place(rank) starts a process in the place of a lost one.
-        started: started({rank: Worker}) gives new processes what they need before all else.
-        settle: settle(worker, addresses of all, rank, token, whether cores are pinned) tells a new process what
-            `backend.set_environment` takes; the ref of its answer.
-        begin: begin(worker) has a new process train.
-        standing: standing(worker, seconds) gives the ref of what `Healer.waiting(seconds)` says there, and of what its
-            training has failed of or None.
-        ports: on which workers may listen.
-        cores: that each claims.
-        reported: reports that have come, by rank.
-        has_room: has_room(ranks): whether processes can start in these places, where a run can go on with fewer; None
-            where it cannot, and is to wait.
+        workers: `Member` of each rank.
+        place: place(rank) starts a process that replaces a lost worker, and returns its `Member`.
+        started: started({rank: Worker}) initializes new processes before all other calls.
+        settle: settle(worker, addresses of all, rank, token, whether cores are pinned) sends a new process the
+            arguments of `backend.set_environment`. Returns the ref of its answer.
+        begin: begin(worker) starts the training in a new process.
+        standing: standing(worker, seconds) returns the ref of (`Healer.waiting(seconds)` in that process, error of its
+            training or None).
+        ports: Ports on which workers may listen.
+        cores: Number of cores that each worker claims.
+        reported: Number of received reports, by rank.
+        has_room: has_room(ranks) returns whether processes can start for these ranks, for a run that can continue with
+            fewer workers. None if the run must wait for room.
     """
 
     workers: Mapping[int, Member]
@@ -93,25 +92,25 @@ class Asked:
 
 
 class Healing:
-    """The healing of a loss, in a thread of its own from the start.
+    """Recovery from one loss, in a thread that starts at once.
 
     Args:
-        asked: see `Asked`.
-        lost: ranks whose places are to be taken; none where all live, and have lost their connections.
-        generation: of the next ring.
+        asked: Functions and settings of the worker group.
+        lost: Ranks to replace; empty if all processes live, and have lost their connections.
+        generation: Generation of the next ring.
 
     Attributes:
-        lost: these ranks.
-        done: whether it has ended, well or not.
-        healed: whether it has ended well.
-        new: the workers that took the places, once it is done; {} if it could not be done.
-        why: why not, as a clause.
-        another: whether another worker was lost meanwhile, so that it may be begun anew.
-        also: ranks of such, of those that were not lost before.
-        new_lost: how many of the processes that were to take a place.
-        kept: steps in all after which the others have kept a checkpoint, as it could not be done; or None.
-        behind: ranks whose own part of that is of the step before.
-        not_kept: why they have not, as a clause, where `why` does not say it; or "".
+        lost: Ranks to replace.
+        done: Whether it has ended, successful or not.
+        healed: Whether it was successful.
+        new: Replacement workers by rank after a success, otherwise {}.
+        why: Reason of the failure, as a clause.
+        another: Whether another worker was lost meanwhile, so that a retry is possible.
+        also: Ranks that were lost during the recovery.
+        new_lost: Number of replacement workers that were lost.
+        kept: Number of steps in the checkpoint that the others saved after the failure, or None.
+        behind: Ranks whose own part of that checkpoint is of the step before.
+        not_kept: Why the others saved none, as a clause, if `why` does not contain it; or "".
     """
 
     def __init__(self, asked: Asked, lost: Iterable[int], generation: int):
@@ -125,7 +124,7 @@ class Healing:
         self.kept: int | None = None
         self.not_kept = ""
         self.behind: list[int] = []
-        self._held: list[bytes] | None = None  # what each worker, the lost ones too, had for itself, by rank
+        self._held: list[bytes] | None = None  # own state of each worker by rank, with the lost ones
         self._lock, self._given_up = threading.Lock(), False
         self._pace = Pace()
         self._began = time.monotonic()
@@ -145,7 +144,7 @@ class Healing:
             kind = Kind.WORKER_REPLACED if self.lost else Kind.WORKERS_RECONNECTED
             seconds = time.monotonic() - self._began
             events.emit(RunEvent(kind=kind, ranks=tuple(sorted(self.lost)), seconds=seconds))
-        except Exception as error:  # nobody else would hear of it, and the run must go on by its checkpoint
+        except Exception as error:  # no other code handles it, and the run must continue from its checkpoint
             self.why = _said(error)
             self.another = isinstance(error, (ray.exceptions.RayActorError, _AnotherLostError))
             if self.another:
@@ -160,7 +159,7 @@ class Healing:
                 raise
 
     def another_is_lost(self, ranks: set[int]) -> None:
-        """Says that workers were lost since it began, so that it ends at once."""
+        """Reports workers that were lost since it began, so that it ends at once."""
         self.also |= ranks
 
     def _see_who_is_lost(self) -> None:
@@ -169,48 +168,48 @@ class Healing:
         self.also |= self._dead(self._rest)
         gone = self._dead(made)
         self.new_lost = len(gone)
-        found = [names(self.also)] if self.also else []
-        found += [f"the process that was to become worker {rank}" for rank in sorted(gone)]
-        if found:
-            self.why = f"{' and '.join(found)} was lost"
+        lost = [names(self.also)] if self.also else []
+        lost += [f"the process that was to become worker {rank}" for rank in sorted(gone)]
+        if lost:
+            self.why = f"{' and '.join(lost)} was lost"
 
     def _dead(self, workers: Mapping[int, Member]) -> set[int]:
-        """The ranks of those whose processes have ended."""
+        """Returns the ranks whose processes have ended."""
         refs = {self._asked.standing(worker, 0.0): rank for rank, worker in workers.items()}
-        found = set()
-        with contextlib.suppress(NoAnswerError):  # one that stands still is seen by the watchdog
+        dead = set()
+        with contextlib.suppress(NoAnswerError):  # the watchdog detects a frozen process
             for _, ref in answers.as_they_come(list(refs), timeouts.get().sign_of_life, "whether it lives"):
                 try:
                     ray.get(ref)
                 except ray.exceptions.RayActorError:
-                    found.add(refs[ref])
-        return found
+                    dead.add(refs[ref])
+        return dead
 
     @property
     def place(self) -> str:
-        """Where all start anew from, as it could not be done."""
+        """Returns the point from which all workers restart after its failure, as a clause."""
         if self.kept is None:
             return f"the last checkpoint{self.not_kept and f', as {self.not_kept}'}"
         lacks = f"; metrics of the epoch lack the rows of {names(self.behind)} in that step" if self.behind else ""
         return f"step {self.kept}, of which the others have kept a checkpoint{lacks}"
 
     def wait(self) -> None:
-        """Waits for its end; each of its parts has a deadline."""
+        """Blocks until it ends; each of its parts has a timeout."""
         self._thread.join()
 
     def give_up(self) -> None:
-        """Tells those that wait that there is no other ring."""
+        """Reports to waiting workers that there is no next ring."""
         give_up(self._rest.values(), self.why)
 
     def _keep(self) -> None:
-        """Has one of the others keep a checkpoint of what all hold, unless they may have gone on."""
+        """Saves a checkpoint of the last common step on one of the others, unless they may have continued."""
         if self._held is None:
             return
         try:
             refs = [self._rest[min(self._rest)].actor.execute.remote(healing.keep, self._held, self.behind)]
             seconds = self._pace.deadline(timeouts.get().recovery_checkpoint, copies=1)
             (self.kept,) = answers.collect(refs, seconds, "a checkpoint of the last step that all have made")
-        except (RaytfError, ray.exceptions.RayError) as error:  # they start anew from the last one
+        except (RaytfError, ray.exceptions.RayError) as error:  # they restart from the last checkpoint
             self.not_kept = _said(error)
 
     def _heal(self) -> None:
@@ -218,60 +217,60 @@ class Healing:
         self._failed: BaseException | None = None
         if self.lost:
             starting.start()
-        if self._generation > 1:  # one that was lost may have been told of a ring that is waited for since
-            told = [worker.actor.execute.remote(healing.leave, self._generation - 1) for worker in self._rest.values()]
-            self._ask(told, "an end of what went before")
-        told = [worker.actor.execute.remote(healing.pace) for worker in self._rest.values()]
-        self._pace = Pace.slowest(self._ask(told, "how large its training is"))
+        if self._generation > 1:  # workers may still join the previous ring, with a member that is lost now
+            sent = [worker.actor.execute.remote(healing.leave, self._generation - 1) for worker in self._rest.values()]
+            self._ask(sent, "an end of what went before")
+        sent = [worker.actor.execute.remote(healing.pace) for worker in self._rest.values()]
+        self._pace = Pace.slowest(self._ask(sent, "how large its training is"))
         seconds = self._pace.deadline(timeouts.get().recovery_break, first_steps=1)
         waiting = self._all_wait(self._rest, seconds, "come to the sum that cannot be made")
-        anew = is_to_be_made_anew(waiting, self.lost, len(self._asked.workers))
+        repeats_all = is_to_be_made_anew(waiting, self.lost, len(self._asked.workers))
         if self.lost:
-            self._replace(starting, waiting, anew)
-        self._held = None  # from here on they may go on
-        told = Rejoin(
+            self._replace(starting, waiting, repeats_all)
+        self._held = None  # after this the workers may continue
+        sent = Rejoin(
             [waiting[rank].address for rank in sorted(waiting)],
             ring.new_token(),
             self._generation,
-            {kind: max(its.numbers[kind] for its in waiting.values()) for kind in waiting[min(waiting)].numbers},
-            anew,
+            {kind: max(state.numbers[kind] for state in waiting.values()) for kind in waiting[min(waiting)].numbers},
+            repeats_all,
         )
         everyone = self._rest | self._made
-        self._ask([worker.actor.execute.remote(healing.command, told) for worker in everyone.values()], "the next ring")
+        self._ask([worker.actor.execute.remote(healing.command, sent) for worker in everyone.values()], "the next ring")
 
     def _replace(self, starting: threading.Thread, waiting: dict[int, Waiting], anew: bool) -> None:
-        """Has new processes come to where the others wait."""
+        """Brings replacement workers to the step in which the others wait."""
         donor = self._rest[min(self._rest)].actor
         copies = self._pace.deadline(timeouts.get().recovery_answer, copies=1)
-        (place,) = self._ask([donor.execute.remote(healing.image, anew)], "a copy of the training's state", copies)
-        self._held = self._held_by_all(place, waiting)
-        owned = self._owned(place, waiting)
-        until = time.monotonic() + timeouts.get().replacement_start
-        look = 0.0
-        while starting.is_alive() and time.monotonic() < until:
+        (state,) = self._ask([donor.execute.remote(healing.image, anew)], "a copy of the training's state", copies)
+        self._held = self._held_by_all(state, waiting)
+        owned = self._owned(state, waiting)
+        deadline = time.monotonic() + timeouts.get().replacement_start
+        next_check = 0.0
+        while starting.is_alive() and time.monotonic() < deadline:
             starting.join(_LOOK_INTERVAL)
             self._check_others()
-            if self._asked.has_room is not None and time.monotonic() >= look:
+            if self._asked.has_room is not None and time.monotonic() >= next_check:
                 if not self._asked.has_room(self.lost):
                     raise NotHealedError("no node has room for a replacement worker")
-                look = time.monotonic() + _ROOM_INTERVAL
+                next_check = time.monotonic() + _ROOM_INTERVAL
         if self._failed is not None:
             raise self._failed
         if starting.is_alive():
             raise NotHealedError(f"no replacement worker has started within {timeouts.get().replacement_start:g} s")
-        self._take_places(place, owned, waiting)
+        self._take_places(state, owned, waiting)
         seconds = self._pace.deadline(timeouts.get().replacement_place, copies=1, first_steps=1)
         waiting |= self._all_wait(self._made, seconds, "make the step")
 
     def _start(self) -> None:
         try:
             for rank in sorted(self.lost):
-                made = self._asked.place(rank)
+                worker = self._asked.place(rank)
                 with self._lock:
-                    if self._given_up:  # what starts late would hold the place of one that all start anew with
-                        ray.kill(made.actor)
+                    if self._given_up:  # a late process would occupy the resources of a restarted worker
+                        ray.kill(worker.actor)
                         return
-                    self._made[rank] = made
+                    self._made[rank] = worker
             self._asked.started(self._made)
         except BaseException as error:
             self._failed = error
@@ -281,7 +280,7 @@ class Healing:
             raise _AnotherLostError("another worker was lost")
 
     def _owned(self, place: ReplacementState, waiting: Mapping[int, Waiting]) -> dict[int, bytes]:
-        """What each lost worker had for itself before the step that the others are in, as it had passed it on."""
+        """Returns the own state of each lost worker before the current step, from the next worker."""
         size, owned = len(self._asked.workers), {}
         for rank in self.lost:
             following = (rank + 1) % size
@@ -289,21 +288,21 @@ class Healing:
                 raise NotHealedError(
                     f"what worker {rank} had for itself was passed on to worker {following} alone, which was lost, too"
                 )
-            its = healing.passed_on(waiting[following].held, place.tag)
-            if its is None:
+            content = healing.passed_on(waiting[following].held, place.tag)
+            if content is None:
                 raise NotHealedError(
                     f"worker {rank} was lost between two steps, and what it had for itself after step {place.step} "
                     "with it"
                 )
-            owned[rank] = its
+            owned[rank] = content
         return owned
 
     def _held_by_all(self, place: ReplacementState, waiting: Mapping[int, Waiting]) -> list[bytes] | None:
-        """What each worker had for itself behind the last step, by rank; of a lost one maybe that of the step before.
+        """Returns the own state of each worker after the last step, by rank.
 
-        None where that is not known, or no step was made.
+        The state of a lost worker may be of the step before. Returns None if a state is unknown, or no step was made.
         """
-        size, found = len(self._asked.workers), []
+        size, states = len(self._asked.workers), []
         if not place.step:
             self.not_kept = "no step was made"
             return None
@@ -315,14 +314,14 @@ class Healing:
                 return None
             else:
                 passed = waiting[following].held
-            its = healing.passed_on(passed, place.tag)
-            if its is None and rank in self.lost and passed and healing.is_step_before(passed[-1][0], place.tag):
-                its = passed[-1][1]
+            state = healing.passed_on(passed, place.tag)
+            if state is None and rank in self.lost and passed and healing.is_step_before(passed[-1][0], place.tag):
+                state = passed[-1][1]
                 self.behind.append(rank)
-            if its is None:
+            if state is None:
                 return None
-            found.append(its)
-        return found
+            states.append(state)
+        return states
 
     def _take_places(self, place: ReplacementState, owned: Mapping[int, bytes], waiting: Mapping[int, Waiting]) -> None:
         calls = []
@@ -335,11 +334,11 @@ class Healing:
         asked = timeouts.under, timeouts.get(), backend.reserve, allowed, cores
         calls = [worker.actor.execute.remote(*asked) for worker in self._made.values()]
         reserved = dict(zip(self._made, self._ask(calls, "an address"), strict=True))
-        known = {rank: ports.joined(*its.address) for rank, its in waiting.items()}
+        known = {rank: ports.joined(*state.address) for rank, state in waiting.items()}
         known |= {rank: address for rank, (address, _) in reserved.items()}
-        all_, token = [known[rank] for rank in sorted(known)], ring.new_token()
+        addresses, token = [known[rank] for rank in sorted(known)], ring.new_token()
         settle = self._asked.settle
-        calls = [settle(self._made[rank], all_, rank, token, pinned) for rank, (_, pinned) in reserved.items()]
+        calls = [settle(self._made[rank], addresses, rank, token, pinned) for rank, (_, pinned) in reserved.items()]
         self._ask(calls, "its environment")
         for worker in self._made.values():
             self._asked.begin(worker)
@@ -351,49 +350,49 @@ class Healing:
             raise NotHealedError(str(error)) from None
 
     def _all_wait(self, workers: Mapping[int, Member], seconds: float, what: str) -> dict[int, Waiting]:
-        """Where each of some workers waits, once they all do."""
-        until, found = time.monotonic() + seconds, {}
+        """Blocks until all of these workers wait; returns the state of each by rank."""
+        deadline, states = time.monotonic() + seconds, {}
         while True:
             self._check_others()
-            ranks = [rank for rank in workers if rank not in found]
-            told = self._ask([self._asked.standing(workers[rank], _LOOK_INTERVAL) for rank in ranks], what, seconds)
-            for rank, (its, error) in zip(ranks, told, strict=True):
-                if error is not None and not (isinstance(its, str) and is_consequence(error)):
+            ranks = [rank for rank in workers if rank not in states]
+            replies = self._ask([self._asked.standing(workers[rank], _LOOK_INTERVAL) for rank in ranks], what, seconds)
+            for rank, (state, error) in zip(ranks, replies, strict=True):
+                if error is not None and not (isinstance(state, str) and is_consequence(error)):
                     raise NotHealedError(f"worker {rank} failed: {in_a_line(cause_of(error))}")
-                if isinstance(its, Waiting):
-                    found[rank] = its
-                elif isinstance(its, str):
-                    raise NotHealedError(f"worker {rank}: {its}")
-            if len(found) == len(workers):
-                return found
-            if time.monotonic() > until:
+                if isinstance(state, Waiting):
+                    states[rank] = state
+                elif isinstance(state, str):
+                    raise NotHealedError(f"worker {rank}: {state}")
+            if len(states) == len(workers):
+                return states
+            if time.monotonic() > deadline:
                 late = ", ".join(f"worker {rank}" for rank in ranks)
                 raise NotHealedError(f"{late} did not {what} within {seconds:.0f} s")
 
 
 class Recovery:
-    """Recovers a group of workers by one `Healing` after the other, as the run's decisions say.
+    """Recovers a worker group by one `Healing` after another, as decided for the run.
 
     Args:
-        decide: takes an event, and says what follows, see `Decisions.take`.
-        asked: gives what each healing asks of the group.
+        decide: Returns the action for an event, see `Decisions.take`.
+        asked: Returns the functions and settings of the worker group for the next recovery.
 
     Attributes:
-        healing: the one that goes on, or None.
+        healing: The running recovery, or None.
     """
 
     def __init__(self, decide: Callable[[decisions.Event], Action], asked: Callable[[], Asked]):
         self._decide, self._asked = decide, asked
-        self._generation = 0  # of the workers' ring
+        self._generation = 0  # generation of the workers' ring
         self.healing: Healing | None = None
 
     def begin(self, lost: frozenset[int]) -> None:
-        """Has processes take these places; none where all live, and have lost their connections."""
+        """Starts the replacement of these ranks; if there are none, all workers reconnect."""
         self._generation += 1
         self.healing = Healing(self._asked(), lost, self._generation)
 
     def connect(self, workers: Iterable[Member]) -> None:
-        """Has workers form another ring in the step that all are in: they lost each other, and the processes live."""
+        """Reconnects workers in the step that all are in: their connections are lost, and their processes live."""
         action = self._decide(decisions.Disconnected())
         if action.do is Do.RECOVER:
             self.begin(frozenset())
@@ -401,13 +400,13 @@ class Recovery:
             give_up(workers, f"the workers have lost each other, and {action.why or 'all workers restart'}")
 
     def end(self, also: frozenset[int] = frozenset()) -> tuple[Healing, Action]:
-        """Takes in how the healing has ended, and begins another one where that is decided.
+        """Decides on the end of the recovery, and starts another one if that is the decision.
 
         Args:
-            also: ranks of workers that were lost meanwhile.
+            also: Ranks of workers that were lost meanwhile.
 
         Returns:
-            The healing, and what follows.
+            The recovery that has ended, and the action that follows.
         """
         tried, self.healing = self.healing, None
         if tried.healed:
@@ -422,32 +421,32 @@ class Recovery:
 
 
 def _said(error: BaseException) -> str:
-    """An error as a clause: what a worker has refused, as it says it."""
+    """Returns an error as a clause; for a raytf error, its message."""
     cause = cause_of(error)
     return str(cause) if isinstance(cause, RaytfError) else in_a_line(cause)
 
 
 def is_to_be_made_anew(waiting: Mapping[int, Waiting], lost: Collection[int], size: int) -> bool:
-    """Whether all that followed the last step is made again, with callbacks on new processes too.
+    """Returns whether everything after the last step is repeated, on replacement workers with callbacks.
 
     Args:
-        waiting: where each of the others waits.
-        lost: the ranks of the lost ones.
-        size: how many all are.
+        waiting: State of each of the others, by rank.
+        lost: Ranks of the lost workers.
+        size: Number of all workers.
 
     Returns:
-        False: only the exchanges of the step that all are in are made again, or those since callbacks were told of one.
+        False: only the exchanges of the current step are repeated, or those since callbacks received its begin.
 
     Raises:
-        NotHealedError: the others are not in one step, nor behind one step where that can be made again.
+        NotHealedError: The others are neither in one step, nor after one step that can be repeated.
     """
-    tags, since = {its.tag for its in waiting.values()}, {its.since for its in waiting.values()}
+    tags, boundaries = {item.tag for item in waiting.values()}, {item.since for item in waiting.values()}
     passed = [waiting[(rank + 1) % size].held for rank in lost if (rank + 1) % size in waiting]
-    # what a lost worker has passed on last may be from before it began the epoch in whose first step the others are
-    behind = any(tags.isdisjoint(tag for tag, _ in its) for its in passed)
-    if len(tags) == 1 and not behind and not any(its.between or its.met for its in waiting.values()):
+    # the last message of a lost worker may be older than the epoch in whose first step the others are
+    outdated = any(tags.isdisjoint(tag for tag, _ in item) for item in passed)
+    if len(tags) == 1 and not outdated and not any(item.between or item.met for item in waiting.values()):
         return False
-    if len(since) == 1 and None not in since:
+    if len(boundaries) == 1 and None not in boundaries:
         return True
     if len(tags) > 1:
         raise NotHealedError("the others are not in one step: some have applied an update that others have not")
@@ -455,11 +454,11 @@ def is_to_be_made_anew(waiting: Mapping[int, Waiting], lost: Collection[int], si
 
 
 def give_up(workers: Iterable[Member], why: str) -> None:
-    """Tells workers that wait for another ring that there is none, and why, as a clause."""
+    """Reports to waiting workers that there is no next ring, with the reason as a clause."""
     for worker in workers:
         worker.actor.execute.remote(healing.command, why)
 
 
 def standing(seconds: float = 0.0) -> tuple[Waiting | str | None, BaseException | None]:
-    """On a worker: where it waits, see `Healer.waiting`; what its training has failed of."""
+    """Returns where this worker waits, see `Healer.waiting`, and the error of its training or None. On a worker."""
     return healing.here.waiting(seconds), ray_train.training_error()

@@ -1,4 +1,4 @@
-"""KerasTrainer: checks everything, then hands over to Ray Train. Driver side."""
+"""KerasTrainer: checks all arguments, then starts Ray Train. Driver side."""
 
 from __future__ import annotations
 
@@ -258,16 +258,16 @@ class KerasTrainer:
         """Trains, and returns when the last epoch is reported.
 
         Returns:
-            A `ray.train.Result`: `metrics` holds the last epoch's global values by their Keras names and `epoch`,
-            `metrics_dataframe` a row for each epoch, `checkpoint` what `raytf.load_model` reads.
+            A `ray.train.Result`: `metrics` has the last epoch's global values by their Keras names, and `epoch`;
+            `metrics_dataframe` has a row for each epoch; `checkpoint` is the model for `raytf.load_model`.
 
         Raises:
-            ConfigError: the model, the columns or the cluster do not fit; no worker has started.
-            TrainingError: a worker failed more often than `FailureConfig` allows; says the first cause and its rank.
-                Or another driver has taken over the run's folder while this one was frozen.
-            StoppedError: SIGTERM or SIGINT came (to the main thread), or a node is drained that the run cannot leave:
-                the driver's, or that of the coordinator of parameter servers. Says which step is kept, and is a
-                `SystemExit`.
+            ConfigError: The model, the columns or the cluster do not fit; no worker has started.
+            TrainingError: A worker failed more often than `FailureConfig` allows; contains the first cause and its
+                rank. Or another driver has taken over the run's folder while this one was frozen.
+            StoppedError: SIGTERM or SIGINT came (to the main thread), or the run cannot leave a drained node. That is
+                the driver's node, or the node of the coordinator of parameter servers. Contains the saved step, and is
+                a `SystemExit`.
         """
         with phases_module.phases(self.progress, phases_module.starting(self._finished())) as phases:
             inner = place(self)  # may start Ray, which takes SIGTERM for itself
@@ -275,21 +275,21 @@ class KerasTrainer:
                 return self._fit_placed(inner, ending, phases)
 
     def _finished(self) -> str | None:
-        """Says that the run has nothing left to do, as a clause, if its checkpoints tell before anything starts."""
+        """Returns that the run is complete, as a clause, if its checkpoints show it before the start; else None."""
         if self.resume is False or run_folder.is_unnamed(self.run_config):
             return None
         return results.has_ended(self.run_config, self.config["epochs"])
 
     def _fit_placed(self, inner: ScalingConfig, ending: ends.Ending, phases: phases_module.Phases) -> ray.train.Result:
-        """Trains as the only driver that has the run's folder."""
+        """Trains as the only driver of the run's folder."""
         run_config = self.run_config
-        if self.resume is not True:  # then the name is that of a run, whoever gave it
+        if self.resume is not True:  # otherwise the name is an existing run's
             run_config = run_folder.named(run_config, "keras")
         folder = RunFolder.of(run_config)
         with RunLock(folder.filesystem, folder.path) as lock, snapshots.settled(folder.filesystem, folder.path):
-            where = run_folder.where(run_config)
+            location = run_folder.where(run_config)
             if self.progress:
-                print(f"run     {where}", flush=True)
+                print(f"run     {location}", flush=True)
             last = self._last(folder)
             if last is not None and ended(last, self):
                 launch = WarmPool(Process, inner, run_config, 1, import_raytf)  # only to try the model
@@ -303,44 +303,44 @@ class KerasTrainer:
                 try:
                     result = self._fit_prepared(training, lock, folder, last, phases)
                 except BaseException:
-                    lock.check()  # what came of its loss is not the cause
+                    lock.check()  # the loss of the lock is the cause, not its consequence
                     raise
             ending.check(result, folder)
         if self.progress:
-            for line in results.lines(result, where):
+            for line in results.lines(result, location):
                 print(line, flush=True)
         return result
 
     def _fit_prepared(
         self, training: Prepared, lock: RunLock, folder: RunFolder, last, phases: phases_module.Phases
     ) -> ray.train.Result:
-        """Trains, unless what is `last` in the run's folder is of another run, or the run has ended."""
+        """Trains, unless the checkpoint `last` in the run's folder is of another run, or the run has ended."""
         has_ended = last is not None and ended(last, self)
         phases.begin(phases_module.READING)
-        launch, found = training.processes, training.read(self)
+        launch, blocks = training.processes, training.read(self)
         phases.begin(phases_module.COMPARING if has_ended else phases_module.TRYING)
-        with ThreadPoolExecutor(1) as beside_model:
-            data = beside_model.submit(self._data_identity, found)
-            tried = self.try_model(launch, found, self.config, goes_on=not has_ended)
+        with ThreadPoolExecutor(1) as executor:
+            data = executor.submit(self._data_identity, blocks)
+            tried = self.try_model(launch, blocks, self.config, goes_on=not has_ended)
             if self.elastic_batch == "scale":
                 arguments.check_scalable(tried.identity)
-            told = self._identity(found, tried.identity, data.result())
+            identity = self._identity(blocks, tried.identity, data.result())
         lock.confirm()
         phases.close()
         if last is not None:
-            same_run.check(last.identity, told, self.resume, folder.name)
+            same_run.check(last.identity, identity, self.resume, folder.name)
             folder.relist(last, self.run_config.checkpoint_config)
             if has_ended:
                 return self._ended(folder, last)
             if last.epoch_step:
-                logger.info(f"{folder.name}: {_goes_on(last, self._order(last, found))}")
-        if self.resume is False and (aside := folder.put_aside()):
-            logger.info(f"{folder.name}: starts from scratch; the previous run is archived as {aside!r}")
+                logger.info(f"{folder.name}: {_goes_on(last, self._order(last, blocks))}")
+        if self.resume is False and (archived := folder.put_aside()):
+            logger.info(f"{folder.name}: starts from scratch; the previous run is archived as {archived!r}")
         with verify.Following(tried.running, launch):
-            return self._train(launch, found, told)
+            return self._train(launch, blocks, identity)
 
     def _order(self, last: run_folder.LastCheckpoint, found: dict) -> dict[str, Any]:
-        """The `Feed.order` of the run; that of a batch which follows the workers is known when they have started."""
+        """Returns the `Feed.order` of the run; parts that depend on the number of workers are the last checkpoint's."""
         order = self.task(found).order
         by_workers = ("batch_size", "window") if self.elastic_batch == "scale" else ()
         if isinstance(found["train"], TFData):
@@ -349,7 +349,7 @@ class KerasTrainer:
         return order | {name: last.order[name] for name in by_workers if name in order and name in last.order}
 
     def _last(self, folder: RunFolder) -> run_folder.LastCheckpoint | None:
-        """Where the run stands from which this one is to go on, or None."""
+        """Returns the checkpoint from which this run resumes, or None."""
         if self.resume is False:
             return None
         last = folder.last(lambda last: ended(last, self))
@@ -362,11 +362,11 @@ class KerasTrainer:
         return last
 
     def identity(self, found: dict, model: dict[str, Any]) -> dict[str, Any]:
-        """What tells trainings by this trainer from others.
+        """Returns the identity of this trainer's trainings.
 
         Args:
-            found: datasets that were read, by name.
-            model: the identity of the model that was tried.
+            found: Datasets that were read, by name.
+            model: Identity of the tried model.
         """
         return self._identity(found, model, self._data_identity(found))
 
@@ -379,12 +379,12 @@ class KerasTrainer:
         }
 
     def _identity(self, found: dict, model: dict[str, Any], data: dict[str, Any]) -> dict[str, Any]:
-        """What tells this run from another, see `same_run.py`, for data that was read and a model that was tried."""
+        """Returns the identity of this run for read data and a tried model, see `same_run.py`."""
         settings = {name: getattr(self.tensorflow_config, name) for name in ("sync_every", "gradient_dtype")}
         if self.elastic_batch != "keep":
             settings["elastic_batch"] = self.elastic_batch
         columns_of = {name: fingerprint.of_columns(spec) for name, spec in self.batch.roles.items()}
-        told = {
+        identity = {
             "version": same_run.VERSION,
             **model,
             "columns": {**columns_of, "types": model["types"]},
@@ -395,11 +395,11 @@ class KerasTrainer:
             "settings": settings,
             "data": data,
         }
-        del told["types"]
-        return json.loads(json.dumps(told))
+        del identity["types"]
+        return json.loads(json.dumps(identity))
 
     def _ended(self, folder: RunFolder, last: run_folder.LastCheckpoint) -> ray.train.Result:
-        """The result of a run that has nothing left to do."""
+        """Returns the result of a run that is complete."""
         why = "was stopped by a callback" if last.stopped else "has trained"
         logger.info(f"{folder.name}: {why} after {last.epoch} epoch(s); finished, nothing to do")
         with quiet.result_is_read():
@@ -409,15 +409,15 @@ class KerasTrainer:
         return _with_history(self, result, self._validated(result) or evaluated)
 
     def _validated(self, result: ray.train.Result) -> dict[int, dict]:
-        """What the checkpoints bear by epoch, where a validation_config has added to it."""
+        """Returns the metrics of the checkpoints by epoch if a validation_config has added to them, otherwise {}."""
         rows = [metrics for _, metrics in result.best_checkpoints or ()] if self.validation_config else []
         return {row["epoch"]: row for row in rows if "epoch" in row}
 
     def task(self, blocks: dict) -> TrainJob:
-        """What the workers are told, for data that was read; without a progress line.
+        """Returns the `TrainJob` of the workers for read data, without a progress line.
 
         Raises:
-            ConfigError: the data is streamed and the shuffle is one over all rows.
+            ConfigError: The data is streamed, and the shuffle is over all rows.
         """
         shuffle = self._shuffle(blocks)
         if isinstance(blocks["train"], streamed_module.StreamedDataset) and shuffle == "full":
@@ -450,23 +450,23 @@ class KerasTrainer:
         )
 
     def _heals(self) -> bool:
-        """Whether a worker that is lost is to be replaced in place."""
+        """Whether a lost worker is replaced in place."""
         return self.tensorflow_config.heal and not self.num_ps and arguments.survives_failures(self.run_config)
 
     def _shuffle(self, blocks: dict) -> str:
-        """What "auto" stands for."""
+        """Returns the shuffle of the training data, which "auto" chooses by its kind."""
         if isinstance(blocks["train"], TFData):
             return "none"  # the function shuffles
         streamed = isinstance(blocks["train"], streamed_module.StreamedDataset)
         return self.shuffle if self.shuffle != "auto" else "window" if streamed else "full"
 
     def servers(self) -> tuple[ScalingConfig, ServerSpec | None]:
-        """(the ScalingConfig of what Ray Train runs, the `servers.ServerSpec` or None)."""
+        """Returns (the ScalingConfig for Ray Train, the `servers.ServerSpec` or None)."""
         environment = worker_environment(self.run_config, self.scaling_config)
         return arguments.servers(self.num_ps, self.scaling_config, environment)
 
     def setup(self) -> TensorflowBackendConfig:
-        """What the workers' processes are told."""
+        """Returns the setup of the workers' processes."""
         return TensorflowBackendConfig(
             config=dataclasses.replace(self.tensorflow_config, seed=self.seed % 2**31),
             strategy=self.strategy,
@@ -478,8 +478,8 @@ class KerasTrainer:
         task = dataclasses.replace(self.task(blocks), identity=told)
         if not self.progress:
             return self._run(task, launch)
-        for name, found in blocks.items():
-            print(ingest.describe(name, found, task.sampling.shuffle if name == "train" else "none"))
+        for name, dataset in blocks.items():
+            print(ingest.describe(name, dataset, task.sampling.shuffle if name == "train" else "none"))
         board = progress.Board()
         try:
             return self._run(dataclasses.replace(task, board=board), launch)
@@ -491,13 +491,13 @@ class KerasTrainer:
             result = self._fit(task, launch, None)
             return _with_history(self, result, self._validated(result))
         environment = worker_environment(self.run_config, self.scaling_config)
-        each = resources.per_worker(self.scaling_config)
-        beside = evaluator.Beside(dataclasses.replace(task, board=None), each, environment, launch.warned)
+        bundle = resources.per_worker(self.scaling_config)
+        sidecar = evaluator.Beside(dataclasses.replace(task, board=None), bundle, environment, launch.warned)
         try:
-            result = self._fit(task, launch, beside)
+            result = self._fit(task, launch, sidecar)
         finally:
-            found = beside.record.close()
-        return _with_history(self, result, evaluator.kept(result) | found)
+            metrics = sidecar.record.close()
+        return _with_history(self, result, evaluator.kept(result) | metrics)
 
     def _fit(self, task: TrainJob, launch: Startup, beside: evaluator.Beside | None) -> ray.train.Result:
         def keras_training():
@@ -531,25 +531,28 @@ class KerasTrainer:
         own: Collection[str] = tuple(DEFAULTS),
         goes_on: bool = False,
     ) -> Tried:
-        """Raises ConfigError if the columns or the model of a config do not fit the data.
+        """Tries the model of a config on the data.
 
-        Also UnsupportedVersionError if raytf does not fit the versions of Ray, Keras or TensorFlow that are installed.
-        Warns of keys of the config that nothing reads, but for raytf's own.
-        Warns of what two workers make of the model otherwise than one process, or raises, as `verify` says.
+        Warns of keys of the config that nothing reads. Warns of differences between two workers and one process, or
+        raises an error, depending on `verify`.
 
         Args:
-            processes: one of them is asked.
-            blocks: datasets that were read, by name; what is seen of pipelines is put into it.
-            config: for `build_model`.
-            rows: of steps that are measured, in the place of a comparison; None for no figures.
-            own: keys of the config that are raytf's own, of which nothing is warned.
-            goes_on: whether a comparison may go on when this returns, see `verify.Following`.
+            processes: Pool of processes, one of which tries the model.
+            blocks: Datasets that were read, by name; the properties of pipelines are added to it.
+            config: Config for `build_model`.
+            rows: Number of rows of measured steps, instead of a comparison; None for no figures.
+            own: Keys of the config for raytf itself, of which it does not warn.
+            goes_on: Whether a comparison may continue after the return, see `verify.Following`.
 
         Returns:
-            What the model is, and figures of it in steps of so many rows, where they are asked for.
+            Properties of the model, and figures of it if `rows` is given.
+
+        Raises:
+            ConfigError: The columns or the model do not fit the data.
+            UnsupportedVersionError: raytf does not fit the installed versions of Ray, Keras or TensorFlow.
         """
-        rest = {name: found for name, found in blocks.items() if not isinstance(found, TFData)}
-        for name, found in rest.items():
+        ray_datasets = {name: found for name, found in blocks.items() if not isinstance(found, TFData)}
+        for name, found in ray_datasets.items():
             if not found.rows:
                 raise ConfigError(
                     "A dataset must hold rows", f"{name!r} is empty", "Check the path or the filter that made it"
@@ -558,11 +561,11 @@ class KerasTrainer:
         names = sorted(set(config) - set(own))
         pickled = cloudpickle.dumps((self.build_model, dict(config), self.batch, names, self.callbacks))
         order = self._comparison(blocks, goes_on) if rows is None else None
-        validation = None if "validation" in rest else blocks.get("validation")
+        validation = None if "validation" in ray_datasets else blocks.get("validation")
         found = processes.ask(inspect, pickled, blocks["train"].first(), rows, order, validation)
         if isinstance(found, Exception):
             raise found
-        blocks.update({name: dataclasses.replace(blocks[name], looked=its) for name, its in found.looked.items()})
+        blocks.update({name: dataclasses.replace(blocks[name], looked=seen) for name, seen in found.looked.items()})
         if found.warning is not None:
             print(found.warning, file=sys.stderr)
         if found.unread:
@@ -572,7 +575,7 @@ class KerasTrainer:
         return found
 
     def _comparison(self, blocks: dict, goes_on: bool) -> verify.Order | None:
-        """How two workers are compared with one device, or None where there is nothing to compare."""
+        """Returns how to compare two workers with one device, or None if there is nothing to compare."""
         replicas = resources.most_workers(self.scaling_config) * arguments.devices(self.scaling_config)
         if not self.verify or replicas < 2 or self.num_ps or self.tensorflow_config.sync_every > 1:
             return None
@@ -583,7 +586,7 @@ class KerasTrainer:
 
 
 def _goes_on(last: run_folder.LastCheckpoint, order: Mapping[str, Any]) -> str:
-    """What becomes of an epoch that a run has begun, for its user: its steps may have had other rows."""
+    """Describes how a begun epoch continues: from its next step, or again if its steps would have other rows now."""
     if differs := sampling.differences(last.order, order):
         begun = f"epoch {last.epoch + 1}, of which {last.epoch_step} step(s) were made"
         return f"begins {begun}, again, as they would have other rows now ({differs})"
@@ -591,7 +594,7 @@ def _goes_on(last: run_folder.LastCheckpoint, order: Mapping[str, Any]) -> str:
 
 
 def _with_history(trainer, result: ray.train.Result, found: Mapping[int, dict] | None = None) -> ray.train.Result:
-    """A row for each epoch, however many checkpoints are kept, with what an evaluator found by epoch."""
+    """Adds a row for each epoch to the result, whatever checkpoints are kept, with the evaluator's metrics by epoch."""
     if result.checkpoint is not None:
         checkpoint.remember(result.path, trainer.build_model, trainer.config)
         history = checkpoint.last_state(result).history

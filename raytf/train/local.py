@@ -1,7 +1,7 @@
-"""Ray's local mode, `ScalingConfig(num_workers=0)`: the training runs in this process, without workers. Driver side.
+"""Ray's local mode, `ScalingConfig(num_workers=0)`: trains in this process, without workers. Driver side.
 
-Ray's own forgets what is reported but the last; here a run's folder is as Ray Train leaves it, so that a run can go on
-with workers, or without them. Errors are those of the user's code: no other process is there to be restarted.
+Ray's own local mode keeps only the last report. Here the run's folder is as with Ray Train, so that a run can resume
+with or without workers. Errors are those of the user's code, as there is no other process to restart.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from raytf.train.entry import import_raytf
 
 
 class Here(WarmPool):
-    """What `startup.Startup` is to workers, for a training in this process: a process that tries the model.
+    """Replaces `startup.Startup` for a training in this process: starts one process, which tries the model.
 
     Attributes:
-        cancelled: whether the training is to end at its next report.
+        cancelled: Whether the training ends at its next report.
     """
 
     cancelled = False
@@ -45,7 +45,7 @@ class Here(WarmPool):
         super().__init__(Process, scaling_config, run_config, 1, import_raytf)
 
     def settle(self) -> None:
-        """Ends the process, as none becomes a worker."""
+        """Ends the process, as it cannot become a worker."""
         super().cancel()
 
     def cancel(self) -> None:
@@ -57,13 +57,13 @@ def run(function: Callable[[], Any], context, datasets: Mapping[str, Any], cance
     """Runs a train loop in this process.
 
     Args:
-        function: the loop, without arguments.
+        function: The loop, without arguments.
         context: Ray's TrainRunContext, whose run_config names the run.
-        datasets: `ray.data.Dataset` by name, or functions that give one.
-        cancelled: whether the run is to end.
+        datasets: `ray.data.Dataset` by name, or functions that return one.
+        cancelled: Returns whether the run is cancelled.
 
     Raises:
-        TrainingError: the run was cancelled.
+        TrainingError: The run was cancelled.
     """
     with at_levels({"ray.train": context.run_config.logging_config.log_level}):
         utils = None
@@ -88,7 +88,7 @@ class _Manager(CheckpointManager):
 
     @overrides(CheckpointManager)
     def _notify(self):
-        """Nobody waits."""
+        """Does nothing: no process waits."""
 
 
 class _Context(LocalTrainContext):
@@ -101,7 +101,7 @@ class _Context(LocalTrainContext):
 
 
 class _Utils(LocalTrainFnUtils):
-    """Ray Train's functions for the one process; checkpoints go to the run's folder."""
+    """Ray Train's functions for the one process; stores checkpoints in the run's folder."""
 
     def __init__(self, context, datasets: Mapping[str, Any], cancelled: Callable[[], bool]):
         super().__init__(experiment_name=context.run_config.name)
@@ -143,20 +143,20 @@ class _Utils(LocalTrainFnUtils):
     def report_later(
         self, metrics: dict[str, Any], kept: Callable[[], tuple[Any, bool]]
     ) -> concurrent.futures.Future[None]:
-        """See `ray_train.report_later`."""
+        """Reports later, as `ray_train.report_later`."""
         self._check()
         self._last_metrics = metrics
         self._later.append(self._thread.submit(lambda: self._tell(metrics, kept()[0])))
         return self._later[-1]
 
     def settle(self) -> None:
-        """Waits for the reports that are made later, and raises what one of them raised."""
+        """Blocks until all later reports are made, and raises the error of one that failed."""
         waiting, self._later = self._later, []
         for report in waiting:
             report.result(timeouts.get().report_taken)
 
     def close(self) -> None:
-        """Ends the thread of the reports that are made later."""
+        """Ends the thread of later reports."""
         self._thread.shutdown(cancel_futures=True)
 
     def _check(self) -> None:
@@ -193,9 +193,9 @@ class _Utils(LocalTrainFnUtils):
         metrics = {result.checkpoint: result.metrics for result in self._manager.best_checkpoint_results}
         status = ReportedCheckpointStatus.COMMITTED
         return [
-            ReportedCheckpoint(one, metrics[one], status)
-            for one in ray_train.reported_in_order(self._manager)
-            if one in metrics
+            ReportedCheckpoint(checkpoint, metrics[checkpoint], status)
+            for checkpoint in ray_train.reported_in_order(self._manager)
+            if checkpoint in metrics
         ]
 
     def get_dataset_shard(self, dataset_info):
@@ -210,10 +210,10 @@ class _Utils(LocalTrainFnUtils):
         return dataset
 
     def result(self, value) -> Result:
-        """The run's result, for what its loop returned."""
+        """Returns the run's result with the return value of its loop."""
         self._list_again()
-        found = ray_train.result_of(self._manager, self._storage)
-        if found.metrics is None:
-            found.metrics = self._last_metrics
-        found.return_value = value
-        return found
+        result = ray_train.result_of(self._manager, self._storage)
+        if result.metrics is None:
+            result.metrics = self._last_metrics
+        result.return_value = value
+        return result

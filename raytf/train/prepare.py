@@ -1,4 +1,4 @@
-"""What comes before a training, for `fit`, `plan` and `sweep` alike: place, processes and rows. Driver side."""
+"""Prepares a training for `fit`, `plan` and `sweep`: connection, processes and rows. Driver side."""
 
 from __future__ import annotations
 
@@ -13,46 +13,46 @@ from raytf.runtime.processes import WarmPool
 
 
 def placed(scaling_config: ScalingConfig, bundles: list[dict[str, float]], *, keep_idle: bool = False) -> ScalingConfig:
-    """Connects to the cluster, and gives the ScalingConfig of a run there: processes may have to share cores.
+    """Connects to the cluster. Returns the ScalingConfig of a run there, as processes may have to share cores.
 
     Args:
-        scaling_config: the user's.
-        bundles: resources of each of the run's processes.
-        keep_idle: see `connect`.
+        scaling_config: The user's ScalingConfig.
+        bundles: Resources of each of the run's processes.
+        keep_idle: As in `connect`.
     """
     connect(bundles, keep_idle=keep_idle)
     return resources.sharing(scaling_config, bundles)
 
 
 def place(trainer) -> ScalingConfig:
-    """Gives a KerasTrainer its place in the cluster, and with it the ScalingConfig that it has there.
+    """Connects a KerasTrainer to the cluster, and sets its ScalingConfig there.
 
     Returns:
-        The ScalingConfig of what Ray Train runs, which with parameter servers is the coordinator.
+        The ScalingConfig for Ray Train; with parameter servers, the coordinator's.
 
     Raises:
-        ResourceError: the cluster can never hold the run's processes.
+        ResourceError: The cluster can never run the processes of the run.
     """
 
     def processes():
-        beside = resources.per_worker(trainer.scaling_config) if trainer.evaluator else None
-        return *trainer.servers(), beside
+        evaluator = resources.per_worker(trainer.scaling_config) if trainer.evaluator else None
+        return *trainer.servers(), evaluator
 
     trainer.scaling_config = placed(trainer.scaling_config, resources.bundles(*processes()))
     resources.check_cluster(trainer.scaling_config)
-    inner, servers, beside = processes()
-    resources.check_servers(inner, servers, extra=beside)
+    inner, servers, evaluator = processes()
+    resources.check_servers(inner, servers, extra=evaluator)
     return inner
 
 
 class Prepared:
-    """Processes that have been started for a training, and the rows that are read for it: a context that ends both.
+    """Context with the processes and rows of a training; releases both at its end.
 
     Args:
-        processes: that try the model, and may become workers.
+        processes: Processes that try the model, and may become workers.
 
     Attributes:
-        rows: of each dataset that was read, by name.
+        rows: Rows of each dataset that was read, by name.
     """
 
     def __init__(self, processes: WarmPool):
@@ -69,10 +69,10 @@ class Prepared:
             streamed.close(self.rows)
 
     def read(self, trainer) -> dict[str, Any]:
-        """Reads the datasets of a KerasTrainer that has its place.
+        """Reads the datasets of a KerasTrainer after `place`. Returns their rows by name.
 
         Raises:
-            ConfigError: see `ingest.read_all`.
+            ConfigError: As in `ingest.read_all`.
         """
         self.rows = ingest.read_all(trainer.datasets, trainer.materialize, trainer.scaling_config, trainer.batch.roles)
         return self.rows

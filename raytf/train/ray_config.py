@@ -1,6 +1,6 @@
-"""What raytf cannot do of what Ray's own classes can say: refused by name, with the way to go on. Driver side.
+"""Refuses options of Ray's classes that raytf does not support, by name and with an alternative. Driver side.
 
-`docs/reference/ray-compatibility.md` lists all that they can say, and where it works.
+`docs/reference/ray-compatibility.md` lists all options, and where they work.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from raytf.errors import ConfigError
 
 
 def obeyed(datasets: Mapping[str, Any], dataset_config: DataConfig | None) -> dict[str, Any]:
-    """The datasets as a `DataConfig` says that they are to be executed; those of the caller stay as they are.
+    """Returns the datasets with the execution options of a `DataConfig`; leaves the caller's datasets unchanged.
 
     Raises:
-        ConfigError: it says how rows are to be cut, which the order of a KerasTrainer's rows leaves no room for.
+        ConfigError: It sets how rows are split, which the row order of a KerasTrainer does not allow.
     """
     if dataset_config is None:
         return dict(datasets)
@@ -37,14 +37,14 @@ def obeyed(datasets: Mapping[str, Any], dataset_config: DataConfig | None) -> di
             f"DataConfig(datasets_to_split={split!r})",
             "Leave datasets_to_split out: metrics are those of all rows of a dataset either way",
         )
-    found = {}
+    configured = {}
     for name, dataset in datasets.items():
         options = ray_configs.execution_options(dataset_config, name)
         if options is not None:
             dataset = dataset.copy(dataset)
             dataset.context.execution_options = options
-        found[name] = dataset
-    return found
+        configured[name] = dataset
+    return configured
 
 
 def check_validation(validation_config: ValidationConfig | None, evaluator: bool) -> None:
@@ -68,7 +68,7 @@ def check_validation(validation_config: ValidationConfig | None, evaluator: bool
 def check_local(
     scaling_config, run_config, tensorflow_config, num_ps: int, validation_config, evaluator: bool = False
 ) -> None:
-    """Raises ConfigError if a run with num_workers=0 asks for what needs processes of its own."""
+    """Raises ConfigError if a run with num_workers=0 uses options that need other processes."""
     if scaling_config.num_workers != 0:
         return
     callbacks = [type(c).__name__ for c in getattr(run_config, "callbacks", ()) if not isinstance(c, UserCallback)]
@@ -93,28 +93,28 @@ def check_local(
                 f"TensorflowConfig({name}={getattr(tensorflow_config, name)})",
                 f"Call tf.config.threading.set_{name.replace('_op_threads', '_op_parallelism_threads')}(...) first",
             )
-    asked = {
+    options = {
         "num_ps": num_ps,
         "evaluator=True": evaluator,
         "validation_config": validation_config is not None,
         "ScalingConfig(use_tpu=True)": scaling_config.use_tpu,
     }
-    found = [name for name, value in asked.items() if value]
-    if found:
+    unsupported = [name for name, value in options.items() if value]
+    if unsupported:
         raise ConfigError(
             "With num_workers=0 the training runs in this process, without workers, servers and Ray Train",
-            f"{', '.join(found)} with num_workers=0",
+            f"{', '.join(unsupported)} with num_workers=0",
             "Use ScalingConfig(num_workers=1), or leave it out",
         )
 
 
 def check_sweep(trainer, space: Mapping[str, Any] | None, own_run_config: bool) -> None:
-    """Raises ConfigError for what a trainer was told and the trials of its sweep, which Ray Tune runs, cannot do.
+    """Raises ConfigError for options of a trainer that the trials of its sweep, which Ray Tune runs, do not support.
 
     Args:
-        trainer: a raytf trainer.
-        space: the sweep's `param_space`, or None.
-        own_run_config: whether the sweep has a `ray.tune.RunConfig`, which says what happens to failures.
+        trainer: A raytf trainer.
+        space: `param_space` of the sweep, or None.
+        own_run_config: Whether the sweep has a `ray.tune.RunConfig`, which sets the reaction to failures.
     """
     run, scaling = trainer.run_config, trainer.scaling_config
     if trainer.validation_config is not None:
@@ -162,7 +162,7 @@ def _check_failures(failure_config: FailureConfig) -> None:
     usual = FailureConfig()
     names = ("controller_failure_limit", "max_preemption_failures", "relax_collectives_on_preemption")
     for name in (*names, "preemption_grace_s"):
-        value = getattr(failure_config, name, None)  # which of them there are depends on the version of Ray
+        value = getattr(failure_config, name, None)  # these attributes depend on the version of Ray
         if value != getattr(usual, name, None):
             raise _of_train(
                 f"FailureConfig({name}={value!r})",

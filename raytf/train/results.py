@@ -1,4 +1,4 @@
-"""What a run ended with, as a short table. Driver side."""
+"""Shows the result of a run as a short table. Driver side."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from raytf.train import run_list
 
 
 def has_ended(run_config, epochs: int) -> str | None:
-    """Returns that the run of a name has nothing left to do, as a clause, if its checkpoints say so; else None.
+    """Returns that a run is complete, as a clause, if its checkpoints show it; otherwise None.
 
     Args:
-        run_config: with a name.
-        epochs: that are asked for.
+        run_config: RunConfig with a name.
+        epochs: Number of requested epochs, at least 1.
     """
     folder = RunFolder.of(run_config)
     state = run_list.newest(folder.filesystem, folder.path)
@@ -30,27 +30,27 @@ def has_ended(run_config, epochs: int) -> str | None:
 
 
 def lines(result: Result, where: str, learned: bool = True) -> list[str]:
-    """Returns what a training shows at its end: the last epoch's values, the best epoch, what it has kept.
+    """Returns the lines shown at a training's end: the last epoch's values, the best epoch, the saved model.
 
     Args:
-        result: of a trainer.
-        where: the run's folder, a path or a URI.
-        learned: whether `raytf.load_model` reads its checkpoints.
+        result: Result of a trainer.
+        where: The run's folder, a path or a URI.
+        learned: Whether `raytf.load_model` reads its checkpoints.
     """
     frame = result.metrics_dataframe
-    found = summary(result.metrics or {}, [] if frame is None else frame.to_dict("records"))
+    shown = summary(result.metrics or {}, [] if frame is None else frame.to_dict("records"))
     if result.checkpoint is None:
-        return found
+        return shown
     kept = f'model   raytf.load_model("{where}")' if learned else f"kept    {result.checkpoint.path}"
-    return [*found, kept]
+    return [*shown, kept]
 
 
 def summary(last: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Returns a line of the values of the last epoch, and the best one where that is another; none without values.
+    """Returns a line with the values of the last epoch, and the best epoch if it is another one; none without values.
 
     Args:
-        last: the values.
-        rows: of each epoch.
+        last: Values of the last epoch.
+        rows: Values of each epoch.
     """
     shown = [f"epoch {last['epoch']}"] if "epoch" in last else []
     for name, value in last.items():
@@ -75,15 +75,15 @@ def show_result(result: Result, console: Console | None = None) -> None:
     for name, value in (result.metrics or {}).items():
         table.add_row(name, f"{value:.4f}" if isinstance(value, float) else str(value))
     console.print(table)
-    where = result.checkpoint.path if result.checkpoint else "none"
-    console.print(f"checkpoint   {where}", soft_wrap=True, highlight=False)
+    path = result.checkpoint.path if result.checkpoint else "none"
+    console.print(f"checkpoint   {path}", soft_wrap=True, highlight=False)
     if (events := events_of(result)) is not None:
         console.print(f"TensorBoard  tensorboard --logdir {events}", soft_wrap=True, highlight=False)
     if result.checkpoint:
-        console.print(f'model        raytf.load_model("{where}")', soft_wrap=True, highlight=False, markup=False)
+        console.print(f'model        raytf.load_model("{path}")', soft_wrap=True, highlight=False, markup=False)
 
 
 def events_of(result: Result) -> str | None:
-    """Returns the folder of TensorBoard's events of a run, where there is one on this machine."""
+    """Returns the folder of a run's TensorBoard events, or None if this machine has none."""
     events = os.path.join(result.path, "tensorboard")
     return events if os.path.isdir(events) else None

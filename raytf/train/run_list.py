@@ -1,4 +1,4 @@
-"""The runs of a storage folder: which there are, how far they are, and their best epoch. Driver side, without Ray."""
+"""Lists the runs of a storage folder with their progress and best epoch. Driver side, without Ray."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from raytf.worker.choice import Kept, kept_in
 
 SWEEP = "sweep.json"
 _BUILD = "build.json"
-# Below a folder of runs, names of runs may have so many slashes.
+# Maximum number of slashes in the names of runs below a folder.
 _DEPTH = 3
 _METRICS = ("val_loss", "loss")
 _ENDED, _FAILED = "TERMINATED", "ERROR"
@@ -31,12 +31,12 @@ class ListedRun:
     """A run, or a sweep, in a folder.
 
     Args:
-        name: path below the folder that was listed.
-        state: "running", "finished", "stopped" (by a callback), "interrupted" or "empty"; of a sweep, how many of its
-            trials have ended.
-        epochs: that are complete, "of" how many where that is known.
+        name: Path below the listed folder.
+        state: "running", "finished", "stopped" (by a callback), "interrupted", "ended", "empty" or "damaged"; of a
+            sweep, how many of its trials have ended.
+        epochs: Number of complete epochs, with "/" and the requested number if it is known.
         best: (metric, value, epoch) or None.
-        when: seconds since 1970 of the last checkpoint, or None.
+        when: Time of the last checkpoint, in seconds since 1970, or None.
     """
 
     name: str
@@ -58,36 +58,36 @@ def located(folder: str | os.PathLike) -> tuple[FileSystem, str]:
     """Returns the file system and path of a folder, a path or URI.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: There is no such folder.
     """
     given = os.fspath(folder)
     try:
         filesystem, path = FileSystem.from_uri(given if "://" in given else os.path.abspath(os.path.expanduser(given)))
-        found = filesystem.get_file_info(path).type
+        kind = filesystem.get_file_info(path).type
     except (ValueError, OSError) as error:
         raise ConfigError(
             "Runs are in a folder, or a URI that pyarrow knows", f"{given!r} ({in_a_line(error)})", "Check it"
         ) from error
-    if found != FileType.Directory:
+    if kind != FileType.Directory:
         raise ConfigError("Runs are in a folder that exists", repr(given), "Check the path")
     return filesystem, path.rstrip("/")
 
 
 def listed(folder: str | os.PathLike, metric: str | None = None, mode: str = "min") -> list[ListedRun]:
-    """Returns the runs and sweeps below a folder, the one that was changed last first.
+    """Returns the runs and sweeps below a folder, the last changed one first.
 
     Args:
-        folder: a path or URI, as of `RunConfig(storage_path=...)`; or a run's own.
-        metric: that says which epoch is the best; val_loss, or loss without a validation, unless it is given.
-        mode: "min" or "max" of it.
+        folder: Path or URI, as of `RunConfig(storage_path=...)`, or the folder of a run.
+        metric: Metric of the best epoch; by default val_loss, or loss without a validation.
+        mode: "min" or "max" of the metric.
 
     Raises:
-        ConfigError: there is no such folder.
+        ConfigError: There is no such folder.
     """
     validation.check_word("mode", mode, validation.MODES)
     filesystem, path = located(folder)
-    found = _below(filesystem, path, "", metric, mode, _DEPTH)
-    return sorted(found, key=lambda run: (-(run.when or 0.0), run.name))
+    runs = _below(filesystem, path, "", metric, mode, _DEPTH)
+    return sorted(runs, key=lambda run: (-(run.when or 0.0), run.name))
 
 
 def _below(filesystem, path: str, name: str, metric: str | None, mode: str, depth: int) -> list[ListedRun]:
@@ -100,15 +100,15 @@ def _below(filesystem, path: str, name: str, metric: str | None, mode: str, dept
         return [_run(filesystem, path, name or posixpath.basename(path), kept, metric, mode)]
     folders = [info for info in infos if info.type == FileType.Directory] if depth else []
     inner = [(info.path, posixpath.join(name, info.base_name)) for info in folders]
-    return [run for where, named in inner for run in _below(filesystem, where, named, metric, mode, depth - 1)]
+    return [run for location, named in inner for run in _below(filesystem, location, named, metric, mode, depth - 1)]
 
 
 def _run(filesystem, path: str, name: str, kept: list[Kept], metric: str | None, mode: str) -> ListedRun:
-    found = _newest(kept)
+    last = _newest(kept)
     holder = run_lock.holder(filesystem, path)
-    if found is None:
+    if last is None:
         return ListedRun(name=name, state="running" if holder else "empty", epochs="0", best=None, when=None)
-    state, checkpoint = found
+    state, checkpoint = last
     wanted = _epochs(checkpoint)
     finished = wanted is not None and state.epoch >= wanted
     ended = "stopped" if state.stopped else "finished" if finished else "interrupted" if wanted else "ended"
@@ -124,14 +124,14 @@ def _run(filesystem, path: str, name: str, kept: list[Kept], metric: str | None,
 def best_of(
     rows: Sequence[Mapping[str, Any]], metric: str | None = None, mode: str = "min"
 ) -> tuple[str, float, int] | None:
-    """Returns (metric, value, epoch) of the best epoch; None where none has the metric.
+    """Returns (metric, value, epoch) of the best epoch, or None if no epoch has the metric.
 
     Args:
-        rows: metrics of each epoch, with its number as "epoch".
-        metric: val_loss, or loss where that is not there, unless it is given.
-        mode: "min" or "max" of it.
+        rows: Metrics of each epoch, with its number as "epoch".
+        metric: Name of the metric; by default val_loss, or loss if no epoch has that.
+        mode: "min" or "max" of the metric.
     """
-    name = metric or next((one for one in _METRICS if any(one in row for row in rows)), None)
+    name = metric or next((candidate for candidate in _METRICS if any(candidate in row for row in rows)), None)
     values = [(row[name], int(row["epoch"])) for row in rows if "epoch" in row and _is_finite(row.get(name))]
     if not values:
         return None
@@ -140,22 +140,24 @@ def best_of(
 
 
 def newest(filesystem, path: str) -> CheckpointState | None:
-    """Returns how far the run of a folder is by its checkpoints, whether they are whole or not; None without one."""
-    found = _newest(kept_in(filesystem, path))
-    return None if found is None else found[0]
+    """Returns the state of a folder's last checkpoint, whether it is whole or not, or None without one."""
+    last = _newest(kept_in(filesystem, path))
+    return None if last is None else last[0]
 
 
 def _newest(kept: Sequence[Kept]) -> tuple[CheckpointState, Kept] | None:
-    """The checkpoint after the most steps; of each kind, which come newest first, one that can be read is read."""
+    """Returns the checkpoint with the most steps, from the newest readable one of each kind; None without one."""
     heads = []
-    for within in (False, True):
-        of_kind = ((state, one) for one in kept if one.within_epoch == within and (state := one.state()) is not None)
+    for mid_epoch in (False, True):
+        of_kind = (
+            (state, saved) for saved in kept if saved.within_epoch == mid_epoch and (state := saved.state()) is not None
+        )
         heads += [head] if (head := next(of_kind, None)) is not None else []
     return max(heads, key=lambda pair: pair[0].step, default=None)
 
 
 def _sweep(filesystem, path: str, name: str, metric: str | None) -> ListedRun:
-    """A sweep, by what Tune wrote last of its trials."""
+    """Returns a sweep, from the last state of its trials that Tune wrote."""
     files = filesystem.get_file_info(FileSelector(path))
     states = sorted(
         f.path for f in files if f.base_name.startswith("experiment_state-") and f.base_name.endswith(".json")
@@ -165,7 +167,7 @@ def _sweep(filesystem, path: str, name: str, metric: str | None) -> ListedRun:
     try:
         settings = stored_json.fetched(filesystem, f"{path}/{SWEEP}")
         if states:
-            trials = [stored_json.parsed(one) for one, _ in stored_json.fetched(filesystem, states[-1])["trial_data"]]
+            trials = [stored_json.parsed(text) for text, _ in stored_json.fetched(filesystem, states[-1])["trial_data"]]
     except (stored_json.UnreadableError, KeyError, TypeError, ValueError):
         return ListedRun(name=name, state="damaged", epochs="", best=None, when=None)
     ended = sum(trial.get("status") == _ENDED for trial in trials)
@@ -180,7 +182,7 @@ def _sweep(filesystem, path: str, name: str, metric: str | None) -> ListedRun:
 
 
 def _best_trial(filesystem, path: str, trials, settings: Mapping[str, Any], metric: str | None):
-    """(metric, value, 0) of the trial whose last report is the best, or None."""
+    """Returns (metric, value, 0) of the trial with the best last report, or None."""
     name = metric or settings.get("metric", "loss")
     values = []
     for trial in trials:
@@ -196,14 +198,14 @@ def _best_trial(filesystem, path: str, trials, settings: Mapping[str, Any], metr
 
 
 def _epochs(checkpoint: Kept) -> int | None:
-    """Epochs that were asked for, where the config that is kept with the model says so."""
+    """Returns the requested number of epochs if the config that is saved with the model has it, otherwise None."""
     try:
         build = stored_json.fetched(checkpoint.filesystem, f"{checkpoint.path}/{_BUILD}")
     except stored_json.UnreadableError:
         return None
     config = build.get("config")
-    found = config.get("epochs") if isinstance(config, dict) else None
-    return found if type(found) is int and found > 0 else None
+    epochs = config.get("epochs") if isinstance(config, dict) else None
+    return epochs if type(epochs) is int and epochs > 0 else None
 
 
 def _when(filesystem, path: str) -> float | None:

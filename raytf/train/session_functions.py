@@ -1,6 +1,6 @@
-"""Ray Train's functions inside a sweep's trial, where no Ray Train runs: `ray.train.report`, `get_context` and others.
+"""Implements Ray Train's functions in a sweep's trial, where no Ray Train runs: `ray.train.report`, `get_context` etc.
 
-What a trial cannot do is refused with a sentence; nothing is dropped. On a worker.
+Unsupported calls raise an error; nothing is dropped. On a worker.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from raytf.compat.ray_train import LocalTrainContext, PreemptionInfo, StorageCon
 from raytf.errors import ConfigError
 from raytf.worker.session import TrialSession
 
-# Between two looks at which nodes are drained.
+# Seconds between two checks for drained nodes.
 _LOOK_INTERVAL = 1.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Surroundings:
-    """What a trial's workers are told beside their loop.
+    """Data for a trial's workers in addition to their loop.
 
     Args:
-        nodes: id of the node of each worker, by rank.
-        filesystem, folder: of the trial, on the sweep's storage.
+        nodes: Node id of each worker, by rank.
+        filesystem, folder: File system and folder of the trial, in the sweep's storage.
         datasets: `ray.data.Dataset` by name, for `ray.train.get_dataset_shard`.
-        dataset_config: how they are cut.
+        dataset_config: How datasets are split.
     """
 
     nodes: tuple[str, ...]
@@ -46,43 +46,43 @@ class Surroundings:
 
 
 def place_of(rank: int, nodes: Sequence[str]) -> dict[str, int]:
-    """Where a worker stands among all, as Ray Train counts: on its node, and its node among the nodes.
+    """Returns a worker's ranks as Ray Train counts them: among all workers, on its node, and of its node.
 
     Args:
-        rank: of the worker.
-        nodes: id of the node of each worker, by rank.
+        rank: Rank of the worker.
+        nodes: Node id of each worker, by rank.
     """
-    mine = [other for other, node in enumerate(nodes) if node == nodes[rank]]
+    local = [peer for peer, node in enumerate(nodes) if node == nodes[rank]]
     return {
         "world_rank": rank,
         "world_size": len(nodes),
-        "local_rank": mine.index(rank),
-        "local_world_size": len(mine),
+        "local_rank": local.index(rank),
+        "local_world_size": len(local),
         "node_rank": list(dict.fromkeys(nodes)).index(nodes[rank]),
     }
 
 
 class TrialContext(LocalTrainContext):
-    """`ray.train.get_context()` of a worker of a trial."""
+    """Context of a trial's worker, for `ray.train.get_context()`."""
 
     def __init__(self, name: str, rank: int, around: Surroundings):
         super().__init__(experiment_name=name, **place_of(rank, around.nodes))
         self._around = around
 
     def get_storage(self) -> StorageContext:
-        """The trial's own folder in the sweep's storage, as `experiment_fs_path`."""
-        where, name = posixpath.split(self._around.folder)
-        return StorageContext(where, name, storage_filesystem=self._around.filesystem)
+        """Returns the sweep's storage, with the trial's own folder as `experiment_fs_path`."""
+        parent, name = posixpath.split(self._around.folder)
+        return StorageContext(parent, name, storage_filesystem=self._around.filesystem)
 
 
 class TrialTrainFnUtils(TrainFnUtils):
     """Ray Train's functions for a train loop in a trial.
 
     Args:
-        session: of the trial.
-        around: see `Surroundings`.
-        broadcast: gives every worker what rank 0 passes.
-        folder: where checkpoints that the loop reports are kept until the next.
+        session: Session of the trial.
+        around: `Surroundings` of the trial.
+        broadcast: Returns the value of rank 0 on every worker.
+        folder: Folder in which a reported checkpoint is stored until the next one.
     """
 
     def __init__(self, session: TrialSession, around: Surroundings, broadcast: Callable[[Any], Any], folder: str):
@@ -101,10 +101,10 @@ class TrialTrainFnUtils(TrainFnUtils):
         checkpoint_upload_fn=None,
         validation=False,
     ):
-        """Reports; a checkpoint is copied at once, and stored when Tune asks for it.
+        """Reports metrics; copies a checkpoint at once, which is stored when Tune requests it.
 
         Raises:
-            ConfigError: an argument that says how Ray Train should store or validate checkpoints.
+            ConfigError: An argument sets how Ray Train stores or validates checkpoints.
         """
         _check_report(checkpoint_dir_name, checkpoint_upload_mode, checkpoint_upload_fn, validation)
         write = None
@@ -131,15 +131,15 @@ class TrialTrainFnUtils(TrainFnUtils):
         )
 
     def get_dataset_shard(self, dataset_info):
-        name, around = dataset_info.dataset_name, self._around
-        if name not in around.datasets:
-            known = ", ".join(map(repr, around.datasets)) or "none"
+        name, surroundings = dataset_info.dataset_name, self._around
+        if name not in surroundings.datasets:
+            known = ", ".join(map(repr, surroundings.datasets)) or "none"
             raise KeyError(f"A dataset must be one that the trainer was given ({known}); received: {name!r}")
         if name not in self._shards:
             shards = None
             if self._session.rank == 0:
-                given = {name: around.datasets[name]}
-                parts = around.dataset_config.configure(given, self._session.size, None, list(around.nodes))
+                given = {name: surroundings.datasets[name]}
+                parts = surroundings.dataset_config.configure(given, self._session.size, None, list(surroundings.nodes))
                 shards = [part[name] for part in parts]
             self._shards[name] = self._broadcast(shards)[self._session.rank]
         return self._shards[name]
@@ -148,14 +148,14 @@ class TrialTrainFnUtils(TrainFnUtils):
         return self._context
 
     def get_preemption_info(self) -> PreemptionInfo | None:
-        """Which of the trial's nodes are drained; all workers must ask, as under Ray Train."""
-        found = None
+        """Returns which of the trial's nodes are drained; all workers must call it, as under Ray Train."""
+        info = None
         if self._session.rank == 0:
             if time.monotonic() - self._looked >= _LOOK_INTERVAL:
                 self._drained = preemption(self._around.nodes, ray_core.draining())
                 self._looked = time.monotonic()
-            found = self._drained
-        return self._broadcast(found)
+            info = self._drained
+        return self._broadcast(info)
 
     def is_distributed(self):
         return self._session.size > 1
@@ -168,17 +168,17 @@ class TrialTrainFnUtils(TrainFnUtils):
 
 
 def preemption(nodes: Sequence[str], draining: dict[str, int]) -> PreemptionInfo | None:
-    """What Ray Train would tell workers on these nodes, or None where none of them is drained; pure.
+    """Returns Ray Train's PreemptionInfo for workers on these nodes, or None if none of them is drained; pure.
 
     Args:
-        nodes: id of the node of each worker, by rank.
-        draining: when each drained node of the cluster goes, in milliseconds of UNIX time; 0 where that is not known.
+        nodes: Node id of each worker, by rank.
+        draining: Deadline of each drained node of the cluster, in milliseconds of UNIX time; 0 if it is unknown.
     """
-    ranks = {node: [r for r, its in enumerate(nodes) if its == node] for node in dict.fromkeys(nodes)}
-    mine = {node: its for node, its in ranks.items() if node in draining}
-    if not mine:
+    ranks = {node: [r for r, item in enumerate(nodes) if item == node] for node in dict.fromkeys(nodes)}
+    drained = {node: item for node, item in ranks.items() if node in draining}
+    if not drained:
         return None
-    return PreemptionInfo(min((draining[node] for node in mine if draining[node]), default=None), mine)
+    return PreemptionInfo(min((draining[node] for node in drained if draining[node]), default=None), drained)
 
 
 def _check_report(dir_name, mode, upload, validation) -> None:

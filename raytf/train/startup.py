@@ -1,9 +1,9 @@
-"""How a run is handed to Ray Train, without waiting for one thing after another. Driver side.
+"""Starts a run's processes early, and passes them to Ray Train. Driver side.
 
 Ray Train starts its controller, then helpers, then the workers, which then import TensorFlow. Here all these processes
-start, and import what they need, as soon as `fit` is called: while the driver reads the data and tries the model. They
-hold no resources of the cluster, and none of them is a worker of the run before that has ended well: Ray Train then
-reserves the resources, and the processes that are on the right hosts become its workers.
+start and import as soon as `fit` is called. Meanwhile the driver reads the data and tries the model. The processes
+reserve no resources, and none is left from an earlier successful run. Ray Train then reserves the resources, and the
+processes on the right nodes become its workers.
 """
 
 from __future__ import annotations
@@ -73,44 +73,44 @@ from raytf.train.entry import import_raytf
 from raytf.train.healing import TAKES_ITS_PLACE, Asked, Healing, Recovery, standing
 from raytf.worker.ending import DRAIN, MovedError
 
-# Ray Train's controller takes reports, and sees ends and failures, only when it polls: every 2 s unless told otherwise,
-# which is longer than an epoch of a small model.
+# Seconds. Ray Train's controller processes reports, ends and failures only when it polls. Its default of 2 s is longer
+# than an epoch of a small model.
 _POLL_INTERVAL = "0.2"
-# Where workers fail only because another has gone, and one gives no sign of life, it is the one: after so long.
+# If workers fail only by another's loss, a worker that is silent for so many seconds is the lost one.
 _SILENT_INTERVAL = 3.0
-# Ray Train's guard against the controller's end is a process that imports Ray Train, when all cores import TensorFlow.
+# Delay in seconds of Ray Train's cleanup process: it imports Ray Train, when all cores import TensorFlow.
 _GUARDS_START_AFTER_INTERVAL = 20.0
-# Between two looks at whether an elastic run could have another number of workers: Ray Train's, and ours unless the
-# user said another; the change costs a start of workers, and no step.
+# Seconds between two checks of an elastic run's size: Ray Train's default, and raytf's unless the user sets another. A
+# change costs a start of workers, and no step.
 _RAYS_RESIZE_INTERVAL, _RESIZE_INTERVAL = 60.0, 2.0
-# Between two looks at which nodes there are.
+# Seconds between two checks of the cluster's nodes.
 _NODES_INTERVAL = 1.0
-# For Ray to notice the end of a process that another one has told of.
+# Seconds for Ray to notice the end of a process that another process has reported.
 _LOSS_INTERVAL = 2.0
-# Between two polls meanwhile, and behind one that took a report, as each takes one, and the next may wait.
+# Seconds between two polls meanwhile, and after one with a report: each poll takes one, and the next may wait.
 _SOON_INTERVAL = 0.02
-# After which such processes are started again, where they did not come to be ready.
+# Seconds until the start of new workers' processes is retried, if they were not ready in time.
 _AGAIN_INTERVAL = 30.0
-# Between two looks at which nodes are drained: a question to the head, of a millisecond.
+# Seconds between two checks for drained nodes; each is a request to the head of a millisecond.
 _DRAINS_INTERVAL = 1.0
 
 
 class Startup(WarmPool):
-    """The processes of a run that is about to start, by Ray Train's own class of workers.
+    """Processes of a run that is about to start, of Ray Train's own class of workers.
 
     Args:
-        scaling_config, run_config: the run's.
+        scaling_config, run_config: Configs of the run.
 
     Attributes:
-        controller: the actor that becomes Ray Train's controller.
-        run_config: the run's.
+        controller: Actor that becomes Ray Train's controller.
+        run_config: RunConfig of the run.
     """
 
     def __init__(self, scaling_config, run_config):
         self.run_config = run_config
-        here = ray.get_runtime_context().get_node_id()
+        node = ray.get_runtime_context().get_node_id()
         self.controller = (
-            ray.remote(_Controller).options(num_cpus=0, label_selector={ray_core.RAY_NODE_ID_KEY: here}).remote()
+            ray.remote(_Controller).options(num_cpus=0, label_selector={ray_core.RAY_NODE_ID_KEY: node}).remote()
         )
         super().__init__(
             RayTrainWorker, scaling_config, run_config, resources.fewest_workers(scaling_config), import_raytf
@@ -122,16 +122,16 @@ class Startup(WarmPool):
 
 
 class EarlyStartTrainer(DataParallelTrainer):
-    """A DataParallelTrainer on a `Startup`, its own unless it is given one.
+    """A DataParallelTrainer with the processes of a `Startup`, by default its own.
+
+    With num_workers=0 there is no other process, and `launch` is a `local.Here`.
 
     Args:
-        launch: the processes that are to become its own.
-        beside: what runs beside the workers: an `evaluator.Beside`, or None.
-        shown: (names of datasets, config) for Ray's dashboard, of a train loop that brings its own; or None.
-        heals: a worker that is lost is replaced in place, where that can be done.
-        rehearsed: the `job.TrainJob` of which spares make a step ahead, or None.
-
-    With num_workers=0 there is no other process, and the `launch` is a `local.Here`.
+        launch: The processes that it uses, or None to start them.
+        beside: A process in addition to the workers: an `evaluator.Beside`, or None.
+        shown: (names of datasets, config) for Ray's dashboard, of a train loop with its own datasets; or None.
+        heals: Whether a lost worker is replaced in place if possible.
+        rehearsed: `job.TrainJob` for the warm-up step of standby workers, or None.
     """
 
     _cancelled = False
@@ -180,35 +180,37 @@ class EarlyStartTrainer(DataParallelTrainer):
     def _fit_here(self):
         self._cancelled = False
         cancelled = lambda: self._cancelled or (self._launch is not None and self._launch.cancelled)
-        around = functools.partial(backend.context_here, self.backend_config)
-        loop = construct_train_func(self.train_loop_per_worker, self.train_loop_config, around, "train_loop_per_worker")
+        context = functools.partial(backend.context_here, self.backend_config)
+        loop = construct_train_func(
+            self.train_loop_per_worker, self.train_loop_config, context, "train_loop_per_worker"
+        )
         with quiet.native():
             run = functools.partial(local.run, loop, self.train_run_context, self.datasets, cancelled)
             return run() if self._launch is None or self._launch.ending is None else self._launch.ending.here(run)
 
     def _tasks_beside(self) -> dict[str, dict[str, float]]:
-        """Resources of each task beside Ray Train's workers, by name."""
+        """Returns the resources of each task in addition to Ray Train's workers, by name."""
         plan = getattr(self.backend_config, "servers", None)
         tasks = {str(task): plan.bundle(task) for task in plan.tasks()} if plan else {}
         return tasks | ({self._beside.name: self._beside.resources} if self._beside else {})
 
     def _reserve(self) -> None:
-        """Takes all that the run needs. How many workers an elastic run has is known to Ray Train's controller only."""
+        """Reserves all resources of the run, unless only Ray Train's controller has its number of workers."""
         scaling = self.scaling_config
         if not isinstance(scaling.num_workers, int) or scaling.num_workers < 1 or _is_slice(scaling):
             return
-        each, selectors = (
+        per_worker, selectors = (
             ray_configs.resources_per_worker(scaling),
             ray_configs.label_selectors(scaling, scaling.num_workers),
         )
-        self._reservation.take(scaling.num_workers, each, scaling.placement_strategy, selectors)
+        self._reservation.take(scaling.num_workers, per_worker, scaling.placement_strategy, selectors)
         plan = getattr(self.backend_config, "servers", None)
         if plan:
             plan = dataclasses.replace(plan, group=self._reservation.group, places=self._reservation.places)
             self.backend_config = dataclasses.replace(self.backend_config, servers=plan)
 
     def _cancel(self) -> None:
-        """Ends a `fit` that runs in another thread; it raises."""
+        """Ends a `fit` that runs in another thread; that `fit` raises an error."""
         self._cancelled = True
         if self._launch is not None:
             self._launch.cancel()
@@ -263,7 +265,7 @@ class _Controller(TrainController):
     """Ray Train's controller, in a process that starts before the run is known."""
 
     def __init__(self):
-        get_or_create_autoscaling_coordinator()  # a process that the first run of a cluster waits for
+        get_or_create_autoscaling_coordinator()  # starts a process that the first run of a cluster waits for
 
     def begin(
         self,
@@ -302,26 +304,26 @@ class _Controller(TrainController):
             )
         )
         self.worker_group_cls = type("_Group", (_WorkerGroup,), known)
-        # Ray Train reads these when it starts; what stays would change the environment of the workers.
-        ours = {HEALTH_CHECK_INTERVAL_S_ENV_VAR: _POLL_INTERVAL, ENABLE_PREEMPTION_WATCHER_ENV_VAR: "0"}
-        ours = {name: value for name, value in ours.items() if name not in environment}
-        os.environ.update({ray_core.WARN_BLOCKING_GET: "0"} | environment | ours)
+        # Ray Train reads these at its start; later they would change the environment of the workers.
+        variables = {HEALTH_CHECK_INTERVAL_S_ENV_VAR: _POLL_INTERVAL, ENABLE_PREEMPTION_WATCHER_ENV_VAR: "0"}
+        variables = {name: value for name, value in variables.items() if name not in environment}
+        os.environ.update({ray_core.WARN_BLOCKING_GET: "0"} | environment | variables)
         super().__init__(**arguments)
         self._list_again = ray_train.outlive_full_storage(ray_train.manager_of(self))
         ray_train.take_numpy(ray_train.manager_of(self))
         if elastic is not None:
             elastic.decisions, elastic.prepare = self._decisions, self._prepare
-        for name in ours:
+        for name in variables:
             del os.environ[name]
 
     def get_result(self):
-        """The list of checkpoints is written again before the run is over."""
+        """Writes the list of checkpoints again, and returns the result."""
         self._list_again()
         return super().get_result()
 
     @overrides(TrainController)
     async def _poll_workers(self):
-        """Looks at once where a worker has said that it lost another; soon until Ray knows it, and after a report."""
+        """Polls at once if a worker reports a loss, often until Ray detects it, and soon after a training report."""
         left, group = ray_train.until_poll(self), self.get_worker_group()
         if group.heals:
             self._looks_until = 0.0
@@ -338,7 +340,7 @@ class _Controller(TrainController):
         return await super()._poll_workers()
 
     def look(self) -> None:
-        """Says that a worker is lost, see `ray_train.tell_of_loss`."""
+        """Ends the wait for the next poll as a worker is lost, see `ray_train.tell_of_loss`."""
         self._lost.set()
 
     @overrides(TrainController)
@@ -351,32 +353,34 @@ class _Controller(TrainController):
         super()._shutdown_worker_group()
 
     def _prepare(self, before: int, after: int) -> bool:
-        """See `_WorkerGroup.prepare`; whether those that train are the same then, too."""
+        """Calls `_WorkerGroup.prepare`; returns whether its processes are ready, and the same workers still train."""
         group = self.get_worker_group()
         ready = group is not None and group.prepare(before, after)
         return ready and self.get_worker_group() is group and self._decisions.state.is_whole
 
     def stop(self) -> list:
-        """Takes note that the run is to stop; the actors that are to end after a step, none where none trains."""
+        """Requests a stop of the run. Returns the actors that must stop after a step, none if no worker trains."""
         action, group = self._decisions.take(decisions.StopRequested()), self.get_worker_group()
-        there = action.do is Do.END_AFTER_STEP and group is not None and group.has_started()
-        return [worker.actor for worker in group.get_workers()] if there else []
+        training = action.do is Do.END_AFTER_STEP and group is not None and group.has_started()
+        return [worker.actor for worker in group.get_workers()] if training else []
 
 
 class _Elastic(ElasticScalingPolicy):
-    """Leaves room for what stands beside the workers, and nodes alone that go; has workers that can do so end after the
-    same step before their number changes, where Ray Train ends them in the middle of one.
+    """Scaling policy of an elastic run: counts the run's other tasks, and excludes nodes that leave.
+
+    Workers that support it stop after the same step before their number changes. Ray Train ends them in the middle of
+    one.
 
     Args:
-        beside: resources of each task beside the workers, by name.
-        after_step: whether workers end after a step when they are asked to.
+        beside: Resources of each task in addition to the workers, by name.
+        after_step: Whether workers stop after a step on request.
 
     Attributes:
-        after_step: see above.
-        decisions: of the run: until a lost worker is replaced, or the others have ended, too, the number stays.
-        prepare: prepare(workers that there are, workers that there are to be) has processes be ready for those that are
-            to come, in another thread than Ray Train's; whether they are.
-        suspects: ids of nodes whose workers were lost: Ray takes up to 15 s to see that one has gone.
+        after_step: As the argument.
+        decisions: Decisions of the run. The number of workers stays until a lost one is replaced, or all have ended.
+        prepare: prepare(number of workers, new number) starts processes for new workers, in a thread other than Ray
+            Train's. Returns whether they are ready.
+        suspects: Ids of nodes whose workers were lost; Ray needs up to 15 s to detect a lost node.
     """
 
     decisions: Decisions
@@ -391,11 +395,11 @@ class _Elastic(ElasticScalingPolicy):
         self.suspects: set[str] = set()
         self._nodes: set[str] = set()
         self._look_at = -math.inf
-        self._not_before = -math.inf  # more workers than there are are wanted
-        self._late_at = math.inf  # when those that were asked to end after a step are late
+        self._not_before = -math.inf  # earliest time of the next increase
+        self._late_at = math.inf  # time when a requested stop after a step is overdue
 
     def _look(self) -> None:
-        """Has nodes be seen that have come or gone; Ray itself looks every 20 s."""
+        """Refreshes Ray Train's nodes if some were added or lost; Ray itself checks every 20 s."""
         if time.monotonic() < self._look_at:
             return
         self._look_at = time.monotonic() + _NODES_INTERVAL
@@ -411,7 +415,7 @@ class _Elastic(ElasticScalingPolicy):
 
     @overrides(ElasticScalingPolicy)
     def _count_possible_workers(self, reserved_resources) -> int:
-        # Ray's list of what is reserved is up to 20 s old
+        # Ray's list of reserved resources is up to 20 s old
         gone = {node["NodeID"] for node in ray.nodes() if not node["Alive"]} | ray_core.draining().keys()
         gone |= resources.silent(self.suspects)
         left = resources.without(ray_train.reserved(reserved_resources, without=gone), self._bundles)
@@ -432,33 +436,33 @@ class _Elastic(ElasticScalingPolicy):
             return NoopDecision()
         action = self.decisions.take(decisions.Room(decision.num_workers, late))
         if action.do is Do.END_AFTER_STEP:
-            its = timeouts.get()
-            self._late_at = time.monotonic() + its.joiner_ready + its.workers_leave
+            limits = timeouts.get()
+            self._late_at = time.monotonic() + limits.joiner_ready + limits.workers_leave
             actors = [worker.actor for worker in worker_group_state.workers]
             threading.Thread(target=self._change, args=(actors, action.workers), daemon=True).start()
         return decision if action.do is Do.RESIZE else NoopDecision()
 
     def _change(self, actors: list, after: int) -> None:
-        """Has workers end after a step, when the processes that are to come are ready."""
-        before = len(actors)
-        ready = after < before or self.prepare(before, after)
+        """Stops workers after a step, once the processes of new workers are ready."""
+        current = len(actors)
+        ready = after < current or self.prepare(current, after)
         if not ready:
             self._not_before = time.monotonic() + _AGAIN_INTERVAL
         else:
             self._late_at = time.monotonic() + timeouts.get().workers_leave
-            events.emit(RunEvent(kind=Kind.RESIZED, workers=after, before=before))
+            events.emit(RunEvent(kind=Kind.RESIZED, workers=after, before=current))
         if not ready or not ends.end_of_resized(actors):
-            self.decisions.take(decisions.NotTold())  # one is being replaced, or all start anew
+            self.decisions.take(decisions.NotTold())  # a worker is being replaced, or all restart
             self._late_at = math.inf
 
 
 def _is_slice(scaling_config) -> bool:
-    """Whether Ray Train reserves a slice of TPU hosts for the workers, by a way of its own."""
+    """Whether Ray Train reserves a slice of TPU hosts for the workers, in its own way."""
     return bool(scaling_config.use_tpu and scaling_config.topology and scaling_config.accelerator_type)
 
 
 class _Held(DefaultPlacementGroupHandle):
-    """A run's group in the hands of a worker group, which ends before what stands beside it does."""
+    """The reserved placement group of a run for one worker group, which ends before the run's other tasks."""
 
     def __init__(self, held: Reservation):
         super().__init__(held.group)
@@ -468,12 +472,14 @@ class _Held(DefaultPlacementGroupHandle):
         return self._held.wait(timeout_seconds)
 
     def shutdown(self) -> None:
-        """The driver gives the group back, or the next one takes its place."""
+        """Does nothing: the driver releases the group, or the next one replaces it."""
 
 
 class _SliceAndHeld(PlacementGroupHandle):
-    """A slice of TPU hosts, which Ray reserves in a way of its own, and beside it a group; both are given back unless
-    both are had within the time of a start."""
+    """A slice of TPU hosts, which Ray reserves in its own way, and a placement group in addition.
+
+    Both are released unless both are ready within the timeout of a start.
+    """
 
     def __init__(self, slice_of_hosts: PlacementGroupHandle, held: Reservation):
         self._slice, self._held, self._ready = slice_of_hosts, held, False
@@ -486,8 +492,8 @@ class _SliceAndHeld(PlacementGroupHandle):
         return self._slice.ready()
 
     def wait(self, timeout_seconds: float = 30) -> bool:
-        until = time.monotonic() + timeout_seconds
-        self._ready = self._slice.wait(timeout_seconds) and self._held.wait(max(1.0, until - time.monotonic()))
+        deadline = time.monotonic() + timeout_seconds
+        self._ready = self._slice.wait(timeout_seconds) and self._held.wait(max(1.0, deadline - time.monotonic()))
         return self._ready
 
     def shutdown(self) -> None:
@@ -497,10 +503,10 @@ class _SliceAndHeld(PlacementGroupHandle):
 
 
 class _WorkerGroup(WorkerGroup):
-    """A worker group in a run's reservation; its workers are processes that are there already, where these are.
+    """Worker group in a run's reservation; existing processes become its workers where possible.
 
-    Workers that are stopped are ended, and they are what the run failed of. The processes of an elastic run's workers
-    are none of the reservation's, so that they can outlive both it and the group.
+    Frozen workers are ended, and are the cause of the run's failure. Processes of an elastic run's workers are outside
+    of the reservation, so that they can outlive it.
     """
 
     processes: list
@@ -516,7 +522,7 @@ class _WorkerGroup(WorkerGroup):
     _hold_until: float | None = None
     _spares: Spares | None = None
     _cut_until: float | None = None
-    _standing: tuple = ()  # refs of where each worker stands
+    _standing: tuple = ()  # refs of each worker's `standing`
     _gone: dict[int, Exception]
 
     @functools.cached_property
@@ -525,12 +531,12 @@ class _WorkerGroup(WorkerGroup):
 
     @functools.cached_property
     def _stays(self) -> bool:
-        """Whether processes stay when the number of workers changes: where TensorFlow itself connects none of them."""
+        """Whether processes stay when the number of workers changes: only if TensorFlow itself connects none."""
         can = self.elastic is not None and self.elastic.after_step and self.config.communication == "auto"
         return can and resources.only_cpus(ray_train.scaling_of(self))
 
     def keep_those_that_stay(self) -> None:
-        """Leaves the processes of workers to the next group, unless one has failed by itself; this one is to end."""
+        """Keeps the processes of this group's workers for the next group, unless one has failed by itself."""
         if not self._stays:
             return
         status = self.get_latest_poll_status()
@@ -549,15 +555,15 @@ class _WorkerGroup(WorkerGroup):
         ray_train.take_out(self, [worker.actor for worker in kept])
 
     def end_processes(self) -> None:
-        """Ends those that were to become workers of another group."""
+        """Ends the processes that were to become workers of another group."""
         for _, actor in self.processes:
             ray.kill(actor)
         self.processes.clear()
 
     def prepare(self, before: int, after: int) -> bool:
-        """Has processes stand ready where Ray would place those that are to come to a number of workers.
+        """Starts processes on the nodes where Ray would place new workers; returns whether they are ready.
 
-        The workers go on meanwhile. In a thread of its own; whether they are ready.
+        It runs in its own thread, while the workers continue.
         """
         if not self._stays:
             return True
@@ -567,7 +573,7 @@ class _WorkerGroup(WorkerGroup):
         asked = [actor.execute.remote(entry.rehearse, self.rehearsed, after, cpus) for _, actor in started]
         try:
             answers.collect(asked, timeouts.get().joiner_ready, "that a process which is to become a worker is ready")
-        except (RaytfError, RayError) as error:  # its node has gone again, or it is too slow
+        except (RaytfError, RayError) as error:  # its node was lost, or it is too slow
             for _, actor in started:
                 ray.kill(actor)
             events.emit(RunEvent(kind=Kind.RESIZE_DELAYED, workers=after, before=before, why=in_a_line(error)))
@@ -578,7 +584,7 @@ class _WorkerGroup(WorkerGroup):
     @overrides(WorkerGroup)
     def _start(self):
         self._reported: dict[int, int] = {}
-        self.took_report = False  # with the last poll
+        self.took_report = False  # whether the last poll had a report
         self._gone = {}
         self._within: list = []  # actors in the reservation, which end with it
         try:
@@ -615,7 +621,7 @@ class _WorkerGroup(WorkerGroup):
     def _create_placement_group(self, scaling_config, worker_group_context):
         context = worker_group_context
         if _is_slice(scaling_config):
-            self.held.drop()  # nothing is held while a slice is waited for
+            self.held.drop()  # nothing is reserved during the wait for a slice
             slice_of_hosts = super()._create_placement_group(scaling_config, context)
             if self.beside is None:
                 return slice_of_hosts
@@ -642,28 +648,28 @@ class _WorkerGroup(WorkerGroup):
             self.beside.start(self.held)
         indices = placement_group_bundle_indices or list(range(num_workers))
         nodes = placement_group_table(placement_group)["bundles_to_node_id"]
-        there = {}
+        existing = {}
         for node, actor in self.processes:
-            place = next((i for i in indices if nodes[i] == node and i not in there), None)
+            place = next((i for i in indices if nodes[i] == node and i not in existing), None)
             if place is None:
                 ray.kill(actor)
             else:
-                there[place] = actor
+                existing[place] = actor
         self.processes.clear()
         if self._stays:
-            there |= {i: self._start_process(nodes[i]) for i in indices if i not in there}
+            existing |= {i: self._start_process(nodes[i]) for i in indices if i not in existing}
         try:
-            asked = [actor.get_metadata.remote() for actor in there.values()]
+            asked = [actor.get_metadata.remote() for actor in existing.values()]
             metadata = answers.collect(asked, timeouts.get().process_start, "the processes that become workers")
         except (RayActorError, ActorUnschedulableError, answers.NoAnswerError) as error:
-            for actor in there.values():
+            for actor in existing.values():
                 ray.kill(actor)
             raise WorkerGroupStartupFailedError("A process that was to become a worker has died") from error
         workers = [
-            Worker(actor, its, resources_per_worker, placement_group_bundle_index=i)
-            for (i, actor), its in zip(there.items(), metadata, strict=True)
+            Worker(actor, data, resources_per_worker, placement_group_bundle_index=i)
+            for (i, actor), data in zip(existing.items(), metadata, strict=True)
         ]
-        missing = [i for i in indices if i not in there]
+        missing = [i for i in indices if i not in existing]
         if missing:
             workers += super()._create_workers(len(missing), placement_group, resources_per_worker, missing)
         workers = self._assign_worker_ranks(workers, starting_world_rank, world_size, replica_group_size)
@@ -694,8 +700,8 @@ class _WorkerGroup(WorkerGroup):
 
     @overrides(WorkerGroup)
     def _poll_workers_and_collect_errors(self, timeout):
-        found = super()._poll_workers_and_collect_errors(timeout)
-        reported = [rank for rank, status in enumerate(found) if status.training_report is not None]
+        statuses = super()._poll_workers_and_collect_errors(timeout)
+        reported = [rank for rank, status in enumerate(statuses) if status.training_report is not None]
         for rank in reported:
             self._reported[rank] = self._reported.get(rank, 0) + 1
         self.took_report = bool(reported)
@@ -704,24 +710,24 @@ class _WorkerGroup(WorkerGroup):
         state = self.decisions.state
         if self.config.spares and state.recovers and state.is_whole:
             self._keep_spares()
-        for rank, status in enumerate(found):
+        for rank, status in enumerate(statuses):
             if rank not in self._world_rank_to_ongoing_poll and status.error is None:
                 self._watchdog.heard(rank)
-            if isinstance(cause_of(status.error), MovedError):  # by itself it counts as the loss of a node
+            if isinstance(cause_of(status.error), MovedError):  # otherwise it counts as the loss of a node
                 status.error = cause_of(status.error)
-        gone = {} if self.heals else self._gone  # one that is asked again may not answer
+        gone = {} if self.heals else self._gone  # a lost worker may not answer another poll
         for rank, error in gone.items():
-            found[rank] = WorkerStatus(running=False, error=error)
+            statuses[rank] = WorkerStatus(running=False, error=error)
         for rank, how in self._watchdog.ended.items():
             error = WorkerFrozenError(how, self._watchdog.kept.get(rank, ""))
-            found[rank] = WorkerStatus(running=False, error=error)
+            statuses[rank] = WorkerStatus(running=False, error=error)
         for rank, error in self._hangs.ended.items() if self._hangs is not None else ():
             if rank not in self._watchdog.ended:
-                found[rank] = WorkerStatus(running=False, error=error)
-        return self._without_consequences(self._healed(found))
+                statuses[rank] = WorkerStatus(running=False, error=error)
+        return self._without_consequences(self._healed(statuses))
 
     def _healed(self, found: list[WorkerStatus]) -> list[WorkerStatus]:
-        """Has processes take the places of workers that were lost; until they have, these seem to run."""
+        """Replaces lost workers; until it has, it reports them as running."""
         if self.heals and self._recovery.healing.done:
             self._end_healing(found)
         event = self._happened(found)
@@ -743,7 +749,7 @@ class _WorkerGroup(WorkerGroup):
         return decisions.happened([_seen(status.error) for status in found])
 
     def _follow(self, event: decisions.Event, found: list[WorkerStatus]) -> None:
-        """Does what is decided on what a poll shows."""
+        """Executes the action for an event that a poll shows."""
         action = self._decide(event)
         if action.do is Do.IGNORE:
             return
@@ -770,19 +776,19 @@ class _WorkerGroup(WorkerGroup):
             self._recovery.begin(action.ranks)
 
     def _decide(self, event: decisions.Event) -> decisions.Action:
-        """What follows from an event; failures that count are counted where Ray Train does so, too."""
+        """Returns the action for an event; counts its failures in Ray Train, too."""
         action = self.decisions.take(event)
         for _ in range(action.failures):
             ray_train.count_failure(self.policy)
         return action
 
     def look_for_cuts(self) -> None:
-        """Looks, from now on, whether workers have lost each other though the processes of all live."""
+        """Starts to check whether workers have lost their connections while all processes live."""
         if self.decisions.state.recovers and self.decisions.state.is_whole:
             self._cut_until, self._standing = time.monotonic() + timeouts.get().cut_link, ()
 
     def _look_at_cuts(self, found: list[WorkerStatus]) -> None:
-        """Has all form another ring where they wait for one, and none is lost."""
+        """Connects all workers in a new ring if all wait for one, and none is lost."""
         if self._cut_until is None:
             return
         workers = self.get_workers()
@@ -795,17 +801,17 @@ class _WorkerGroup(WorkerGroup):
             return
         refs, self._standing = self._standing, ()
         try:
-            told = ray.get(list(refs))
-        except ray.exceptions.RayError:  # one is lost, which the next look shows
+            states = ray.get(list(refs))
+        except ray.exceptions.RayError:  # a worker is lost, which the next poll shows
             return
-        if not all(isinstance(where, Waiting) and error is None for where, error in told):
+        if not all(isinstance(waiting, Waiting) and error is None for waiting, error in states):
             return
         self._cut_until = None
         self._recovery.connect(workers)
 
     @property
     def heals(self) -> bool:
-        """Whether processes are to take the places of lost ones now."""
+        """Whether a recovery is running."""
         return self._recovery.healing is not None
 
     def _keep_spares(self) -> None:
@@ -843,30 +849,30 @@ class _WorkerGroup(WorkerGroup):
         )
 
     def _has_room(self, ranks: Iterable[int]) -> bool:
-        """Whether processes can start in the places of workers: their bundles are on a node, or could be on one."""
+        """Whether processes can start for these ranks: their bundles are on a living node, or fit on one."""
         workers, drained = self.get_workers(), ray_core.draining()
         living = {node["NodeID"] for node in ray.nodes() if node["Alive"]} - drained.keys()
         living -= resources.silent({workers[rank].metadata.node_id for rank in ranks})
         nodes = placement_group_table(ray_train.group_of(self))["bundles_to_node_id"]
-        each = self.get_resources_per_worker()
+        bundle = self.get_resources_per_worker()
         homeless = sum(nodes.get(workers[rank].placement_group_bundle_index) not in living for rank in ranks)
-        wanted = {name: amount for name, amount in each.items() if amount > 0}
-        free = [its for node, its in ray_core.free_by_node().items() if node in living]
+        wanted = {name: amount for name, amount in bundle.items() if amount > 0}
+        free = [capacity for node, capacity in ray_core.free_by_node().items() if node in living]
         return not homeless or not wanted or resources.count_fitting(free, wanted) >= homeless
 
     def _take_place(self, rank: int) -> Worker:
-        """A process where a lost worker was, or where Ray has put its bundle since: a spare, or else a new one."""
+        """Replaces a lost worker on the node of its bundle by a standby worker or a new process. Returns it."""
         old, size = self.get_workers()[rank], len(self.get_workers())
-        each, group = self.get_resources_per_worker(), ray_train.group_of(self)
+        per_worker, group = self.get_resources_per_worker(), ray_train.group_of(self)
         bundle, spares, taken = old.placement_group_bundle_index, self._spares, None
         if spares is not None:
             node = placement_group_table(group)["bundles_to_node_id"][bundle]
             taken = spares.take(node, lambda actor: actor.get_metadata.remote())
         if taken is None:
-            (made,) = super()._create_workers(1, group, each, [bundle], rank, size, 1)
+            (made,) = super()._create_workers(1, group, per_worker, [bundle], rank, size, 1)
             self._within.append(made.actor)
         else:
-            made = Worker(*taken, each, placement_group_bundle_index=bundle)
+            made = Worker(*taken, per_worker, placement_group_bundle_index=bundle)
         made.distributed_context = old.distributed_context
         return made
 
@@ -889,8 +895,8 @@ class _WorkerGroup(WorkerGroup):
                 callback.after_worker_group_start(self)
 
     def _give_up(self, healing: Healing, action: decisions.Action) -> None:
-        """Behind a recovery that has failed, and is followed by no other."""
-        for rank in self._gone:  # until its node is known to have gone, who asks it would wait
+        """Ends a failed recovery that no other one follows."""
+        for rank in self._gone:  # a call to it would block until Ray detects the loss of its node
             ray.kill(self.get_workers()[rank].actor)
         healing.give_up()
         more = f". All workers restart from {healing.place}" if action.do is Do.RESTART else ""
@@ -898,30 +904,30 @@ class _WorkerGroup(WorkerGroup):
         events.emit(RunEvent(kind=Kind.RECOVERY_FAILED, ranks=ranks, step=healing.kept, why=why, more=more))
 
     def _without_consequences(self, found: list[WorkerStatus]) -> list[WorkerStatus]:
-        """Keeps back errors that another's end has caused while it is seen who that is: one that does not answer."""
+        """Withholds errors that the loss of a silent worker has caused, until that loss is certain."""
         failed = [rank for rank, status in enumerate(found) if status.error is not None]
-        now = time_monotonic()
+        time_now = time_monotonic()
         silent = {
-            rank: now - poll.start_time
+            rank: time_now - poll.start_time
             for rank, poll in self._world_rank_to_ongoing_poll.items()
-            if rank not in failed and now - poll.start_time >= _SILENT_INTERVAL
+            if rank not in failed and time_now - poll.start_time >= _SILENT_INTERVAL
         }
         if not failed or not silent or not all(is_consequence(found[rank].error) for rank in failed):
             return found
-        self._hold_until = self._hold_until or now + timeouts.get().silent_worker
+        self._hold_until = self._hold_until or time_now + timeouts.get().silent_worker
         for rank in failed:
-            if now < self._hold_until:
+            if time_now < self._hold_until:
                 found[rank] = WorkerStatus(running=True, training_report=found[rank].training_report)
         for rank, seconds in silent.items():
-            if now >= self._hold_until:
-                where = self.get_workers()[rank].metadata
-                how = f"its process {where.pid} on {where.node_ip} gives no sign of life since {seconds:.0f} s"
+            if time_now >= self._hold_until:
+                metadata = self.get_workers()[rank].metadata
+                how = f"its process {metadata.pid} on {metadata.node_ip} gives no sign of life since {seconds:.0f} s"
                 found[rank] = WorkerStatus(running=False, error=WorkerFrozenError(how))
         return found
 
 
 def _seen(error: BaseException | None) -> WorkerState:
-    """How a worker is seen that a poll tells this of."""
+    """Returns the state of a worker from the error of its poll."""
     cause = cause_of(error)
     if isinstance(cause, MovedError):
         return WorkerState.ENDED
@@ -938,12 +944,12 @@ def _is_true(ref) -> bool:
 
 
 def _place(worker: Worker) -> ProcessLocation:
-    its = worker.metadata
-    return ProcessLocation(its.node_id, its.node_ip, its.pid, None)
+    metadata = worker.metadata
+    return ProcessLocation(metadata.node_id, metadata.node_ip, metadata.pid, None)
 
 
 class _NoDatasets(WorkerGroupCallback):
-    """Stands for Ray Train's manager of datasets, a process of its own, where there are none."""
+    """Replaces Ray Train's manager of datasets, a process of its own, if there are none."""
 
     @overrides(WorkerGroupCallback)
     def before_init_train_context(self, workers):
@@ -954,7 +960,7 @@ class _NoDatasets(WorkerGroupCallback):
 
 
 class _LateCleaner(PlacementGroupCleanerCallback):
-    """Starts the guard of a worker group when the group has run for a while."""
+    """Starts the cleanup process of a worker group after the group has run for a while."""
 
     _due: float | None = None
     _group = None
@@ -987,7 +993,7 @@ class _LateCleaner(PlacementGroupCleanerCallback):
 
 
 class _Preemption(PreemptionCallback):
-    """Watches for nodes that are drained in a thread of the controller, where Ray Train starts an actor for it."""
+    """Watches for drained nodes in a thread of the controller, for which Ray Train would start an actor."""
 
     @overrides(PreemptionCallback)
     def after_worker_group_start(self, worker_group):
@@ -1008,9 +1014,9 @@ class _Preemption(PreemptionCallback):
 
 
 class _Drains(PreemptionWatcher):
-    """Has the workers end after a step as soon as a node of theirs is drained; Ray Train then starts them elsewhere.
+    """Stops the workers after a step as soon as one of their nodes is drained; Ray Train then starts them elsewhere.
 
-    Not where it is the driver's node, too: no other workers can be started from there, and the run ends.
+    If the driver's node is drained, no other workers can be started, and the run ends.
     """
 
     def __init__(self, ranks, seconds, actors, run: Decisions):

@@ -1,8 +1,8 @@
-"""Processes of an elastic run that stay when the number of its workers changes: what each does between two groups.
+"""Prepares processes of an elastic run for its next worker group when the number of workers changes.
 
-Ray Train ends a group of workers and starts another one. Those of its processes whose trainings have ended, after the
-same step or because another worker was lost, become workers of the next group: they have imported TensorFlow, and what
-the training before has left in them is cleared. On a worker; the driver's part is in `startup.py`.
+Ray Train ends a worker group and starts another one. A process joins the next group if its training stopped on request,
+or by another worker's loss. It has imported TensorFlow already; the state of the previous training is cleared. On a
+worker; the driver's part is in `startup.py`.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from raytf.worker.ending import MovedError
 
 
 def leave(seconds: float) -> bool:
-    """Makes this process ready for another training; False where it is not to be: the last has not ended, or failed.
+    """Prepares this process for another training; returns False if the last one has not ended, or has failed.
 
     Args:
-        seconds: for which it waits for the end of the one that goes on.
+        seconds: Seconds to wait for the end of the running training.
     """
     if not ray_train.training_has_ended(seconds):
         return False
@@ -42,12 +42,12 @@ def leave(seconds: float) -> bool:
 
 
 def _forget_frames(error: BaseException) -> None:
-    """Lets go of what the functions that an error went through have held, as the model; Ray Train keeps the error."""
+    """Drops the frames of an error, which reference the model; Ray Train keeps the error."""
     left, seen = [error], set()
     while left:
-        one = left.pop()
-        if one is None or id(one) in seen:
+        current = left.pop()
+        if current is None or id(current) in seen:
             continue
-        seen.add(id(one))
-        one.__traceback__ = None
-        left += [one.__context__, one.__cause__, cause_of(one)]
+        seen.add(id(current))
+        current.__traceback__ = None
+        left += [current.__context__, current.__cause__, cause_of(current)]

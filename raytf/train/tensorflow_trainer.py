@@ -1,4 +1,4 @@
-"""TensorflowTrainer: a train loop of the user's own on Ray Train's workers. Driver side."""
+"""TensorflowTrainer: runs a user's train loop on Ray Train's workers. Driver side."""
 
 from __future__ import annotations
 
@@ -92,9 +92,9 @@ class TensorflowTrainer(EarlyStartTrainer):
         validation.check_run_name(None if run_config is None else run_config.name)
         run_config = None if run_config is None else run_folder.located(run_config)
         self._workers, self.num_ps = scaling_config, num_ps
-        self.pipelines = {name: one for name, one in (datasets or {}).items() if isinstance(one, TFData)}
-        for one in self.pipelines.values():
-            one.check_pickles()
+        self.pipelines = {name: dataset for name, dataset in (datasets or {}).items() if isinstance(dataset, TFData)}
+        for dataset in self.pipelines.values():
+            dataset.check_pickles()
         environment = worker_environment(run_config or RunConfig(), scaling_config)
         scaling_config, self._servers = arguments.servers(num_ps, scaling_config, environment)
         if not isinstance(tensorflow_config, TensorflowConfig):
@@ -124,7 +124,7 @@ class TensorflowTrainer(EarlyStartTrainer):
             scaling_config=scaling_config,
             dataset_config=dataset_config,
             run_config=run_config,
-            datasets={name: one for name, one in (datasets or {}).items() if name not in self.pipelines},
+            datasets={name: dataset for name, dataset in (datasets or {}).items() if name not in self.pipelines},
             resume_from_checkpoint=resume_from_checkpoint,
             metadata=metadata,
             validation_config=validation_config,
@@ -134,20 +134,20 @@ class TensorflowTrainer(EarlyStartTrainer):
         """Runs the train loop on every worker.
 
         Raises:
-            ResourceError: the cluster can never hold the workers.
-            TrainingError: a worker failed more often than `FailureConfig` allows; it is a
-                `ray.train.TrainingFailedError` too.
-            StoppedError: SIGTERM or SIGINT came (to the main thread), and ended it at once. It is a `SystemExit`.
+            ResourceError: The cluster can never run the workers.
+            TrainingError: A worker failed more often than `FailureConfig` allows; it is a
+                `ray.train.TrainingFailedError`, too.
+            StoppedError: SIGTERM or SIGINT (to the main thread) stopped it at once. It is a `SystemExit`.
         """
         with phases_module.phases(phase=phases_module.starting()):
             connect(
                 resources.bundles(self.scaling_config, self._servers)
-            )  # may start Ray, which takes SIGTERM for itself
+            )  # may start Ray, which replaces the handler of SIGTERM
         with ends.Ending(after_step=False) as self._ending:
             return self._fit_placed()
 
     def _fit_placed(self) -> ray.train.Result:
-        """Runs the train loop as the only driver that has the run's folder."""
+        """Runs the train loop as the only driver of the run's folder."""
         if not self.num_ps:
             self._workers = resources.sharing(self._workers, resources.bundles(self._workers))
             self.scaling_config = self._workers
@@ -172,16 +172,16 @@ class TensorflowTrainer(EarlyStartTrainer):
             with RunLock(folder.filesystem, folder.path, self._cancel) as lock:
                 lock.confirm()
                 folder.check_list()
-                where = run_folder.where(self.run_config)
-                print(f"run     {where}", flush=True)
+                location = run_folder.where(self.run_config)
+                print(f"run     {location}", flush=True)
                 try:
                     with failures.first_cause(), self._shown_line(board):
                         result = super().fit()
                 except BaseException:
-                    lock.check()  # what came of its loss is not the cause
+                    lock.check()  # the loss of the lock is the cause, not its consequence
                     raise
             learned = run_list.newest(folder.filesystem, folder.path) is not None
-            for line in results.lines(result, where, learned):
+            for line in results.lines(result, location, learned):
                 print(line, flush=True)
             return result
         finally:
@@ -189,7 +189,7 @@ class TensorflowTrainer(EarlyStartTrainer):
             self.backend_config, self.run_config, self.train_run_context = setup, given, context
 
     def _shown_line(self, board: progress.Board):
-        """The progress line of a run on workers; what runs in this process prints by itself, or is in a debugger."""
+        """Returns the progress line of a run; a run in this process prints by itself, or is in a debugger."""
         if self.running_in_local_mode:
             return contextlib.nullcontext()
         return progress.Line(board, phases_module.console())

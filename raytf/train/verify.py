@@ -1,7 +1,7 @@
-"""Proves a user's model before it trains: two workers against one device, on a few of the user's rows.
+"""Compares two workers with one device before training, on a few of the user's rows.
 
-Forks of a process that has imported TensorFlow and run none of it make the runs, see `worker/verification`. Nothing
-here imports TensorFlow: the process that asks may become a worker.
+Forks of a process that has imported TensorFlow, and run none of it, make the runs, see `worker/verification`. This
+module does not import TensorFlow: the calling process may become a worker.
 """
 
 from __future__ import annotations
@@ -40,27 +40,27 @@ logger = logs.get_logger(__name__)
 _ROWS = (12, 7)
 _LARGE_ROWS = (6, 3)
 _LARGE_ROW_BYTES = 64 << 10
-# Differences below these are rounding, relative to a value or to what the steps have changed of a weight.
+# Smaller differences are rounding, relative to a value, or to the change of a weight in the steps.
 _ROUNDING, _HALF_ROUNDING = 1e-5, 2e-2
-# A difference is one if it exceeds so many times what other last bits, and other seeds, come to.
+# A difference counts if it exceeds so many times the effect of other last bits and other seeds.
 _TIMES = 30.0
-# What the start of a training waits for: less than a second of two processors, on a busy machine until they gave it.
+# Limits in seconds of the wait at a training's start: CPU time (under a second of two processors), and wall time.
 START_WAIT_CPU, START_WAIT = 1.6, 4.0
 _LOOK_INTERVAL = 0.1
 _NICE = 10
-# Between two looks of the driver at a comparison that goes on, for its answer, and for its thread to end.
+# Seconds between two requests of the driver for the result of a running comparison.
 _POLL_INTERVAL = 1.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Proof:
-    """What came of a comparison.
+    """Result of a comparison.
 
     Args:
-        differences: a sentence each; empty where two workers train as one device does.
-        failed: why nothing could be compared, or None.
-        skipped: why nothing was, on purpose, or None.
-        random: what differs between two runs of one device as well, and says nothing.
+        differences: One sentence each; empty if two workers train as one device does.
+        failed: Why nothing could be compared, or None.
+        skipped: Why nothing was compared on purpose, or None.
+        random: Names of values that also differ between two runs of one device, and so prove nothing.
     """
 
     differences: tuple[str, ...] = ()
@@ -69,7 +69,7 @@ class Proof:
     random: tuple[str, ...] = ()
 
     def text(self) -> str:
-        """What a user is told; "" where there is nothing to tell."""
+        """Returns the message for the user, or "" without one."""
         if self.failed is not None:
             return f"verify: whether two workers train this model as one process does is not known: {self.failed}"
         if not self.differences:
@@ -81,7 +81,7 @@ class Proof:
         )
 
     def error(self) -> ConfigError:
-        """The same for `verify="error"`."""
+        """Returns the error for `verify="error"`."""
         return ConfigError(
             "With verify='error' several workers must train a model as one process does",
             "; ".join(self.differences) or f"no proof: {self.failed}",
@@ -94,12 +94,12 @@ NOT_IN_TIME = Proof(failed="the training has ended first; verify='error' waits f
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Order:
-    """How two workers are to be compared with one device.
+    """How to compare two workers with one device.
 
     Args:
-        validation: a block of the validation's rows, or None.
-        seconds, cpu_seconds: that the asking process waits for the outcome, see `outcome`.
-        goes_on: whether the comparison goes on after that; else it is ended.
+        validation: A block of the validation data, or None.
+        seconds, cpu_seconds: Limits of the calling process' wait for the outcome, see `outcome`.
+        goes_on: Whether the comparison continues after that; otherwise it is ended.
     """
 
     validation: StoredDataset | TFData | None = None
@@ -110,11 +110,11 @@ class Order:
 
 @dataclasses.dataclass(frozen=True)
 class Running:
-    """A comparison that goes on beside this process.
+    """A comparison that runs in parallel to this process.
 
     Args:
-        pid: of the process that makes it.
-        reader: a file descriptor of this process from which its `Proof` comes.
+        pid: Id of the process that makes it.
+        reader: File descriptor of this process for reading its `Proof`.
     """
 
     pid: int
@@ -122,15 +122,15 @@ class Running:
 
 
 def trial_of(pickled: bytes, block: StoredDataset | TFData, order: Order) -> Callable[[], Any] | Proof:
-    """What makes the trial of a KerasTrainer's model, for `begin`.
+    """Returns the function that makes the trial of a KerasTrainer's model, for `begin`; a `Proof` if there is one row.
 
     Args:
         pickled: (build_model, config, the `batch_spec.BatchSpec`, ...), by cloudpickle, see `dry_run.inspect`.
-        block: a block of the training data, of this process.
-        order: how the comparison is made.
+        block: A block of the training data, in this process.
+        order: How to make the comparison.
     """
-    found = few_rows(block)
-    others = None if order.validation is None else few_rows(order.validation.here())
+    train = few_rows(block)
+    held_out = None if order.validation is None else few_rows(order.validation.here())
 
     def trial():
         from raytf.worker.verification import VerificationTask
@@ -139,18 +139,18 @@ def trial_of(pickled: bytes, block: StoredDataset | TFData, order: Order) -> Cal
         return VerificationTask(
             build=lambda: build_model(dict(config)),
             batch=batch,
-            rows=found[0],
-            validation=None if others is None else others[0],
-            global_batch=found[1],
+            rows=train[0],
+            validation=None if held_out is None else held_out[0],
+            global_batch=train[1],
         )
 
-    return trial if found is not None else Proof(skipped="the data has one row")
+    return trial if train is not None else Proof(skipped="the data has one row")
 
 
 def few_rows(block: StoredDataset | TFData) -> tuple[StoredDataset | TFData, int] | None:
-    """(rows from all over a block, rows of the first step), None where two workers cannot have one each.
+    """Returns (rows from all over a block, rows of the first step); None if two workers cannot have one each.
 
-    Of a pipeline, whose rows are read there, itself.
+    A pipeline is returned unchanged, as its rows are read in the trial.
     """
     if isinstance(block, TFData):
         return block, _ROWS[1]
@@ -161,7 +161,7 @@ def few_rows(block: StoredDataset | TFData) -> tuple[StoredDataset | TFData, int
     if count < 2:
         return None
     places = np.linspace(0, table.num_rows - 1, count).astype(int)
-    rows = pa.concat_tables([table.slice(int(place), 1) for place in places])  # `take` knows not all kinds of columns
+    rows = pa.concat_tables([table.slice(int(place), 1) for place in places])  # `take` lacks some types of columns
     return StoredDataset([rows], [count], block.columns), min(first, max(2, (count + 2) // 2))
 
 
@@ -169,11 +169,11 @@ def few_rows(block: StoredDataset | TFData) -> tuple[StoredDataset | TFData, int
 
 
 def begin(trial: Callable[[], Any] | Proof) -> Running:
-    """Starts a comparison in processes of their own, which end with this one.
+    """Starts a comparison in other processes, which end with this one.
 
     Args:
-        trial: returns the `verification.VerificationTask`; called in each process that trains, as what is made of it
-            may run TensorFlow. A `Proof` where there is nothing to try.
+        trial: Returns the `verification.VerificationTask`; called in each process that trains, as it may run
+            TensorFlow. Or a `Proof` if there is nothing to try.
     """
     reader, writer = os.pipe()
     asking = os.getpid()
@@ -191,43 +191,43 @@ def begin(trial: Callable[[], Any] | Proof) -> Running:
         os.environ.update(CUDA_VISIBLE_DEVICES="-1", TF_CPP_MIN_LOG_LEVEL="3")
         try:
             with autograph.in_memory():
-                said = trial if isinstance(trial, Proof) else _Supervisor(trial, asking).proof()
+                proof = trial if isinstance(trial, Proof) else _Supervisor(trial, asking).proof()
         except BaseException as error:
-            said = Proof(failed=in_a_line(error))
+            proof = Proof(failed=in_a_line(error))
         with os.fdopen(writer, "wb") as file:
-            pickle.dump(said, file)
+            pickle.dump(proof, file)
     finally:
         os._exit(0)
 
 
 def outcome(running: Running, seconds: float, cpu_seconds: float | None = None) -> Proof | None:
-    """The proof, or None if it goes on; then the same may be asked again.
+    """Returns the proof, or None if the comparison continues; then it can be called again.
 
     Args:
-        running: from `begin`, in this process.
-        seconds: to wait, at least 0.
-        cpu_seconds: wait no longer than its processes take to compute so long, or None.
+        running: Result of `begin`, in this process.
+        seconds: Seconds to wait, at least 0.
+        cpu_seconds: Seconds of CPU time of its processes after which the wait ends, or None.
     """
-    until, spent = time.monotonic() + seconds, procfs.cpu_seconds(running.pid)
+    deadline, spent = time.monotonic() + seconds, procfs.cpu_seconds(running.pid)
     poll = select.poll()
     poll.register(running.reader, select.POLLIN)
-    while not poll.poll(min(_LOOK_INTERVAL, max(0.0, until - time.monotonic())) * 1000):
-        if time.monotonic() >= until:
+    while not poll.poll(min(_LOOK_INTERVAL, max(0.0, deadline - time.monotonic())) * 1000):
+        if time.monotonic() >= deadline:
             return None
         if cpu_seconds is not None and procfs.cpu_seconds(running.pid) - spent >= cpu_seconds:
             return None
     with os.fdopen(running.reader, "rb") as file:
-        said = file.read()
+        content = file.read()
     os.waitpid(running.pid, 0)
-    return pickle.loads(said) if said else Proof(failed="its process was killed")
+    return pickle.loads(content) if content else Proof(failed="its process was killed")
 
 
 def cancel(running: Running) -> None:
-    """Ends a comparison of which nobody wants to know any more."""
+    """Ends a comparison whose result is not needed any more."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(running.pid, signal.SIGKILL)
     with contextlib.suppress(ProcessLookupError):
-        os.kill(running.pid, signal.SIGKILL)  # before it had a group of its own
+        os.kill(running.pid, signal.SIGKILL)  # it may not have its own process group yet
     os.close(running.reader)
     os.waitpid(running.pid, 0)
 
@@ -236,11 +236,11 @@ def cancel(running: Running) -> None:
 
 
 class Following:
-    """Says what comes of a comparison that goes on in a process, when it is known: a context around the training.
+    """Reports the result of a comparison that continues during a training; a context around the training.
 
     Args:
-        running: the comparison; None where it is known, or none was made.
-        processes: of which one was asked for it, a `processes.WarmPool`.
+        running: The comparison, or None if its result is known or none was made.
+        processes: A `processes.WarmPool`, one process of which makes the comparison.
     """
 
     def __init__(self, running: Running | None, processes):
@@ -261,12 +261,12 @@ class Following:
     def _follow(self) -> None:
         proof, ended = None, False
         try:
-            its = timeouts.get()
+            limits = timeouts.get()
             while proof is None and not ended:
                 ended = self._ends.wait(_POLL_INTERVAL)
-                seconds = its.verify_end if ended and self._well else 0.0
+                seconds = limits.verify_end if ended and self._well else 0.0
                 call = self._processes.asked.execute.remote(outcome, self._running, seconds)
-                (proof,) = collect([call], seconds + its.verify_answer, "what came of verify", names=["a process"])
+                (proof,) = collect([call], seconds + limits.verify_answer, "what came of verify", names=["a process"])
             proof = proof or NOT_IN_TIME
         except (ray.exceptions.RayError, NoAnswerError) as error:
             proof = NOT_IN_TIME if self._ends.is_set() else Proof(failed=f"its process has gone: {in_a_line(error)}")
@@ -277,14 +277,14 @@ class Following:
 
 
 def tell(proof: Proof, word: str) -> None:
-    """Warns of what a proof has found; says in a line that nothing is known.
+    """Warns of the differences of a proof; logs in a line if the result is unknown.
 
     Args:
-        proof: the outcome of a comparison.
+        proof: Result of a comparison.
         word: "warn" or "error".
 
     Raises:
-        ConfigError: with "error", two workers do not train as one process does, or this is not known.
+        ConfigError: With "error", two workers do not train as one process does, or this is unknown.
     """
     if word == "error" and (proof.differences or proof.failed is not None):
         raise proof.error()
@@ -300,27 +300,27 @@ def tell(proof: Proof, word: str) -> None:
 
 # ------------------------------------------------------------------------------------------ the runs
 
-_PR_SET_PDEATHSIG = 1  # of Linux' prctl(2)
+_PR_SET_PDEATHSIG = 1  # from Linux' prctl(2)
 
 
 class _ComparisonLostError(Exception):
-    """The process for which this is done has gone."""
+    """The process that requested the comparison has ended."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ForkedTraining:
-    """A process that trains, and the memory that it leaves its outcome in."""
+    """A process that trains, and the memory file for its outcome."""
 
     pid: int
     memory: int
 
 
 class _Supervisor:
-    """Has one device and two workers train, compares them, and has the one device train again where they differ.
+    """Trains on one device and on two workers, and compares them; trains on one device again if they differ.
 
     Args:
-        trial: returns a `verification.VerificationTask`.
-        asking: the process for which this is done.
+        trial: Returns a `verification.VerificationTask`.
+        asking: Id of the process that requested the comparison.
     """
 
     def __init__(self, trial: Callable[[], Any], asking: int):
@@ -328,11 +328,11 @@ class _Supervisor:
         self._until = time.monotonic() + timeouts.get().verify
 
     def proof(self) -> Proof:
-        found = self._compared()
-        if found.failed is not None and found.failed.startswith("one device"):
-            self._eagerly = False  # it may be written for graphs alone
+        result = self._compared()
+        if result.failed is not None and result.failed.startswith("one device"):
+            self._eagerly = False  # the model may work in graphs only
             return self._compared()
-        return found
+        return result
 
     def _compared(self) -> Proof:
         with local_addresses(2) as addresses:
@@ -370,30 +370,30 @@ class _Supervisor:
             start_run(lambda: device(taken)),
         ]
         os.close(tells)
-        two, other, one = self._ended(runs)
-        if (done := _unable(one, two, other)) is not None:
+        two, second, single = self._ended(runs)
+        if (done := _unable(single, two, second)) is not None:
             return done
-        suspects = suspected(one, two)
-        alike = two["digest"] == other["digest"]
+        suspects = suspected(single, two)
+        alike = two["digest"] == second["digest"]
         if not suspects and alike:
             return Proof()
         (again,) = self._ended([start_run(lambda: device(lambda: read_memory(initial), again=True))])
         if "error" in again:
             return Proof(failed=f"one device could not train a second time: {again['error']}")
-        return judged(one, two, again, suspects, alike)
+        return judged(single, two, again, suspects, alike)
 
     def _ended(self, runs: Sequence[ForkedTraining]) -> list[dict]:
-        """What each has left; all are ended where the time is over, or nobody wants to know."""
+        """Returns the outcome of each run; ends all runs at the timeout, or if the requesting process has ended."""
         left = {os.pidfd_open(run.pid): run for run in runs}
         poll = select.poll()
-        for one in left:
-            poll.register(one, select.POLLIN)
+        for descriptor in left:
+            poll.register(descriptor, select.POLLIN)
         try:
             while left:
-                for one, _ in poll.poll(_LOOK_INTERVAL * 5000):
-                    poll.unregister(one)
-                    os.waitpid(left.pop(one).pid, 0)
-                    os.close(one)
+                for descriptor, _ in poll.poll(_LOOK_INTERVAL * 5000):
+                    poll.unregister(descriptor)
+                    os.waitpid(left.pop(descriptor).pid, 0)
+                    os.close(descriptor)
                 if os.getppid() != self._asking:
                     raise _ComparisonLostError
                 if left and time.monotonic() > self._until:
@@ -407,19 +407,19 @@ class _Supervisor:
 
 @contextlib.contextmanager
 def local_addresses(count: int) -> Iterator[list[str]]:
-    """Addresses of this host alone that nothing else takes meanwhile, for workers in forks of this process."""
+    """Yields addresses of this host that no other process takes meanwhile, for workers in forks of this process."""
     with contextlib.ExitStack() as held:
         sockets = [held.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            one.bind(("127.0.0.1", 0))
-        yield [f"127.0.0.1:{one.getsockname()[1]}" for one in sockets]
+        for sock in sockets:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.bind(("127.0.0.1", 0))
+        yield [f"127.0.0.1:{sock.getsockname()[1]}" for sock in sockets]
 
 
 def start_run(work: Callable[[], dict]) -> ForkedTraining:
-    """Starts a fork of this process that calls `work`, and leaves what that returns, or raises, in a memory.
+    """Starts a fork of this process that calls `work`, and writes its result or its error into a memory file.
 
-    It ends with this process: Ray kills the children of a worker that it ends, and not theirs.
+    The fork ends with this process, as Ray kills only the direct children of a worker.
     """
     memory, parent = os.memfd_create("outcome"), os.getpid()
     pid = os.fork()
@@ -427,32 +427,32 @@ def start_run(work: Callable[[], dict]) -> ForkedTraining:
         return ForkedTraining(pid, memory)
     try:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it has ended before that
+        if os.getppid() != parent:  # the parent has ended before this call
             os._exit(1)
         try:
-            said = work()
+            result = work()
         except BaseException as error:
-            said = {"error": in_a_line(error), "lost": isinstance(error, (PeerLostError, TimeoutError))}
+            result = {"error": in_a_line(error), "lost": isinstance(error, (PeerLostError, TimeoutError))}
         with os.fdopen(memory, "wb") as file:
-            pickle.dump(said, file, protocol=5)
+            pickle.dump(result, file, protocol=5)
     finally:
         os._exit(0)
 
 
 def read_memory(memory: int) -> Any:
-    """What another process has written into a memory, None where it has written nothing."""
+    """Returns the object that another process has written into a memory file; None if the file is empty."""
     with os.fdopen(os.dup(memory), "rb") as file:
         file.seek(0)
         return pickle.load(file) if os.fstat(memory).st_size else None
 
 
 def _unable(one: dict, two: dict, other: dict) -> Proof | None:
-    """Why nothing can be compared, or what failed on two workers alone."""
-    skipped = next((each["skipped"] for each in (one, two, other) if "skipped" in each), None)
+    """Returns why nothing can be compared, or a failure on two workers only; otherwise None."""
+    skipped = next((run["skipped"] for run in (one, two, other) if "skipped" in run), None)
     if skipped is not None:
         return Proof(skipped=skipped)
-    failures = [each for each in (two, other) if "error" in each]
-    causes = [each for each in failures if not each.get("lost")]
+    failures = [run for run in (two, other) if "error" in run]
+    causes = [run for run in failures if not run.get("lost")]
     if "error" in one and not one.get("lost"):
         return Proof(failed=f"one device fails on them: {one['error']}")
     if causes and "error" not in one:
@@ -467,13 +467,13 @@ def _unable(one: dict, two: dict, other: dict) -> Proof | None:
 
 @dataclasses.dataclass(frozen=True)
 class _Gap:
-    """How far two runs are apart in one thing.
+    """Difference of two runs in one value.
 
     Args:
         kind: "log", "weight" or "state".
-        gap, scale: the difference, and what it is to be seen against.
-        shown: of the values.
-        how: how the variable is aggregated, of a state.
+        gap, scale: The difference, and the scale that it is relative to.
+        shown: Text with both values.
+        how: Aggregation of the variable, if `kind` is "state".
     """
 
     kind: str
@@ -484,25 +484,28 @@ class _Gap:
 
 
 def _gaps(one: Mapping[str, Any], two: Mapping[str, Any]) -> dict[str, _Gap]:
-    found = {}
+    gaps = {}
     for name in [*one["logs"], *(name for name in two["logs"] if name not in one["logs"])]:
         if name not in one["logs"] or name not in two["logs"]:
-            found[f"log {name}"] = _Gap("log", np.inf, 1.0, "there on one of them alone")
+            gaps[f"log {name}"] = _Gap("log", np.inf, 1.0, "there on one of them alone")
             continue
-        a, b = (np.asarray(each["logs"][name], np.float64) for each in (one, two))
+        a, b = (np.asarray(run["logs"][name], np.float64) for run in (one, two))
         shown = f"{a.ravel()[0]:.6g} on one device, {b.ravel()[0]:.6g} on two workers" if a.size else ""
-        found[f"log {name}"] = _Gap("log", _most(a - b, a, b), float(np.max(np.abs(a), initial=1e-6)), shown)
-    for (path, was, mine), (_, _, its) in zip(one["weights"], two["weights"], strict=True):
-        was, mine, its = (np.asarray(value, np.float64) for value in (was, mine, its))
-        moved, apart = _norm(mine - was), _norm(np.where(np.isnan(mine) & np.isnan(its), 0, mine - its))
-        floor = 8 * np.finfo(np.float32).eps * _norm(mine) / _ROUNDING
-        shown = f"apart by {apart / max(moved, 1e-30):.2g} times what the two steps change"
-        found[f"weight {path}"] = _Gap("weight", apart, moved + floor, shown)
-    for (path, mine, how), (_, its, _) in zip(one["states"], two["states"], strict=True):
-        a, b = np.asarray(mine, np.float64), np.asarray(its, np.float64)
+        gaps[f"log {name}"] = _Gap("log", _most(a - b, a, b), float(np.max(np.abs(a), initial=1e-6)), shown)
+    for (path, initial, single), (_, _, double) in zip(one["weights"], two["weights"], strict=True):
+        initial, single, double = (np.asarray(value, np.float64) for value in (initial, single, double))
+        moved, distance = (
+            _norm(single - initial),
+            _norm(np.where(np.isnan(single) & np.isnan(double), 0, single - double)),
+        )
+        floor = 8 * np.finfo(np.float32).eps * _norm(single) / _ROUNDING
+        shown = f"apart by {distance / max(moved, 1e-30):.2g} times what the two steps change"
+        gaps[f"weight {path}"] = _Gap("weight", distance, moved + floor, shown)
+    for (path, single, how), (_, double, _) in zip(one["states"], two["states"], strict=True):
+        a, b = np.asarray(single, np.float64), np.asarray(double, np.float64)
         shown = f"{a.ravel()[0]:.6g} on one device, {b.ravel()[0]:.6g} on two workers" if a.size else ""
-        found[f"state {path}"] = _Gap("state", _most(a - b, a, b), float(np.max(np.abs(a), initial=1e-6)), shown, how)
-    return found
+        gaps[f"state {path}"] = _Gap("state", _most(a - b, a, b), float(np.max(np.abs(a), initial=1e-6)), shown, how)
+    return gaps
 
 
 def _norm(values: np.ndarray) -> float:
@@ -510,42 +513,42 @@ def _norm(values: np.ndarray) -> float:
 
 
 def _most(gap: np.ndarray, a: np.ndarray, b: np.ndarray) -> float:
-    """The largest difference; none between two that are no numbers."""
+    """Returns the largest difference; two NaN have none."""
     gap = np.where((np.isnan(a) & np.isnan(b)) | (a == b), 0.0, np.abs(gap))
     return float(np.max(np.where(np.isnan(gap), np.inf, gap), initial=0.0))
 
 
 def suspected(one: Mapping[str, Any], two: Mapping[str, Any]) -> list[str]:
-    """What differs by more than rounding comes to in most models."""
+    """Returns the names of values that differ by more than rounding does in most models."""
     most = _HALF_ROUNDING if one["half"] else _ROUNDING
-    return [name for name, its in _gaps(one, two).items() if not its.gap <= most * its.scale]
+    return [name for name, difference in _gaps(one, two).items() if not difference.gap <= most * difference.scale]
 
 
 def judged(one: dict, two: dict, again: dict, suspects: Sequence[str], alike: bool) -> Proof:
-    """Which suspects differ by more than what one device makes of other last bits and other seeds.
+    """Returns the proof: which suspects differ by more than other last bits and other seeds change on one device.
 
     Args:
-        one, two: outcomes on one device and on two workers.
-        again: on one device, with other last bits and seeds.
-        suspects: from `suspected`.
-        alike: whether both workers have the same weights.
+        one, two: Outcomes on one device and on two workers.
+        again: Outcome on one device with other last bits and seeds.
+        suspects: Result of `suspected`.
+        alike: Whether both workers have the same weights.
     """
     gaps, noise = _gaps(one, two), _gaps(one, again)
     real = [name for name in suspects if gaps[name].gap > _TIMES * noise[name].gap]
     random = tuple(name for name in suspects if name not in real)
-    traits, found = one["traits"], []
+    traits, differences = one["traits"], []
     if not alike:
-        found.append(
+        differences.append(
             "the two workers have other weights than each other after two steps: a step draws numbers or reads a clock "
             "that seeds do not set, or changes weights without an optimizer. Let the optimizer change them"
         )
     logs = [name for name in real if gaps[name].kind == "log"]
     weights = [name for name in real if gaps[name].kind == "weight"]
-    found += [_of_state(name, gaps[name]) for name in real if gaps[name].kind == "state"]
+    differences += [_of_state(name, gaps[name]) for name in real if gaps[name].kind == "state"]
     if weights:
-        found.append(_of_weights(weights, gaps, traits))
-    found += [_of_log(name.removeprefix("log "), gaps[name], traits, bool(weights)) for name in logs]
-    return Proof(differences=tuple(found), random=random)
+        differences.append(_of_weights(weights, gaps, traits))
+    differences += [_of_log(name.removeprefix("log "), gaps[name], traits, bool(weights)) for name in logs]
+    return Proof(differences=tuple(differences), random=random)
 
 
 def _of_state(name: str, its: _Gap) -> str:

@@ -1,7 +1,7 @@
-"""A warm worker group: its processes, TensorFlow's import and the strategy with its collectives outlive a trial.
+"""A warm worker group: its processes, imported TensorFlow and strategy with its collectives outlive a trial.
 
-It lives in the placement group of the Tune actor that opened it (`trial.py`), and ends with it. Its workers follow that
-actor step by step: begin a trial, go on to the next report, save, stop.
+It is in the placement group of the Tune actor that opened it (`trial.py`), and ends with it. Its workers execute that
+actor's commands: begin a trial, continue to the next report, save, stop.
 """
 
 from __future__ import annotations
@@ -52,20 +52,20 @@ from raytf.train.session_functions import Surroundings, TrialTrainFnUtils
 from raytf.worker import clearing, ending
 from raytf.worker.session import TrialSession, TrialStopped, Within, bytes_of, write_files
 
-# Between two looks at whether a worker group is still there; one that dies in between is seen at the next.
+# Seconds between two checks of a worker whether the group's actor lives.
 _LOOKS_INTERVAL = 5.0
-# A worker's process listens for its trial so long before it answers other questions.
+# Seconds for which a worker's process waits for its trial before it answers other calls.
 _BEAT_INTERVAL = 0.5
-# What a worker says then that waits for another ring, as one was lost, or all lost their connections.
+# Event of a worker that waits for the next ring, after the loss of a worker or of all connections.
 _WAITS = ("waits", None)
-# Between two looks at workers that train.
+# Seconds between two checks of workers that train.
 _LOOK_INTERVAL = 1.0
-# In Ray's key-value store, where the spare processes that have become a group's workers are noted.
+# Namespace in Ray's key-value store with the standby processes that are workers of a group.
 _TAKEN = b"raytf_taken"
 
 
 class TrialError(RaytfError, RuntimeError):
-    """A trial's own code failed; the message is its error, `details` the traceback of the worker, `rank` its own."""
+    """A trial's own code failed: `cause` is its error, `details` the traceback of the worker, `rank` the worker's."""
 
     rank: int | None = None
 
@@ -78,10 +78,10 @@ class TrialError(RaytfError, RuntimeError):
 
 
 class WorkerGroupLostError(RaytfError, ConnectionError):
-    """A worker of the worker group died, or failed where the others did not: the worker group is of no use any more.
+    """A worker died, or failed while the others did not: the worker group cannot be used any more.
 
     Attributes:
-        unhealed: why it was not replaced in place, as a clause, where that was tried; or None.
+        unhealed: Why the worker was not replaced in place, as a clause, if that was tried; or None.
     """
 
     unhealed: str | None = None
@@ -89,16 +89,16 @@ class WorkerGroupLostError(RaytfError, ConnectionError):
 
 @dataclass(frozen=True, kw_only=True)
 class TrialRun:
-    """A trial, as its workers see it.
+    """A trial, for its workers.
 
     Args:
-        train: train(session, config): the loop; runs on every worker.
-        config: the trial's.
-        name: of the trial.
-        files: of the checkpoint to go on from, by name, or None.
-        around: arguments of the loop's `session_functions.Surroundings`, without the nodes.
-        within: where it keeps checkpoints within its epochs, or None.
-        heals: so many losses of workers are healed in place, where that can be done.
+        train: train(session, config), the loop, which runs on every worker.
+        config: Config of the trial.
+        name: Name of the trial.
+        files: Files of the checkpoint to resume from, by name, or None.
+        around: Arguments of the loop's `session_functions.Surroundings`, without the nodes.
+        within: Where it saves checkpoints within its epochs, or None.
+        heals: Number of lost workers that are replaced in place if possible.
     """
 
     train: Callable
@@ -118,25 +118,24 @@ class _Worker:
 
 
 class WorkerGroup:
-    """Opens workers in the current placement group; see the module.
+    """Opens workers in the current placement group, see the module's docstring.
 
-    One that is lost within a step is replaced in place where its trial wants that, see `healing`.
+    A worker that is lost within a step is replaced in place if its trial allows it, see `healing`.
 
     Args:
-        setup: of the workers, a `settings.WorkerSetup`.
-        resources: of each worker.
-        workers: how many.
-        environment: runtime environment of their processes.
-        first_bundle: index of the first worker's bundle in the placement group.
-        spares: (node, `GroupWorker`) of each process that started before; those that no group has taken become
-            workers where they are.
-        group: the placement group; None takes the current one.
-        kind: class of the workers; `GroupWorker` unless it is given.
+        setup: The workers' `settings.WorkerSetup`.
+        resources: Resources of each worker.
+        workers: Number of workers, at least 1.
+        environment: Runtime environment of their processes.
+        first_bundle: Index of the first worker's bundle in the placement group.
+        spares: (node, `GroupWorker`) of each standby process; those that no group uses become workers on their nodes.
+        group: The placement group, or None for the current one.
+        kind: Class of the workers; `GroupWorker` by default.
 
     Attributes:
-        nodes: of the workers.
-        asked: why the trial was asked to end (`ending.STOP`, `ending.DRAIN`), or None.
-        ended: the steps after which it has, or None.
+        nodes: Node ids of the workers.
+        asked: Why a stop of the trial was requested (`ending.STOP`, `ending.DRAIN`), or None.
+        ended: Step after which the trial was stopped, as its loop returned it, or None.
     """
 
     def __init__(
@@ -158,7 +157,7 @@ class WorkerGroup:
         self.workers = [self._process(rank) for rank in range(workers)]
         self._run: Any = None  # the ref of the trial's TrialRun
         self._anew: Callable[[], TrialRun] | None = None
-        self._decisions: Decisions  # of the trial
+        self._decisions: Decisions  # decisions of the trial
         self._recovery = Recovery(lambda event: self._decisions.take(event), self._asked)
         self._settled: dict[int, int] = {}  # resident bytes of each rank's process after its first trial
         self._watch: HangWatch | None = None
@@ -174,7 +173,7 @@ class WorkerGroup:
             raise
 
     def _process(self, rank: int):
-        """The actor of a worker's process: a spare one on its node, or another one that starts."""
+        """Returns the actor of a worker's process: a standby process on its node, or a new one."""
         bundle = self._first_bundle + rank
         if self._spares:
             node = placement_group_table(self._group)["bundles_to_node_id"].get(bundle)
@@ -183,42 +182,44 @@ class WorkerGroup:
         return placed_actor(self._kind, self._group, bundle, self._resources, runtime_env=self._environment)
 
     def _open(self, setup, cpus: float) -> None:
-        asked = timeouts.get(), setup.config.ports, backend.to_claim(setup, cpus)
-        found = self._all("reserve", *asked, seconds=timeouts.get().process_start, what="the start of its process")
-        addresses = [address for address, _, _ in found]
-        pinned = cores.agreed(addresses, [claimed for _, claimed, _ in found])
+        request = timeouts.get(), setup.config.ports, backend.to_claim(setup, cpus)
+        reservations = self._all(
+            "reserve", *request, seconds=timeouts.get().process_start, what="the start of its process"
+        )
+        addresses = [address for address, _, _ in reservations]
+        pinned = cores.agreed(addresses, [claimed for _, claimed, _ in reservations])
         self._config = setup.config
-        self._see({rank: place for rank, (_, _, place) in enumerate(found)})
+        self._see({rank: place for rank, (_, _, place) in enumerate(reservations)})
         self._all("execute", import_raytf, seconds=timeouts.get().process_start, what="the import of TensorFlow")
         token, nodes = ring.new_token(), tuple(place.node for place in self._places.values())
-        told = setup, addresses
-        arguments = [(*told, rank, self._threads, token, pinned[rank], nodes) for rank in range(len(addresses))]
+        common = setup, addresses
+        arguments = [(*common, rank, self._threads, token, pinned[rank], nodes) for rank in range(len(addresses))]
         self._each(
             "open", arguments, seconds=timeouts.get().process_start, what="the strategy, for which all workers meet"
         )
 
     def outgrown(self) -> str | None:
-        """Returns which worker has outgrown `renew_worker_mb`, as a clause; to be asked between two trials.
+        """Returns which worker exceeds `renew_worker_mb`, as a clause, or None. Called between two trials.
 
         Raises:
-            WorkerGroupLostError: a worker does not answer.
+            WorkerGroupLostError: A worker does not answer.
         """
         limit = self._config.renew_worker_mb
         if limit is None:
             return None
         resident = self._all("execute", procfs.memory_bytes, seconds=timeouts.get().trial_answer, what="its memory")
-        for rank, now in enumerate(resident):
-            grown = (now - self._settled.setdefault(rank, now)) / 1e6
+        for rank, size in enumerate(resident):
+            grown = (size - self._settled.setdefault(rank, size)) / 1e6
             if grown > limit:
                 return f"the memory of worker {rank} has grown by {grown:.0f} MB (renew_worker_mb={limit:g})"
         return None
 
     def begin(self, job: TrialRun, anew: Callable[[], TrialRun] | None = None) -> None:
-        """Starts a trial; it waits to be told to go on.
+        """Starts a trial, which waits for `go_on`.
 
         Args:
-            job: the trial.
-            anew: gives the same for a process that takes a lost worker's place, where that is another.
+            job: The trial.
+            anew: Returns the trial for a replacement worker, if it differs.
         """
         self.asked = self.ended = None
         self._anew = anew
@@ -236,25 +237,25 @@ class WorkerGroup:
         self._all("begin", self._run, what="the begin of a trial")
 
     def go_on(self, why: Callable[[], str | None] | None = None) -> dict | None:
-        """`go_on_all` of the chief alone."""
+        """Calls `go_on_all`, and returns the chief's metrics only."""
         reports = self.go_on_all(why)
         return None if reports is None else reports[0]
 
     def go_on_all(self, why: Callable[[], str | None] | None = None) -> list[dict] | None:
-        """Lets the trial run to its next report: the metrics of each worker, or None when the loop has ended.
+        """Continues the trial to its next report. Returns the metrics of each worker, or None when the loop has ended.
 
         Args:
-            why: called again and again: why the trial is to end after a step, or None; see `ended`.
+            why: Called repeatedly; returns why the trial must stop after a step, or None. See `ended`.
 
         Raises:
-            TrialError: the loop failed; the worker group is ready for another trial.
-            WorkerGroupLostError: it is not.
+            TrialError: The loop failed; the worker group can run another trial.
+            WorkerGroupLostError: The worker group cannot be used any more.
         """
         with self._watching():
-            said = self._answers_of_all(why)
-        kinds = {event[0] for event in said.values()}
+            received = self._answers_of_all(why)
+        kinds = {event[0] for event in received.values()}
         if "error" in kinds:
-            rank, error = next((rank, event[1]) for rank, event in sorted(said.items()) if event[0] == "error")
+            rank, error = next((rank, event[1]) for rank, event in sorted(received.items()) if event[0] == "error")
             error.rank = rank
             raise error
         if len(kinds) > 1:
@@ -262,15 +263,15 @@ class WorkerGroup:
                 "the workers of a train loop must report equally often; one ended before another"
             )
         if kinds == {"report"}:
-            return [event[1] for _, event in sorted(said.items())]
-        self.ended = said[0][1]
+            return [event[1] for _, event in sorted(received.items())]
+        self.ended = received[0][1]
         return None
 
     def _answers_of_all(self, why: Callable[[], str | None] | None) -> dict[int, tuple]:
-        """Lets the trial run until each worker has something to say; between its beats it can be asked what it does."""
-        said: dict[int, tuple] = {}
-        waits: set[int] = set()  # for another ring
-        failed = None  # when the first did
+        """Continues the trial until each worker has sent an event; meanwhile the workers answer other calls, too."""
+        received: dict[int, tuple] = {}
+        waits: set[int] = set()  # ranks that wait for the next ring
+        failed = None  # time of the first failure
         self._monitor.begin()
         pending = {worker.go_on.remote(): rank for rank, worker in enumerate(self.workers)}
         while pending:
@@ -288,17 +289,17 @@ class WorkerGroup:
                     (waits.discard if event is None else waits.add)(rank)
                     pending[self.workers[rank].next_event.remote()] = rank
                     continue
-                said[rank] = event
+                received[rank] = event
                 if event[0] == "error" and failed is None:
                     failed = time.monotonic()
             if pending and not lost:
                 lost = self._standing_still()
             new = frozenset()
             if lost:
-                new = self._heal(lost, said)
+                new = self._heal(lost, received)
                 waits.clear()
             elif pending and failed is not None and time.monotonic() - failed >= timeouts.get().alike_failures:
-                raise self._alone(said)
+                raise self._alone(received)
             elif len(waits) == len(self.workers):
                 new = self._connect()
                 waits.clear()
@@ -306,10 +307,10 @@ class WorkerGroup:
                 self._ask_to_end(why)
             pending = {ref: rank for ref, rank in pending.items() if rank not in new}
             pending |= {self.workers[rank].next_event.remote(): rank for rank in new}
-        return said
+        return received
 
     def _connect(self) -> frozenset[int]:
-        """Has workers that lost each other form another ring; the ranks of those that were lost then, and replaced."""
+        """Connects workers in a new ring; returns the ranks that were lost and replaced meanwhile."""
         self._recovery.connect(map(_Worker, self.workers))
         ranks, why = self._recover()
         if why is not None:
@@ -317,18 +318,20 @@ class WorkerGroup:
         return ranks
 
     def _standing_still(self) -> dict[int, WorkerGroupLostError]:
-        """Workers that are stopped, whose host has gone, or that hang, by rank, with what is to be said of each."""
-        frozen = {rank: _frozen(found) for found in self._monitor.look() for rank in found.keys}
+        """Returns the errors of workers that are frozen, that hang, or whose host is lost, by rank."""
+        frozen = {rank: _frozen(process) for process in self._monitor.look() for rank in process.keys}
         if frozen:
             return frozen
         ended = self._watch.ended if self._watch is not None else {}
-        return {rank: WorkerGroupLostError(f"worker {rank} hangs: {its}\n{its.stack}") for rank, its in ended.items()}
+        return {
+            rank: WorkerGroupLostError(f"worker {rank} hangs: {hang}\n{hang.stack}") for rank, hang in ended.items()
+        }
 
     def _heal(self, lost: dict[int, WorkerGroupLostError], said: dict[int, tuple]) -> frozenset[int]:
-        """Has processes take the places of lost workers, in the step that the others are in; the ranks of all these.
+        """Replaces lost workers in the step that the others are in; returns the ranks of all replacement workers.
 
         Raises:
-            WorkerGroupLostError: it is not to be done, or cannot be; says why.
+            WorkerGroupLostError: Recovery is not allowed, or has failed; contains the reason.
         """
         first = lost[min(lost)]
         action = self._decisions.take(Lost(frozenset(lost), frozenset(said)))
@@ -341,7 +344,7 @@ class WorkerGroup:
             raise first
         self._close_watch()
         for rank in lost:
-            ray.kill(self.workers[rank])  # one that stands still is still there
+            ray.kill(self.workers[rank])  # a frozen process still exists
         ranks, why = frozenset(), action.why
         if action.do is Do.RECOVER:
             self._recovery.begin(action.ranks)
@@ -352,7 +355,7 @@ class WorkerGroup:
         raise first
 
     def _recover(self) -> tuple[frozenset[int], str | None]:
-        """Waits for a recovery: (ranks of new processes, None), or why there are none, as a clause."""
+        """Blocks until a recovery ends; returns (ranks of new processes, None), or why there are none, as a clause."""
         while self._recovery.healing is not None:
             self._recovery.healing.wait()
             tried, action = self._recovery.end()
@@ -366,16 +369,18 @@ class WorkerGroup:
         return frozenset(), None
 
     def _asked(self) -> Asked:
-        """What a `Healing` needs of this group."""
+        """Returns the functions and settings that a `Healing` needs from this group."""
 
         def place(rank: int) -> _Worker:
             worker = self._process(rank)
             try:
-                found = ray.get(worker.execute.remote(process_monitor.here), timeout=timeouts.get().replacement_report)
+                location = ray.get(
+                    worker.execute.remote(process_monitor.here), timeout=timeouts.get().replacement_report
+                )
             except BaseException:
                 ray.kill(worker)
                 raise
-            self._see({rank: found})
+            self._see({rank: location})
             return _Worker(worker)
 
         def settle(worker: _Worker, addresses: list[str], rank: int, token: bytes, pinned: bool):
@@ -397,7 +402,7 @@ class WorkerGroup:
         )
 
     def _take_in(self, workers: Mapping[int, Member]) -> None:
-        """Goes on with these in the places of others."""
+        """Puts these workers into the group, and continues."""
         for rank, worker in workers.items():
             self.workers[rank] = worker.actor
             self._settled.pop(rank, None)
@@ -405,14 +410,14 @@ class WorkerGroup:
         self._open_watch()
 
     def _see(self, places: dict[int, ProcessLocation]) -> None:
-        """Looks after the processes of workers."""
+        """Watches the processes of workers."""
         self._places |= places
         self.nodes = frozenset(place.node for place in self._places.values())
         for rank, place in places.items():
             self._monitor.watch(rank, place)
 
     def _ask_to_end(self, why: Callable[[], str | None] | None) -> None:
-        """Has all workers end after the same step, once there is a reason."""
+        """Stops all workers after the same step, once there is a reason."""
         if why is None or self.asked is not None or (reason := why()) is None:
             return
         action = self._decisions.take(StopRequested() if reason == ending.STOP else Drained(stays=True))
@@ -428,7 +433,7 @@ class WorkerGroup:
 
     @contextlib.contextmanager
     def _watching(self) -> Iterator[None]:
-        """Watches the workers for hangs while they train."""
+        """Watches the workers for hangs, until the context ends."""
         self._open_watch()
         try:
             yield
@@ -447,7 +452,7 @@ class WorkerGroup:
             watch.close()
 
     def _alone(self, said: dict[int, tuple]) -> WorkerGroupLostError:
-        """Why workers failed while others wait for them: one that stands still is the cause, else the first."""
+        """Returns the error for workers that failed while others wait: the cause is a frozen one, or else the first."""
         standing = self._monitor.standing()
         if standing is not None:
             return _frozen(standing)
@@ -455,22 +460,22 @@ class WorkerGroup:
         return WorkerGroupLostError(f"worker {rank} failed alone: {error.cause}\n{error.details}")
 
     def save(self) -> dict[str, bytes] | None:
-        """The files of a checkpoint of this report: the chief's, and those that others have of their own."""
-        found = self._answers(
+        """Returns the files of a checkpoint of this report: the chief's, and the own files of others."""
+        results = self._answers(
             [worker.save.remote() for worker in self.workers], timeouts.get().trial_save, "a checkpoint"
         )
-        files = [its for its in reversed(found) if its is not None]
-        return {name: content for its in files for name, content in its.items()} if files else None
+        files = [part for part in reversed(results) if part is not None]
+        return {name: content for part in files for name, content in part.items()} if files else None
 
     def stop(self) -> None:
-        """Ends the trial on all workers, and clears what it left."""
+        """Ends the trial on all workers, and clears its state."""
         self._all("stop", what="the end of a trial")
 
     def close(self, well: bool = True) -> None:
         """Ends the workers.
 
         Args:
-            well: whether they answer, and so can clear up behind themselves.
+            well: Whether they answer, and so can clean up.
         """
         if well:
             with contextlib.suppress(NoAnswerError):
@@ -490,7 +495,7 @@ class WorkerGroup:
         return self._answers(calls, timeouts.get().trial_answer if seconds is None else seconds, what)
 
     def _answers(self, calls: list, seconds: float, what: str) -> list:
-        """Raises WorkerGroupLostError as soon as a worker dies, is stopped, or is late."""
+        """Returns the results of calls; raises WorkerGroupLostError once a worker dies, is stopped, or is late."""
         self._monitor.begin()
         try:
             return collect(calls, seconds, what, look=self._look, failure=_lost)
@@ -504,15 +509,15 @@ class WorkerGroup:
             raise _lost(name, error) from error
 
     def _look(self) -> None:
-        for found in self._monitor.look():
-            raise _frozen(found)
+        for process in self._monitor.look():
+            raise _frozen(process)
 
 
 def _frozen(found: Frozen) -> WorkerGroupLostError:
     if found.seen is None:
         return WorkerGroupLostError(f"the host {found.place.host} {found.how}")
-    who = f"worker {found.keys[0]} on {found.place.host}"
-    return WorkerGroupLostError(f"{who} is frozen: its process {found.place.pid} is {found.how}")
+    worker = f"worker {found.keys[0]} on {found.place.host}"
+    return WorkerGroupLostError(f"{worker} is frozen: its process {found.place.pid} is {found.how}")
 
 
 def _lost(name: str, error: Exception) -> Exception:
@@ -524,23 +529,23 @@ def _lost(name: str, error: Exception) -> Exception:
 
 
 def _take(spares: Sequence[tuple[str, Any]], node: str):
-    """A spare process of a node, for the worker group of this actor; None where there is none left.
+    """Returns a standby process on a node for the worker group of this actor, or None if there is none.
 
-    Ray's key-value store says which are taken: a worker of another group would answer only at the end of its step.
+    Ray's key-value store has the used ones, as a worker of another group would answer only after its step.
     """
-    me = ray.get_runtime_context().current_actor
+    leader = ray.get_runtime_context().current_actor
     gone = (ray.exceptions.RayActorError, ray.exceptions.ActorUnschedulableError, ray.exceptions.GetTimeoutError)
-    for there, actor in spares:
-        if there != node or ray_core.put(ray_core.id_of(actor), b"taken", overwrite=False, namespace=_TAKEN):
+    for spare_node, actor in spares:
+        if spare_node != node or ray_core.put(ray_core.id_of(actor), b"taken", overwrite=False, namespace=_TAKEN):
             continue
         with contextlib.suppress(*gone):
-            ray.get(actor.end_with.remote(me), timeout=timeouts.get().imports)
+            ray.get(actor.end_with.remote(leader), timeout=timeouts.get().imports)
             return actor
     return None
 
 
 class GroupWorker(Process):
-    """One worker of a worker group; runs in a Ray actor of one thread, which follows `WorkerGroup`."""
+    """A worker of a worker group; a Ray actor of one thread that executes the commands of `WorkerGroup`."""
 
     def __init__(self):
         self._stack = contextlib.ExitStack()
@@ -550,12 +555,12 @@ class GroupWorker(Process):
         self._told: tuple = ()
 
     def reserve(self, its: Timeouts, allowed: tuple[int, int], count: int) -> tuple[str, bool, ProcessLocation]:
-        """Its "host:port", whether it has claimed cores, for as long as the group lives, and its process."""
+        """Returns its "host:port", whether it has claimed cores for the life of the group, and its process."""
         timeouts.put_in_force(its)
         return *backend.reserve(allowed, count), process_monitor.here()
 
     def end_with(self, leader) -> None:
-        """Ends this process, which the driver started, when the group's actor has ended."""
+        """Ends this process, which the driver started, after the group's actor has ended."""
         threading.Thread(target=_end_with, args=(leader,), daemon=True).start()
 
     def open(
@@ -568,7 +573,7 @@ class GroupWorker(Process):
         pinned: bool,
         nodes: tuple[str, ...],
     ) -> None:
-        """Prepares TensorFlow and builds the strategy; all workers at once."""
+        """Prepares TensorFlow and builds the strategy, on all workers at once."""
         backend.set_environment(setup.config, addresses, rank, cpus, token, pinned)
         from raytf.worker import context
 
@@ -595,11 +600,11 @@ class GroupWorker(Process):
         self._thread.start()
 
     def settle(self, *told) -> None:
-        """Notes what `open` takes, for `take_place`."""
+        """Stores the arguments of `open` for `take_place`."""
         self._told = told
 
     def take_place(self, job: TrialRun) -> None:
-        """Opens this worker and has it train, in the place of a lost one; what fails, says `standing`."""
+        """Opens this replacement worker, and trains; `standing` returns its error."""
         try:
             import_raytf()
             self.open(*self._told)
@@ -609,14 +614,14 @@ class GroupWorker(Process):
             self._failed = error
 
     def standing(self, seconds: float) -> tuple[Waiting | str | None, Exception | None]:
-        """What `Healer.waiting(seconds)` says here, and of what the trial has failed, or None."""
+        """Returns `Healer.waiting(seconds)` of this process, and the trial's error or None."""
         if self._failed is None and self._session is not None and self._session.waits:
             return "it has reported, and waits for the others to do so", None
         return healing.here.waiting(0.0 if self._failed is not None else seconds), self._failed
 
     def _run(self, job: TrialRun, session, folder: str) -> None:
-        around = Surroundings(nodes=self._nodes, **job.around)
-        set_train_fn_utils(TrialTrainFnUtils(session, around, _broadcast, folder))
+        surroundings = Surroundings(nodes=self._nodes, **job.around)
+        set_train_fn_utils(TrialTrainFnUtils(session, surroundings, _broadcast, folder))
         activity.here.reset()
         activity.here.train_here()
         try:
@@ -630,23 +635,23 @@ class GroupWorker(Process):
         except TrialStopped:
             pass
         except BaseException as error:
-            also = legacy_names.hint(error)
-            cause = f"{in_a_line(error)}; {also}" if also else in_a_line(error)
+            hint = legacy_names.hint(error)
+            cause = f"{in_a_line(error)}; {hint}" if hint else in_a_line(error)
             self._failed = TrialError(cause, traceback.format_exc())
             session.events.put(("error", self._failed))
         finally:
             set_train_fn_utils(None)
 
     def go_on(self) -> tuple | None:
-        """Lets the trial run; see `next_event`."""
+        """Continues the trial; returns the result of `next_event`."""
         activity.here.renew()
         self._session.commands.put("go")
         return self.next_event()
 
     def next_event(self) -> tuple | None:
-        """What the trial's thread says next, or after a moment None, or `_WAITS` where it waits for another ring.
+        """Returns the next event of the trial's thread; after a timeout None, or `_WAITS` if it waits for a ring.
 
-        So this process answers other questions.
+        The timeout lets this process answer other calls.
         """
         with contextlib.suppress(queue.Empty):
             return self._session.events.get(timeout=_BEAT_INTERVAL)
@@ -660,7 +665,7 @@ class GroupWorker(Process):
         return value
 
     def stop(self) -> None:
-        """Ends the trial's thread at its report and clears what it left: graphs, variables, seeds, Keras' settings."""
+        """Ends the trial's thread at its report, and clears its state: graphs, variables, seeds, Keras' settings."""
         if self._thread is None:
             return
         self._session.commands.put("stop")
@@ -680,7 +685,7 @@ def _end_with(actor) -> None:
 
 
 def _broadcast(value: Any) -> Any:
-    """Every worker gets what rank 0 passes; through the strategy, as all are in the train loop."""
+    """Returns the value of rank 0 on every worker; uses the strategy, as all workers are in the train loop."""
     from raytf.collectives import communicator, signed
     from raytf.worker import context
 
