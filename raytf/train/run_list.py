@@ -94,7 +94,7 @@ def _below(filesystem, path: str, name: str, metric: str | None, mode: str, dept
     infos = filesystem.get_file_info(FileSelector(path, allow_not_found=True))
     names = {info.base_name for info in infos}
     if SWEEP in names:
-        return [_sweep(filesystem, path, name or posixpath.basename(path), metric)]
+        return [_sweep(filesystem, path, name or posixpath.basename(path), metric, mode)]
     kept = kept_in(filesystem, path)
     if kept or run_lock.LOCK in names:
         return [_run(filesystem, path, name or posixpath.basename(path), kept, metric, mode)]
@@ -135,7 +135,7 @@ def best_of(
     values = [(row[name], int(row["epoch"])) for row in rows if "epoch" in row and _is_finite(row.get(name))]
     if not values:
         return None
-    value, epoch = (min if mode == "min" else max)(values)
+    value, epoch = (min if mode == "min" else max)(values, key=lambda pair: pair[0])  # of equal ones the first
     return name, value, epoch
 
 
@@ -156,7 +156,7 @@ def _newest(kept: Sequence[Kept]) -> tuple[CheckpointState, Kept] | None:
     return max(heads, key=lambda pair: pair[0].step, default=None)
 
 
-def _sweep(filesystem, path: str, name: str, metric: str | None) -> ListedRun:
+def _sweep(filesystem, path: str, name: str, metric: str | None, mode: str) -> ListedRun:
     """Returns a sweep, from the last state of its trials that Tune wrote."""
     files = filesystem.get_file_info(FileSelector(path))
     states = sorted(
@@ -176,14 +176,14 @@ def _sweep(filesystem, path: str, name: str, metric: str | None) -> ListedRun:
     if run_lock.holder(filesystem, path):
         state = f"running {state}"
     when = _when(filesystem, states[-1]) if states else None
-    return ListedRun(
-        name=name, state=state, epochs="", best=_best_trial(filesystem, path, trials, settings, metric), when=when
-    )
+    if metric is None:
+        metric, mode = settings.get("metric", "loss"), settings.get("mode", "min")
+    best = _best_trial(filesystem, path, trials, metric, mode)
+    return ListedRun(name=name, state=state, epochs="", best=best, when=when)
 
 
-def _best_trial(filesystem, path: str, trials, settings: Mapping[str, Any], metric: str | None):
+def _best_trial(filesystem, path: str, trials, name: str, mode: str):
     """Returns (metric, value, 0) of the trial with the best last report, or None."""
-    name = metric or settings.get("metric", "loss")
     values = []
     for trial in trials:
         folder = posixpath.join(path, posixpath.basename(trial.get("relative_logdir") or "-"))
@@ -194,7 +194,7 @@ def _best_trial(filesystem, path: str, trials, settings: Mapping[str, Any], metr
             continue
         if _is_finite(last.get(name)):
             values.append(last[name])
-    return (name, (min if settings.get("mode", "min") == "min" else max)(values), 0) if values else None
+    return (name, (min if mode == "min" else max)(values), 0) if values else None
 
 
 def _epochs(checkpoint: Kept) -> int | None:

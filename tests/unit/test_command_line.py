@@ -121,6 +121,21 @@ def test_runs_of_a_folder(tmp_path):
     assert lines[0] == ["name", "state", "epochs", "best", "when"] and {len(line) for line in lines} == {5}
 
 
+def test_the_best_trial_of_a_sweep_follows_the_metric_that_is_asked_for(tmp_path):
+    sweep = tmp_path / "search"
+    trials = []
+    for name, row in {"a": {"loss": 1.0, "acc": 0.5}, "b": {"loss": 2.0, "acc": 0.7}}.items():
+        (sweep / name).mkdir(parents=True)
+        (sweep / name / "result.json").write_text(json.dumps(row) + "\n")
+        trials.append([json.dumps({"relative_logdir": name, "status": "TERMINATED"}), "{}"])
+    (sweep / "sweep.json").write_text(json.dumps({"metric": "loss", "mode": "min"}))
+    (sweep / "experiment_state-1.json").write_text(json.dumps({"trial_data": trials}))
+    best = lambda *asked: run_list.listed(tmp_path, *asked)[0].best
+    assert best() == ("loss", 1.0, 0) and best("acc", "max") == ("acc", 0.7, 0) and best("acc", "min")[1] == 0.5
+    tied = [{"epoch": epoch, "acc": 0.7} for epoch in (1, 2, 3)]
+    assert run_list.best_of(tied, "acc", "max") == run_list.best_of(tied, "acc", "min") == ("acc", 0.7, 1)
+
+
 def test_a_run_that_goes_on_is_running(tmp_path):
     import pyarrow.fs
 
