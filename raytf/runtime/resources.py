@@ -131,9 +131,7 @@ def without(nodes: list[dict[str, float]], bundles: list[dict[str, float]]) -> l
 
 
 def can_hold(nodes: list[dict[str, float]], bundles: list[dict[str, float]]) -> bool:
-    """Returns whether nodes with these total resources can hold bundles of different sizes; the largest are placed
-    first.
-    """
+    """Returns whether nodes with these total resources can hold bundles of different sizes; see `without`."""
     return without(nodes, bundles) is not None
 
 
