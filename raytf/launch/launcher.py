@@ -253,9 +253,7 @@ class ScriptCluster:
         }
 
     def _follow(self) -> tuple[dict[Task, Exit], bool]:
-        """Prints the tasks' output until the run is decided; returns (their exits, in order; whether an actor was
-        lost).
-        """
+        """Prints the tasks' output until the run is decided; returns (exits in order, whether an actor was lost)."""
         exits: dict[Task, Exit] = {}
         lost, until = False, None
         while self._asked:
@@ -406,9 +404,7 @@ def _say(text: str) -> None:
 
 
 def _saying(text: Callable[[], str], patience_s: float = _PATIENCE_INTERVAL) -> Callable[[], bool]:
-    """Returns a function to call during a wait: it reports the wait after a while, and again, and returns whether it
-    did.
-    """
+    """Returns a function to call during a wait: it reports the wait at intervals, and returns whether it did."""
     due = [time.monotonic() + patience_s]
 
     def maybe() -> bool:
