@@ -122,9 +122,7 @@ def compiled_parts(model) -> tuple[Any, Any]:
 
 @uses("keras.src.trainers.trainer:Trainer._compute_loss")
 def step_loss(model, *args, **kwargs):
-    """Returns the loss of a step for any signature of the user's `compute_loss`, which its callers must otherwise
-    match.
-    """
+    """Returns the loss of a step for any signature of the user's `compute_loss`, which a caller would have to match."""
     return model._compute_loss(*args, **kwargs)
 
 
@@ -227,9 +225,7 @@ def key_of(optimizer, variable):
 
 @uses("keras.src.backend.common.variables:Variable._value")
 def held_by(variable):
-    """Returns TensorFlow's variable of a Keras variable, or None without a value; `value` reads it, or waits for
-    workers.
-    """
+    """Returns TensorFlow's variable of a Keras variable, or None without a value; `value` waits for workers."""
     return variable._value
 
 
