@@ -262,17 +262,17 @@ def _between(places, size: int):
 @contextlib.contextmanager
 def _variables_as_they_are(optimizers):
     """Makes optimizers with Keras' own `save_own_variables` write their variables themselves, and not copies."""
-    given = [
+    plain = [
         optimizer for optimizer in optimizers if type(optimizer).save_own_variables is BaseOptimizer.save_own_variables
     ]
-    for optimizer in given:
+    for optimizer in plain:
         vars(optimizer)["save_own_variables"] = lambda store, optimizer=optimizer: _store_all(
             store, own_state(optimizer)
         )
     try:
         yield
     finally:
-        for optimizer in given:
+        for optimizer in plain:
             del vars(optimizer)["save_own_variables"]
 
 

@@ -106,13 +106,13 @@ def _of_attribute(owner: Any, name: str) -> tuple[str, bool] | None:
 
 
 def _of_path(path: str) -> tuple[str, bool] | None:
-    place = next((place for place in _PLACES if path.startswith(place + ".")), None)
-    if place is None:
+    module = next((module for module in _PLACES if path.startswith(module + ".")), None)
+    if module is None:
         return None
-    name = path.removeprefix(place + ".")
+    name = path.removeprefix(module + ".")
     if _keras_2(name) is None and importlib.util.find_spec("tf_keras") is not None:
         return None
-    outside = place == "keras"
+    outside = module == "keras"
     return f"{'keras' if outside else 'tf.keras'}.{name}", outside
 
 

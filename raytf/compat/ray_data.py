@@ -127,8 +127,8 @@ def files_of(source: ListFiles) -> list[tuple[str, int]]:
             for path, size in zip(manifest.paths, manifest.file_sizes, strict=True):
                 sizes[str(path)] = sizes.get(str(path), 0) + int(size)
         files = list(sizes.items())
-    given = [path for path, _ in files] == list(source.paths)
-    return files if given else sorted(files)
+    in_given_order = [path for path, _ in files] == list(source.paths)
+    return files if in_given_order else sorted(files)
 
 
 @dataclasses.dataclass(frozen=True)

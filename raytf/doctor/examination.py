@@ -140,10 +140,10 @@ class _Cluster:
         self._places = {name: NodeAffinitySchedulingStrategy(node, soft=False) for name, node in nodes.items()}
         cloudpickle.register_pickle_by_value(probe)
         try:
-            made = ray.remote(num_cpus=0, max_restarts=0, max_concurrency=_THREADS)(probe.Probe)
+            actor_class = ray.remote(num_cpus=0, max_restarts=0, max_concurrency=_THREADS)(probe.Probe)
             self._actors = {
-                name: made.options(scheduling_strategy=place).remote(token, _address(name), ports, *seconds)
-                for name, place in self._places.items()
+                name: actor_class.options(scheduling_strategy=strategy).remote(token, _address(name), ports, *seconds)
+                for name, strategy in self._places.items()
             }
         finally:
             cloudpickle.unregister_pickle_by_value(probe)
@@ -172,19 +172,19 @@ class _Cluster:
         names = list(open_at)
         pairs = links_of(names)
         links = {
-            (source, other): self._actors[source].reach.remote(_address(other), open_at[other])
-            for source, other in pairs
+            (source, target): self._actors[source].reach.remote(_address(target), open_at[target])
+            for source, target in pairs
         }
         # Each node measures `_THREADS` links at a time, and each link may use its whole timeout.
-        each = -(-len(pairs) // max(1, len(names)))
-        self.found.links = self._measured(links, _network() * (1 + each // _THREADS))
+        per_node = -(-len(pairs) // max(1, len(names)))
+        self.found.links = self._measured(links, _network() * (1 + per_node // _THREADS))
         for name, error in errors.items():
-            for other in names:
-                self.found.links[other, name] = {"error": f"{name} could not listen: {error}"}
+            for target in names:
+                self.found.links[target, name] = {"error": f"{name} could not listen: {error}"}
         rates = {}
-        for source, other in zip(names, names[1:] + names[:1], strict=True):
-            if source != other and self.found.links[source, other]["error"] is None:
-                rates[source, other] = self._actors[source].bandwidth.remote(_address(other), open_at[other][0])
+        for source, target in zip(names, names[1:] + names[:1], strict=True):
+            if source != target and self.found.links[source, target]["error"] is None:
+                rates[source, target] = self._actors[source].bandwidth.remote(_address(target), open_at[target][0])
         for link, seen in self._measured(rates, _network()).items():
             error = seen.pop("error")
             self.found.links[link] |= seen if error is None else {"stalled": f"{error}, with 8 MiB on their way"}
@@ -219,8 +219,8 @@ class _Cluster:
         names = self._answering()
         spec = LaunchSpec(script="raytf.doctor.two_steps", module=True, num_workers=len(names))
         tasks = dict(zip(names, spec.tasks(), strict=True))
-        made = ray.remote(num_cpus=0, max_restarts=0, max_concurrency=4)(TaskRunner)
-        self._runners = {n: made.options(scheduling_strategy=self._places[n]).remote() for n in names}
+        actor_class = ray.remote(num_cpus=0, max_restarts=0, max_concurrency=4)(TaskRunner)
+        self._runners = {n: actor_class.options(scheduling_strategy=self._places[n]).remote() for n in names}
         folder = shared_folders.folder(os.getcwd())
         asked = {n: runner.reserve.remote(folder, timeouts.get(), self._ports) for n, runner in self._runners.items()}
         places, errors = self._gathered(asked, self._left())

@@ -88,9 +88,9 @@ def hinders_training(findings: list[Finding]) -> bool:
 
 
 def _silent(found: Measurements) -> Iterator[Finding]:
-    for what, nodes in _by(found.silent).items():
+    for awaited, nodes in _by(found.silent).items():
         fix = "Look at Ray's logs there (raylet.out), and whether the host hangs; restart the node"
-        yield Finding(check="answer", problem="a node does not answer", nodes=nodes, measured=what, fix=fix)
+        yield Finding(check="answer", problem="a node does not answer", nodes=nodes, measured=awaited, fix=fix)
 
 
 def _versions(found: Measurements) -> Iterator[Finding]:
@@ -255,9 +255,9 @@ def _links(found: Measurements) -> Iterator[Finding]:
     )
     for check, verb, fix in rules:
         bad = {link: text for link, seen in found.links.items() if (text := _judged(check, seen))}
-        for (source, other), text in bad.items():
+        for (source, target), text in bad.items():
             yield Finding(
-                check=check, problem=f"{source} {verb} {other}", nodes=(source, other), measured=text, fix=fix
+                check=check, problem=f"{source} {verb} {target}", nodes=(source, target), measured=text, fix=fix
             )
 
 

@@ -186,10 +186,10 @@ class Probe:
                 to.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 nonce = secrets.token_bytes(_NONCE)
                 to.sendall(nonce)
-                other, proof = _exactly(to, _NONCE), _exactly(to, _MAC)
-                if not hmac.compare_digest(proof, self._proof(b"client", nonce, other)):
+                peer_nonce, proof = _exactly(to, _NONCE), _exactly(to, _MAC)
+                if not hmac.compare_digest(proof, self._proof(b"client", nonce, peer_nonce)):
                     return
-                to.sendall(self._proof(b"server", other, nonce))
+                to.sendall(self._proof(b"server", peer_nonce, nonce))
                 until = time.monotonic() + self._link
                 while time.monotonic() < until and (kind := to.recv(1)):
                     if kind == b"b":
@@ -210,7 +210,7 @@ class Probe:
                     listening.sendto(data[:4] + self._proof(b"answer", data[:4]), sender)
 
     def _datagrams(self, address: str, port: int) -> dict:
-        """Returns the share of lost small datagrams, and of those with the largest size of the network."""
+        """Returns the share of lost small datagrams, and the share of the network's largest ones that arrive."""
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         with socket.socket(family, socket.SOCK_DGRAM) as to, contextlib.suppress(OSError):
             to.bind((self._address, 0))

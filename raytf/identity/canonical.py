@@ -220,8 +220,8 @@ class _Describer:
         if isinstance(value, (set, frozenset)):
             return shortened(sorted((self.of(part, depth) for part in value), key=dumped))
         if isinstance(value, functools.partial):
-            given = {str(k): self.of(v, depth) for k, v in value.keywords.items()}
-            return {"partial": self.of(value.func, depth), "args": self.of(value.args, depth), **given}
+            keywords = {str(k): self.of(v, depth) for k, v in value.keywords.items()}
+            return {"partial": self.of(value.func, depth), "args": self.of(value.args, depth), **keywords}
         if inspect.isclass(value):
             return {"class": value.__name__, **self.class_code(value, depth)}
         if callable(value) and (hasattr(value, "__name__") or hasattr(value, "python_function")):

@@ -205,8 +205,8 @@ def required(function: Callable) -> dict[str, int]:
         reads = [node for node in nodes if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load)]
         gets = [node for node in nodes if isinstance(node, ast.Attribute) and node.attr == "get"]
         known = {id(node.value) for node in reads + gets}
-        others = [n for n in nodes if isinstance(n, ast.Name) and n.id == config and id(n) not in known]
-        if others or not isinstance(statement, _PLAIN) or any(isinstance(node, _MAYBE) for node in nodes):
+        other_uses = [n for n in nodes if isinstance(n, ast.Name) and n.id == config and id(n) not in known]
+        if other_uses or not isinstance(statement, _PLAIN) or any(isinstance(node, _MAYBE) for node in nodes):
             break
         for read in reads:
             if isinstance(read.value, ast.Name) and read.value.id == config and isinstance(read.slice, ast.Constant):

@@ -171,11 +171,11 @@ def _model(was, now, both_only: bool) -> Iterator[Difference]:
     differences, number = [], 0
     for old, new in zip([*old_layers, was], [*new_layers, now], strict=True):
         number += new["class"] != "InputLayer"  # counts like a model's summary
-        what = new["class"] if new is now else f"{new['class']} (layer {number})"
+        layer_name = new["class"] if new is now else f"{new['class']} (layer {number})"
         parts = [{k: v for k, v in layer.items() if k not in ("class", "layers", "weights")} for layer in (old, new)]
         if both_only:
             parts = [{k: v for k, v in part.items() if k != "graph"} for part in parts]
-        differences += _leaves(*parts, (what,), both_only, _is_of_weights)
+        differences += _leaves(*parts, (layer_name,), both_only, _is_of_weights)
     if not any(difference.refused for difference in differences):
         differences += _leaves(was["weights"], now["weights"], ("weights",), both_only, lambda path: True)
     yield from differences
@@ -204,13 +204,13 @@ def _optimizer(was, now, path: tuple[str, ...], both_only: bool, slots: bool) ->
     if was["class"] != now["class"]:
         yield _difference((*path, "optimizer"), was["class"], now["class"], True)
         both_only = True
-    others = slots and was["slots"] != now["slots"] and was["class"] == now["class"]
-    changed = _leaves(was["config"], now["config"], path, both_only, lambda path: others)
+    slots_differ = slots and was["slots"] != now["slots"] and was["class"] == now["class"]
+    changed = _leaves(was["config"], now["config"], path, both_only, lambda path: slots_differ)
     yield from changed
     if was["class"] == now["class"]:
         own = ({key: part[key] for key in ("code", "reads") if key in part} for part in (was, now))
         yield from _leaves(*own, (*path, now["class"]), both_only)
-    if others and not any(difference.refused for difference in changed):
+    if slots_differ and not any(difference.refused for difference in changed):
         yield _difference((*path, f"state of the optimizer {now['class']}"), was["slots"], now["slots"], True)
     if "inner" in was and "inner" in now:
         yield from _optimizer(was["inner"], now["inner"], path, both_only, slots)
@@ -220,8 +220,8 @@ def _order(was, now) -> list[Difference]:
     """Compares the order of rows: the choice of "auto" follows from the data's location, and is no difference."""
     if was["shuffle"] != now["shuffle"] and was["used"] != now["used"]:
         return _leaves(was["used"], now["used"], ("shuffle",), False)
-    both = was["used"] == now["used"] == "window"
-    return _leaves(was["window"], now["window"], ("window",), False) if both else []
+    both_windows = was["used"] == now["used"] == "window"
+    return _leaves(was["window"], now["window"], ("window",), False) if both_windows else []
 
 
 def _data(was, now, what: str) -> Iterator[Difference]:

@@ -153,9 +153,9 @@ class ScriptCluster:
             refs = [self._runners[task].reserve.remote(folder, *wanted) for task in tasks]
             locations = self._answers(tasks, refs, timeouts.get().process_start, "the start of its process")
             self._places = dict(zip(tasks, locations, strict=True))
-            self._configs = roles.environment({task: place.address for task, place in self._places.items()})
+            self._configs = roles.environment({task: location.address for task, location in self._places.items()})
             places = self._places.values()
-            agreed = cores.agreed([place.address for place in places], [place.claimed for place in places])
+            agreed = cores.agreed([location.address for location in places], [location.claimed for location in places])
             self._pinned = dict(zip(self._places, agreed, strict=True))
             self._token = ring.new_token()
             self._tell_folders(folder.path)
@@ -198,11 +198,11 @@ class ScriptCluster:
 
     def _tell_folders(self, here: str) -> None:
         """Reports, once per host, the script's folder there if it is not the current one."""
-        for place in self._places.values():
-            if place.folder != here and place.host not in self._told:
-                self._told.add(place.host)
+        for task in self._places.values():
+            if task.folder != here and task.host not in self._told:
+                self._told.add(task.host)
                 _say(
-                    f"{place.host} does not see the current folder; the script runs there in a copy, {place.folder}, "
+                    f"{task.host} does not see the current folder; the script runs there in a copy, {task.folder}, "
                     "and what it writes into it stays there"
                 )
 
@@ -301,8 +301,8 @@ class ScriptCluster:
                 self._ask(task)
             else:
                 ended.append((task, end, gone))
-        now = time.monotonic()
-        passed, self._heard = min(now - self._heard, 2 * _TICK_INTERVAL), now
+        current_time = time.monotonic()
+        passed, self._heard = min(current_time - self._heard, 2 * _TICK_INTERVAL), current_time
         for ref in silent:
             task = self._asked[ref]
             self._silent[task] += passed
@@ -425,5 +425,5 @@ def _unready(tasks: Sequence[Task], refs: list) -> str:
 def _needed(bundles: Sequence[Mapping[str, float]]) -> str:
     """Returns the resources that bundles need, and those that are free, for a message."""
     free = ray.available_resources()
-    each = (f"{amount:g} {name}, {free.get(name, 0):g} free" for name, amount in resources.total(bundles).items())
-    return f"{len(bundles)} task(s): {'; '.join(each)}"
+    amounts = (f"{amount:g} {name}, {free.get(name, 0):g} free" for name, amount in resources.total(bundles).items())
+    return f"{len(bundles)} task(s): {'; '.join(amounts)}"

@@ -178,8 +178,8 @@ class _Script:
         self._asks, asked = socket.socketpair()
         self._asks.settimeout(timeouts.get().script_answer)
         self._asking, self._asked, self._answer = threading.Lock(), b"", b""
-        given = {"ports": allowed, "timeouts": timeouts.get(), "cores": own}
-        order = BootOptions(alive=alive, asked=asked.fileno(), module=module, **given)
+        options = {"ports": allowed, "timeouts": timeouts.get(), "cores": own}
+        order = BootOptions(alive=alive, asked=asked.fileno(), module=module, **options)
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-u", "-m", "raytf.launch.bootstrap", order.text(), *command],

@@ -100,8 +100,8 @@ class LaunchSpec:
         if self.module:
             _check_module(self.script)
         elif not os.path.isfile(self.script):
-            what = "a folder" if os.path.isdir(self.script) else "no such file"
-            raise ConfigError("The script must be a file that exists", f"{self.script!r} ({what})", "Check the path")
+            problem = "a folder" if os.path.isdir(self.script) else "no such file"
+            raise ConfigError("The script must be a file that exists", f"{self.script!r} ({problem})", "Check the path")
         if self.legacy_keras or legacy_keras.is_on(self.environment):
             legacy_keras.check_installed("--legacy-keras" if self.legacy_keras else f"--env {legacy_keras.VARIABLE}=1")
 

@@ -75,13 +75,13 @@ def read(path: str, script: str | None, arguments: Sequence[str]) -> tuple[dict[
     unread.note("runPolicy", policy, "runPolicy")
     replicas = _replicas(spec)
     cluster = _cluster({role: _count(role, replica) for role, replica in replicas.items()})
-    made, scripts = {}, {}
+    specs, scripts = {}, {}
     for role, replica in replicas.items():
         container = _container(role, replica, unread)
-        scripts[role], made[role] = _role(role, container, script, arguments, unread)
+        scripts[role], specs[role] = _role(role, container, script, arguments, unread)
     if len(different := set(scripts.values())) > 1:
-        said = "; ".join(f"{role}: {name}" for role, (name, _) in scripts.items())
-        raise _wrong("All replicas run one script", said, f"Name the one to run: --tfjob {path} SCRIPT")
+        scripts_text = "; ".join(f"{role}: {name}" for role, (name, _) in scripts.items())
+        raise _wrong("All replicas run one script", scripts_text, f"Name the one to run: --tfjob {path} SCRIPT")
     ((name, module),) = different
     if script is None and not module and not os.path.isfile(name):
         raise _wrong("The script of the command must be here", name, f"Name it here: --tfjob {path} SCRIPT")
@@ -90,8 +90,8 @@ def read(path: str, script: str | None, arguments: Sequence[str]) -> tuple[dict[
         "module": module,
         **cluster,
         "max_restarts": _restarts(replicas, policy, unread),
-        "cpus_per_worker": made["worker" if "worker" in made else "chief"].cpus,
-        "of_roles": made,
+        "cpus_per_worker": specs["worker" if "worker" in specs else "chief"].cpus,
+        "of_roles": specs,
     }
     return options, unread.sentences()
 
@@ -159,7 +159,7 @@ def _cluster(counts: Mapping[str, int]) -> dict[str, Any]:
 
 
 def _restarts(replicas: Mapping[str, Mapping], policy: Mapping, unread: _Unread) -> int:
-    policies = {str(one.get("restartPolicy", "Never")) for one in replicas.values()}
+    policies = {str(replica.get("restartPolicy", "Never")) for replica in replicas.values()}
     if unknown := policies - {"Never", "OnFailure", "Always", "ExitCode"}:
         raise _wrong("restartPolicy is Never, OnFailure, Always or ExitCode", ", ".join(sorted(unknown)), "Correct it")
     limit = policy.get("backoffLimit")

@@ -62,9 +62,9 @@ def collect(
         try:
             results[index] = answer.result()
         except Exception as error:
-            other = error if failure is None else failure(names[index], error)
-            if other is not error:
-                raise other from error
+            replacement = error if failure is None else failure(names[index], error)
+            if replacement is not error:
+                raise replacement from error
             error.add_note(f"{names[index]} failed first; waited for: {what}")
             raise
     return results

@@ -53,17 +53,17 @@ class Cores:
         """
         if sys.platform != "linux":
             return None
-        before = frozenset(os.sched_getaffinity(0))
-        groups = {core: levels(core) for core in before}
+        allowed = frozenset(os.sched_getaffinity(0))
+        groups = {core: levels(core) for core in allowed}
         with _one_at_a_time():
-            free = before - claimed(before)
+            free = allowed - claimed(allowed)
             while len(free) >= count:
                 got = {core: _claimed(core) for core in choose(free, count, groups)}
                 if lost := {core for core, claim in got.items() if claim is None}:
                     _close(got.values())  # the lock had timed out, see `_one_at_a_time`
                     free -= lost
                     continue
-                return cls(got, before, got.values())
+                return cls(got, allowed, got.values())
         return None
 
     def keep(self) -> None:

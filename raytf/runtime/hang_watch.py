@@ -106,8 +106,10 @@ class HangWatch:
     def last_words(self, rank: int) -> tuple[str, str]:
         """Returns (a clause about the workers that wait for a worker, its stack), before another process ends it."""
         with self._lock:
-            told = dict(self._told)
-        return (self._judge.waiting_for(rank, told) if told else ""), self._stack_from_outside(self._places[rank])
+            snapshots = dict(self._told)
+        return (self._judge.waiting_for(rank, snapshots) if snapshots else ""), self._stack_from_outside(
+            self._places[rank]
+        )
 
     def _follow(self) -> None:
         while not self._closed.wait(_LOOK_INTERVAL):
@@ -135,12 +137,12 @@ class HangWatch:
             self._look_for_slow(snapshots)
             return
         if reported is None or hang.ends:
-            place = self._places[hang.rank]
+            location = self._places[hang.rank]
             # when the storage's error is known, a stack adds nothing
             stack = "" if snapshots[hang.rank]["failing"] else self._stack(hang.rank)
             if self._closed.is_set():
                 return
-            text = f"its process {place.pid} on {place.host} {hang}"
+            text = f"its process {location.pid} on {location.host} {hang}"
             if reported is None:
                 self._tell(Kind.WORKER_HUNG, hang.rank, why=text, more=stack)
             if hang.ends:
@@ -161,8 +163,8 @@ class HangWatch:
         return {**last, "phase": activity.END, "meeting": None, "seconds": seconds, "clock": clock}
 
     def _ask(self) -> None:
-        now = self._clock()
-        passed, self._last = min(now - self._last, _COUNTED_INTERVAL), now
+        current_time = self._clock()
+        passed, self._last = min(current_time - self._last, _COUNTED_INTERVAL), current_time
         done = set(
             ray.wait(list(self._asked.values()), num_returns=len(self._asked), timeout=0)[0] if self._asked else ()
         )
@@ -209,10 +211,10 @@ class HangWatch:
                 continue
             seen = looks.get(rank)
             if seen is not None:
-                since, ticks = self._ticks.setdefault(rank, (seconds, seen.ticks))
+                start, ticks = self._ticks.setdefault(rank, (seconds, seen.ticks))
                 if seen.ticks - ticks >= _WORKING_TICKS:
-                    since, _ = self._ticks[rank] = seconds, seen.ticks
-                seconds_of[rank] = min(seconds, seconds - since + self._limit / 2)
+                    start, _ = self._ticks[rank] = seconds, seen.ticks
+                seconds_of[rank] = min(seconds, seconds - start + self._limit / 2)
                 if (how := liveness.held(seen.state)) is not None:
                     stopped[rank] = how
             else:
@@ -239,12 +241,12 @@ class HangWatch:
         All hosts work in parallel, with one deadline after `seconds`.
         """
         node, results, refs = ray.get_runtime_context().get_node_id(), {}, {}
-        for rank, place in places.items():
-            if place.node != node:
-                refs[process_monitor.on(place.node, function, place.pid)] = rank
-        for rank, place in places.items():
-            if place.node == node:
-                results[rank] = function(place.pid)
+        for rank, location in places.items():
+            if location.node != node:
+                refs[process_monitor.on(location.node, function, location.pid)] = rank
+        for rank, location in places.items():
+            if location.node == node:
+                results[rank] = function(location.pid)
         for ref in self._as_they_come(list(refs), seconds):
             with contextlib.suppress(ray.exceptions.RayError):
                 results[refs[ref]] = ray.get(ref)
@@ -255,7 +257,7 @@ class HangWatch:
         until, remaining = time.monotonic() + seconds, refs
         while remaining:
             wait = min(_POLL_INTERVAL, max(0.0, until - time.monotonic()))
-            came, remaining = ray.wait(remaining, num_returns=len(remaining), timeout=wait)
-            yield from came
+            ready, remaining = ray.wait(remaining, num_returns=len(remaining), timeout=wait)
+            yield from ready
             if self._closed.is_set() or time.monotonic() >= until:
                 return

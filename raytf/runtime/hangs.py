@@ -124,9 +124,9 @@ class Judge:
 
     def waiting_for(self, rank: int, told: Mapping[int, Mapping[str, Any]]) -> str:
         """Returns a clause about the workers that wait for a worker, and since which step, from the last snapshots."""
-        others = [r for r, snapshot in sorted(told.items()) if r != rank and snapshot["meeting"] is not None]
-        step = max((told[o]["step"] for o in others or told), default=0)
-        return f"{self._who(others)} for it since step {step + 1}"
+        waiting = [r for r, snapshot in sorted(told.items()) if r != rank and snapshot["meeting"] is not None]
+        step = max((told[o]["step"] for o in waiting or told), default=0)
+        return f"{self._who(waiting)} for it since step {step + 1}"
 
     def _who(self, ranks: list[int]) -> str:
         """Returns "worker 0 waits", or "worker 0, worker 1 and worker 2 wait"; long lists are cut."""
@@ -178,9 +178,9 @@ class Judge:
         return Hang(rank=rank, what=what, seconds=seconds, waiting=self.waiting_for(rank, told), part=part, ends=ends)
 
     def _silent(self, rank: int, seconds: float, told, stopped: str | None) -> Hang:
-        what = f"is {stopped}" if stopped else "gives no answer and uses no processor: a call holds Python's lock"
+        clause = f"is {stopped}" if stopped else "gives no answer and uses no processor: a call holds Python's lock"
         waiting, ends = self.waiting_for(rank, told), stopped is None and seconds >= _ENDS * self._limit
-        return Hang(rank=rank, what=what, seconds=seconds, waiting=waiting, part="silent", ends=ends)
+        return Hang(rank=rank, what=clause, seconds=seconds, waiting=waiting, part="silent", ends=ends)
 
     def _not_coming(self, told, waiting: Mapping[int, float], coming: list[int]) -> Hang | None:
         idle = [rank for rank in coming if not self._works(rank)]
@@ -200,12 +200,12 @@ class Judge:
         rank = min(told, key=lambda r: (told[r]["step"], told[r]["numbers"][activity.SUM], -r))
         state = told[rank]
         lasted = min(waiting.values())
-        others = next(o for o in told.values() if o["meeting"][:2] != state["meeting"][:2])
-        what = (
-            f"is in {_meeting(state)} while others are in {_meeting(others)}: it makes another number of steps, or an "
+        ahead = next(o for o in told.values() if o["meeting"][:2] != state["meeting"][:2])
+        clause = (
+            f"is in {_meeting(state)} while others are in {_meeting(ahead)}: it makes another number of steps, or an "
             "exchange that not all make"
         )
-        return self._hang(rank, told, lasted, lasted, what, "elsewhere", late=False)
+        return self._hang(rank, told, lasted, lasted, clause, "elsewhere", late=False)
 
     def _all_still(self, told) -> Hang | None:
         """Finds a hang without a visible collective: some workers are idle while others compute, or all are idle."""

@@ -172,11 +172,11 @@ class ProcessMonitor(ProcessJudge):
 
     def look(self) -> list[Frozen]:
         """Returns processes that are stopped for too long, or whose host does not answer; called about every second."""
-        now, due, frozen = self._clock(), self.due(), []
-        passed, self._last = min(now - self._last, _COUNTED_INTERVAL), now
-        looks = now >= self._look_at
+        current_time, due, frozen = self._clock(), self.due(), []
+        passed, self._last = min(current_time - self._last, _COUNTED_INTERVAL), current_time
+        looks = current_time >= self._look_at
         if looks:
-            self._look_at = now + liveness.LOOK_INTERVAL
+            self._look_at = current_time + liveness.LOOK_INTERVAL
         if looks and self._node in due:
             frozen += self.judge(self._node, procfs.looks(due[self._node]))
         for node in (due.keys() | self._hosts.keys()) - {self._node}:
@@ -304,17 +304,17 @@ class Watchdog(ProcessMonitor):
     def _end(self, frozen: list[Frozen]) -> None:
         words = self._words_of([key for stopped in frozen for key in stopped.keys])
         for stopped in frozen:
-            (key,), place = stopped.keys, stopped.place
-            text = f"its process {place.pid} on {place.host} is {stopped.how}"
+            (key,), location = stopped.keys, stopped.place
+            text = f"its process {location.pid} on {location.host} is {stopped.how}"
             if key in words:
                 more, self.kept[key] = words[key]
                 text = f"{text}; {more}" if more else text
             self.ended[key] = text
             self.forget(key)
-            if place.node == self._node:
-                kill(place.pid, stopped.seen.started)
+            if location.node == self._node:
+                kill(location.pid, stopped.seen.started)
             else:
-                on(place.node, kill, place.pid, stopped.seen.started)
+                on(location.node, kill, location.pid, stopped.seen.started)
 
     def _words_of(self, keys: list) -> dict:
         """Returns the results of `last_words` for all keys, with one deadline."""

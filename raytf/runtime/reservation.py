@@ -49,9 +49,9 @@ def layout(
         places = {name: workers + i for i, name in enumerate(beside)}
         return bundles + [dict(amounts) for amounts in beside.values()], places
     places = {name: i % workers for i, name in enumerate(beside)}
-    for name, place in places.items():
+    for name, index in places.items():
         for resource, amount in beside[name].items():
-            bundles[place][resource] = bundles[place].get(resource, 0) + amount
+            bundles[index][resource] = bundles[index].get(resource, 0) + amount
     return bundles, places
 
 
@@ -121,22 +121,22 @@ class Reservation:
         """
         until = None if seconds is None else time.monotonic() + seconds
         while True:
-            now = time.monotonic()
+            current_time = time.monotonic()
             if self._since is None:
-                self._since, self._say_at = now, now + _PATIENCE_INTERVAL
-            step = _TICK_INTERVAL if until is None else max(0.0, min(_TICK_INTERVAL, until - now))
+                self._since, self._say_at = current_time, current_time + _PATIENCE_INTERVAL
+            step = _TICK_INTERVAL if until is None else max(0.0, min(_TICK_INTERVAL, until - current_time))
             if self.group.wait(step):
-                if now - self._since >= _PATIENCE_INTERVAL:
-                    events.emit(RunEvent(kind=Kind.RESOURCES_GIVEN, seconds=now - self._since))
+                if current_time - self._since >= _PATIENCE_INTERVAL:
+                    events.emit(RunEvent(kind=Kind.RESOURCES_GIVEN, seconds=current_time - self._since))
                 self._since = None
                 return True
             if until is not None and time.monotonic() >= until:
                 return False
-            if now >= self._say_at:
-                self._say_at = now + _AGAIN_INTERVAL
-                if now - self._since >= _AGAIN_INTERVAL:  # earlier, a node may be restarting
+            if current_time >= self._say_at:
+                self._say_at = current_time + _AGAIN_INTERVAL
+                if current_time - self._since >= _AGAIN_INTERVAL:  # earlier, a node may be restarting
                     resources.check_bundles(self._bundles)
-                waited, more = now - self._since, self._end()
+                waited, more = current_time - self._since, self._end()
                 events.emit(RunEvent(kind=Kind.RESOURCES_AWAITED, seconds=waited, why=self._wanted(), more=more))
 
     def take(self, workers: int, each: Mapping[str, float], strategy: str, selectors: list | None) -> None:
@@ -162,11 +162,11 @@ class Reservation:
         wanted = resources.total(self._bundles)
         free, total = ray.available_resources(), ray.cluster_resources()
         trains = "a coordinator" if "ps 0" in self._beside else f"{self._workers} worker(s)"
-        who = [trains, *self._beside]
+        need = [trains, *self._beside]
         has = ", ".join(f"{free.get(name, 0):g} of {total.get(name, 0):g} {name}" for name in wanted)
         grows = ", an autoscaler may add nodes" if resources.autoscales() else ""
         return (
-            f"the run needs {resources.format_resources(wanted)} at once ({', '.join(who)}), and {has} are free{grows}"
+            f"the run needs {resources.format_resources(wanted)} at once ({', '.join(need)}), and {has} are free{grows}"
         )
 
     def _end(self) -> str:
@@ -242,5 +242,5 @@ def apart(selectors: list[dict] | None, bundles: int, nodes: Collection[str]) ->
 def patience(failure_config) -> float | None:
     """Returns the seconds for which Ray Train waits for the cluster: its attempts, each with the timeout of a start."""
     attempts = failure_config.controller_failure_limit
-    each = float(os.environ.get(WORKER_GROUP_START_TIMEOUT_S_ENV_VAR, DEFAULT_WORKER_GROUP_START_TIMEOUT_S))
-    return None if attempts == -1 else (attempts + 1) * each
+    start_timeout = float(os.environ.get(WORKER_GROUP_START_TIMEOUT_S_ENV_VAR, DEFAULT_WORKER_GROUP_START_TIMEOUT_S))
+    return None if attempts == -1 else (attempts + 1) * start_timeout

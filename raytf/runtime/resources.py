@@ -47,8 +47,8 @@ def most_workers(scaling_config) -> int:
 
 def actor_options(amounts: dict[str, float]) -> dict:
     """Returns the `options` of a Ray actor for resources by name."""
-    others = {name: amount for name, amount in amounts.items() if name not in ("CPU", "GPU")}
-    return {"num_cpus": amounts.get("CPU", 0), "num_gpus": amounts.get("GPU", 0), "resources": others}
+    custom = {name: amount for name, amount in amounts.items() if name not in ("CPU", "GPU")}
+    return {"num_cpus": amounts.get("CPU", 0), "num_gpus": amounts.get("GPU", 0), "resources": custom}
 
 
 def placed_actor(kind, group, bundle: int, amounts: dict[str, float], *, arguments: tuple = (), **options):
@@ -137,10 +137,10 @@ def can_hold(nodes: list[dict[str, float]], bundles: list[dict[str, float]]) -> 
 
 def capacity(scaling_config) -> float:
     """Returns how many workers the cluster can hold; infinite with an autoscaler, or if a worker requests nothing."""
-    each = per_worker(scaling_config)
-    if not each or autoscales():
+    amounts = per_worker(scaling_config)
+    if not amounts or autoscales():
         return math.inf
-    return count_fitting([node["Resources"] for node in ray.nodes() if node["Alive"]], each)
+    return count_fitting([node["Resources"] for node in ray.nodes() if node["Alive"]], amounts)
 
 
 def held() -> str:
@@ -180,12 +180,12 @@ def sharing(scaling_config, bundles: list[dict[str, float]]):
     if not ray_core.started_here() or ray_core.cpus_were_said():
         return scaling_config
     wanted, cores = total(bundles).get("CPU", 0), ray.cluster_resources().get("CPU", 0)
-    each = dict(ray_configs.resources_per_worker(scaling_config))
-    if wanted <= cores or not each.get("CPU") or not isinstance(scaling_config.num_workers, int):
+    amounts = dict(ray_configs.resources_per_worker(scaling_config))
+    if wanted <= cores or not amounts.get("CPU") or not isinstance(scaling_config.num_workers, int):
         return scaling_config
     logger.info(f"{len(bundles)} processes share the {cores:g} core(s) of this machine")
-    each["CPU"] = math.floor(each["CPU"] * cores / wanted * 1000) / 1000
-    return dataclasses.replace(scaling_config, resources_per_worker=each)
+    amounts["CPU"] = math.floor(amounts["CPU"] * cores / wanted * 1000) / 1000
+    return dataclasses.replace(scaling_config, resources_per_worker=amounts)
 
 
 def remedy(each: dict[str, float], count: int) -> str:
@@ -241,13 +241,13 @@ def check_cluster(scaling_config) -> None:
     wanted = fewest_workers(scaling_config)
     holds = capacity(scaling_config)
     if holds < wanted:
-        each, total = per_worker(scaling_config), ray.cluster_resources()
-        need, has = format_resources(each), format_resources({name: total.get(name, 0) for name in each})
+        amounts, total = per_worker(scaling_config), ray.cluster_resources()
+        need, has = format_resources(amounts), format_resources({name: total.get(name, 0) for name in amounts})
         nodes = [node for node in ray.nodes() if node["Alive"]]
         raise ResourceError(
             f"The cluster must be able to hold every worker ({need} each)",
             f"num_workers={wanted} on {len(nodes)} node(s) with {has}, room for {holds}",
-            remedy(each, wanted),
+            remedy(amounts, wanted),
         )
 
 

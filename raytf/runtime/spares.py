@@ -48,10 +48,10 @@ class Spares:
 
         Call it from time to time: it detects and replaces dead ones.
         """
-        now = self._clock()
+        current_time = self._clock()
         with self._lock:
-            if now >= self._look_at:
-                self._look_at = now + _LOOK_INTERVAL
+            if current_time >= self._look_at:
+                self._look_at = current_time + _LOOK_INTERVAL
                 for spare in self._there:
                     if spare.node not in nodes:
                         spare.end()

@@ -44,10 +44,10 @@ class Straggler:
     def __str__(self) -> str:
         milliseconds = lambda seconds: f"{seconds * 1e3:.3g} ms"
         more = 100 * (self.own / max(self.others, 1e-9) - 1)
-        own, others = map(milliseconds, self.longer)
+        slow, median = map(milliseconds, self.longer)
         return (
-            f"slower than the others by {more:.0f} % since step {self.step + 1}: {_PARTS[self.part]} takes {own} a "
-            f"step, and theirs {others}"
+            f"slower than the others by {more:.0f} % since step {self.step + 1}: {_PARTS[self.part]} takes {slow} a "
+            f"step, and theirs {median}"
         )
 
 
@@ -71,7 +71,7 @@ class Stragglers:
             return None
         self._begin = dict(told)
         self._found = [*self._found, slowest(began, told)][-_PERIODS:]
-        ranks = {each.rank if each else None for each in self._found}
+        ranks = {straggler.rank if straggler else None for straggler in self._found}
         first = self._found[0]
         if len(self._found) < _PERIODS or len(ranks) > 1 or first is None or first.rank in self._named:
             return None
@@ -89,14 +89,14 @@ def slowest(began: Mapping[int, Mapping[str, Any]], ended: Mapping[int, Mapping[
     own = {r: (ended[r]["spent"][activity.OWN] - began[r]["spent"][activity.OWN]) / steps for r in ended}
     rank = max(own, key=lambda r: own[r])
     other_ranks = [r for r in own if r != rank]
-    others = statistics.median(own[r] for r in other_ranks)
+    others_median = statistics.median(own[r] for r in other_ranks)
     whole = (ended[rank]["clock"] - began[rank]["clock"]) / steps
-    if own[rank] <= SLOWER * others or own[rank] - others <= _OF_A_STEP * whole:
+    if own[rank] <= SLOWER * others_median or own[rank] - others_median <= _OF_A_STEP * whole:
         return None
     median_of = {part: statistics.median(parts[r][part] for r in other_ranks) for part in _PARTS}
     part = max(_PARTS, key=lambda name: parts[rank][name] - median_of[name])
     longer = parts[rank][part], median_of[part]
-    return Straggler(rank=rank, own=own[rank], others=others, part=part, longer=longer, step=began[rank]["step"])
+    return Straggler(rank=rank, own=own[rank], others=others_median, part=part, longer=longer, step=began[rank]["step"])
 
 
 def _parts(began: Mapping[str, Any], ended: Mapping[str, Any]) -> dict[str, float]:
