@@ -110,7 +110,7 @@ class RingExtended(CollectiveAllReduceExtended):
 
 @uses("tensorflow.python.distribute.collective_all_reduce_strategy:CollectiveAllReduceExtended")
 def over(exchange: Any):
-    """Builds a MultiWorkerMirroredStrategy of several workers without TensorFlow's cluster, inside its context.
+    """Builds a MultiWorkerMirroredStrategy inside the context without TensorFlow's cluster.
 
     Args:
         exchange: A `collectives.exchange.Exchange` of the workers, with TensorFlow's ranks.

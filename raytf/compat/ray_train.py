@@ -166,8 +166,8 @@ else:
 def report_later(metrics: dict[str, Any], kept: Callable[[], tuple[Any, bool]]) -> concurrent.futures.Future[None]:
     """Reports like `ray.train.report`, in the order of the calls, as soon as a checkpoint exists; does not wait for it.
 
-    The public way, `CheckpointUploadMode.ASYNC`, ends the training if there is no checkpoint in the end, and makes all
-    workers wait for one another. Every worker of a run calls this equally often.
+    The public way, `CheckpointUploadMode.ASYNC`, ends the training if there is no checkpoint in the end. It also makes
+    all workers wait for one another. Every worker of a run calls this equally often.
 
     Args:
         metrics: Metrics by name.

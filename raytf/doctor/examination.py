@@ -282,7 +282,7 @@ class _Cluster:
         return measured | {link: {"error": error} for link, error in errors.items()}
 
     def _gathered(self, asked: Mapping, seconds: float) -> tuple[dict, dict[object, str]]:
-        """Returns (answers, errors) by the keys of `asked`, within a time."""
+        """Returns (answers, errors) by the keys of the requests, within `seconds`."""
         if not asked:
             return {}, {}
         seconds = min(seconds, self._left())

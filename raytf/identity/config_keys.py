@@ -15,7 +15,7 @@ from typing import Any
 
 
 class AccessTrackingConfig(dict):
-    """A config that records which keys are read; iterating over it, or copying it, may read all.
+    """A config that records which keys are read; iterating over it, or copying it, counts as reading all.
 
     Attributes:
         read: Keys that were read.
@@ -70,8 +70,7 @@ def _reads_all(name: str) -> Callable:
     return call
 
 
-# CPython also calls these for `**config`, `dict(config)` and `{**config}`: a subclass with its own __iter__ is no plain
-# dict
+# CPython also calls these for `**config`, `dict(config)` and `{**config}`, as the class overrides `__iter__`
 for _name in ("__iter__", "__reversed__", "__or__", "__ror__", "__eq__", "keys", "values", "items", "copy", "popitem"):
     setattr(AccessTrackingConfig, _name, _reads_all(_name))
 
@@ -81,7 +80,7 @@ def unread(
 ) -> dict[str, str]:
     """Returns those of `names` that were not read, each with a similar key that was requested, or "".
 
-    If a function keeps the config it may read it later, so all keys count as read. Keys in the source of a function
+    If a function keeps the config, it may read it later, so all keys count as read. Keys in the source of a function
     count, too: it may read them at another time. `functions` are called only while a key is unread.
 
     Args:

@@ -284,7 +284,7 @@ def of_table(table: pa.Table) -> str:
 
 
 def digest(table: pa.Table, start: int, stride: int) -> dict[str, int]:
-    """Returns a number for each column, by name and type; the sum over blocks is that of all rows, modulo 2**64.
+    """Returns a number for each column, by name and type; they add up over blocks, modulo 2**64.
 
     Args:
         table: A block.

@@ -135,14 +135,14 @@ class TaskRunner:
         return process_monitor.ProcessLocation(own.node, own.host, self._script.pid, seen and seen.started)
 
     def told(self) -> dict | None:
-        """Returns `activity.told` of the script's process; None if it does not answer."""
+        """Returns the training's snapshot from the script's process; None if it does not answer."""
         snapshot = self._script.ask(TOLD)
         if snapshot is not None and snapshot["meeting"] is not None:
             snapshot["meeting"] = tuple(snapshot["meeting"])
         return snapshot
 
     def stack(self) -> str | None:
-        """Returns `activity.stack` of the script's process; None if it does not answer."""
+        """Returns the stacks of the script's process; None if it does not answer."""
         return self._script.ask(STACK)
 
     def stop(self, grace_s: float) -> None:

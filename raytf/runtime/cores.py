@@ -4,9 +4,8 @@
         cores.keep()        # this process computes on them, and on cores without a claim
     cores.release()
 
-A claim is a Unix socket in Linux' abstract namespace, as for ports (`ports.py`): it ends with the process. Claims in
-another network namespace, as of containers, are not seen. That costs little: a worker may use all unclaimed cores, for
-threads that read rows and for Ray's. A thread follows claims as they come and go.
+A claim is a Unix socket in Linux' abstract namespace, as for ports, which ends with the process. It is not visible in
+other network namespaces. That costs little: workers may use all unclaimed cores, as a thread follows the claims.
 """
 
 from __future__ import annotations
@@ -191,9 +190,7 @@ def choose(free: frozenset[int], count: int, levels: Mapping[int, list[frozenset
 
 
 def levels(core: int, system: pathlib.Path = _SYSTEM) -> list[frozenset[int]]:
-    """Returns the groups of cores, with itself, that share a physical core, a cache or a NUMA node with a core in
-    Linux.
-    """
+    """Returns the groups of cores that share a physical core, a cache or a NUMA node with a core, itself included."""
     folder = system / f"cpu{core}"
     files = [folder / "topology/thread_siblings_list", *folder.glob("cache/index*/shared_cpu_list")]
     files += folder.glob("node*/cpulist")

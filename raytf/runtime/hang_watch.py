@@ -1,7 +1,7 @@
 """Hang detection of a run: names the worker that others wait for, ends a hung one, and names stragglers.
 
-A thread polls the workers' processes (`activity.told`) about twice a second. It polls many workers in turn, and all of
-them if one waits or is silent for longer than usual. The training thread does not answer, so a worker in a step, a
+A thread requests snapshots from the workers' processes about twice a second. Of many workers it polls a part in turn,
+or all if one waits or is silent for longer than usual. The training thread does not answer, so a worker in a step, a
 callback or a lock still does. Another process of its host inspects a worker without an answer.
 """
 
@@ -45,14 +45,14 @@ class HangWatch:
     """Monitors workers until `close`.
 
     Args:
-        execute: execute(rank, function) calls `activity.told` or `activity.stack` in a worker's process, and returns
-            the ref of the result; None is no answer.
+        execute: execute(rank, function) calls a function of `activity` in a worker's process, and returns the ref of
+            the result; None is no answer.
         places: Locations of the workers' processes, by rank.
         limit: Seconds after which a hang is reported, see `hangs`.
         first: The same in seconds, until all workers have made a step.
         emit: Function that gets each `RunEvent`; default `events.emit`.
         names: Names of the workers, by rank; default "worker 0" and so on.
-        through_others: Whether each request passes through another process, whose own silence does not count.
+        through_others: Whether another process forwards each request, so that its silence does not count.
         clock: Returns seconds; for tests.
 
     Attributes:

@@ -1,4 +1,4 @@
-"""Hang detection: finds the worker that others wait for, from snapshots of all workers (`activity.told`). Pure.
+"""Hang detection: finds the worker that others wait for, from snapshots of all workers. Pure.
 
 A worker is named if, for the whole limit, others have waited, and it has stayed in one part of its step. It also used
 little processor time, and was not ready to run. The limit is the option, or `_TIMES_USUAL` usual steps if that is more:

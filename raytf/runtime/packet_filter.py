@@ -1,5 +1,4 @@
-"""Packet filters on sockets: programs in the kernel that drop some of the incoming packets. On Linux; does not import
-Ray.
+"""Packet filters on sockets: kernel programs that drop incoming packets. On Linux; does not import Ray.
 
 A program is a list of steps: (operation, steps to skip if equal, steps to skip if not, argument).
 """

@@ -85,7 +85,7 @@ class _Watched:
 
 
 class ProcessJudge:
-    """Finds stopped processes in their states, each with a key; from any thread. Pure.
+    """Finds stopped processes from their polled states, each with a key; from any thread. Pure.
 
     Args:
         seconds: Length of a stop that is too long.
@@ -219,7 +219,7 @@ class _Host:
 
     @property
     def limit(self) -> float:
-        """Timeout of an answer in seconds."""
+        """Returns the timeout of an answer in seconds."""
         return timeouts.get().host_silent if self._answered else timeouts.get().watcher_start
 
     def ask(self, pids: list[int]) -> None:
@@ -335,7 +335,7 @@ class Watchdog(ProcessMonitor):
 
 
 def kill(pid: int, started: int) -> None:
-    """Ends a process of this host unless its pid has another start time; SIGKILL ends stopped ones, too."""
+    """Ends a process of this host if it started at `started`; SIGKILL ends stopped ones, too."""
     state = procfs.look(pid)
     if state is not None and state.started == started:
         with contextlib.suppress(ProcessLookupError):

@@ -127,7 +127,7 @@ def worker_environment(run_config, scaling_config, variables: dict[str, str] | N
     """Returns the runtime environment of a worker's process.
 
     Args:
-        run_config: RunConfig, whose own variables override all others.
+        run_config: RunConfig; its variables override all others.
         scaling_config: ScalingConfig with the CPUs of a worker.
         variables: Additional variables.
     """

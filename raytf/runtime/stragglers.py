@@ -1,4 +1,4 @@
-"""Straggler detection: finds a worker that delays the others, from snapshots of all workers (`activity.told`). Pure.
+"""Straggler detection: finds a worker that delays the others, from snapshots of all workers. Pure.
 
 A worker's own time is the time of its steps without its waits for others: computation, input, callbacks. A worker is a
 straggler if its own time is over a fifth above the others' in ten periods in a row. A period has at least three steps
