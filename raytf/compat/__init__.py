@@ -1,9 +1,9 @@
-"""The one door to what Keras, TensorFlow, Ray and pyarrow do not make public: no other room names it.
+"""The only access to private parts of Keras, TensorFlow, Ray and pyarrow: no other room uses them.
 
 * `keras`, `keras_objects`, `tensorflow`, `ray_core`, `ray_configs`, `ray_train`, `ray_data`, `ray_tune`: each function,
-  class and import says in a line what it is for and which public way is missing. `python -m raytf.compat` lists them.
-* A *replacement* is a function that stands in the place of one of Keras or TensorFlow: `@patch` in `patching`, at home
-  with its concept in `parallel`. They are made when a worker installs them.
-* A *tested version* is one of `versions.TESTED`. What differs between those is told apart here and nowhere else. Any
-  other version must have the names that are imported here, and make a right step (`parallel/step_check.py`).
+  class and import states its purpose and the missing public API in one line. `python -m tests.unit.compat` lists them.
+* A *replacement* is a function that replaces one of Keras or TensorFlow, declared by `@patch` of `patching` next to its
+  concept in `parallel`. It takes effect when a worker installs it.
+* A *tested version* is one of `versions.TESTED`. Only this room handles their differences. Any other version must have
+  the imported names, and make a correct step (`parallel/step_check.py`).
 """

@@ -1,6 +1,6 @@
-"""Code that AutoGraph generates from Python functions, kept in memory: TensorFlow writes a file for each.
+"""Keeps code that AutoGraph generates from Python functions in memory: TensorFlow writes a file for each.
 
-Its files lie in the temporary folder until Python ends, which a worker that Ray ends, or a signal kills, never reaches.
+The files stay in the temporary folder until Python exits. A worker that Ray or a signal kills never removes them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from raytf.compat.patching import patched
 
 @contextlib.contextmanager
 def in_memory() -> Iterator[None]:
-    """Within it what AutoGraph generates is no file; tracebacks and `inspect.getsource` show it all the same."""
+    """Keeps AutoGraph's code in memory instead of files; tracebacks and `inspect.getsource` still show it."""
     from raytf.compat.tensorflow import autograph_loader
 
     names: list[str] = []
@@ -38,13 +38,13 @@ def in_memory() -> Iterator[None]:
 
 
 class _SourceLoader:
-    """What `importlib` asks for the content of a module."""
+    """Loader of a module's source for `importlib`."""
 
     def __init__(self, source: str, path: str):
         self._source, self._path = source, path
 
     def create_module(self, spec) -> None:
-        """The usual one."""
+        """Returns None, for the usual module."""
 
     def exec_module(self, module: types.ModuleType) -> None:
         exec(compile(self._source, self._path, "exec"), vars(module))
@@ -57,9 +57,9 @@ def _module(source: str) -> types.ModuleType:
     name = f"__autograph_generated_file{secrets.token_hex(8)}"
     path = f"<raytf>/{name}.py"
     spec = importlib.machinery.ModuleSpec(name, _SourceLoader(source, path), origin=path)
-    spec.has_location = True  # it has a `__file__`, by which AutoGraph maps lines to those of the user
+    spec.has_location = True  # sets `__file__`, by which AutoGraph maps lines to the user's
     module = importlib.util.module_from_spec(spec)
-    # without a time: it is not looked for on the disk
+    # without a time: `linecache` does not look for it on the disk
     linecache.cache[path] = (len(source), None, source.splitlines(keepends=True), path)
     spec.loader.exec_module(module)
     sys.modules[name] = module

@@ -1,5 +1,7 @@
-"""Imports Keras, and keeps Python's garbage collector from going through TensorFlow's million objects again and again:
-tracing and training of eight small models took 10.7 s of CPU instead of 15.0."""
+"""Imports Keras without repeated garbage collections over TensorFlow's million objects.
+
+Tracing and training of eight small models took 10.7 s of CPU instead of 15.0 s.
+"""
 
 from __future__ import annotations
 
@@ -11,19 +13,19 @@ import sys
 
 from raytf.compat import legacy_keras
 
-# Objects that are made before the collector looks at the young ones: 700 by default, and a traced step makes thousands.
+# Number of new objects before the collector scans the young ones: 700 by default, and a traced step makes thousands.
 _COLLECT_EVERY = 50_000
 
 
 def import_keras() -> None:
-    """`import keras`, quicker; nothing if it is imported already. Where that is to be Keras 2, it, for this thread.
+    """Imports Keras faster, unless it is imported; with Keras 2, prepares that for this thread.
 
     Raises:
-        ConfigError: it is not installed.
+        ConfigError: Keras 2 is requested and not installed.
     """
     if legacy_keras.is_on():
         legacy_keras.check_installed(f"{legacy_keras.VARIABLE}=1", f" on host {os.uname().nodename}")
-        # Unset in a thread that did not import Keras 2, whose second `model.save("a.keras")` is then of another format.
+        # Unset in a thread that did not import Keras 2, whose second `model.save("a.keras")` then has another format.
         importlib.import_module("tf_keras.src.saving.saving_lib")._SAVING_V3_ENABLED.value = True
     elif "keras" not in sys.modules:
         with quick():
@@ -35,7 +37,7 @@ _active = False
 
 @contextlib.contextmanager
 def quick():
-    """Within it the first import of Keras, with TensorFlow or after it, is quicker; nothing within another."""
+    """Speeds up the first import of Keras, with TensorFlow or after it; nested calls do nothing."""
     global _active
     if _active:
         yield
@@ -48,5 +50,5 @@ def quick():
         _active = False
         if collecting:
             gc.enable()
-    gc.freeze()  # what is there now stays for as long as the process
+    gc.freeze()  # current objects stay for the life of the process
     gc.set_threshold(_COLLECT_EVERY, *gc.get_threshold()[1:])

@@ -1,4 +1,4 @@
-"""Keras 2 in the place of Keras 3: where that is asked for, and whether it is there. Imports neither of them."""
+"""Keras 2 instead of Keras 3: whether it is requested, and installed. Imports neither of them."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from collections.abc import Mapping
 from raytf.errors import ConfigError
 
 VARIABLE = "TF_USE_LEGACY_KERAS"
-# Of a process whose `tf.keras` is to be Keras 2; TensorFlow reads it when `tf.keras` is used first.
+# Environment of a process whose `tf.keras` is Keras 2; TensorFlow reads it at the first use of `tf.keras`.
 VARIABLES = {VARIABLE: "1"}
 
 
 def is_on(environment: Mapping[str, str] | None = None) -> bool:
-    """Whether `tf.keras` is Keras 2 in a process with this environment, or in this one: as TensorFlow reads it."""
+    """Returns whether `tf.keras` is Keras 2 with this environment, or in this process: as TensorFlow reads it."""
     return (os.environ if environment is None else environment).get(VARIABLE) in ("1", "true", "True")
 
 
 def asked(option: bool, *environments: Mapping[str, str]) -> str | None:
-    """What asks for Keras 2 in the workers, in a word or two; None where nothing does.
+    """Returns the setting that requests Keras 2 in the workers, in a word or two, or None.
 
     Args:
         option: `TensorflowConfig.legacy_keras`.
-        environments: variables by name; the first that has the variable counts, and then the driver's own.
+        environments: Variables by name; the first one with the variable counts, then the driver's own.
     """
     if option:
         return "legacy_keras=True"
@@ -34,7 +34,7 @@ def asked(option: bool, *environments: Mapping[str, str]) -> str | None:
 
 
 def refuse(received: str | None) -> None:
-    """Raises ConfigError where Keras 2 is asked for and only Keras 3 will do; see `asked`."""
+    """Raises ConfigError if Keras 2 is requested for a feature of Keras 3 only; see `asked`."""
     if received is not None:
         raise ConfigError(
             "A KerasTrainer trains models of Keras 3 only",
@@ -44,11 +44,11 @@ def refuse(received: str | None) -> None:
 
 
 def check_installed(received: str, where: str = "") -> None:
-    """Raises ConfigError where Keras 2 is not installed.
+    """Raises ConfigError if Keras 2 is not installed.
 
     Args:
-        received: what asked for it.
-        where: on which host, as " on host X"; "" for the driver's.
+        received: Setting that requests it.
+        where: Host, as " on host X"; "" for the driver's.
     """
     if importlib.util.find_spec("tf_keras") is None:
         raise ConfigError(

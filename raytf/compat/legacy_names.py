@@ -1,4 +1,4 @@
-"""Errors that come of a name that only Keras 2 has, told from others. On a worker, after the error."""
+"""Detects errors from names that only Keras 2 has. On a worker, after the error."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from raytf.compat import legacy_keras
 from raytf.errors import RaytfError, in_a_line
 
 _TRAINER = "pass tensorflow_config=raytf.TensorflowConfig(legacy_keras=True)"
-# Where Keras 3 keeps what a user calls `keras...`, `tf.keras...` or `tensorflow.keras...`.
+# Modules in which Keras 3 stores the user's `keras...`, `tf.keras...` or `tensorflow.keras...`.
 _PLACES = ("keras._tf_keras.keras", "tensorflow.keras", "keras")
-# Arguments of Keras 2 that a message of Keras 3 names in a dict, and nothing of Keras 3 has.
+# Arguments of Keras 2 that a message of Keras 3 lists in a dict, and no function of Keras 3 has.
 _ARGUMENTS = ("lr", "weights", "batch_input_shape", "autocast", "implementation", "input_length")
 _UNKNOWN_ARGUMENTS = re.compile(
     r"(?:Argument\(s\) not recognized|Unrecognized keyword arguments passed to \w+): (\{.*\})"
 )
 _UNKNOWN_ARGUMENT = re.compile(r"(\w+)\(\) got an unexpected keyword argument '(\w+)'")
-# Keras 3 itself says that it left these behind, or in which formats it does not save any more.
+# Messages of Keras 3 about features that it has dropped, and formats in which it no longer saves.
 _LEFT_BEHIND = re.compile(
     r"TF_USE_LEGACY_KERAS|(?:not supported|deprecated) in Keras 3|Invalid filepath extension for saving"
     r"|The filename must end in `\.weights\.h5`"
@@ -29,15 +29,15 @@ _LEFT_BEHIND = re.compile(
 
 
 class Keras2Error(RaytfError, RuntimeError):
-    """A train loop uses what only Keras 2 has, and `tf.keras` is Keras 3; the cause is Keras' own error."""
+    """A train loop uses a name that only Keras 2 has, and `tf.keras` is Keras 3; the cause is Keras' own error."""
 
 
 def explain(error: BaseException, way: str = _TRAINER) -> None:
-    """Raises Keras2Error, in one sentence, where an error comes of a name of Keras 2.
+    """Raises Keras2Error, with one sentence, if an error comes from a name of Keras 2.
 
     Args:
-        error: of a user's code.
-        way: how to go on with Keras 2.
+        error: Error of the user's code.
+        way: How to continue with Keras 2.
     """
     sentence = hint(error, way)
     if sentence is not None:
@@ -46,7 +46,7 @@ def explain(error: BaseException, way: str = _TRAINER) -> None:
 
 @contextlib.contextmanager
 def explained():
-    """Within it, an error of a user's train loop is explained, or comes as it is."""
+    """Explains errors of a user's train loop from names of Keras 2; other errors pass unchanged."""
     try:
         yield
     except Exception as error:
@@ -55,13 +55,13 @@ def explained():
 
 
 def hint(error: BaseException, way: str = _TRAINER) -> str | None:
-    """The sentence without the error, or None; see `explain`."""
+    """Returns the sentence without the error, or None; see `explain`."""
     if legacy_keras.is_on():
         return None
-    found = _name(error)
-    if found is None:
+    name_and_place = _name(error)
+    if name_and_place is None:
         return None
-    name, outside = found
+    name, outside = name_and_place
     installed = importlib.util.find_spec("tf_keras") is not None
     also = ", and import tf_keras instead of keras" if outside else ""
     also += "" if installed else ", for which pip install tf_keras is needed"
@@ -72,7 +72,7 @@ def hint(error: BaseException, way: str = _TRAINER) -> str | None:
 
 
 def _name(error: BaseException) -> tuple[str, bool] | None:
-    """(What only Keras 2 has, whether it was asked of `keras` and not of `tf.keras`); None for another error."""
+    """Returns (name that only Keras 2 has, whether it is of `keras` instead of `tf.keras`); None for another error."""
     text = str(error)
     if isinstance(error, AttributeError) and error.name is not None:
         return _of_attribute(error.obj, error.name)
@@ -81,13 +81,13 @@ def _name(error: BaseException) -> tuple[str, bool] | None:
         return _of_path(f"{error.name}.{asked[1]}" if asked else error.name)
     if _LEFT_BEHIND.search(text):
         return "that", False
-    if isinstance(error, ValueError) and (found := _UNKNOWN_ARGUMENTS.search(text)):
-        old = next((name for name in _ARGUMENTS if f"'{name}':" in found[1]), None)
+    if isinstance(error, ValueError) and (match := _UNKNOWN_ARGUMENTS.search(text)):
+        old = next((name for name in _ARGUMENTS if f"'{name}':" in match[1]), None)
         return None if old is None else (f"the argument {old}=", False)
-    if isinstance(error, TypeError) and (found := _UNKNOWN_ARGUMENT.search(text)):
-        method = getattr(_keras_2("Model"), found[1], None)
-        if method is not None and found[2] in inspect.signature(method).parameters:
-            return f"the argument {found[2]}= of {found[1]}", False
+    if isinstance(error, TypeError) and (match := _UNKNOWN_ARGUMENT.search(text)):
+        method = getattr(_keras_2("Model"), match[1], None)
+        if method is not None and match[2] in inspect.signature(method).parameters:
+            return f"the argument {match[2]}= of {match[1]}", False
     return None
 
 
@@ -96,7 +96,7 @@ def _of_attribute(owner: Any, name: str) -> tuple[str, bool] | None:
         return _of_path(f"{owner.__name__}.{name}")
     kind = type(owner)
     if kind.__module__.partition(".")[0] == "keras" or any(k.__module__.startswith("keras.src.") for k in kind.__mro__):
-        from keras.src.api_export import get_name_from_symbol  # the public name of a class; nothing public tells
+        from keras.src.api_export import get_name_from_symbol  # the public name of a class; no public API
 
         for base in kind.__mro__:
             public = get_name_from_symbol(base)
@@ -106,22 +106,22 @@ def _of_attribute(owner: Any, name: str) -> tuple[str, bool] | None:
 
 
 def _of_path(path: str) -> tuple[str, bool] | None:
-    place = next((place for place in _PLACES if path.startswith(place + ".")), None)
-    if place is None:
+    module = next((module for module in _PLACES if path.startswith(module + ".")), None)
+    if module is None:
         return None
-    name = path.removeprefix(place + ".")
+    name = path.removeprefix(module + ".")
     if _keras_2(name) is None and importlib.util.find_spec("tf_keras") is not None:
         return None
-    outside = place == "keras"
+    outside = module == "keras"
     return f"{'keras' if outside else 'tf.keras'}.{name}", outside
 
 
 def _keras_2(name: str) -> Any:
-    """What Keras 2 has by this name, below `tf.keras`; None where it has nothing, or is not installed."""
+    """Returns the object of Keras 2 with a name below `tf.keras`; None if there is none, or it is not installed."""
     try:
-        found = importlib.import_module("tf_keras.api._v2.keras")
+        result = importlib.import_module("tf_keras.api._v2.keras")
         for part in name.split("."):
-            found = getattr(found, part)
-    except Exception:  # one that does not import has nothing, and is not the error that is explained
+            result = getattr(result, part)
+    except Exception:  # one that does not import has no names, and is not the explained error
         return None
-    return found
+    return result

@@ -1,18 +1,18 @@
-"""Loggers and modules of Ray by name: what they say is shown in other words, or not at all. Imports nothing."""
+"""Loggers and modules of Ray by name, whose messages raytf replaces or hides. Imports nothing."""
 
-# Tells that Ray starts, or is connected to.
+# Logs the start of Ray, or the connection to it.
 RAY_STARTS = "ray._private.worker"
-# Tells, as a warning, whether a cluster wants a token.
+# Logs a warning about whether a cluster requires a token.
 RAY_TOKEN = "ray._private.authentication.authentication_token_setup"
-# Tells of an execution's progress at length.
+# Logs the progress of an execution in detail.
 DATA_PROGRESS = "ray.data._internal.progress"
-# Tells whoever reads a run's folder how a new run is started.
+# Logs how to start a new run if a run's folder exists.
 TRAIN_CHECKPOINTS = "ray.train.v2._internal.execution.checkpoint.checkpoint_manager"
-# Tells of what a training has raised, also where the run goes on.
+# Logs the errors of a training, even if the run continues.
 TRAIN_ERRORS = "ray.train.v2._internal.util"
-# Tells of each checkpoint.
+# Logs each checkpoint.
 TUNE_STORAGE = "ray.train._internal.storage"
-# Tells, with a stack, that an autoscaler could not be asked in time for what a run takes; the controller asks again.
+# Logs, with a stack, a timeout of a request to the autoscaler for a run's resources; the controller retries.
 AUTOSCALER_ASKED = "ray.train.v2._internal.execution.scaling_policy.autoscaling_coordinator_client"
-# Shows the traceback of each trial that fails.
+# Logs the traceback of each failed trial.
 TUNE_CONTROLLER = "ray.tune.execution.tune_controller"

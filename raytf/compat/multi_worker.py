@@ -1,7 +1,7 @@
-"""A MultiWorkerMirroredStrategy whose workers meet in raytf's ring: TensorFlow's cluster is not started.
+"""A MultiWorkerMirroredStrategy whose workers use raytf's ring: TensorFlow's cluster is not started.
 
-TensorFlow has no public way to reduce over workers by anything but its collectives, which need a server, a coordination
-service, and workers that never change. Imports TensorFlow.
+TensorFlow's public API only reduces over workers by its own collectives. These need a server, a coordination service,
+and a fixed set of workers. Imports TensorFlow.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from tensorflow.python.distribute import (
     collective_all_reduce_strategy,  # its class of the strategy's inner part is replaced while a strategy is built
     device_util,  # names of devices
     multi_worker_util,  # the chief, and numbers of workers, as TensorFlow counts them
-    numpy_dataset,  # where NumPy arrays go
+    numpy_dataset,  # the device of NumPy arrays
 )
 from tensorflow.python.distribute.collective_all_reduce_strategy import CollectiveAllReduceExtended  # overridden
 from tensorflow.python.distribute.cross_device_ops import CollectiveAllReduce  # reduces with other launchers
-from tensorflow.python.distribute.cross_device_utils import CollectiveReplicaLauncher  # stood in for
-from tensorflow.python.trackable.base import CheckpointInitialValue  # a variable's value that is restored
+from tensorflow.python.distribute.cross_device_utils import CollectiveReplicaLauncher  # replaced
+from tensorflow.python.trackable.base import CheckpointInitialValue  # a variable's restored value
 
 from raytf.compat.patching import overrides, patched
 from raytf.compat.versions import uses
 
 
 class Launcher:
-    """In the place of TensorFlow's `CollectiveReplicaLauncher`.
+    """Replaces TensorFlow's `CollectiveReplicaLauncher`.
 
     Args:
-        exchange: a `collectives.exchange.Exchange`.
+        exchange: A `collectives.exchange.Exchange`.
     """
 
     def __init__(self, exchange: Any):
@@ -42,7 +42,7 @@ class Launcher:
 
     @overrides(CollectiveReplicaLauncher)
     def batch_all_reduce(self, input_tensor_packs: Sequence[Sequence], options=None) -> list:
-        return [found for pack in input_tensor_packs for found in self._exchange.add(_tensors(pack))]
+        return [total for pack in input_tensor_packs for total in self._exchange.add(_tensors(pack))]
 
     @overrides(CollectiveReplicaLauncher)
     def all_gather(self, input_tensor, axis, options=None):
@@ -59,7 +59,7 @@ def _tensors(values: Sequence) -> list[tf.Tensor]:
 
 
 class RingAllReduce(CollectiveAllReduce):
-    """Reduces over the ring what TensorFlow reduces by collectives of one device in each worker."""
+    """Reduces over the ring instead of TensorFlow's collectives, for one device in each worker."""
 
     def __init__(self, device: str, workers: int, options, exchange: Any):
         super().__init__([device], workers, options)
@@ -67,11 +67,11 @@ class RingAllReduce(CollectiveAllReduce):
 
 
 class RingExtended(CollectiveAllReduceExtended):
-    """What a strategy does; its devices are those of a process alone, "/job:localhost/...".
+    """Implements the strategy over the ring; its devices are those of a single process, "/job:localhost/...".
 
     Args:
-        container_strategy, cluster_resolver, communication_options: TensorFlow's own.
-        exchange: a `collectives.exchange.Exchange`.
+        container_strategy, cluster_resolver, communication_options: As in TensorFlow.
+        exchange: A `collectives.exchange.Exchange`.
     """
 
     def __init__(self, container_strategy, cluster_resolver, communication_options, exchange: Any):
@@ -110,10 +110,10 @@ class RingExtended(CollectiveAllReduceExtended):
 
 @uses("tensorflow.python.distribute.collective_all_reduce_strategy:CollectiveAllReduceExtended")
 def over(exchange: Any):
-    """Within it a MultiWorkerMirroredStrategy of several workers is built without TensorFlow's cluster.
+    """Builds a MultiWorkerMirroredStrategy inside the context without TensorFlow's cluster.
 
     Args:
-        exchange: a `collectives.exchange.Exchange` with the workers, whose ranks are TensorFlow's.
+        exchange: A `collectives.exchange.Exchange` of the workers, with TensorFlow's ranks.
     """
-    made = functools.partial(RingExtended, exchange=exchange)
-    return patched(collective_all_reduce_strategy, "CollectiveAllReduceExtended", made)
+    extended = functools.partial(RingExtended, exchange=exchange)
+    return patched(collective_all_reduce_strategy, "CollectiveAllReduceExtended", extended)

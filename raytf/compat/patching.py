@@ -1,5 +1,7 @@
-"""Replacements in Keras and TensorFlow: said where they belong (`@patch`), made together (`install`), or for a while
-(`patched`)."""
+"""Replacements in Keras and TensorFlow: declared at their concept (`@patch`), installed together (`install`).
+
+`patched` replaces an attribute for a while.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +15,12 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class Replacement:
-    """A function in the place of another's.
+    """A function that replaces another one.
 
     Args:
-        owner: the class or module that has it.
-        name: of the attribute.
-        function: function(original, *arguments); its docstring begins with why.
+        owner: Class or module of the attribute.
+        name: Name of the attribute.
+        function: function(original, *arguments); its docstring begins with the reason.
     """
 
     owner: Any
@@ -27,19 +29,19 @@ class Replacement:
 
     @property
     def path(self) -> str:
-        """ "module:Class.name"."""
+        """Returns "module:Class.name"."""
         if isinstance(self.owner, type):
             return f"{self.owner.__module__}:{self.owner.__qualname__}.{self.name}"
         return f"{self.owner.__name__}:{self.name}"
 
     def make(self) -> None:
-        """Puts it in place; the original is its first argument from then on."""
-        original = getattr(self.owner, self.name, None)  # None of what is added
+        """Installs it; the original is its first argument from then on."""
+        original = getattr(self.owner, self.name, None)  # None for a new attribute
         setattr(self.owner, self.name, replacing(original, self.function))
 
 
 def replacing(original: Callable | None, function: Callable) -> Callable:
-    """A function that calls `function(original, *arguments)`, and looks like the original."""
+    """Returns a function that calls `function(original, *arguments)`, with the original's name and docstring."""
 
     @functools.wraps(original or function)
     def call(*args, **kwargs):
@@ -53,7 +55,7 @@ _made: list[Replacement] = []
 
 
 def patch(*places: tuple[Any, str]) -> Callable[[Callable], Callable]:
-    """Says that a function stands in the place of others when `install` was called.
+    """Declares that a function replaces others after `install`.
 
     Args:
         places: (class or module, name of the attribute) of each; the function gets its original as first argument.
@@ -67,44 +69,44 @@ def patch(*places: tuple[Any, str]) -> Callable[[Callable], Callable]:
 
 
 def replacements() -> list[Replacement]:
-    """All that modules which were imported say, made or not."""
+    """Returns all replacements that imported modules declare, installed or not."""
     return list(_said)
 
 
 def install() -> None:
-    """Makes those that are said and not made yet, in this process, until it ends."""
-    for one in _said:
-        if one not in _made:
-            _made.append(one)
-            one.make()
+    """Installs all declared replacements in this process, each once."""
+    for replacement in _said:
+        if replacement not in _made:
+            _made.append(replacement)
+            replacement.make()
 
 
 @contextlib.contextmanager
 def patched(owner: Any, name: str, new: Any) -> Iterator[Any]:
-    """Within it an attribute of a class or module has another value; gives the one before."""
-    before = getattr(owner, name)
+    """Replaces an attribute of a class or module for a while; yields the previous value."""
+    previous = getattr(owner, name)
     setattr(owner, name, new)
     try:
-        yield before
+        yield previous
     finally:
-        setattr(owner, name, before)
+        setattr(owner, name, previous)
 
 
 @contextlib.contextmanager
 def patched_of(owner: Any, name: str, function: Callable) -> Iterator[None]:
-    """Within it a method of one object is function(original, *arguments); threads may be within it at a time.
+    """Replaces a method of one object by function(original, *arguments) for a while; threads may overlap.
 
     Args:
-        owner: the object, which keeps attributes in a `__dict__`.
-        name: of the method.
-        function: the same in all threads, as far as they are within it together.
+        owner: The object, which keeps attributes in a `__dict__`.
+        name: Name of the method.
+        function: The replacement, the same in threads that overlap.
     """
     with _lock:
         call = vars(owner).get(name)
         if not hasattr(call, "raytf_within"):
-            before = call
+            previous = call
             call = replacing(getattr(owner, name), function)
-            call.raytf_within, call.raytf_before = 0, before
+            call.raytf_within, call.raytf_before = 0, previous
             vars(owner)[name] = call
         call.raytf_within += 1
     try:
@@ -124,11 +126,11 @@ _lock = threading.Lock()
 
 @dataclasses.dataclass(frozen=True)
 class Override:
-    """A method of raytf's that a private class calls by its name, and would not miss.
+    """A method of raytf that a private class calls by its name; a missing one would not raise.
 
     Args:
-        owner: the class that has the method.
-        name: of the method.
+        owner: The class that has the method.
+        name: Name of the method.
     """
 
     owner: type
@@ -136,7 +138,7 @@ class Override:
 
     @property
     def path(self) -> str:
-        """ "module:Class.name"."""
+        """Returns "module:Class.name"."""
         return f"{self.owner.__module__}:{self.owner.__qualname__}.{self.name}"
 
 
@@ -144,7 +146,7 @@ _overridden: list[Override] = []
 
 
 def overrides(owner: type) -> Callable[[Callable], Callable]:
-    """Says that a method is called by a class of Ray's or Keras', by a name that is not public."""
+    """Declares that a class of Ray or Keras calls a method by a private name."""
 
     def keep(function: Callable) -> Callable:
         _overridden.append(Override(owner, function.__name__))
@@ -154,5 +156,5 @@ def overrides(owner: type) -> Callable[[Callable], Callable]:
 
 
 def overridden() -> list[Override]:
-    """All that modules which were imported say."""
+    """Returns all overrides that imported modules declare."""
     return list(_overridden)

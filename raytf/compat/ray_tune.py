@@ -1,4 +1,4 @@
-"""What Ray Tune does not make public."""
+"""Private parts of Ray Tune."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ DICT_CHECKPOINT = _DICT_CHECKPOINT_FILE_NAME
 
 @uses("ray.tune.impl.tuner_internal:TunerInternal._run_config", "ray.tune.tuner:Tuner._local_tuner")
 def restored_run_config(tuner):
-    """The RunConfig with which a restored Tuner goes on; `Tuner.restore` takes no other callbacks or stopper."""
+    """Returns the RunConfig of a restored Tuner; `Tuner.restore` accepts no other callbacks or stopper."""
     return tuner._local_tuner._run_config
 
 
 @uses("ray.tune.trainable.trainable:Trainable._storage")
 def storage_of(trainable):
-    """Where a trial's files lie; a Trainable is not told by a public way."""
+    """Returns the storage of a trial's files; a Trainable has no public API for it."""
     return trainable._storage
 
 
 @uses("ray.tune.trainable.trainable:Trainable._time_total")
 def seconds_of(trainable) -> float:
-    """Seconds that a trial has trained, restores included; public only in results."""
+    """Returns the seconds that a trial has trained, restores included; public only in results."""
     return trainable._time_total
 
 
 @uses("ray.tune.schedulers.hyperband:HyperBandScheduler._hyperbands")
 def brackets_of(scheduler) -> list:
-    """The brackets of a HyperBandScheduler that are open; nothing public shows them."""
+    """Returns the open brackets of a HyperBandScheduler; no public API shows them."""
     return [bracket for band in scheduler._hyperbands for bracket in band if bracket is not None]

@@ -1,4 +1,4 @@
-"""Modules, classes and attributes of TensorFlow that are not public. Imports TensorFlow."""
+"""Private modules, classes and attributes of TensorFlow. Imports TensorFlow."""
 
 from __future__ import annotations
 
@@ -11,24 +11,26 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.python.data.ops.cache_op import gen_dataset_ops  # where layers of datasets are made
-from tensorflow.python.data.ops.iterator_ops import OwnedIterator  # the wait for a batch is measured around its methods
+from tensorflow.python.data.ops.cache_op import gen_dataset_ops  # creates the operations of datasets
+from tensorflow.python.data.ops.iterator_ops import OwnedIterator  # its methods are timed, for the wait for a batch
 from tensorflow.python.distribute import distribute_lib, mirrored_run  # a merge call of one replica is a plain call
 from tensorflow.python.distribute.ps_values import AggregatingVariable  # variables that replicas share
 from tensorflow.python.distribute.values import (
     DistributedVariable,  # variables with a value for each replica
-    PerReplicaSpec,  # of a batch that is divided over replicas
+    PerReplicaSpec,  # of a batch that is split over replicas
 )
 from tensorflow.python.eager import (
     context,  # eager mode within a graph, and the token of a coordinator's cluster
-    record,  # whether a tape may record: nothing public tells
+    record,  # whether a tape may record: no public API
 )
 from tensorflow.python.eager.polymorphic_function import polymorphic_function  # counts traces, and warns of many
-from tensorflow.python.eager.polymorphic_function.polymorphic_function import Function  # `tf.function`'s class: pickled
+
+# the class of `tf.function`'s results: pickled
+from tensorflow.python.eager.polymorphic_function.polymorphic_function import Function
 from tensorflow.python.framework import op_def_registry  # whether an operation is stateful
 from tensorflow.python.framework.ops import gradient_registry  # keeps the graph of every custom gradient
-from tensorflow.python.ops import script_ops  # Python functions by name, which a graph from elsewhere calls
-from tensorflow.python.ops.script_ops import FuncRegistry  # where all Python functions are called
+from tensorflow.python.ops import script_ops  # Python functions by name, for calls from a graph of another process
+from tensorflow.python.ops.script_ops import FuncRegistry  # calls all Python functions
 from tensorflow.python.trackable.data_structures import (
     TrackableDataStructure as TrackedStructure,  # lists, dicts and tuples that are attributes of a module: pickled
 )
@@ -51,81 +53,82 @@ __all__ = [
 
 @uses("tensorflow.python.distribute.collective_all_reduce_strategy:CollectiveAllReduceExtended._in_multi_worker_mode")
 def in_multi_worker_mode(strategy) -> bool:
-    """Whether a MultiWorkerMirroredStrategy has other processes: the resolver that knows may be the user's."""
+    """Returns whether a MultiWorkerMirroredStrategy has other processes; its public resolver may be the user's."""
     return strategy.extended._in_multi_worker_mode()
 
 
 @uses("tensorflow.python.distribute.collective_all_reduce_strategy:CollectiveAllReduceExtended._is_chief")
 def is_chief(strategy) -> bool:
-    """Whether this process is its chief; the public way needs the resolver."""
+    """Returns whether this process is the strategy's chief; the public way needs the resolver."""
     return bool(strategy.extended._is_chief)
 
 
 @uses("tensorflow.python.distribute.collective_all_reduce_strategy:CollectiveAllReduceExtended._id_in_cluster")
 def rank(strategy) -> int:
-    """The number of this process among its workers; as for `is_chief`."""
+    """Returns the rank of this process among the strategy's workers; the public way needs the resolver."""
     return strategy.extended._id_in_cluster
 
 
 @uses("tensorflow.python.data.ops.iterator_ops:OwnedIterator._dataset")
 def dataset_of(iterator):
-    """What an iterator goes through; None if it was made of a resource. Nothing public tells."""
+    """Returns the dataset of an iterator; None if it was made from a resource. No public API."""
     return getattr(iterator, "_dataset", None)
 
 
 @uses("tensorflow.python.data.ops.iterator_ops:OwnedIterator._iterator_resource")
 def take_resource(iterator):
-    """What of an iterator TensorFlow must end, which the iterator then has no more; None if it has none."""
+    """Detaches and returns the resource of an iterator that TensorFlow must end; None if it has none."""
     return vars(iterator).pop("_iterator_resource", None)
 
 
 @uses("tensorflow.python.data.ops.dataset_ops:DatasetV2._inputs")
 def inputs_of(dataset) -> list:
-    """The datasets that a dataset was made from; nothing public tells."""
+    """Returns the datasets that a dataset was made from; no public API."""
     return dataset._inputs()
 
 
 @uses("tensorflow.python.data.ops.dataset_ops:DatasetV2._functions")
 def functions_of(dataset) -> list:
-    """The functions of a dataset (`map`, `filter`, ...), of which one may draw by chance."""
+    """Returns the functions of a dataset (`map`, `filter`, ...), which may use random numbers; no public API."""
     return dataset._functions()
 
 
 @uses("tensorflow.python.data.ops.shuffle_op:_ShuffleDataset._reshuffle_each_iteration")
 def reshuffles(dataset) -> bool:
-    """Returns whether a dataset is a shuffle with another order in each iteration; nothing public tells."""
+    """Returns whether a dataset is a shuffle with another order in each iteration; no public API."""
     return bool(getattr(dataset, "_reshuffle_each_iteration", False))
 
 
 @uses("tensorflow.python.eager.context:Context._seed", "tensorflow.python.eager.context:Context._rng")
 @contextlib.contextmanager
 def global_seed(seed: int) -> Iterator[None]:
-    """Within it `tf.random`'s global seed is this one; `set_seed` would drop how far others have drawn."""
-    here = context.context()
-    before = here._seed, getattr(here, "_rng", None)
-    here._seed, here._rng = seed, random.Random(seed)
+    """Sets `tf.random`'s global seed for a while; `set_seed` would reset the counters of others."""
+    eager_context = context.context()
+    previous = eager_context._seed, getattr(eager_context, "_rng", None)
+    eager_context._seed, eager_context._rng = seed, random.Random(seed)
     try:
         yield
     finally:
-        here._seed, here._rng = before
+        eager_context._seed, eager_context._rng = previous
 
 
-# What makes the layers that may run in another order than they say.
+# Operations of datasets whose order may differ from the declared one.
 _making = threading.RLock()
 _PARALLEL = ("parallel_map_dataset_v2", "parallel_interleave_dataset_v4", "parallel_batch_dataset")
 
 
 @contextlib.contextmanager
 def making_alike(caches: list) -> Iterator[None]:
-    """Datasets that are made within it keep their order, whatever `deterministic=` says, and take caches from a list.
+    """Builds datasets that keep their order, for any `deterministic=`, and that use caches from a list.
 
     Args:
-        caches: in memory, in the order in which `Dataset.cache()` is called; those that are missing are added.
+        caches: Caches in memory, in the order of the `Dataset.cache()` calls; missing ones are appended.
     """
-    taken, mine = iter(range(1 << 30)), threading.get_ident()
+    taken, own_thread = iter(range(1 << 30)), threading.get_ident()
 
     def cache(original, name=None):
-        if threading.get_ident() != mine or not tf.executing_eagerly():  # of each dataset that a function makes, one
+        # a function creates one for each of its datasets
+        if threading.get_ident() != own_thread or not tf.executing_eagerly():
             return original(name)
         number = next(taken)
         if number == len(caches):
@@ -133,7 +136,7 @@ def making_alike(caches: list) -> Iterator[None]:
         return caches[number].handle
 
     def in_order(original, *args, **kwargs):
-        return original(*args, **kwargs | ({"deterministic": "true"} if threading.get_ident() == mine else {}))
+        return original(*args, **kwargs | ({"deterministic": "true"} if threading.get_ident() == own_thread else {}))
 
     with _making, contextlib.ExitStack() as ends:
         for name, function in {"dummy_memory_cache": cache, **dict.fromkeys(_PARALLEL, in_order)}.items():
@@ -151,15 +154,14 @@ def making_alike(caches: list) -> Iterator[None]:
     "tensorflow.python.data.ops.padded_batch_op:_PaddedBatchDataset._batch_size",
 )
 def dropping_batch(dataset) -> int | None:
-    """Returns the batch size of a dataset that batches and leaves out a smaller last one, else None; nothing public
-    tells."""
+    """Returns the batch size of a dataset that batches and drops a smaller last one, else None; no public API."""
     drops = getattr(dataset, "_drop_remainder", None)
     return int(dataset._batch_size) if drops is not None and bool(drops) else None
 
 
 @uses("tensorflow.python.distribute.values:PerReplicaSpec._value_specs")
 def replica_spec(spec):
-    """Returns the type of the first replica's part of a batch, whose type nothing public takes apart."""
+    """Returns the type of a batch's part for the first replica; no public API splits the type."""
     return spec._value_specs[0] if isinstance(spec, PerReplicaSpec) else spec
 
 
@@ -170,7 +172,7 @@ def replica_spec(spec):
     "tensorflow.python.eager.polymorphic_function.polymorphic_function:Function._reduce_retracing",
 )
 def function_arguments(function) -> tuple[Any, dict[str, Any]]:
-    """(Python function, arguments of `tf.function`) that a function was made with: it cannot be pickled itself."""
+    """Returns (Python function, arguments of `tf.function`) of a function, as it cannot be pickled itself."""
     return function._python_function, {
         "input_signature": function.input_signature,
         "autograph": function._autograph,
@@ -181,15 +183,15 @@ def function_arguments(function) -> tuple[Any, dict[str, Any]]:
 
 @uses("tensorflow.python.eager.polymorphic_function.polymorphic_function:_frequent_tracing_detector_manager")
 def forget_traces() -> None:
-    """Has TensorFlow count traces anew: it would warn of those of a process' next model, which are none too many."""
+    """Resets TensorFlow's count of traces: it would warn of a process' next models, although each has few traces."""
     kind = type(polymorphic_function._frequent_tracing_detector_manager)
     polymorphic_function._frequent_tracing_detector_manager = kind()
 
 
 def traced_apart(function: Callable, **options):
-    """Returns `tf.function(function, **options)`, whose traces count for themselves.
+    """Returns `tf.function(function, **options)` with its own count of traces.
 
-    TensorFlow counts traces by a function's code, and warns of retracing where different functions have the same. A
+    TensorFlow counts traces by a function's code, and warns of retracing if several functions have the same code. A
     partial has no code.
     """
     return tf.function(functools.partial(function), **options)
@@ -197,20 +199,23 @@ def traced_apart(function: Callable, **options):
 
 @uses("tensorflow.python.eager.polymorphic_function.concrete_function:ConcreteFunction.inference_fn")
 def without_captures(traced):
-    """What `get_concrete_function` gave, without the variables that it was traced with; graphs that call it keep it."""
+    """Returns a concrete function without the variables of its trace; graphs that call it keep it alive."""
     return traced.inference_fn
 
 
 @uses("tensorflow.python.eager.polymorphic_function.atomic_function:AtomicFunction.call_with_captures")
 def call_with_captures(function, arguments, captures) -> None:
-    """Calls a function `without_captures` on variables in the place of those that it was traced with."""
+    """Calls a function of `without_captures` with variables that replace those of its trace."""
     function.call_with_captures(arguments, {}, captures)
 
 
 @uses("tensorflow.python.eager.context:Context.get_compiler_ir")
 def try_to_compile(traced, specs) -> None:
-    """Has XLA translate what `get_concrete_function` of a `tf.function(jit_compile=True)` gave, and raises what it
-    cannot; else it is tried at the first call. The public way draws a random number, to learn of a device."""
+    """Compiles a concrete function of `tf.function(jit_compile=True)` to HLO, to raise XLA's errors before its first
+    call.
+
+    The public way draws a random number to find its device.
+    """
     context.context().get_compiler_ir(
         device_name="/device:CPU:0",
         platform_name=None,
@@ -223,7 +228,7 @@ def try_to_compile(traced, specs) -> None:
 
 @uses("tensorflow.python.framework.op_def_registry:get")
 def is_stateful(kind: str) -> bool:
-    """Whether operations of a type do more than compute; unknown ones do."""
+    """Returns whether operations of a type have state or side effects; True if unknown."""
     definition = op_def_registry.get(kind)
     return definition is None or definition.is_stateful
 
@@ -233,12 +238,12 @@ def is_stateful(kind: str) -> bool:
     "tensorflow.python.ops.lookup_ops:MutableHashTable._default_value",
 )
 def default_of(table):
-    """The value of a lookup table for keys that it has not; `export` leaves it out."""
+    """Returns the value of a lookup table for missing keys; `export` omits it."""
     return table._default_value
 
 
 def structure_of(tracked: TrackedStructure):
-    """Returns the plain list, dict or tuple of what TensorFlow keeps in its place as an attribute of a module."""
+    """Returns the plain list, dict or tuple of TensorFlow's wrapper for an attribute of a module."""
     if isinstance(tracked, list):
         return list(tracked)
     return tracked.__wrapped__ if hasattr(tracked, "__wrapped__") else list(tracked)
@@ -246,9 +251,9 @@ def structure_of(tracked: TrackedStructure):
 
 @uses("tensorflow.python.ops.script_ops:_py_funcs", "tensorflow.python.ops.script_ops:FuncRegistry._funcs")
 def register_function(token: str, function) -> None:
-    """Makes a Python function known in this process by a name that a graph of another process calls.
+    """Registers a Python function in this process under a name that a graph of another process calls.
 
-    `tf.numpy_function` chooses its own names, known in its process alone. References are weak.
+    `tf.numpy_function` chooses its own names, which only its process has. References are weak.
     """
     script_ops._py_funcs._funcs[token] = function
 
@@ -259,28 +264,28 @@ _giving: weakref.WeakSet = weakref.WeakSet()
 
 @contextlib.contextmanager
 def giving_memory() -> Iterator[None]:
-    """Python functions that this thread makes known to TensorFlow in the block give it arrays that nobody else uses."""
-    before, _registering.giving = getattr(_registering, "giving", False), True
+    """Marks Python functions that this thread registers with TensorFlow meanwhile: no one else uses their arrays."""
+    previous, _registering.giving = getattr(_registering, "giving", False), True
     try:
         yield
     finally:
-        _registering.giving = before
+        _registering.giving = previous
 
 
 def registered(function: Callable) -> None:
-    """To be told of each Python function that is made known to TensorFlow."""
+    """Records a newly registered Python function; called for each one."""
     if getattr(_registering, "giving", False):
         _giving.add(function)
 
 
 def gives_memory(function: Callable | None) -> bool:
-    """Whether a function was made known within `giving_memory`."""
+    """Returns whether a function was registered within `giving_memory`."""
     return function in _giving
 
 
 @uses("tensorflow.python.framework.registry:Registry._registry")
 def forget_custom_gradients() -> None:
-    """Drops the gradients of `tf.custom_gradient`s that were traced, and with them their graphs: nothing else does."""
+    """Removes the traced gradients of `tf.custom_gradient`s, and with them their graphs; TensorFlow never does."""
     registry = gradient_registry._registry
     for name in [name for name in registry if name.startswith("CustomGradient-")]:
         del registry[name]
@@ -288,24 +293,24 @@ def forget_custom_gradients() -> None:
 
 @uses("tensorflow.python.autograph.pyct.loader:load_source")
 def autograph_loader():
-    """The module by which AutoGraph makes files of converted functions; that it shall make none cannot be said."""
-    from tensorflow.python.autograph.pyct import loader  # imported late: a process without AutoGraph needs none
+    """Returns the module by which AutoGraph writes files of converted functions; no option prevents that."""
+    from tensorflow.python.autograph.pyct import loader  # imported late: a process without AutoGraph does not need it
 
     return loader
 
 
 def may_record() -> bool:
-    """Whether a tape of this thread may record what is computed now."""
+    """Returns whether a tape of this thread may record the current computation."""
     return record.could_possibly_record()
 
 
 @uses("tensorflow.python.distribute.mirrored_run:_MirroredReplicaContext._merge_call")
 def mirrored_replica_context() -> type:
-    """The class of a replica of several in a process; its merge call is patched."""
+    """Returns the class of a process' replica among several; its merge call is patched."""
     return mirrored_run._MirroredReplicaContext
 
 
 @uses("tensorflow.python.distribute.distribute_lib:ReplicaContextBase._merge_call")
 def plain_merge_call(replica, fn, args, kwargs):
-    """A merge call as it is made where there is one replica: a call."""
+    """Makes a merge call of a single replica: a plain call."""
     return distribute_lib.ReplicaContextBase._merge_call(replica, fn, args, kwargs)

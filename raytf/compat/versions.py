@@ -1,6 +1,6 @@
-"""Versions of Ray, Keras and TensorFlow: those that the tests run with, and those that are installed.
+"""Versions of Ray, Keras and TensorFlow: tested ones, and installed ones.
 
-What raytf uses of them that is not public is checked by `tests/unit/compat`.
+`tests/unit/compat` checks the private names that raytf uses.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ TESTED = {
 
 @functools.cache
 def installed(package: str) -> str:
-    """The version of a package, which is imported for that."""
+    """Imports a package, and returns its version."""
     return importlib.import_module(package).__version__
 
 
 def at_least(package: str, *version: int) -> bool:
-    """Whether the installed version is this one or a later one.
+    """Returns whether the installed version is at least the given one.
 
     Args:
         package: "ray", "keras" or "tensorflow".
-        version: major, minor.
+        version: Major, minor.
     """
     return _minor(installed(package)) >= version
 
@@ -40,27 +40,27 @@ def _minor(version: str) -> tuple[int, ...]:
 
 
 def untested(*packages: str) -> dict[str, str]:
-    """Installed versions that are not in `TESTED`, by package; of all packages, or of these."""
-    found = {package: installed(package) for package in packages or TESTED}
-    return {p: v for p, v in found.items() if ".".join(v.split(".")[:2]) not in TESTED[p]}
+    """Returns installed versions that are not in `TESTED`, by package; of all packages, or of the given ones."""
+    versions = {package: installed(package) for package in packages or TESTED}
+    return {p: v for p, v in versions.items() if ".".join(v.split(".")[:2]) not in TESTED[p]}
 
 
 def shown(found: dict[str, str]) -> str:
-    """Packages with versions, in a clause."""
+    """Returns packages with versions, as a clause."""
     return ", ".join(f"{package} {version}" for package, version in found.items())
 
 
 def tested() -> str:
-    """What the tests run with, in a clause."""
+    """Returns the tested versions, as a clause."""
     return ", ".join(f"{package} {versions[0]} to {versions[-1]}" for package, versions in TESTED.items())
 
 
 def uses(*paths: str, since: tuple | None = None, until: tuple | None = None) -> Callable:
-    """Says which private names a function touches, for the tests; its docstring says what for.
+    """Declares the private names that a function uses, for the tests; its docstring states the purpose.
 
     Args:
-        paths: "module:attribute", or "module:Class.attribute" for what objects of a class have.
-        since, until: ("ray", 2, 60): the first version that has them, the first that has not.
+        paths: "module:attribute", or "module:Class.attribute" for attributes of a class' objects.
+        since, until: ("ray", 2, 60): the first version that has them, the first version without them.
     """
 
     def keep(function):
@@ -70,7 +70,7 @@ def uses(*paths: str, since: tuple | None = None, until: tuple | None = None) ->
 
 
 def misfit(found: str) -> UnsupportedVersionError:
-    """Returns the error for what does not fit the installed versions, a clause."""
+    """Returns the error for a misfit of the installed versions, given as a clause."""
     return UnsupportedVersionError(
         f"raytf is tested with {tested()}, and does not fit {shown(untested())}: {found}. "
         "Install versions that are tested."
@@ -78,12 +78,12 @@ def misfit(found: str) -> UnsupportedVersionError:
 
 
 def explain(error: ImportError) -> None:
-    """Raises UnsupportedVersionError for an import of what a version that is not tested has elsewhere."""
+    """Raises UnsupportedVersionError for an import that failed because an untested version has moved its target."""
     if error.name is not None and "." in error.name and error.name.split(".")[0] in TESTED and untested():
         raise misfit(str(error)) from error
 
 
 def warning() -> str:
-    """The line that says that versions are used which are not tested."""
-    found = shown(untested())
-    return f"raytf: {found} is not tested with raytf ({tested()} are); it was checked here, and training continues"
+    """Returns the warning about untested versions."""
+    clause = shown(untested())
+    return f"raytf: {clause} is not tested with raytf ({tested()} are); it was checked here, and training continues"

@@ -1,5 +1,5 @@
-"""Examining a Ray cluster, for `raytf doctor`: `probe` measures on each node, `findings` judges what was measured.
+"""Examination of a Ray cluster, for `raytf doctor`: `probe` measures on each node, `findings` evaluates the results.
 
-A node is named by its address; a link is the way from one node to another; a finding is what is wrong, where, what was
-measured, and its fix.
+A node's name is its address. A link is the path from one node to another. A finding is a problem with its nodes, its
+measurement and its fix.
 """

@@ -1,4 +1,4 @@
-"""Examination of a cluster: a probe on each node measures within deadlines; whoever does not answer is a finding."""
+"""Examination of a cluster: a probe on each node measures with deadlines; a node without an answer is a finding."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from raytf.runtime import roles, shared_folders
 from raytf.runtime.connection import connect, located
 from raytf.runtime.settings import PORTS, check_ports
 
-# Links of a node that are measured at a time.
+# Number of a node's links that are measured at a time.
 _THREADS = 8
-# Of so many nodes all links are measured; of more, so many of each node's.
+# Number of nodes up to which all links are measured; with more nodes, number of measured links per node.
 _ALL_LINKS_NODES = 16
 _LINKS = 8
 LEAST_TIME = 30.0
@@ -36,14 +36,14 @@ LEAST_TIME = 30.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExaminationReport:
-    """What an examination found.
+    """The result of an examination.
 
     Args:
-        nodes: all that were living.
-        findings: what is wrong; empty where the cluster is healthy.
-        left_out: what could not be looked at, and why, in sentences.
-        interfaces: the network interface by which workers of each node exchange, None where it is not known.
-        seconds: that it took.
+        nodes: All living nodes.
+        findings: Problems; empty if the cluster is healthy.
+        left_out: Omitted checks with reasons, in sentences.
+        interfaces: Network interface of each node's worker traffic, None if unknown.
+        seconds: Duration in seconds.
     """
 
     nodes: list[str]
@@ -64,14 +64,14 @@ def run(
     """Examines a running cluster.
 
     Args:
-        address: of the cluster; None takes RAY_ADDRESS, or the newest of this machine; "local" starts one here.
-        storage: absolute path or URI that all nodes are to share; None looks at none.
-        ports: the first and the last port by which nodes are to reach each other.
-        training: make two steps of Keras over all nodes.
-        seconds: deadline for all, at least 30.
+        address: Address of the cluster; None uses RAY_ADDRESS, or the newest of this machine; "local" starts one.
+        storage: Absolute path or URI that all nodes should share; None checks none.
+        ports: First and last port by which nodes should reach each other.
+        training: Whether to make two steps of Keras over all nodes.
+        seconds: Deadline for the examination in seconds, at least 30.
 
     Raises:
-        ConfigError: an argument is wrong, or no cluster answers.
+        ConfigError: An argument is wrong, or no cluster answers.
     """
     check_ports(ports)
     if not seconds >= LEAST_TIME:
@@ -102,19 +102,19 @@ def run(
             left_out.append("No training was tried, as nodes do not answer, differ in versions, or do not reach others")
         elif training:
             cluster.train()
-        found = cluster.found
+        measurements = cluster.found
     return ExaminationReport(
-        nodes=found.nodes,
-        findings=examine(found),
+        nodes=measurements.nodes,
+        findings=examine(measurements),
         left_out=left_out,
-        interfaces={node: facts["interface"] for node, facts in found.facts.items()},
+        interfaces={node: facts["interface"] for node, facts in measurements.facts.items()},
         seconds=round(time.monotonic() - began, 1),
     )
 
 
 @contextlib.contextmanager
 def _probes(ports: tuple[int, int], deadline: float):
-    """A cluster with a probe on each node, which ends with the block."""
+    """Yields a cluster with a probe on each node, and closes it."""
     cluster = _Cluster(ports, deadline)
     try:
         yield cluster
@@ -123,7 +123,7 @@ def _probes(ports: tuple[int, int], deadline: float):
 
 
 class _Cluster:
-    """Probes of a cluster, and what they have measured."""
+    """Probes of a cluster, and their measurements."""
 
     def __init__(self, ports: tuple[int, int], deadline: float):
         self._ports, self._deadline = ports, deadline
@@ -135,59 +135,62 @@ class _Cluster:
             ports=ports,
             counted={name: counted[node] for name, node in nodes.items()},
         )
-        token, its = secrets.token_bytes(32), timeouts.get()
-        seconds = its.link_step, its.link, its.name_lookup
+        token, limits = secrets.token_bytes(32), timeouts.get()
+        seconds = limits.link_step, limits.link, limits.name_lookup
         self._places = {name: NodeAffinitySchedulingStrategy(node, soft=False) for name, node in nodes.items()}
         cloudpickle.register_pickle_by_value(probe)
         try:
-            made = ray.remote(num_cpus=0, max_restarts=0, max_concurrency=_THREADS)(probe.Probe)
+            actor_class = ray.remote(num_cpus=0, max_restarts=0, max_concurrency=_THREADS)(probe.Probe)
             self._actors = {
-                name: made.options(scheduling_strategy=place).remote(token, _address(name), ports, *seconds)
-                for name, place in self._places.items()
+                name: actor_class.options(scheduling_strategy=strategy).remote(token, _address(name), ports, *seconds)
+                for name, strategy in self._places.items()
             }
         finally:
             cloudpickle.unregister_pickle_by_value(probe)
         self._runners: dict = {}
 
     def ask_facts(self) -> None:
-        """Asks each node what it is; those that do not start a process in time are silent from here on."""
+        """Collects the facts of each node; nodes that start no process in time count as silent from now on."""
         started = {name: actor.clock.remote() for name, actor in self._actors.items()}
         self._answers(started, timeouts.get().doctor_start, "a process of Ray's there")
         asked = {name: self._actors[name].facts.remote() for name in self._answering()}
         self.found.facts = self._answers(asked, timeouts.get().doctor_facts, "its versions, limits and disks")
 
     def ask_clocks(self) -> None:
-        """Bounds the difference of clocks: a node's time lies between question and answer, if clocks agree."""
+        """Bounds the difference of clocks: a node's time is between request and answer, if clocks agree."""
         for name in self._answering():
-            before = time.time()
-            told = self._answers({name: self._actors[name].clock.remote()}, timeouts.get().doctor_clock, "the time")
-            if name in told:
-                after = time.time()
-                self.found.skew[name] = min(told[name] - before, 0.0) + max(told[name] - after, 0.0)
+            asked_at = time.time()
+            times = self._answers({name: self._actors[name].clock.remote()}, timeouts.get().doctor_clock, "the time")
+            if name in times:
+                answered_at = time.time()
+                self.found.skew[name] = min(times[name] - asked_at, 0.0) + max(times[name] - answered_at, 0.0)
 
     def measure_network(self) -> None:
-        """Measures links, see `links_of`, and the rate to the next node, as the ring of a training uses it."""
+        """Measures links, see `links_of`, and the rate to the next node, as in the ring of a training."""
         asked = {name: self._actors[name].listen.remote() for name in self._answering()}
         open_at, errors = self._gathered(asked, timeouts.get().doctor_facts)
         names = list(open_at)
         pairs = links_of(names)
-        links = {(one, other): self._actors[one].reach.remote(_address(other), open_at[other]) for one, other in pairs}
-        # A node has so many at a time, and each may take as long as a link may.
-        each = -(-len(pairs) // max(1, len(names)))
-        self.found.links = self._measured(links, _network() * (1 + each // _THREADS))
+        links = {
+            (source, target): self._actors[source].reach.remote(_address(target), open_at[target])
+            for source, target in pairs
+        }
+        # Each node measures `_THREADS` links at a time, and each link may use its whole timeout.
+        per_node = -(-len(pairs) // max(1, len(names)))
+        self.found.links = self._measured(links, _network() * (1 + per_node // _THREADS))
         for name, error in errors.items():
-            for other in names:
-                self.found.links[other, name] = {"error": f"{name} could not listen: {error}"}
+            for target in names:
+                self.found.links[target, name] = {"error": f"{name} could not listen: {error}"}
         rates = {}
-        for one, other in zip(names, names[1:] + names[:1], strict=True):
-            if one != other and self.found.links[one, other]["error"] is None:
-                rates[one, other] = self._actors[one].bandwidth.remote(_address(other), open_at[other][0])
+        for source, target in zip(names, names[1:] + names[:1], strict=True):
+            if source != target and self.found.links[source, target]["error"] is None:
+                rates[source, target] = self._actors[source].bandwidth.remote(_address(target), open_at[target][0])
         for link, seen in self._measured(rates, _network()).items():
             error = seen.pop("error")
             self.found.links[link] |= seen if error is None else {"stalled": f"{error}, with 8 MiB on their way"}
 
     def try_storage(self, storage: str) -> None:
-        """Writes from each node; all read what the first wrote, and the first reads what all wrote."""
+        """Writes from each node; all nodes read the first one's file, and the first reads all files."""
         folder, content = f"{storage.rstrip('/')}/raytf-doctor-{secrets.token_hex(8)}", secrets.token_hex(16)
         names = self._answering()
         try:
@@ -204,20 +207,20 @@ class _Cluster:
                 }
             )
         finally:
-            # A folder that is not shared is there on each node that wrote.
+            # A folder that is not shared exists on each node that wrote.
             self._gathered({n: self._actors[n].remove.remote(folder) for n in names}, timeouts.get().doctor_storage)
 
     def _stored(self, asked: Mapping[tuple[str, str], object]) -> None:
-        told, errors = self._gathered(asked, timeouts.get().doctor_storage)
-        self.found.storage |= {pair: error for pair, error in (told | errors).items() if error is not None}
+        errors_read, errors = self._gathered(asked, timeouts.get().doctor_storage)
+        self.found.storage |= {pair: error for pair, error in (errors_read | errors).items() if error is not None}
 
     def train(self) -> None:
-        """Makes two steps over all nodes."""
+        """Makes two steps of a training over all nodes."""
         names = self._answering()
         spec = LaunchSpec(script="raytf.doctor.two_steps", module=True, num_workers=len(names))
         tasks = dict(zip(names, spec.tasks(), strict=True))
-        made = ray.remote(num_cpus=0, max_restarts=0, max_concurrency=4)(TaskRunner)
-        self._runners = {n: made.options(scheduling_strategy=self._places[n]).remote() for n in names}
+        actor_class = ray.remote(num_cpus=0, max_restarts=0, max_concurrency=4)(TaskRunner)
+        self._runners = {n: actor_class.options(scheduling_strategy=self._places[n]).remote() for n in names}
         folder = shared_folders.folder(os.getcwd())
         asked = {n: runner.reserve.remote(folder, timeouts.get(), self._ports) for n, runner in self._runners.items()}
         places, errors = self._gathered(asked, self._left())
@@ -233,7 +236,7 @@ class _Cluster:
         self.found.training = errors or self._follow(numbers)
 
     def _follow(self, numbers: Mapping[str, int]) -> dict[str, str]:
-        """How the scripts ended, where that is an error; a node whose script has not ended in time is one, too."""
+        """Returns the errors of scripts by node; a script that has not ended in time is one, too."""
         asked = {self._runners[n].follow.remote(number): n for n, number in numbers.items()}
         errors: dict[str, str] = {}
         while asked and self._left() > 0:
@@ -269,39 +272,39 @@ class _Cluster:
         return max(0.0, self._deadline - time.monotonic())
 
     def _answers(self, asked: Mapping[str, object], seconds: float, what: str) -> dict:
-        """What nodes answer; those that do not are silent from here on."""
-        told, errors = self._gathered(asked, seconds)
+        """Returns the answers of nodes; nodes without one count as silent from now on."""
+        answers, errors = self._gathered(asked, seconds)
         self.found.silent |= {name: f"waited for {what}: {error}" for name, error in errors.items()}
-        return told
+        return answers
 
     def _measured(self, asked: Mapping[tuple[str, str], object], seconds: float) -> dict[tuple[str, str], dict]:
-        told, errors = self._gathered(asked, seconds)
-        return told | {link: {"error": error} for link, error in errors.items()}
+        measured, errors = self._gathered(asked, seconds)
+        return measured | {link: {"error": error} for link, error in errors.items()}
 
     def _gathered(self, asked: Mapping, seconds: float) -> tuple[dict, dict[object, str]]:
-        """(answers, errors) by what was asked, within a time."""
+        """Returns (answers, errors) by the keys of the requests, within `seconds`."""
         if not asked:
             return {}, {}
         seconds = min(seconds, self._left())
         done = set(ray.wait(list(asked.values()), num_returns=len(asked), timeout=seconds)[0])
-        told, errors = {}, {}
+        answers, errors = {}, {}
         for key, ref in asked.items():
             if ref not in done:
                 errors[key] = f"no answer within {seconds:.0f} s"
                 continue
             try:
-                told[key] = _value(ref)
-            except Exception as error:  # of Ray, or of the node; either way it is told
+                answers[key] = _value(ref)
+            except Exception as error:  # from Ray or from the node; it is reported in either case
                 cause = getattr(error, "cause", None) or error
                 errors[key] = f"{type(cause).__name__}: {first_line(cause)}"
-        return told, errors
+        return answers, errors
 
 
 def links_of(names: Sequence[str]) -> list[tuple[str, str]]:
     """Returns the links to measure, (from, to): all of few nodes; of many, each node's to `_LINKS` others.
 
-    These are the next one, as in a training's ring, and others at growing distances, so that the number grows with that
-    of the nodes, and each node is both ends of as many.
+    These are the next one, as in a training's ring, and others at growing distances. Their number grows linearly with
+    the nodes, and each node is both ends of equally many.
     """
     count = len(names)
     distances = range(1, count)
@@ -311,18 +314,18 @@ def links_of(names: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def _value(ref):
-    """What has been answered, for which nobody waits any more."""
+    """Returns the value of a completed ref."""
     return ray.get(ref, timeout=timeouts.get().doctor_close)
 
 
 def _nodes() -> dict[str, str]:
-    """Ids of living nodes by name: the address, and a number behind it where several have one address."""
+    """Returns the ids of living nodes by name: the address, with a number after it if several nodes have the same."""
     living = sorted((node["NodeManagerAddress"], node["NodeID"]) for node in ray.nodes() if node["Alive"])
-    found: dict[str, str] = {}
+    ids: dict[str, str] = {}
     for address, node in living:
-        name = address if address not in found else f"{address}#{sum(n.startswith(address) for n in found)}"
-        found[name] = node
-    return found
+        name = address if address not in ids else f"{address}#{sum(n.startswith(address) for n in ids)}"
+        ids[name] = node
+    return ids
 
 
 def _address(name: str) -> str:
@@ -330,7 +333,7 @@ def _address(name: str) -> str:
 
 
 def show(report: ExaminationReport, say: Callable[[str], None]) -> None:
-    """Says a report: a line for each finding, and one for all."""
+    """Prints a report: a line for each finding, and a summary."""
     for line in _lines(report):
         say(line)
 
@@ -339,12 +342,12 @@ def _lines(report: ExaminationReport) -> Iterable[str]:
     yield from (finding.line() for finding in report.findings)
     yield from (f"left out: {text}." for text in report.left_out)
     for interface in dict.fromkeys(report.interfaces.values()):
-        nodes = [node for node, its in report.interfaces.items() if its == interface]
+        nodes = [node for node, name in report.interfaces.items() if name == interface]
         yield f"network: workers exchange by {interface or 'an unknown interface'} on {', '.join(nodes)}"
     wrong = f"{len(report.findings)} finding(s)" if report.findings else "healthy"
     yield f"{len(report.nodes)} node(s), {report.seconds:.0f} s: {wrong}"
 
 
 def _network() -> float:
-    its = timeouts.get()
-    return its.link + its.link_step
+    limits = timeouts.get()
+    return limits.link + limits.link_step

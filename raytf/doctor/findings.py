@@ -1,4 +1,4 @@
-"""Findings from what was measured on a cluster; pure."""
+"""Findings from the measurements on a cluster; pure."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 
-# Below, or above, what is a finding.
+# Limits: values below a minimum, or above a maximum, are findings.
 MIN_FILES = 4096
 MIN_SHM = 256 * 2**20
 MIN_DISK = 2 * 2**30
 MIN_MEMORY = 2 * 2**30
-# Ray takes no more objects above this share.
+# Ray accepts no more objects above this share.
 MAX_DISK_SHARE = 0.95
 MAX_SKEW = 1.0
 MAX_RTT = 0.02
@@ -25,14 +25,14 @@ _GIB, _MIB = 2**30, 2**20
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Finding:
-    """What is wrong with a cluster.
+    """A problem of a cluster.
 
     Args:
-        check: a word for what was looked at.
-        problem: what is wrong, as a clause.
-        nodes: where.
-        measured: what was seen.
-        fix: what to do about it, as a clause.
+        check: Name of the check, a word.
+        problem: The problem, as a clause.
+        nodes: Affected nodes.
+        measured: The measurement.
+        fix: The fix, as a clause.
     """
 
     check: str
@@ -42,26 +42,26 @@ class Finding:
     fix: str
 
     def line(self) -> str:
-        """The finding in a line."""
+        """Returns the finding in one line."""
         text = f"{self.check}: {self.problem}; on {', '.join(self.nodes)}; measured: {self.measured}. {self.fix}."
         return " ".join(text.split())
 
 
 @dataclasses.dataclass(kw_only=True)
 class Measurements:
-    """What was measured.
+    """Measurements on a cluster.
 
     Args:
-        nodes: names of all living nodes.
-        silent: what a node was waited for in vain.
-        facts: of `Probe.facts`, by node.
+        nodes: Names of all living nodes.
+        silent: What a silent node was waited for, by node.
+        facts: Results of `Probe.facts`, by node.
         counted: CPUs that Ray counts, by node.
-        skew: by node, the least number of seconds by which its clock differs from the driver's.
-        links: of `Probe.reach` and `Probe.bandwidth` together, by (from, to).
-        storage: errors of the shared storage by (writer, reader); one that could not write is both.
-        training: error of the two steps, by node; None where they were not tried.
-        tested: minor versions that raytf is tested with, by package.
-        ports: the first and the last by which nodes are to reach each other.
+        skew: Least difference of a node's clock from the driver's in seconds, by node.
+        links: Results of `Probe.reach` and `Probe.bandwidth` combined, by (from, to).
+        storage: Errors of the shared storage by (writer, reader); both are the same node if it cannot write.
+        training: Error of the two steps, by node; None if they were not tried.
+        tested: Minor versions that raytf is tested with, by package.
+        ports: First and last port by which nodes should reach each other.
     """
 
     nodes: list[str]
@@ -77,20 +77,20 @@ class Measurements:
 
 
 def examine(found: Measurements) -> list[Finding]:
-    """All that is wrong, in the order in which it should be put right."""
+    """Returns all findings, in the order in which to fix them."""
     judges = (_silent, _versions, _limits, _containers, _space, _names, _tokens, _clocks, _links, _storage, _training)
     return [finding for judge in judges for finding in judge(found)]
 
 
 def hinders_training(findings: list[Finding]) -> bool:
-    """Whether two steps over all nodes cannot be made, so that trying would tell nothing new."""
+    """Returns whether two steps over all nodes must fail, so that a trial would add nothing."""
     return any(finding.check in ("answer", "versions", "ports") for finding in findings)
 
 
 def _silent(found: Measurements) -> Iterator[Finding]:
-    for what, nodes in _by(found.silent).items():
+    for awaited, nodes in _by(found.silent).items():
         fix = "Look at Ray's logs there (raylet.out), and whether the host hangs; restart the node"
-        yield Finding(check="answer", problem="a node does not answer", nodes=nodes, measured=what, fix=fix)
+        yield Finding(check="answer", problem="a node does not answer", nodes=nodes, measured=awaited, fix=fix)
 
 
 def _versions(found: Measurements) -> Iterator[Finding]:
@@ -112,16 +112,16 @@ def _versions(found: Measurements) -> Iterator[Finding]:
                 check="versions",
                 problem=f"{name} is not the same everywhere",
                 nodes=tuple(node for node in nodes if node not in usual),
-                measured="; ".join(f"{version} on {', '.join(where)}" for version, where in by.items()),
+                measured="; ".join(f"{version} on {', '.join(nodes_of)}" for version, nodes_of in by.items()),
                 fix="Install one version on all nodes (constraints.txt of raytf names one that is tested)",
             )
-        for version, where in by.items():
+        for version, nodes_of in by.items():
             tested = found.tested.get(name)
             if tested and ".".join(version.split(".")[:2]) not in tested:
                 yield Finding(
                     check="versions",
                     problem=f"raytf is not tested with this {name}",
-                    nodes=where,
+                    nodes=nodes_of,
                     measured=f"{name} {version}",
                     fix=f"Install one of {', '.join(tested)}",
                 )
@@ -241,7 +241,7 @@ def _clocks(found: Measurements) -> Iterator[Finding]:
 
 
 def _links(found: Measurements) -> Iterator[Finding]:
-    """One finding for each problem and node that is an end of most of its links; else for each link."""
+    """Yields a finding for each problem and link."""
     rules = (
         (
             "ports",
@@ -255,12 +255,14 @@ def _links(found: Measurements) -> Iterator[Finding]:
     )
     for check, verb, fix in rules:
         bad = {link: text for link, seen in found.links.items() if (text := _judged(check, seen))}
-        for (one, other), text in bad.items():
-            yield Finding(check=check, problem=f"{one} {verb} {other}", nodes=(one, other), measured=text, fix=fix)
+        for (source, target), text in bad.items():
+            yield Finding(
+                check=check, problem=f"{source} {verb} {target}", nodes=(source, target), measured=text, fix=fix
+            )
 
 
 def _judged(check: str, seen: Mapping) -> str | None:
-    """What was measured where that is wrong."""
+    """Returns the measurement if it is out of range."""
     if check == "ports":
         return seen.get("error")
     if check == "latency" and seen.get("rtt", 0) > MAX_RTT:
@@ -279,7 +281,7 @@ def _judged(check: str, seen: Mapping) -> str | None:
 def _storage(found: Measurements) -> Iterator[Finding]:
     for (writer, reader), error in found.storage.items():
         if reader == found.nodes[0] != writer and (reader, writer) in found.storage:
-            continue  # neither sees the other's files, which has been said of the other
+            continue  # neither sees the other's files, and the other direction is reported
         if writer == reader:
             problem, nodes = "a node cannot write to the storage", (writer,)
         else:
@@ -295,8 +297,8 @@ def _training(found: Measurements) -> Iterator[Finding]:
 
 
 def _by(values: Mapping[str, object]) -> dict:
-    """Nodes by value."""
-    found = defaultdict(list)
+    """Groups nodes by value."""
+    groups = defaultdict(list)
     for node, value in values.items():
-        found[value].append(node)
-    return {value: tuple(nodes) for value, nodes in found.items()}
+        groups[value].append(node)
+    return {value: tuple(nodes) for value, nodes in groups.items()}

@@ -1,7 +1,7 @@
-"""Probe of a node: what it is, and how it reaches the others. It is sent to nodes by value, and needs nothing of raytf.
+"""Probe of a node: its facts, and its links to others. It is sent to nodes by value, and needs nothing of raytf.
 
-Sockets serve only who proves the examination's token, by HMAC over a number that is new for each connection; each
-datagram bears one, too. No wait is without a deadline.
+Sockets serve only peers that prove the examination's token, by HMAC over a new nonce for each connection. Each datagram
+contains a proof, too. Every wait has a deadline.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ import time
 
 PINGS, DATAGRAMS, AT_ONCE, LARGE = 20, 200, 50, 8
 BULK_BYTES, CHUNK = 8 * 2**20, bytes(2**16)
-# Connections that a probe serves at a time: strangers cost no more threads than that.
+# Connections that a probe serves at a time, which bounds the threads for other programs' connections.
 _SERVED = 256
 _MAC, _NONCE = 32, 16
-# Of Linux' linux/sockios.h and linux/in.h.
+# From Linux' linux/sockios.h and linux/in.h.
 _SIOCGIFADDR = 0x8915
 _MTU_DISCOVER, _PROBE, _MTU = 10, 3, 14
 _IP_UDP_HEADERS = 28
-# Of Linux' linux/capability.h; and what version 1 of control groups has for no limit, or more.
+# From Linux' linux/capability.h; and the value from which version 1 of control groups means no limit.
 _SYS_PTRACE, _NO_MEMORY_LIMIT = 19, 2**60
 
 
@@ -45,10 +45,10 @@ class Probe:
     """An actor on a node.
 
     Args:
-        token: of the examination, known to its probes alone.
-        address: of the node.
-        ports: the first and the last on which it may listen.
-        step, link, name: seconds, as `Timeouts.link_step`, `link` and `name_lookup`, which its node may not know.
+        token: Secret token of the examination, which only its probes have.
+        address: Address of the node.
+        ports: First and last port on which it may listen.
+        step, link, name: Seconds, as `Timeouts.link_step`, `link` and `name_lookup`, which its node may not have.
     """
 
     def __init__(self, token: bytes, address: str, ports: tuple[int, int], step: float, link: float, name: float):
@@ -58,7 +58,7 @@ class Probe:
         self._places = threading.BoundedSemaphore(_SERVED)
 
     def facts(self) -> dict:
-        """What the node is: versions, limits, free space, name; see `findings.examine`."""
+        """Returns the node's versions, limits, free space and name; see `findings.examine`."""
         return {
             "versions": _versions(),
             "files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
@@ -71,40 +71,40 @@ class Probe:
         }
 
     def clock(self) -> float:
-        """Seconds since 1970."""
+        """Returns the seconds since 1970."""
         return time.time()
 
     def listen(self) -> tuple[int, int]:
-        """Opens the node's sockets; their ports: TCP, UDP."""
+        """Opens the node's sockets; returns their ports: TCP, UDP."""
         family = socket.AF_INET6 if ":" in self._address else socket.AF_INET
         tcp, udp = (
             _bound(family, kind, self._address, self._ports) for kind in (socket.SOCK_STREAM, socket.SOCK_DGRAM)
         )
         tcp.listen(_SERVED)
         self._sockets = [tcp, udp]
-        for serve, one in ((self._accept, tcp), (self._echo, udp)):
-            threading.Thread(target=serve, args=(one,), daemon=True).start()
+        for serve, bound in ((self._accept, tcp), (self._echo, udp)):
+            threading.Thread(target=serve, args=(bound,), daemon=True).start()
         return tcp.getsockname()[1], udp.getsockname()[1]
 
     def close(self) -> None:
         """Closes the node's sockets."""
-        for one in self._sockets:
+        for opened in self._sockets:
             with contextlib.suppress(OSError):
-                one.shutdown(socket.SHUT_RDWR)
-            one.close()
+                opened.shutdown(socket.SHUT_RDWR)
+            opened.close()
 
     def reach(self, address: str, ports: tuple[int, int]) -> dict:
-        """Measures the way to another node: "error", or "rtt" in seconds, and "loss", "large", "mtu" where known."""
-        found = {"error": None}
+        """Measures the link to another node: "error", or "rtt" in seconds, and "loss", "large", "mtu" if known."""
+        result = {"error": None}
         try:
             with self._joined(address, ports[0]) as to:
-                found["rtt"] = _round_trips(to)
+                result["rtt"] = _round_trips(to)
         except (OSError, ValueError) as error:
             return {"error": f"{type(error).__name__}: {error}"}
-        return found | self._datagrams(address, ports[1])
+        return result | self._datagrams(address, ports[1])
 
     def bandwidth(self, address: str, port: int) -> dict:
-        """Measures how fast the other node takes bytes: "error", or "rate" in bytes a second."""
+        """Measures the rate to the other node: "error", or "rate" in bytes per second."""
         try:
             with self._joined(address, port) as to:
                 return {"error": None, "rate": _sent(to)}
@@ -112,35 +112,35 @@ class Probe:
             return {"error": f"{type(error).__name__}: {error}"}
 
     def write(self, folder: str, name: str, content: str) -> str | None:
-        """Writes a file into the shared folder; what went wrong."""
+        """Writes a file into the shared folder; returns the error, or None."""
         try:
             system, path = _storage(folder)
             if isinstance(path, pathlib.Path):
-                path.mkdir(exist_ok=True)  # not its parents, of which nothing would be left to remove them
+                path.mkdir(exist_ok=True)  # without its parents, as nothing would remove them later
                 (path / name).write_text(content)
             else:
                 system.create_dir(path, recursive=True)
                 with system.open_output_stream(f"{path}/{name}") as file:
                     file.write(content.encode())
-        except Exception as error:  # what a storage raises is as many kinds as there are storages; it is told
+        except Exception as error:  # each storage raises its own kinds of errors; all are reported
             return f"{type(error).__name__}: {error}"
         return None
 
     def read(self, folder: str, name: str, content: str) -> str | None:
-        """Reads a file of the shared folder; what went wrong."""
+        """Reads a file of the shared folder; returns the error, or None."""
         try:
             system, path = _storage(folder)
             if isinstance(path, pathlib.Path):
-                found = (path / name).read_text()
+                text = (path / name).read_text()
             else:
                 with system.open_input_stream(f"{path}/{name}") as file:
-                    found = file.read().decode()
+                    text = file.read().decode()
         except Exception as error:  # as above
             return f"{type(error).__name__}: {error}"
-        return None if found == content else "the file has another content"
+        return None if text == content else "the file has another content"
 
     def remove(self, folder: str) -> None:
-        """Removes the examination's folder from the storage, where this node sees it."""
+        """Removes the examination's folder from the storage, if this node sees it."""
         system, path = _storage(folder)
         if isinstance(path, pathlib.Path):
             shutil.rmtree(path, ignore_errors=True)
@@ -154,7 +154,7 @@ class Probe:
         return hmac.digest(self._token, b"".join(parts), "sha256")
 
     def _joined(self, address: str, port: int) -> socket.socket:
-        """A connection both of whose ends know the token."""
+        """Returns a connection after both ends have proved the token."""
         to = socket.create_connection((address, port), self._step, source_address=(self._address, 0))
         try:
             to.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -179,17 +179,17 @@ class Probe:
             threading.Thread(target=self._serve, args=(to,), daemon=True).start()
 
     def _serve(self, to: socket.socket) -> None:
-        """Answers one connection: bytes that begin with p come back, those behind a length are counted."""
+        """Serves one connection: returns each byte p; counts bytes after a b up to the last one."""
         try:
             with to, contextlib.suppress(OSError, ValueError):
                 to.settimeout(self._step)
                 to.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 nonce = secrets.token_bytes(_NONCE)
                 to.sendall(nonce)
-                other, proof = _exactly(to, _NONCE), _exactly(to, _MAC)
-                if not hmac.compare_digest(proof, self._proof(b"client", nonce, other)):
+                peer_nonce, proof = _exactly(to, _NONCE), _exactly(to, _MAC)
+                if not hmac.compare_digest(proof, self._proof(b"client", nonce, peer_nonce)):
                     return
-                to.sendall(self._proof(b"server", other, nonce))
+                to.sendall(self._proof(b"server", peer_nonce, nonce))
                 until = time.monotonic() + self._link
                 while time.monotonic() < until and (kind := to.recv(1)):
                     if kind == b"b":
@@ -199,7 +199,7 @@ class Probe:
             self._places.release()
 
     def _echo(self, listening: socket.socket) -> None:
-        """Answers datagrams that bear the proof, with a short one: nobody is sent more than they sent."""
+        """Answers datagrams that contain the proof with a short one, so that nothing is amplified."""
         while True:
             try:
                 data, sender = listening.recvfrom(2**16)
@@ -210,29 +210,29 @@ class Probe:
                     listening.sendto(data[:4] + self._proof(b"answer", data[:4]), sender)
 
     def _datagrams(self, address: str, port: int) -> dict:
-        """Share of small datagrams that are lost, and whether those as large as the network takes are lost."""
+        """Returns the share of lost small datagrams, and the share of the network's largest ones that arrive."""
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         with socket.socket(family, socket.SOCK_DGRAM) as to, contextlib.suppress(OSError):
             to.bind((self._address, 0))
             to.connect((address, port))
             answered = self._asked(to, range(DATAGRAMS), 0)
             if not answered:
-                return {}  # datagrams are filtered, which TCP does not mind
-            if answered < DATAGRAMS:  # a busy host may miss some: what its link loses is lost a second time
+                return {}  # datagrams are filtered, which does not affect TCP
+            if answered < DATAGRAMS:  # a busy host may miss some; a bad link loses some in a second trial, too
                 answered = max(answered, self._asked(to, range(DATAGRAMS, 2 * DATAGRAMS), 0))
-            found = {"loss": 1 - answered / DATAGRAMS}
+            result = {"loss": 1 - answered / DATAGRAMS}
             if family == socket.AF_INET:
                 to.setsockopt(socket.IPPROTO_IP, _MTU_DISCOVER, _PROBE)
-                found["mtu"] = min(to.getsockopt(socket.IPPROTO_IP, _MTU), 9000)
-                size = found["mtu"] - _IP_UDP_HEADERS - 4 - _MAC
-                found["large"] = self._asked(to, range(2 * DATAGRAMS, 2 * DATAGRAMS + LARGE), size) / LARGE
-            return found
+                result["mtu"] = min(to.getsockopt(socket.IPPROTO_IP, _MTU), 9000)
+                size = result["mtu"] - _IP_UDP_HEADERS - 4 - _MAC
+                result["large"] = self._asked(to, range(2 * DATAGRAMS, 2 * DATAGRAMS + LARGE), size) / LARGE
+            return result
         return {}
 
     def _asked(self, to: socket.socket, numbers: range, padding: int) -> int:
-        """How many of some datagrams are answered; they are sent a few at a time, as one program may miss a flood."""
+        """Returns how many of some datagrams are answered; sends a few at a time, as the peer may miss a flood."""
         missing = set(numbers)
-        at_once = 1 if padding else AT_ONCE  # one by one: a slow link drops several large ones that come at once
+        at_once = 1 if padding else AT_ONCE  # one by one: a slow link drops several large ones that arrive at once
         for sent, number in enumerate(numbers, 1):
             head = struct.pack("!I", number)
             with contextlib.suppress(OSError):
@@ -244,8 +244,8 @@ class Probe:
 
     def _answers(self, to: socket.socket, missing: set[int], seconds: float, unsent: int = 0) -> None:
         until = time.monotonic() + seconds
-        while len(missing) > unsent and (left := until - time.monotonic()) > 0:
-            to.settimeout(left)
+        while len(missing) > unsent and (remaining := until - time.monotonic()) > 0:
+            to.settimeout(remaining)
             try:
                 data = to.recv(2**16)
             except TimeoutError:
@@ -257,19 +257,19 @@ class Probe:
 
 
 def _exactly(to: socket.socket, count: int) -> bytes:
-    until, found = time.monotonic() + to.gettimeout(), b""
-    while len(found) < count:
+    until, data = time.monotonic() + to.gettimeout(), b""
+    while len(data) < count:
         if time.monotonic() > until:
             raise TimeoutError("timed out")
-        part = to.recv(count - len(found))
+        part = to.recv(count - len(data))
         if not part:
             raise ValueError("the other end closed the connection")
-        found += part
-    return found
+        data += part
+    return data
 
 
 def _drain(to: socket.socket, until: float) -> None:
-    """Takes bytes up to one that is not 0."""
+    """Receives bytes up to one that is not 0."""
     while time.monotonic() < until and (data := to.recv(2**18)):
         if data[-1]:
             return
@@ -286,7 +286,7 @@ def _round_trips(to: socket.socket) -> float:
 
 
 def _sent(to: socket.socket) -> float:
-    """Bytes a second, of as many as pass within a step's time."""
+    """Returns the bytes per second, measured over half of a step's timeout at most."""
     began, count = time.monotonic(), 0
     to.sendall(b"b")
     while count < BULK_BYTES and time.monotonic() < began + to.gettimeout() / 2:
@@ -299,13 +299,13 @@ def _sent(to: socket.socket) -> float:
 
 def _bound(family, kind, address: str, ports: tuple[int, int]) -> socket.socket:
     for port in secrets.SystemRandom().sample(range(ports[0], ports[1] + 1), min(200, ports[1] + 1 - ports[0])):
-        one = socket.socket(family, kind)
+        candidate = socket.socket(family, kind)
         try:
-            one.bind((address, port))
-        except OSError:  # in use; the last error is told below
-            one.close()
+            candidate.bind((address, port))
+        except OSError:  # in use
+            candidate.close()
             continue
-        return one
+        return candidate
     raise OSError(f"no free port of {ports[0]} to {ports[1]} at {address}")
 
 
@@ -313,16 +313,16 @@ def _bound(family, kind, address: str, ports: tuple[int, int]) -> socket.socket:
 
 
 def _versions() -> dict[str, str | None]:
-    found = {"python": platform.python_version()}
+    versions = {"python": platform.python_version()}
     for package, names in {
         "ray": ("ray",),
         "tensorflow": ("tensorflow", "tensorflow-cpu"),
         "keras": ("keras",),
         "raytf": ("raytf",),
     }.items():
-        found[package] = next((version for name in names if (version := _version(name))), None)
-    found["raytf's code"] = _code()
-    return found
+        versions[package] = next((version for name in names if (version := _version(name))), None)
+    versions["raytf's code"] = _code()
+    return versions
 
 
 def _version(name: str) -> str | None:
@@ -332,7 +332,7 @@ def _version(name: str) -> str | None:
 
 
 def _code() -> str | None:
-    """Digest of raytf's files: a clone may differ under one version."""
+    """Returns a digest of raytf's files: a clone may differ under one version."""
     spec = importlib.util.find_spec("raytf")
     if spec is None or spec.origin is None:
         return None
@@ -343,16 +343,16 @@ def _code() -> str | None:
 
 
 def _free(path: str) -> tuple[int, int] | None:
-    """Free and all bytes of the file system of a path."""
+    """Returns the free and the total bytes of a path's file system."""
     try:
-        found = os.statvfs(path)
+        status = os.statvfs(path)
     except OSError:
         return None
-    return found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize
+    return status.f_bavail * status.f_frsize, status.f_blocks * status.f_frsize
 
 
 def interface(address: str) -> str | None:
-    """The name of this host's network interface that has an address; None where it is not known, as behind NAT."""
+    """Returns the name of this host's network interface with an address; None if unknown, such as with NAT."""
     for _, name in socket.if_nameindex():
         if ":" not in address:
             with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
@@ -368,18 +368,18 @@ def interface(address: str) -> str | None:
 
 
 def cgroup_limits(root: pathlib.Path = pathlib.Path("/")) -> dict[str, float | None]:
-    """The "cpus" and bytes of "memory" that control groups allow this process, each None without a limit.
+    """Returns the "cpus" and bytes of "memory" that control groups allow this process, each None without a limit.
 
     Args:
-        root: of the file system.
+        root: Root of the file system.
     """
     cpus, memory = [], []
     with contextlib.suppress(OSError):
         for line in (root / "proc/self/cgroup").read_text().splitlines():
             _, controllers, path = line.split(":", 2)
-            base = root / "sys/fs/cgroup" / controllers  # of version 2: no controllers
+            base = root / "sys/fs/cgroup" / controllers  # version 2 has no controllers
             own = base / path.lstrip("/")
-            # In a container the path may be that of the host, and the limits are in the base.
+            # In a container the path may be the host's, and the limits are in the base.
             for folder in {own, *own.parents, base}:
                 if folder == base or base in folder.parents:
                     cpus += _cpus(folder)
@@ -389,14 +389,14 @@ def cgroup_limits(root: pathlib.Path = pathlib.Path("/")) -> dict[str, float | N
 
 
 def _cpus(folder: pathlib.Path) -> list[float]:
-    found = _numbers(folder / "cpu.max") or [
+    limits = _numbers(folder / "cpu.max") or [
         number for name in ("cpu.cfs_quota_us", "cpu.cfs_period_us") for number in _numbers(folder / name)
     ]
-    return [found[0] / found[1]] if len(found) == 2 and found[0] > 0 else []
+    return [limits[0] / limits[1]] if len(limits) == 2 and limits[0] > 0 else []
 
 
 def _numbers(file: pathlib.Path) -> list[int]:
-    """The numbers of a file of a control group; nothing where it has none, or is not there."""
+    """Returns the numbers of a control group's file; none if it has no limit, or does not exist."""
     try:
         return [int(word) for word in file.read_text().split()]
     except (OSError, ValueError):  # "max"
@@ -404,30 +404,30 @@ def _numbers(file: pathlib.Path) -> list[int]:
 
 
 def _traces() -> bool:
-    """Whether a process may look at another one of its user here, as py-spy does; False only in a container."""
+    """Returns whether a process may read another one of its user, as py-spy does; False only in a container."""
     try:
         status = pathlib.Path("/proc/self/status").read_text()
         allowed = int(status.partition("CapBnd:")[2].split()[0], 16)
         read = ctypes.CDLL(None, use_errno=True).process_vm_readv
     except (OSError, ValueError, IndexError, AttributeError):
         return True
-    vector = (ctypes.c_size_t * 2)(1, 1)  # no address of anybody: EFAULT for who may read
+    vector = (ctypes.c_size_t * 2)(1, 1)  # an invalid address: EFAULT if reading is allowed
     refused = read(os.getppid(), vector, 1, vector, 1, 0) < 0 and ctypes.get_errno() == errno.EPERM
     return not refused or bool(allowed >> _SYS_PTRACE & 1)
 
 
 def _folders() -> set[str]:
-    """Where this node writes: the temporary folder, and that of Ray's session, whose log this process' output is."""
-    found = {tempfile.gettempdir()}
+    """Returns the folders in which this node writes: the temporary one, and the logs of Ray's session."""
+    folders = {tempfile.gettempdir()}
     with contextlib.suppress(OSError):
         path = os.readlink("/proc/self/fd/1")
         if path.startswith("/") and os.path.isfile(path):
-            found.add(os.path.dirname(path))
-    return found
+            folders.add(os.path.dirname(path))
+    return folders
 
 
 def _resolved(seconds: float) -> dict:
-    """The host's name and the addresses that it resolves to here; a resolver may be slow, and is not waited for."""
+    """Returns the host's name and its addresses here; a slow resolver is not awaited."""
     name, answer = socket.gethostname(), []
 
     def ask():
@@ -439,25 +439,25 @@ def _resolved(seconds: float) -> dict:
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()
     thread.join(seconds)
-    found = answer[0] if answer else f"no answer within {seconds:g} s"
-    return {"host": name, "found": found}
+    addresses = answer[0] if answer else f"no answer within {seconds:g} s"
+    return {"host": name, "found": addresses}
 
 
 def _token_file() -> dict:
-    """Whether Ray uses a token here, and who may read its file."""
+    """Returns whether Ray uses a token here, and the permissions of its file."""
     mode = os.environ.get("RAY_AUTH_MODE")
     path = os.environ.get("RAY_AUTH_TOKEN_PATH") or os.path.expanduser("~/.ray/auth_token")
-    found = {"mode": mode, "path": path, "bits": None}
+    result = {"mode": mode, "path": path, "bits": None}
     if mode == "token" and not os.environ.get("RAY_AUTH_TOKEN"):
         with contextlib.suppress(OSError):
             bits = stat.S_IMODE(os.stat(path).st_mode)
             passed = all(folder.stat().st_mode & stat.S_IXOTH for folder in pathlib.Path(path).resolve().parents)
-            found["bits"] = bits if passed else bits & ~stat.S_IRWXO  # others do not get as far as to the file
-    return found
+            result["bits"] = bits if passed else bits & ~stat.S_IRWXO  # other users cannot reach the file
+    return result
 
 
 def _storage(folder: str):
-    """(file system of pyarrow, path) of a URI; (None, Path) of a folder."""
+    """Returns (file system of pyarrow, path) of a URI; (None, Path) of a folder."""
     if "://" not in folder:
         return None, pathlib.Path(folder)
     from pyarrow import fs

@@ -1,10 +1,10 @@
-"""Two steps of Keras over all nodes, as `raytf run` would run them; a script that `examination` starts on each."""
+"""Two steps of Keras over all nodes, as with `raytf run`; `examination` starts this script on each."""
 
 from __future__ import annotations
 
 
 def main() -> None:
-    """Trains a small model for two steps; every worker must end with the same finite weights."""
+    """Trains a small model for two steps; every worker must end with finite weights."""
     import keras
     import numpy as np
     import tensorflow as tf

@@ -1,1 +1,1 @@
-"""What a model, a function, a config and a dataset mean, so that one run is never taken for another."""
+"""Fingerprints of models, functions, configs and datasets, by which a resumed run is recognized."""

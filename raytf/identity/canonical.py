@@ -1,7 +1,7 @@
-"""Canonical JSON of values, functions and objects: the same in every process, wherever the code stands.
+"""Canonical JSON of values, functions and objects: the same in every process, for any location of the code.
 
-A function of the user's counts by its bytecode, which every process has (a notebook's cell has no source elsewhere),
-and by the values that it reads by name. Files, lines, comments and docstrings do not count, nor the order of sets.
+A user's function counts by its bytecode, which every process has (a notebook's cell has no source elsewhere). The
+values that it reads by name count, too. Files, lines, comments, docstrings and the order of sets do not count.
 """
 
 from __future__ import annotations
@@ -26,38 +26,38 @@ import numpy as np
 from raytf.compat.patching import patched
 from raytf.identity.config_keys import AccessTrackingConfig, codes, is_filled
 
-# Longer lists and texts are kept as a hash: a vocabulary, a table of constants.
+# Longer lists and texts become a hash: a vocabulary, a table of constants.
 _LONGEST_LIST, _LONGEST_TEXT = 256, 256
 _DEEPEST = 24
-# Of a dict, or of a script's arguments: what says how long and where a run trains, not what.
+# Keys of a dict, or of a script's arguments, for how long and where a run trains, not what it trains.
 _OF_THE_TRAINER = frozenset(("epochs", "batch_size", "num_workers"))
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 
 def described(value: Any, left_out: frozenset[str] = frozenset()) -> Any:
-    """A value as JSON: numbers and texts as they are, functions and objects by what tells them apart.
+    """Returns a value as JSON: numbers and texts as they are, functions and objects by their distinguishing parts.
 
     Args:
-        value: anything, also as Keras serializes it.
-        left_out: keys of dicts that do not count.
+        value: Any value, also as serialized by Keras.
+        left_out: Keys of dicts that do not count.
     """
     return _Describer(left_out).of(value, 0)
 
 
 def class_code(kind: type) -> dict[str, Any]:
-    """Returns {"code", "reads"} of a class and its bases, as far as they are the user's; {} where they are not."""
+    """Returns {"code", "reads"} of a class and its bases that are the user's; {} if there are none."""
     return _Describer(frozenset()).class_code(kind, 0)
 
 
 def config_of(value: Any) -> dict[str, Any]:
-    """The config of an object of Keras, or its attributes by the names of its arguments where it gives none.
+    """Returns the config of a Keras object, or its attributes with the names of its arguments if it has none.
 
-    Functions and objects of the user's are in it as the object holds them, not as Keras has serialized them.
+    Functions and objects of the user are the live ones, not those that Keras has serialized.
     """
     try:
         with _without_sources():
             config = dict(value.get_config())
-    except Exception:  # it was not made to be serialized
+    except Exception:  # not made to be serialized
         config = {name: getattr(value, name) for name in _arguments(value) if hasattr(value, name)}
     held = getattr(value, "__dict__", {})
     for name in config:
@@ -68,7 +68,7 @@ def config_of(value: Any) -> dict[str, Any]:
 
 
 def arguments_of(value: Any, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns what an object of the user's class keeps under the names of its arguments and its config leaves out."""
+    """Returns attributes of a user's object with the names of its arguments that its config omits."""
     held = {} if is_installed(type(value).__module__) else getattr(value, "__dict__", {})
     return {name: held[name] for name in _arguments(value) if name in held and name not in config}
 
@@ -76,14 +76,16 @@ def arguments_of(value: Any, config: Mapping[str, Any]) -> dict[str, Any]:
 def _arguments(value: Any) -> list[str]:
     try:
         return [name for name in inspect.signature(type(value).__init__).parameters if name != "self"]
-    except ValueError:  # of a class that is not Python's
+    except ValueError:  # of a class in C
         return []
 
 
 @contextlib.contextmanager
 def _without_sources():
-    """Lets Keras serialize a lambda without its source, which it puts into a warning, and which a notebook's cell that
-    was sent to another process does not have."""
+    """Makes Keras serialize a lambda without its source.
+
+    Keras puts the source into a warning, and a notebook's cell has none in another process.
+    """
     from raytf.compat.keras import serialization_lib
 
     class Sourceless:
@@ -98,9 +100,9 @@ def _without_sources():
 
 
 def number(value: float) -> Any:
-    """A number as far as float32 goes: float32 and float64 of one number are the same.
+    """Returns a number in float32 precision: float32 and float64 of one number are the same.
 
-    Above 2**24 float32 leaves out whole units: two clocks of one minute would be one number there, and are not.
+    Above 2**24, where float32 skips whole numbers, it keeps float64: two clocks of one minute must differ.
     """
     if not math.isfinite(value):
         return repr(value)
@@ -112,7 +114,7 @@ def number(value: float) -> Any:
 
 
 def shortened(values: list, longest: int = _LONGEST_LIST) -> Any:
-    """A list, or its length and hash where it is long."""
+    """Returns a list, or its length and hash if it is long."""
     return values if len(values) <= longest else f"{len(values)} values, {hashed(dumped(values))}"
 
 
@@ -126,9 +128,9 @@ def hashed(value: str | bytes) -> str:
 
 @functools.cache
 def is_installed(module: str | None) -> bool:
-    """Whether a module is a library's or Python's own, not the user's."""
+    """Returns whether a module belongs to a library or to Python, not to the user."""
     top = (module or "").partition(".")[0]
-    if top in ("__main__", "__mp_main__"):  # the user's, though a worker of Ray has a file of its own by this name
+    if top in ("__main__", "__mp_main__"):  # the user's, though a Ray worker has its own file of this name
         return False
     if top in ("builtins", "raytf", "keras", "tensorflow") or top in sys.stdlib_module_names:
         return True
@@ -137,7 +139,7 @@ def is_installed(module: str | None) -> bool:
 
 
 def is_users_object(value: Any) -> bool:
-    """Whether a value is a function or a method of the user's, or an object of the user's class."""
+    """Returns whether a value is a function or a method of the user, or an object of a user's class."""
     if isinstance(value, types.MethodType):
         return _is_users(value.__func__) or is_users_object(value.__self__)
     if isinstance(value, functools.partial):
@@ -148,7 +150,7 @@ def is_users_object(value: Any) -> bool:
 
 
 def is_part_of_model(value: Any) -> bool:
-    """Whether a value is a layer, a model or an optimizer, which are described each by itself."""
+    """Returns whether a value is a layer, a model or an optimizer, each of which has its own description."""
     keras = sys.modules.get("keras")
     if keras is None:
         return False
@@ -156,14 +158,14 @@ def is_part_of_model(value: Any) -> bool:
 
 
 def _is_users(function: Any) -> bool:
-    # a decorator gives its function another's __module__
+    # a decorator sets another function's __module__
     return isinstance(function, types.FunctionType) and not is_installed(
         function.__globals__.get("__name__") or function.__module__
     )
 
 
 def _unwrapped(function: Any) -> Any:
-    """A function without the wrappers of libraries; a decorator of the user's changes what it does."""
+    """Removes the wrappers of libraries; a user's decorator stays, as it changes the result."""
     for _ in range(_DEEPEST):
         inner = getattr(function, "python_function", None) or getattr(function, "__wrapped__", None)
         if inner is None or _is_users(function):
@@ -173,11 +175,11 @@ def _unwrapped(function: Any) -> Any:
 
 
 class _Describer:
-    """Describes values; a function, a class or an object that comes again is named alone."""
+    """Describes values; a repeated function, class or object is only named."""
 
     def __init__(self, left_out: frozenset[str]):
         self._left_out = left_out
-        self._seen: dict[int, Any] = {}  # holds them, so that no other gets their id
+        self._seen: dict[int, Any] = {}  # keeps the objects alive, so that their ids stay unique
 
     def of(self, value: Any, depth: int) -> Any:
         if value is None or isinstance(value, bool):
@@ -197,14 +199,14 @@ class _Describer:
             return self.of(value.item(), depth)
         if isinstance(value, np.ndarray):
             return self._array(value, depth)
-        if isinstance(value, AccessTrackingConfig):  # which of its keys are read is known, and compared by itself
+        if isinstance(value, AccessTrackingConfig):  # its keys that are read are compared separately
             return {"class": "config"}
         if depth > _DEEPEST or isinstance(value, types.ModuleType):
             return {"class": type(value).__name__}
         return self._container(value, depth + 1)
 
     def _array(self, value: np.ndarray, depth: int) -> Any:
-        """An array by its numbers, or by dtype, shape and a hash where they are many."""
+        """Returns an array's numbers, or dtype, shape and a hash if there are many."""
         if value.size <= 16 and value.dtype.kind in "biuf":
             return self.of(value.tolist(), depth)
         raw = dumped(self.of(value.tolist(), depth)) if value.dtype.hasobject else np.ascontiguousarray(value).tobytes()
@@ -218,8 +220,8 @@ class _Describer:
         if isinstance(value, (set, frozenset)):
             return shortened(sorted((self.of(part, depth) for part in value), key=dumped))
         if isinstance(value, functools.partial):
-            given = {str(k): self.of(v, depth) for k, v in value.keywords.items()}
-            return {"partial": self.of(value.func, depth), "args": self.of(value.args, depth), **given}
+            keywords = {str(k): self.of(v, depth) for k, v in value.keywords.items()}
+            return {"partial": self.of(value.func, depth), "args": self.of(value.args, depth), **keywords}
         if inspect.isclass(value):
             return {"class": value.__name__, **self.class_code(value, depth)}
         if callable(value) and (hasattr(value, "__name__") or hasattr(value, "python_function")):
@@ -231,7 +233,7 @@ class _Describer:
         if kind is None or "config" not in value:
             left_out = self._left_out | _OF_THE_TRAINER
             return {str(k): self.of(v, depth) for k, v in value.items() if k not in left_out}
-        # as Keras serializes an object
+        # as serialized by Keras
         if kind == "__lambda__":
             return {"function": "<lambda>"}
         if kind == "__keras_tensor__":
@@ -241,24 +243,24 @@ class _Describer:
         if "DTypePolicy" in kind:
             return self.of(config.get("name") or config, depth)
         if isinstance(config, Mapping) and "layers" in config:
-            return {"class": kind}  # its layers are described each by itself
+            return {"class": kind}  # its layers have their own descriptions
         inner = self.of(config, depth)
         return {"class": kind, **(inner if isinstance(inner, dict) else {"config": inner})}
 
     def _function(self, function: Any, depth: int) -> dict[str, Any]:
         bound = getattr(function, "__self__", None)
         function = _unwrapped(getattr(_unwrapped(function), "__func__", function))
-        found: dict[str, Any] = {"function": getattr(function, "__name__", type(function).__name__)}
+        description: dict[str, Any] = {"function": getattr(function, "__name__", type(function).__name__)}
         if _is_users(function):
-            found |= self._code({"": function}, depth)
+            description |= self._code({"": function}, depth)
         elif (module := getattr(function, "__module__", None) or "").partition(".")[0] not in ("", "builtins", "keras"):
-            found["module"] = module
+            description["module"] = module
         if bound is not None and not isinstance(bound, types.ModuleType):
-            found["self"] = self.of(bound, depth)
-        return found
+            description["self"] = self.of(bound, depth)
+        return description
 
     def _code(self, functions: dict[str, types.FunctionType], depth: int) -> dict[str, Any]:
-        """Returns {"code": a hash of what functions do, "reads": the values that they use, by name}."""
+        """Returns {"code": a hash of the functions' bytecode, "reads": the values that they use, by name}."""
         reads: dict[str, Any] = {}
         for function in functions.values():
             if id(function) not in self._seen:
@@ -283,30 +285,30 @@ class _Describer:
                     functions[name] = function
                 elif isinstance(member, (bool, int, float, str, tuple, list, dict)) and not name.startswith("__"):
                     constants[name] = self.of(member, depth)
-        found = self._code(functions, depth)
-        reads = {**found.get("reads", {}), **constants}
-        return {**found, **({"reads": reads} if reads else {})}
+        description = self._code(functions, depth)
+        reads = {**description.get("reads", {}), **constants}
+        return {**description, **({"reads": reads} if reads else {})}
 
     def _object(self, value: Any, depth: int) -> Any:
         kind = type(value)
-        found: dict[str, Any] = {"class": kind.__name__}
+        description: dict[str, Any] = {"class": kind.__name__}
         if hasattr(value, "numpy") and hasattr(value, "dtype"):
-            is_variable = hasattr(value, "assign")  # its value is the training's
-            return found if is_variable else self._array(np.asarray(value), depth)
+            is_variable = hasattr(value, "assign")  # a variable's value changes in training
+            return description if is_variable else self._array(np.asarray(value), depth)
         if is_part_of_model(value) or kind.__name__ == "SeedGenerator" or id(value) in self._seen:
-            return found
+            return description
         self._seen[id(value)] = value
         if isinstance(value, types.SimpleNamespace) or (kind.__module__, kind.__name__) == ("argparse", "Namespace"):
-            return found | self._dict(vars(value), depth)
+            return description | self._dict(vars(value), depth)
         if hasattr(value, "get_config") or not is_installed(kind.__module__):
             config = config_of(value)
             config |= arguments_of(value, config)
-            found |= {str(k): self.of(v, depth) for k, v in config.items() if k not in self._left_out | {"name"}}
-        return found | self.class_code(kind, depth)
+            description |= {str(k): self.of(v, depth) for k, v in config.items() if k not in self._left_out | {"name"}}
+        return description | self.class_code(kind, depth)
 
 
 def _read(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
-    """Yields (name, value) of defaults, and of what a function reads and does not set: its closure, its module."""
+    """Yields (name, value) of a function's defaults, and of variables of its closure and module that it only reads."""
     code, spaces = function.__code__, function.__globals__
     steps = [step for inner in codes(code) for step in dis.get_instructions(inner)]
     changed = {step.argval for step in steps if step.opname in ("STORE_GLOBAL", "STORE_DEREF")} - set(code.co_cellvars)
@@ -323,13 +325,13 @@ def _read(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
 
 
 def _instructions(code: types.CodeType) -> list:
-    """What a code object does, without file, lines and docstring."""
-    found: list = [code.co_flags & 0x2F, code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]]
+    """Returns the instructions of a code object, without file, lines and docstring."""
+    instructions: list = [code.co_flags & 0x2F, code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]]
     for step in dis.get_instructions(code):
         if step.opname not in ("NOP", "EXTENDED_ARG"):
             is_constant = step.opcode in dis.hasconst
-            found.append([step.opname, _constant(step.argval) if is_constant else step.argrepr or step.arg])
-    return found
+            instructions.append([step.opname, _constant(step.argval) if is_constant else step.argrepr or step.arg])
+    return instructions
 
 
 def _constant(value: Any) -> Any:
@@ -338,5 +340,5 @@ def _constant(value: Any) -> Any:
     if isinstance(value, (tuple, frozenset)):
         parts = [_constant(part) for part in value]
         return parts if isinstance(value, tuple) else sorted(parts, key=dumped)
-    # names within a qualified name change when a function is moved
+    # the outer names in a qualified name change when a function is moved
     return value.rpartition("<locals>.")[2] if isinstance(value, str) else repr(value)

@@ -1,5 +1,4 @@
-"""Which keys of a config build_model and callbacks read, noted while the model is tried: a key that none does is likely
-misspelt."""
+"""Finds unused keys of a config, which are likely misspelt: records which ones build_model and callbacks read."""
 
 from __future__ import annotations
 
@@ -16,13 +15,13 @@ from typing import Any
 
 
 class AccessTrackingConfig(dict):
-    """A config that notes which keys are read; whoever goes through it, or copies it, may read all.
+    """A config that records which keys are read; iterating over it, or copying it, counts as reading all.
 
     Attributes:
-        read: keys that were read.
-        whole: whether all may have been.
-        defaults: what was read in the place of keys that are not there.
-        missing: keys that are not there and were read without a default.
+        read: Keys that were read.
+        whole: Whether all keys may have been read.
+        defaults: Values read instead of missing keys.
+        missing: Missing keys that were read without a default.
     """
 
     def __init__(self, config: Mapping[str, Any]):
@@ -71,7 +70,7 @@ def _reads_all(name: str) -> Callable:
     return call
 
 
-# `**config`, `dict(config)` and `{**config}` come here, too: CPython passes a subclass by that iterates as a dict
+# CPython also calls these for `**config`, `dict(config)` and `{**config}`, as the class overrides `__iter__`
 for _name in ("__iter__", "__reversed__", "__or__", "__ror__", "__eq__", "keys", "values", "items", "copy", "popitem"):
     setattr(AccessTrackingConfig, _name, _reads_all(_name))
 
@@ -79,39 +78,41 @@ for _name in ("__iter__", "__reversed__", "__or__", "__ror__", "__eq__", "keys",
 def unread(
     names: Collection[str], noted: AccessTrackingConfig, functions: Collection[Callable], references: int
 ) -> dict[str, str]:
-    """Returns those of `names` that nothing has read, with the key that each may be meant for, or "".
+    """Returns those of `names` that were not read, each with a similar key that was requested, or "".
 
-    A function that keeps the config may read it later, so that all counts as read. What the source of a function
-    mentions counts as read, too: it may do so at another time. `functions` are called only while a key is left.
+    If a function keeps the config, it may read it later, so all keys count as read. Keys in the source of a function
+    count, too: it may read them at another time. `functions` are called only while a key is unread.
 
     Args:
-        names: keys that the user has given.
-        noted: the config, after a model was built with it.
-        functions: of the config: the one that has built the model, which is not called, and those of callbacks.
-        references: `sys.getrefcount(noted)` in the calling function, before anything had the config.
+        names: Keys that the user has given.
+        noted: The config, after a model was built with it.
+        functions: Functions of the config: first the one that has built the model, which is not called; then those of
+            callbacks.
+        references: `sys.getrefcount(noted)` in the calling function, before other references existed.
     """
     asked = {*noted.read, *noted.defaults, *noted.missing} - set(names) | {"batch_size", "epochs"}
-    left = lambda: [] if noted.whole else sorted(set(names) - noted.read)
+    unread_names = lambda: [] if noted.whole else sorted(set(names) - noted.read)
     for function in functions:
-        noted.read |= mentioned(function).intersection(dict.keys(noted)) if left() else set()
-    kept = [_quiet(function)(noted) for function in list(functions)[1:] if left()]
-    if left():
+        noted.read |= mentioned(function).intersection(dict.keys(noted)) if unread_names() else set()
+    kept = [_quiet(function)(noted) for function in list(functions)[1:] if unread_names()]
+    if unread_names():
         gc.collect()
-        noted.whole = noted.whole or sys.getrefcount(noted) > references + 1  # the one of this function
+        # the additional reference is this function's
+        noted.whole = noted.whole or sys.getrefcount(noted) > references + 1
     del kept
-    close = {name: difflib.get_close_matches(name, sorted(map(str, asked)), 1) for name in left()}
-    return {name: next(iter(found), "") for name, found in close.items()}
+    close = {name: difflib.get_close_matches(name, sorted(map(str, asked)), 1) for name in unread_names()}
+    return {name: next(iter(matches), "") for name, matches in close.items()}
 
 
 def warning(unread: Mapping[str, str]) -> str:
-    """Returns the sentence about keys that nothing read, see `unread`."""
+    """Returns the warning about keys that were not read, see `unread`."""
     hints = {name: f" (did you mean {close!r}?)" if close else "" for name, close in unread.items()}
     keys = ", ".join(f"config[{name!r}]{hint}" for name, hint in hints.items())
     return f"Nothing read {keys} when the model was tried. Is a key misspelt?"
 
 
 def _quiet(callbacks: Callable) -> Callable:
-    """Callbacks, of which one that cannot be made here says nothing of the keys: a trial shows what is wrong."""
+    """Returns `callbacks` without errors: keys count as read if it fails here, and a trial shows the error."""
 
     def call(config):
         try:
@@ -124,7 +125,7 @@ def _quiet(callbacks: Callable) -> Callable:
 
 def mentioned(function: Callable) -> set[str]:
     """Returns the string constants of a function, and of the functions and classes of its package that it names."""
-    found: set[str] = set()
+    constants: set[str] = set()
     seen: set[int] = set()
     waiting: list[Any] = [function]
     package = _package(_unwrapped(function))
@@ -137,11 +138,11 @@ def mentioned(function: Callable) -> set[str]:
             waiting += vars(value).values()
             continue
         inner = list(codes(value.__code__))
-        found |= {const for code in inner for const in _strings(code.co_consts)}
+        constants |= {const for code in inner for const in _strings(code.co_consts)}
         waiting += [value.__globals__[n] for code in inner for n in code.co_names if n in value.__globals__]
         waiting += [cell.cell_contents for cell in value.__closure__ or () if is_filled(cell)]
         waiting += value.__defaults__ or ()
-    return found
+    return constants
 
 
 def codes(code: CodeType) -> Iterator[CodeType]:
@@ -153,7 +154,7 @@ def codes(code: CodeType) -> Iterator[CodeType]:
 
 
 def is_filled(cell) -> bool:
-    """Whether a variable that a function caught has a value yet."""
+    """Returns whether a closure's cell has a value."""
     try:
         cell.cell_contents  # noqa: B018
     except ValueError:
@@ -164,7 +165,7 @@ def is_filled(cell) -> bool:
 def _unwrapped(value: Any) -> Any:
     while isinstance(value, (functools.partial, MethodType, staticmethod, classmethod)):
         value = value.func if isinstance(value, functools.partial) else value.__func__
-    call = vars(type(value)).get("__call__")  # of an object of the user's that is called as a function
+    call = vars(type(value)).get("__call__")  # of a user's object that is called as a function
     return call if isinstance(call, FunctionType) else value
 
 
@@ -181,15 +182,15 @@ def _strings(constants: Any) -> Iterator[str]:
 
 
 _PLAIN = (ast.Assign, ast.AnnAssign, ast.Expr, ast.Return, ast.Import, ast.ImportFrom)
-# What evaluates a part of itself later, or not in any case.
+# Nodes that evaluate parts later, or conditionally.
 _MAYBE = (ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp, ast.IfExp, ast.BoolOp)
 
 
 def required(function: Callable) -> dict[str, int]:
-    """Returns the keys that a function of a config reads at its beginning whatever happens, and their lines.
+    """Returns the keys that a function of a config reads unconditionally at its beginning, and their lines.
 
-    Looked at are its plain statements up to the first one that branches, or that uses the config otherwise than by
-    `config[key]` and `config.get`: what follows may see another one. Where the source is not known there are none.
+    It parses plain statements up to the first branch, or the first use of the config except `config[key]` and
+    `config.get`: later statements may have another config. Without a source it returns {}.
     """
     try:
         lines, first = inspect.getsourcelines(function)
@@ -197,16 +198,16 @@ def required(function: Callable) -> dict[str, int]:
         config = (tree.args.posonlyargs + tree.args.args)[0].arg
     except (OSError, TypeError, SyntaxError, ValueError, AttributeError, IndexError):
         return {}
-    found: dict[str, int] = {}
+    lines_by_key: dict[str, int] = {}
     for statement in tree.body:
         nodes = list(ast.walk(statement))
         reads = [node for node in nodes if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load)]
         gets = [node for node in nodes if isinstance(node, ast.Attribute) and node.attr == "get"]
         known = {id(node.value) for node in reads + gets}
-        others = [n for n in nodes if isinstance(n, ast.Name) and n.id == config and id(n) not in known]
-        if others or not isinstance(statement, _PLAIN) or any(isinstance(node, _MAYBE) for node in nodes):
+        other_uses = [n for n in nodes if isinstance(n, ast.Name) and n.id == config and id(n) not in known]
+        if other_uses or not isinstance(statement, _PLAIN) or any(isinstance(node, _MAYBE) for node in nodes):
             break
         for read in reads:
             if isinstance(read.value, ast.Name) and read.value.id == config and isinstance(read.slice, ast.Constant):
-                found.setdefault(str(read.slice.value), first + read.lineno - 1)
-    return found
+                lines_by_key.setdefault(str(read.slice.value), first + read.lineno - 1)
+    return lines_by_key

@@ -1,7 +1,7 @@
-"""What a model, its optimizer and a dataset are, in JSON that is the same in every process.
+"""Fingerprints of a model, its optimizer and a dataset, as JSON that is the same in every process.
 
-Names that Keras counts up ("dense_1"), addresses, modules and lines of code are left out: two processes, and a
-`build_model` that was moved, must give the same.
+Counted names of Keras ("dense_1"), addresses, modules and lines of code are omitted: two processes, and a `build_model`
+that was moved, must produce the same.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from raytf.parallel import model_optimizers
 from raytf.runtime.answers import collect
 
 _MOST_LAYERS = 2000
-# Keys of a layer's config that say nothing about what it computes, or are the trainer's own.
+# Keys of a layer's config that do not affect its computation, or belong to the trainer.
 _LEFT_OUT = frozenset(
     {"name", "seed", "module", "registered_name", "shared_object_id", "build_config", "compile_config"}
     | {"epochs", "batch_size", "num_workers"}
 )
-# Of a source's files: all names and sizes count, and the last bytes of so many; Parquet has its statistics there.
+# Of a source's files, all names and sizes count, and the last bytes of some; Parquet has its statistics there.
 _TAILS, _TAIL_BYTES = 16, 64 << 10
-# Of rows in memory all count up to so many bytes, and above a sample of as many; up to so many they are read here.
+# Size up to which all rows in memory count, and size of the sample above it; size up to which the driver reads them.
 _ROWS_BYTES, _HERE_BYTES = 256 << 20, 128 << 20
 _DIGESTS_AT_ONCE = 64
 _PIECE_BYTES = 1 << 20
@@ -47,10 +47,10 @@ _ODD = 0x9E3779B97F4A7C15
 
 
 def of_model(model) -> dict[str, Any]:
-    """What a compiled and built model is, and how it is trained.
+    """Returns the description of a compiled and built model, and of its training.
 
     Args:
-        model: a `keras.Model` whose optimizer is built.
+        model: A `keras.Model` whose optimizer is built.
 
     Returns:
         {"keras", "model", "optimizers", "loss", "metrics"}; JSON.
@@ -70,26 +70,26 @@ def of_model(model) -> dict[str, Any]:
 
 
 def _layer(layer) -> dict[str, Any]:
-    """{"class", "config"} of a layer, or {"arguments"} that Keras noted as it was made; {"code"} of a user's class."""
+    """Returns {"class", "config"} of a layer, or {"arguments"} that Keras recorded; {"code"} of a user's class."""
     import keras
 
     from raytf.compat.keras import Functional, is_default
 
-    found: dict[str, Any] = {"class": type(layer).__name__}
+    description: dict[str, Any] = {"class": type(layer).__name__}
     if isinstance(layer, Functional):
-        found["graph"] = _graph(layer)
+        description["graph"] = _graph(layer)
     elif not isinstance(layer, keras.Sequential):
         config = config_of(layer)
         arguments = arguments_of(layer, config)
         if is_default(layer.get_config):
             arguments |= {k: v for k, v in config.items() if k not in ("dtype", "trainable")}
             config = {k: config[k] for k in ("dtype", "trainable") if k in config}
-        found |= {"config": described(config, _LEFT_OUT), "arguments": described(arguments, _LEFT_OUT)}
-    return found | class_code(type(layer))
+        description |= {"config": described(config, _LEFT_OUT), "arguments": described(arguments, _LEFT_OUT)}
+    return description | class_code(type(layer))
 
 
 def _graph(model) -> str | None:
-    """A hash of how the operations of a functional model hang together."""
+    """Returns a hash of the connections between operations of a functional model."""
     import keras
 
     operations = getattr(model, "operations", None)
@@ -129,13 +129,13 @@ def _optimizer(optimizer) -> dict[str, Any]:
     config = config_of(optimizer)
     if "learning_rate" not in config and inner is None:
         config = config | {"learning_rate": keras_objects.rate_of(optimizer)}
-    found = {
+    description = {
         "class": type(optimizer).__name__,
         "config": described(config, _LEFT_OUT | {"inner_optimizer", "jit_compile"}),
         "slots": shortened([_shape(v) for v in optimizer.variables]),
         **class_code(type(optimizer)),
     }
-    return found | ({"inner": _optimizer(inner)} if inner is not None else {})
+    return description | ({"inner": _optimizer(inner)} if inner is not None else {})
 
 
 def _shape(variable) -> str:
@@ -146,11 +146,11 @@ def _shape(variable) -> str:
 
 
 def types_of(block, *specs) -> dict[str, str]:
-    """The types of the columns that are used as they are, by name; those of a vector become float32, whatever they are.
+    """Returns the types of columns that are used unchanged, by name; columns of a vector always become float32.
 
     Args:
-        block: of the data, an Arrow table or a pandas frame.
-        specs: features, labels and sample weights, parsed.
+        block: A block of the data: an Arrow table or a pandas frame.
+        specs: Features, labels and sample weights, parsed.
     """
     schema = as_table(block).schema
     names = sorted({name for spec in specs for part in flat(spec) if not part.stacked for name in part.names})
@@ -158,15 +158,15 @@ def types_of(block, *specs) -> dict[str, str]:
 
 
 def of_dataset(dataset, rows: int) -> dict[str, Any]:
-    """What a `ray.data.Dataset` holds, as far as that is cheap to know: its rows, sources and operations.
+    """Returns the parts of a `ray.data.Dataset` that are cheap to read: its rows, sources and operations.
 
     Args:
-        dataset: that was read.
-        rows: of it, in all.
+        dataset: The dataset, already read.
+        rows: Its total number of rows.
 
     Returns:
-        {"rows", "sources", "operations"}; JSON. Files are told apart by names below what was read, sizes and, of some,
-        their last bytes, not by times: a copy is the same. Data in memory is told apart by one hash of its rows.
+        {"rows", "sources", "operations"}; JSON. Files count by relative names, sizes and, for some, their last bytes.
+            Times do not count: a copy is the same. Data in memory counts by one hash of its rows.
     """
     operators = list(ray_data.last_operator(dataset).post_order_iter())
     steps = [op for op in operators if op.input_dependencies]
@@ -178,19 +178,19 @@ def of_dataset(dataset, rows: int) -> dict[str, Any]:
 
 
 def of_pipeline(source) -> dict[str, Any]:
-    """What is known of a `raytf.TFData`: its function with the values that it reads, not the files; as `of_dataset`."""
+    """Returns the same for a `raytf.TFData`: its function with the values that it reads, without files."""
     names = ("make_dataset", "shards_itself", "rows", "steps_per_epoch", "class_weight")
-    told = {name: described(getattr(source, name)) for name in names}
-    return {"rows": 0, "sources": [], "operations": [told]}
+    description = {name: described(getattr(source, name)) for name in names}
+    return {"rows": 0, "sources": [], "operations": [description]}
 
 
 def _operation(operator) -> dict[str, Any]:
-    found: dict[str, Any] = {"class": type(operator).__name__}
+    description: dict[str, Any] = {"class": type(operator).__name__}
     for name in ("fn", "fn_args", "fn_kwargs", "fn_constructor_args", "fn_constructor_kwargs", "limit", "key", "seed"):
         value = getattr(operator, name, None)
         if value is not None and not isinstance(value, types.MethodType):
-            found[name] = described(value)
-    return found
+            description[name] = described(value)
+    return description
 
 
 def _source(operator) -> dict[str, Any]:
@@ -209,20 +209,20 @@ def _source(operator) -> dict[str, Any]:
 
 
 def _listed(filesystem, paths) -> list[tuple[str, str, int]]:
-    """(name below what was read, path, size) of each file."""
-    found = []
+    """Returns (relative name, path, size) of each file."""
+    files_below = []
     for info in filesystem.get_file_info(list(paths)):
         if info.type == pyarrow.fs.FileType.Directory:
             inside = filesystem.get_file_info(pyarrow.fs.FileSelector(info.path, recursive=True))
-            files = [one for one in inside if one.type == pyarrow.fs.FileType.File]
-            found += [(posixpath.relpath(one.path, info.path), one.path, one.size or 0) for one in files]
+            files = [entry for entry in inside if entry.type == pyarrow.fs.FileType.File]
+            files_below += [(posixpath.relpath(entry.path, info.path), entry.path, entry.size or 0) for entry in files]
         else:
-            found.append((info.base_name, info.path, info.size or 0))
-    return found
+            files_below.append((info.base_name, info.path, info.size or 0))
+    return files_below
 
 
 def _files(filesystem, files: list[tuple[str, str, int]]) -> dict[str, Any]:
-    """Names and sizes of all files, and a hash of the ends of some that are spread over them."""
+    """Returns the number and the bytes of files, and a hash of their names, sizes and the ends of some."""
     files = sorted(files)
 
     def tail(path: str, size: int) -> bytes:
@@ -238,7 +238,7 @@ def _files(filesystem, files: list[tuple[str, str, int]]) -> dict[str, Any]:
 
 
 def _in_memory(operator) -> dict[str, Any]:
-    """A hash of the rows of blocks, computed where they lie; it does not depend on how the rows are divided."""
+    """Returns a hash of the rows of blocks, computed on their nodes; it does not depend on the division into blocks."""
     blocks = [entry for bundle in operator.output_data() or [] for entry in bundle.blocks if entry.metadata.num_rows]
     if not blocks:
         return {"class": type(operator).__name__}
@@ -247,16 +247,18 @@ def _in_memory(operator) -> dict[str, Any]:
     stride, starts = stride_of(size), np.cumsum([0, *rows[:-1]]).tolist()
     work = [(block.ref, start, stride) for block, start in zip(blocks, starts, strict=True)]
     if size <= _HERE_BYTES:
-        found = [_digest(ray.get(ref, timeout=timeouts.get().digest), *where) for ref, *where in work]
+        digests = [
+            _digest(ray.get(ref, timeout=timeouts.get().digest), *start_and_stride) for ref, *start_and_stride in work
+        ]
     else:
-        # no CPU is asked for: workers may hold them all
+        # requests no CPU: workers may hold them all
         remote = ray.remote(num_cpus=0, max_retries=2)(_digest)
-        found = []
+        digests = []
         for i in range(0, len(work), _DIGESTS_AT_ONCE):
             refs = [remote.remote(*arguments) for arguments in work[i : i + _DIGESTS_AT_ONCE]]
             names = [f"block {i + j}" for j in range(len(refs))]
-            found += collect(refs, timeouts.get().digest, "digests of the data in memory", names=names)
-    return {"content": content_of(found)}
+            digests += collect(refs, timeouts.get().digest, "digests of the data in memory", names=names)
+    return {"content": content_of(digests)}
 
 
 def _digest(block, start: int, stride: int) -> dict[str, int]:
@@ -264,43 +266,45 @@ def _digest(block, start: int, stride: int) -> dict[str, int]:
 
 
 def stride_of(size: int) -> int:
-    """Each so many-th row of so many bytes is in their hash."""
+    """Returns n so that every n-th row of `size` bytes counts in their hash."""
     return -(-size // _ROWS_BYTES) or 1
 
 
 def content_of(digests: list[dict[str, int]]) -> str:
-    """A hash of all rows, of the digests of their blocks."""
-    columns = sorted({name for found in digests for name in found})
-    return hashed(dumped([[name, sum(found.get(name, 0) for found in digests) % 2**64] for name in columns]))
+    """Returns a hash of all rows, from the digests of their blocks."""
+    columns = sorted({name for digest_of_block in digests for name in digest_of_block})
+    return hashed(
+        dumped([[name, sum(digest_of_block.get(name, 0) for digest_of_block in digests) % 2**64] for name in columns])
+    )
 
 
 def of_table(table: pa.Table) -> str:
-    """A hash of the rows of a table."""
+    """Returns a hash of the rows of a table."""
     return content_of([digest(table, 0, stride_of(table.nbytes))])
 
 
 def digest(table: pa.Table, start: int, stride: int) -> dict[str, int]:
-    """A number for each column, by name and type; those of all blocks add up to that of all rows, modulo 2**64.
+    """Returns a number for each column, by name and type; they add up over blocks, modulo 2**64.
 
     Args:
-        table: a block.
-        start: rows that come before it.
-        stride: each so many-th row of all counts.
+        table: A block.
+        start: Number of rows before it.
+        stride: Every `stride`-th row of all rows counts.
     """
     places = np.arange(-start % stride, table.num_rows, stride)
     table = table if stride == 1 else table.take(pa.array(places))
-    found = {f"{field.name} {str(field.type).replace('large_', '')}": 0 for field in table.schema}
+    sums = {f"{field.name} {str(field.type).replace('large_', '')}": 0 for field in table.schema}
     first, size = 0, max(1, _PIECE_BYTES * len(places) // max(1, table.nbytes))
     for batch in table.to_batches(size):
         numbers = (places[first : first + len(batch)] + start + 1).astype(np.uint64)
-        for name, column in zip(found, batch.columns, strict=True):
-            found[name] += _sum(column, numbers)
+        for name, column in zip(sums, batch.columns, strict=True):
+            sums[name] += _sum(column, numbers)
         first += len(batch)
-    return {name: total % 2**64 for name, total in found.items()}
+    return {name: total % 2**64 for name, total in sums.items()}
 
 
 def _sum(array: pa.Array, numbers: np.ndarray) -> int:
-    """The sum of the hashes of values, each times an odd number that comes from its place; nulls add nothing."""
+    """Returns the sum of hashes of values, each times an odd number from its position; nulls add nothing."""
     array = array.storage if isinstance(array, pa.ExtensionArray) else array
     if array.null_count:
         numbers, array = numbers[array.is_valid().to_numpy(zero_copy_only=False)], array.drop_null()
@@ -321,13 +325,13 @@ def _sum(array: pa.Array, numbers: np.ndarray) -> int:
     if values.dtype.kind == "O":
         values = pandas.util.hash_array(values, categorize=False)
     bits = values.view(f"u{values.dtype.itemsize}") * np.uint64(_ODD)
-    bits ^= bits >> np.uint64(32)  # a float's upper bits count for as much as its lower ones
+    bits ^= bits >> np.uint64(32)  # a float's upper bits count as much as its lower ones
     bits *= numbers * np.uint64(2) + np.uint64(1)
     return int(bits.sum(dtype=np.uint64))
 
 
 def of_columns(spec) -> Any:
-    """The columns of `features`, `labels` or `sample_weights`, parsed."""
+    """Returns the columns of `features`, `labels` or `sample_weights`, parsed."""
     if spec is None:
         return None
     if isinstance(spec, Mapping):

@@ -1,7 +1,7 @@
-"""Runs a user's script in a process of its own, unmodified, with what Keras 3 needs under several workers in force.
+"""Runs an unmodified user script in its own process, with raytf's changes to Keras 3 for several workers.
 
-`python -m raytf.launch.bootstrap ORDER SCRIPT [ARGUMENT]...`, as `runner.TaskRunner` starts it. Neither TensorFlow nor
-Keras is imported here: what has to be changed in them is changed right after the script has imported them.
+`runner.TaskRunner` starts it as `python -m raytf.launch.bootstrap ORDER SCRIPT [ARGUMENT]...`. It does not import
+TensorFlow or Keras: it changes them right after the script has imported them.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from raytf.runtime import cores, settings
 from raytf.timeouts import Timeouts
 
 _prepared = contextlib.ExitStack()
-# Questions to a script's process.
+# Requests to a script's process.
 TOLD, STACK = b"t", b"s"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BootOptions:
-    """What a process of a script is told.
+    """Options for the process of a script.
 
     Args:
-        alive: file descriptor of a pipe that its starter holds open; the token of the ring of all tasks comes through
-            it, and when it ends, so does this process.
-        asked: of a socket on which its starter asks what the training does; see `_answer`.
-        module: the script is the name of a module.
-        ports: the first and the last port on which it may listen.
-        timeouts: its starter's, by name.
-        cores: those that its starter has claimed for it; none leaves it where it is.
+        alive: File descriptor of a pipe that its parent holds open. It carries the token of the ring of all tasks. This
+            process ends when it is closed.
+        asked: File descriptor of a socket on which its parent requests snapshots and stacks; see `_answer`.
+        module: Whether the script is the name of a module.
+        ports: First and last port on which it may listen.
+        timeouts: Timeouts of its parent, by name.
+        cores: Cores that its parent has claimed for it; an empty list pins nothing.
     """
 
     alive: int
@@ -53,13 +53,13 @@ class BootOptions:
     cores: list[int] = dataclasses.field(default_factory=list)
 
     def text(self) -> str:
-        """For the command line."""
+        """Returns the options as JSON, for the command line."""
         return json.dumps(dataclasses.asdict(self))
 
 
 def main(arguments: list[str]) -> None:
-    """Runs the script until it ends, as `__main__`."""
-    order, script, *rest = arguments
+    """Runs the script as `__main__` until it ends."""
+    order, script, *script_arguments = arguments
     order = BootOptions(**json.loads(order))
     timeouts.put_in_force(Timeouts(**order.timeouts))
     ring.keep_token(os.read(order.alive, ring.TOKEN_BYTES))
@@ -70,7 +70,7 @@ def main(arguments: list[str]) -> None:
         cores.adopt(order.cores)
     if not legacy_keras.is_on():
         sys.meta_path.insert(0, _AfterImport(functools.partial(_prepare, tuple(order.ports))))
-    sys.argv = [script, *rest]
+    sys.argv = [script, *script_arguments]
     sys.excepthook = _show
     if order.module:
         sys.path[0] = os.getcwd()
@@ -81,24 +81,24 @@ def main(arguments: list[str]) -> None:
 
 
 def _end_with(pipe: int) -> None:
-    """Ends this process and those that it started when the other end of a pipe is closed."""
+    """Kills this process group when the other end of a pipe is closed."""
     os.read(pipe, 1)
     os.killpg(0, signal.SIGKILL)
 
 
 def _answer(asked: int) -> None:
-    """Answers questions of a byte with a line of JSON: what the training does, or its stack."""
-    with socket.socket(fileno=asked) as one, contextlib.suppress(OSError):  # its starter may have ended
-        while question := one.recv(1):
+    """Answers requests of one byte with a line of JSON: the training's snapshot, or its stack."""
+    with socket.socket(fileno=asked) as parent, contextlib.suppress(OSError):  # the parent may have ended
+        while question := parent.recv(1):
             answer = activity.told() if question == TOLD else activity.stack()
-            one.sendall(json.dumps(answer).encode() + b"\n")
+            parent.sendall(json.dumps(answer).encode() + b"\n")
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):
-    """Calls a function once, when TensorFlow and Keras are both imported whole.
+    """Calls a function once, when TensorFlow and Keras are both completely imported.
 
-    A script may import either first, and Keras imports TensorFlow; one that imports TensorFlow alone may use `tf.keras`
-    at any time, so that Keras is imported right behind it.
+    A script may import either first, and Keras imports TensorFlow. A script that imports only TensorFlow may use
+    `tf.keras` at any time, so Keras is imported right after it.
     """
 
     def __init__(self, action: Callable[[], None]):
@@ -120,7 +120,7 @@ class _AfterImport(importlib.abc.MetaPathFinder):
 
         def exec_module(module):
             with fast_import.quick():
-                execute(module)  # TensorFlow tries Keras several times before it is whole itself
+                execute(module)  # TensorFlow tries to import Keras several times before its own import is complete
                 if name == "tensorflow" and "keras" not in sys.modules:
                     import keras  # noqa: F401
             self._awaited.discard(name)
@@ -139,16 +139,16 @@ def _prepare(ports: tuple[int, int]) -> None:
 
 
 def _show(kind, error, traceback) -> None:
-    """Python's own message, from the script's first line on."""
-    ours = (__file__, "<frozen runpy>")
+    """Prints Python's own message, from the script's first line on."""
+    own_files = (__file__, "<frozen runpy>")
     inner = traceback
-    while inner is not None and inner.tb_frame.f_code.co_filename in ours:
+    while inner is not None and inner.tb_frame.f_code.co_filename in own_files:
         inner = inner.tb_next
     try:
         legacy_names.explain(error, "start the script with raytf run --legacy-keras")
-    except legacy_names.Keras2Error as told:
-        told.__cause__ = None  # its text holds it, and the traceback is the same
-        kind, error = type(told), told
+    except legacy_names.Keras2Error as keras_2_error:
+        keras_2_error.__cause__ = None  # its text contains the cause, and the traceback is the same
+        kind, error = type(keras_2_error), keras_2_error
     sys.__excepthook__(kind, error.with_traceback(inner or traceback), inner or traceback)
 
 

@@ -27,9 +27,10 @@ from raytf.runtime.connection import connect, located
 from raytf.runtime.hang_watch import HangWatch
 from raytf.runtime.roles import Exit, Task
 
-# Between two looks at who is silent. A driver that was itself stopped meanwhile counts no more than that.
+# Seconds between two checks for silent tasks. The pause of a driver that was itself stopped counts no more than twice
+# that.
 _TICK_INTERVAL = 1.0
-# How long is waited, for resources or for processes, before it is said what for, and then between two times.
+# Seconds of a wait for resources or processes before its first report, and between two reports.
 _PATIENCE_INTERVAL = 10.0
 _PATIENCE_WITH_PROCESSES_INTERVAL = 30.0
 _AGAIN_INTERVAL = 60.0
@@ -41,25 +42,25 @@ def run(script: LaunchSpec, address: str | None = None) -> int:
     """Runs a script on all tasks of its cluster until it has ended.
 
     Args:
-        script: what to run.
-        address: of the Ray cluster; None takes the one of RAY_ADDRESS or of the job, or starts a Ray here.
+        script: Script and its tasks.
+        address: Address of the Ray cluster; None uses RAY_ADDRESS or the job's, or starts Ray on this machine.
 
     Returns:
-        0, or the exit code of the task that failed first, 128 and its number for a signal.
+        0, or the exit code of the task that failed first: for a signal, 128 plus its number.
 
     Raises:
-        ResourceError: the cluster can never hold the tasks.
-        StartError, NoAnswerError: a task's process does not start.
+        ResourceError: The cluster can never hold the tasks.
+        StartError, NoAnswerError: A task's process does not start.
     """
     environment = _runtime_env(address)
     bundles = [script.bundle(task) for task in script.tasks()]
     connect(bundles, address, logging_level=logging.ERROR, log_to_driver=False, runtime_env=environment)
-    with _terminated() as came:
+    with _terminated() as signals:
         cluster = ScriptCluster(script)
         try:
             return cluster.run()
         except KeyboardInterrupt:
-            number = came[0] if came else signal.SIGINT
+            number = signals[0] if signals else signal.SIGINT
             _say(f"stopped by {signal.Signals(number).name}; all processes are ended")
             return 128 + number
         finally:
@@ -69,24 +70,24 @@ def run(script: LaunchSpec, address: str | None = None) -> int:
 def _runtime_env(address: str | None) -> dict:
     jobs = json.loads(os.environ.get(_JOB_CONFIG, "{}")).get("runtime_env") or {}
     if "working_dir" in jobs or located(address) is None:
-        return {}  # the job has sent its folder, or a Ray is started for this machine only
+        return {}  # the job has sent its folder, or Ray is started for this machine only
     return {"working_dir": os.getcwd(), "excludes": [".git", ".venv"]}
 
 
 @contextlib.contextmanager
 def _terminated() -> Iterator[list[int]]:
-    """SIGTERM, as `ray job stop` sends it, is an interrupt; gives its number when it has come."""
-    came: list[int] = []
+    """Handles SIGTERM, as sent by `ray job stop`, as an interrupt; yields a list for its number."""
+    signals: list[int] = []
 
     def interrupt(number, frame):
-        came.append(number)  # Ray raises an interrupt of its own for what is raised while it waits
+        signals.append(number)  # during a wait, Ray replaces the raised exception by its own interrupt
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, interrupt)
+    previous = signal.signal(signal.SIGTERM, interrupt)
     try:
-        yield came
+        yield signals
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, previous)
 
 
 class StartError(RaytfError, RuntimeError):
@@ -101,8 +102,8 @@ class ScriptCluster:
         self._group, self._runners = None, {}
         self._places: dict[Task, TaskLocation] = {}
         self._numbers: dict[Task, int] = {}  # of the script that runs for a task now: `TaskRunner.start`
-        self._asked: dict[object, Task] = {}  # answers of `TaskRunner.follow` that are to come
-        self._silent: dict[Task, float] = {}  # seconds since a task's runner was asked
+        self._asked: dict[object, Task] = {}  # pending results of `TaskRunner.follow`
+        self._silent: dict[Task, float] = {}  # seconds since the request to a task's runner
         self._heard = 0.0
         self._lost: set[Task] = set()  # tasks whose runner does not answer
         self._told: set[str] = set()
@@ -112,7 +113,7 @@ class ScriptCluster:
         self._width = max(len(str(task)) for task in self._tasks)
 
     def run(self) -> int:
-        """Starts all tasks, anew where they fail and may be; the exit code."""
+        """Starts all tasks, and restarts them after failures as allowed; returns the exit code."""
         while True:
             if not self._runners:
                 self._open()
@@ -140,21 +141,21 @@ class ScriptCluster:
         say = _saying(lambda: f"waiting for the cluster's resources ({_needed(bundles)}): other work holds them")
         while not self._group.wait(_TICK_INTERVAL):
             if say():
-                resources.check_bundles(bundles)  # a node may have gone
+                resources.check_bundles(bundles)  # a node may be lost
         for i, (task, bundle) in enumerate(zip(self._tasks, bundles, strict=True)):
             self._runners[task] = resources.placed_actor(TaskRunner, self._group, i, bundle, max_concurrency=6)
 
     def _start(self, tasks: Sequence[Task]) -> None:
-        """Starts tasks: all with new addresses, or one where it stood."""
+        """Starts tasks: all with new addresses, or one at its former address."""
         if len(tasks) == len(self._tasks):
             folder = shared_folders.folder(os.getcwd())
             wanted = timeouts.get(), self._script.ports, self._script.to_claim()
             refs = [self._runners[task].reserve.remote(folder, *wanted) for task in tasks]
-            found = self._answers(tasks, refs, timeouts.get().process_start, "the start of its process")
-            self._places = dict(zip(tasks, found, strict=True))
-            self._configs = roles.environment({task: place.address for task, place in self._places.items()})
+            locations = self._answers(tasks, refs, timeouts.get().process_start, "the start of its process")
+            self._places = dict(zip(tasks, locations, strict=True))
+            self._configs = roles.environment({task: location.address for task, location in self._places.items()})
             places = self._places.values()
-            agreed = cores.agreed([place.address for place in places], [place.claimed for place in places])
+            agreed = cores.agreed([location.address for location in places], [location.claimed for location in places])
             self._pinned = dict(zip(self._places, agreed, strict=True))
             self._token = ring.new_token()
             self._tell_folders(folder.path)
@@ -180,10 +181,10 @@ class ScriptCluster:
             self._ask(task)
 
     def _answers(self, tasks: Sequence[Task], refs: list, seconds: float, what: str) -> list:
-        """What runners answer; it is said who is waited for.
+        """Returns the runners' results; reports which ones are pending.
 
         Raises:
-            StartError, NoAnswerError: an actor failed, or did not answer.
+            StartError, NoAnswerError: An actor failed, or did not answer.
         """
         late = _saying(lambda: f"waiting for {_unready(tasks, refs)}: {what}", _PATIENCE_WITH_PROCESSES_INTERVAL)
         return collect(
@@ -196,23 +197,23 @@ class ScriptCluster:
         )
 
     def _tell_folders(self, here: str) -> None:
-        """Says, once for each host, where the script runs if that is not the current folder."""
-        for place in self._places.values():
-            if place.folder != here and place.host not in self._told:
-                self._told.add(place.host)
+        """Reports, once per host, the script's folder there if it is not the current one."""
+        for task in self._places.values():
+            if task.folder != here and task.host not in self._told:
+                self._told.add(task.host)
                 _say(
-                    f"{place.host} does not see the current folder; the script runs there in a copy, {place.folder}, "
+                    f"{task.host} does not see the current folder; the script runs there in a copy, {task.folder}, "
                     "and what it writes into it stays there"
                 )
 
     def _path(self) -> str:
-        """The script as all nodes find it: within the current folder, which travels, or at its place on all."""
+        """Returns the script's path on all nodes: relative to the current folder, which is copied, or absolute."""
         path = os.path.relpath(self._script.script)
         return os.path.abspath(self._script.script) if path.startswith(os.pardir) else path
 
     @contextlib.contextmanager
     def _watching(self) -> Iterator[None]:
-        """Watches for hangs where all workers make steps together."""
+        """Runs hang detection if all workers make steps together."""
         tasks = [task for task in self._tasks if task.role in ("chief", "worker")]
         if self._script.num_ps or not self._script.hang_timeout:
             yield
@@ -240,7 +241,7 @@ class ScriptCluster:
             self._hangs = None
 
     def _hanging(self, exits: Mapping[Task, Exit]) -> dict[Task, Exit]:
-        """Tasks that the run is to end by, as they hang."""
+        """Returns tasks that end the run because they hang."""
         if self._hangs is None:
             return {}
         for rank, task in self._ranks.items():
@@ -252,7 +253,7 @@ class ScriptCluster:
         }
 
     def _follow(self) -> tuple[dict[Task, Exit], bool]:
-        """Shows what tasks print until the run is decided; (how tasks ended, in order; whether an actor was lost)."""
+        """Prints the tasks' output until the run is decided; returns (exits in order, whether an actor was lost)."""
         exits: dict[Task, Exit] = {}
         lost, until = False, None
         while self._asked:
@@ -287,7 +288,7 @@ class ScriptCluster:
         self._silent[task] = 0.0
 
     def _hear(self) -> list[tuple[Task, Exit, bool]]:
-        """Prints what tasks say now; (task, how it ended, whether its actor was lost) of those that have ended."""
+        """Prints new output of tasks; returns (task, exit, whether its actor was lost) of those that have ended."""
         done, silent = [], list(self._asked)
         if silent:
             ray.wait(silent, timeout=_TICK_INTERVAL)
@@ -300,8 +301,8 @@ class ScriptCluster:
                 self._ask(task)
             else:
                 ended.append((task, end, gone))
-        now = time.monotonic()
-        passed, self._heard = min(now - self._heard, 2 * _TICK_INTERVAL), now
+        current_time = time.monotonic()
+        passed, self._heard = min(current_time - self._heard, 2 * _TICK_INTERVAL), current_time
         for ref in silent:
             task = self._asked[ref]
             self._silent[task] += passed
@@ -313,7 +314,7 @@ class ScriptCluster:
         return ended
 
     def _show(self, task: Task, ref) -> tuple[Exit | None, bool]:
-        """Prints what is new; (how the task ended, if it did; whether its actor was lost)."""
+        """Prints new output; returns (exit of the task, or None; whether its actor was lost)."""
         try:
             events = ray.get(ref)
         except RayActorError as error:
@@ -329,16 +330,16 @@ class ScriptCluster:
         return None, False
 
     def _standing(self, exits: Mapping[Task, Exit]) -> dict[Task, Exit]:
-        """Tasks whose process is stopped at this moment: why others fail before that has lasted."""
+        """Returns tasks whose process is stopped now: others may fail before the stop has lasted long enough."""
         refs = [self._runners[task].stands.remote() for task in self._tasks if task not in exits]
         tasks = [task for task in self._tasks if task not in exits]
-        found = {}
+        exits_of = {}
         with contextlib.suppress(NoAnswerError):
             for index, ref in as_they_come(refs, timeouts.get().task_cause, "whether their processes are stopped"):
                 with contextlib.suppress(RayActorError):
                     if (end := ray.get(ref)) is not None:
-                        found[tasks[index]] = end
-        return found
+                        exits_of[tasks[index]] = end
+        return exits_of
 
     def _explain(self, first: Task, exits: Mapping[Task, Exit]) -> None:
         ended = [str(task) for task, end in exits.items() if not end.code]
@@ -353,10 +354,10 @@ class ScriptCluster:
             click.echo(exits[first].error, err=True)
 
     def _end(self, exits: Mapping[Task, Exit]) -> None:
-        """Ends the tasks that wait for ever; an evaluator may go on for a while, and is heard to its last line."""
-        rest = {task for task in self._tasks if task not in exits}
-        evaluators = {task for task in rest if task.role == "evaluator"}
-        self._tell_to_stop(rest - evaluators)
+        """Ends the tasks that wait forever; an evaluator may continue for a while, with its output shown."""
+        waiting = {task for task in self._tasks if task not in exits}
+        evaluators = {task for task in waiting if task.role == "evaluator"}
+        self._tell_to_stop(waiting - evaluators)
         for task, end in self._hear_out(evaluators, timeouts.get().last_evaluation).items():
             if end.code:
                 _say(f"{task} failed after the end of the training: {end.reason()}")
@@ -364,10 +365,10 @@ class ScriptCluster:
         for task in evaluators:
             _say(f"{task} is ended, {timeouts.get().last_evaluation:g} s after the training")
         self._tell_to_stop(evaluators)
-        self._hear_out(rest, 2 * timeouts.get().script_grace)
+        self._hear_out(waiting, 2 * timeouts.get().script_grace)
 
     def _hear_out(self, tasks: set[Task], seconds: float) -> dict[Task, Exit]:
-        """Prints what tasks say until they have ended, or for some seconds; how they ended."""
+        """Prints the output of tasks until they have ended, or for some seconds; returns their exits."""
         until, exits = time.monotonic() + seconds, {}
         while tasks & set(self._asked.values()) and time.monotonic() < until:
             exits |= {task: end for task, end, _ in self._hear()}
@@ -379,7 +380,7 @@ class ScriptCluster:
         ]
 
     def _stop(self, tasks: Iterable[Task]) -> None:
-        with contextlib.suppress(NoAnswerError):  # who does not answer is killed by Ray, or has gone
+        with contextlib.suppress(NoAnswerError):  # Ray kills tasks that do not answer, or they are lost
             for _ in as_they_come(
                 self._tell_to_stop(tasks), 4 * timeouts.get().script_grace, "the ends of their scripts"
             ):
@@ -403,7 +404,7 @@ def _say(text: str) -> None:
 
 
 def _saying(text: Callable[[], str], patience_s: float = _PATIENCE_INTERVAL) -> Callable[[], bool]:
-    """What is called while something is waited for: it says so after a while, and then again; whether it did."""
+    """Returns a function to call during a wait: it reports the wait at intervals, and returns whether it did."""
     due = [time.monotonic() + patience_s]
 
     def maybe() -> bool:
@@ -422,7 +423,7 @@ def _unready(tasks: Sequence[Task], refs: list) -> str:
 
 
 def _needed(bundles: Sequence[Mapping[str, float]]) -> str:
-    """Resources that bundles need, and those that are free, in a sentence."""
+    """Returns the resources that bundles need, and those that are free, for a message."""
     free = ray.available_resources()
-    each = (f"{amount:g} {name}, {free.get(name, 0):g} free" for name, amount in resources.total(bundles).items())
-    return f"{len(bundles)} task(s): {'; '.join(each)}"
+    amounts = (f"{amount:g} {name}, {free.get(name, 0):g} free" for name, amount in resources.total(bundles).items())
+    return f"{len(bundles)} task(s): {'; '.join(amounts)}"

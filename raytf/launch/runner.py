@@ -1,4 +1,4 @@
-"""A process of a TensorFlow cluster, as a Ray actor: it starts a script, hands on what it prints, and ends it."""
+"""A task of a TensorFlow cluster as a Ray actor: starts a script, forwards its output, and ends it."""
 
 from __future__ import annotations
 
@@ -27,26 +27,26 @@ from raytf.runtime.roles import Exit
 from raytf.runtime.shared_folders import Folder
 from raytf.timeouts import Timeouts
 
-# `TaskRunner.follow` answers after this at the latest: so the driver knows that the host is there.
+# Seconds after which `TaskRunner.follow` returns at the latest, as a heartbeat for the driver.
 BEAT_INTERVAL = 5.0
-# Lines that wait for the driver; a script that prints more waits, as at any pipe.
+# Limit of lines that wait for the driver; a script that prints more blocks, as at any pipe.
 _LINES = 10_000
 _TAIL_LINES = 500
 _LONGEST = 1 << 16
-# Between two looks at whether a script that prints nothing has ended.
+# Seconds between two checks whether a silent script has ended.
 _TICK_INTERVAL = 0.25
-# For what processes that a script left behind still print.
+# Seconds for output of processes that a script leaves.
 _LAST_INTERVAL = 1.0
 
 
 @dataclass(frozen=True)
 class TaskLocation:
-    """Where a task is.
+    """Location of a task.
 
     Args:
-        address: its "host:port".
-        folder: where its script runs.
-        claimed: whether it has cores of its own.
+        address: Its "host:port".
+        folder: Folder in which its script runs.
+        claimed: Whether it has claimed cores.
     """
 
     address: str
@@ -55,12 +55,12 @@ class TaskLocation:
 
     @property
     def host(self) -> str:
-        """The address without the port."""
+        """Returns the address without the port."""
         return ports.split(self.address)[0]
 
 
 class TaskRunner:
-    """Runs a script for a task; in an actor of several threads, so that it can be stopped while it is followed."""
+    """Runs a script for a task, in an actor with several threads, so that `stop` works during `follow`."""
 
     def __init__(self):
         self._script: _Script | None = None
@@ -68,13 +68,13 @@ class TaskRunner:
         self._place: TaskLocation | None = None
 
     def reserve(self, folder: Folder, its: Timeouts, allowed: tuple[int, int], count: int = 0) -> TaskLocation:
-        """A port for this task, and cores, for as long as this process lives.
+        """Reserves a port for this task, and cores, during the life of this process.
 
         Args:
-            folder: the one that the script is to run in; where this host does not see it, Ray's copy.
-            its: the driver's.
-            allowed: the first and the last port on which the task's processes may listen.
-            count: of the cores.
+            folder: Folder for the script; if this host does not see it, Ray's copy is used.
+            its: Timeouts of the driver.
+            allowed: First and last port on which the task's processes may listen.
+            count: Number of cores.
         """
         timeouts.put_in_force(its)
         self._ports = allowed
@@ -94,68 +94,68 @@ class TaskRunner:
         frozen_s: float,
         pinned: bool = False,
     ) -> int:
-        """Starts the script, in place of one before; its number, which `follow` takes.
+        """Starts the script, after the end of an earlier one; returns its number, for `follow`.
 
         Args:
-            command: the script or module and its arguments.
-            module: whether it is a module.
-            environment: laid over this process's.
-            token: of the ring of all tasks; it goes through the pipe, as others see arguments and environment.
-            frozen_s: a script that is stopped for so many seconds is given up; infinity never does.
-            pinned: whether it keeps to the cores that are claimed for it, or these are given back.
+            command: Script or module, and its arguments.
+            module: Whether it is a module.
+            environment: Variables that override this process's.
+            token: Token of the ring of all tasks; sent through the pipe, as others can read arguments and environment.
+            frozen_s: Seconds for which the script may be stopped before it is ended; infinity never ends it.
+            pinned: Whether it is pinned to the claimed cores; otherwise these are released.
         """
         if self._script is not None:
             self._script.end(0.0)
         ports.release_port()
         if not pinned:
             cores.release()
-        self._number += 1  # first: what still follows the one before gets nothing of this one's
+        self._number += 1  # first: a pending `follow` of the earlier script gets nothing of this one
         own = sorted(cores.own())
         self._script = _Script(command, module, environment, self._place, frozen_s, token, self._ports, own)
         return self._number
 
     def follow(self, number: int) -> list[tuple]:
-        """What is new of the script of that number: ("stdout" or "stderr", line), and at last ("exit", `Exit`)."""
-        lines, found = self._script.events, []
+        """Returns new events of the script `number`: ("stdout" or "stderr", line), and last ("exit", `Exit`)."""
+        lines, events = self._script.events, []
         with contextlib.suppress(queue.Empty):
             if number == self._number:
-                found.append(lines.get(timeout=BEAT_INTERVAL))
-            while found and len(found) < _LINES:
-                found.append(lines.get_nowait())
-        return found
+                events.append(lines.get(timeout=BEAT_INTERVAL))
+            while events and len(events) < _LINES:
+                events.append(lines.get_nowait())
+        return events
 
     def stands(self) -> Exit | None:
-        """How the script ends if what keeps it from going on lasts; None where nothing does, or it has ended."""
+        """Returns the exit of a script that is stopped now, if that lasts; None if it runs, or has ended."""
         return self._script.stands()
 
     def process(self) -> process_monitor.ProcessLocation:
-        """Where the script's process is."""
-        here = process_monitor.here()
+        """Returns the location of the script's process."""
+        own = process_monitor.here()
         seen = look(self._script.pid)
-        return process_monitor.ProcessLocation(here.node, here.host, self._script.pid, seen and seen.started)
+        return process_monitor.ProcessLocation(own.node, own.host, self._script.pid, seen and seen.started)
 
     def told(self) -> dict | None:
-        """`activity.told` of the script's process; None where it gives no answer."""
-        told = self._script.ask(TOLD)
-        if told is not None and told["meeting"] is not None:
-            told["meeting"] = tuple(told["meeting"])
-        return told
+        """Returns the training's snapshot from the script's process; None if it does not answer."""
+        snapshot = self._script.ask(TOLD)
+        if snapshot is not None and snapshot["meeting"] is not None:
+            snapshot["meeting"] = tuple(snapshot["meeting"])
+        return snapshot
 
     def stack(self) -> str | None:
-        """`activity.stack` of it, likewise."""
+        """Returns the stacks of the script's process; None if it does not answer."""
         return self._script.ask(STACK)
 
     def stop(self, grace_s: float) -> None:
-        """Ends the script and what it started: with SIGTERM, and after `grace_s` seconds with SIGKILL."""
+        """Ends the script and its child processes: with SIGTERM, and after `grace_s` seconds with SIGKILL."""
         if self._script is not None:
             self._script.end(grace_s)
 
 
 class _Script:
-    """A script's process, with events of its own: what is left of one before is not taken for this one's.
+    """A script's process, with its own queue of events, so that an earlier script's are not mixed in.
 
     Attributes:
-        events: see `TaskRunner.follow`.
+        events: Queue of the events, see `TaskRunner.follow`.
     """
 
     def __init__(
@@ -178,8 +178,8 @@ class _Script:
         self._asks, asked = socket.socketpair()
         self._asks.settimeout(timeouts.get().script_answer)
         self._asking, self._asked, self._answer = threading.Lock(), b"", b""
-        given = {"ports": allowed, "timeouts": timeouts.get(), "cores": own}
-        order = BootOptions(alive=alive, asked=asked.fileno(), module=module, **given)
+        options = {"ports": allowed, "timeouts": timeouts.get(), "cores": own}
+        order = BootOptions(alive=alive, asked=asked.fileno(), module=module, **options)
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-u", "-m", "raytf.launch.bootstrap", order.text(), *command],
@@ -200,9 +200,9 @@ class _Script:
         threading.Thread(target=self._read, daemon=True).start()
 
     def _read(self) -> None:
-        """Hands on what the script prints; how it ended comes when its own last line has been read.
+        """Forwards the script's output; its exit follows its own last line.
 
-        Processes that it left behind may hold its pipes for ever, so that their end is not waited for.
+        Processes that it left may hold its pipes forever, so their end is not awaited.
         """
         end = None
         with selectors.DefaultSelector() as pipes, self._process.stdout, self._process.stderr:
@@ -217,23 +217,23 @@ class _Script:
                     until = time.monotonic() + _LAST_INTERVAL
                     for key in pipes.get_map().values():
                         self._take(key.data, _waiting(key.fd))
-        for name, rest in self._started.items():
-            if rest:
-                self._hand_on(name, rest)
+        for name, remaining in self._started.items():
+            if remaining:
+                self._hand_on(name, remaining)
         self.events.put(("exit", end if end.why else Exit(end.code, "\n".join(self._tail))))
 
     def _wait(self, pipes) -> list:
         if pipes.get_map():
             return pipes.select(_TICK_INTERVAL)
-        with contextlib.suppress(subprocess.TimeoutExpired):  # it has closed its pipes, and goes on
+        with contextlib.suppress(subprocess.TimeoutExpired):  # it has closed its pipes, and continues
             self._process.wait(_TICK_INTERVAL)
         return []
 
     def _take(self, name: str, text: bytes) -> bool:
-        *lines, rest = (self._started[name] + text).split(b"\n")
-        self._started[name] = rest
-        if len(rest) > _LONGEST:
-            lines, self._started[name] = [*lines, rest], b""
+        *lines, remaining = (self._started[name] + text).split(b"\n")
+        self._started[name] = remaining
+        if len(remaining) > _LONGEST:
+            lines, self._started[name] = [*lines, remaining], b""
         for line in lines:
             self._hand_on(name, line)
         return bool(text)
@@ -245,7 +245,7 @@ class _Script:
         self.events.put((name, text))
 
     def _ended(self) -> Exit | None:
-        """How the script ended; one that is stopped for too long is ended."""
+        """Returns the script's exit, or None; ends it if it is stopped for too long."""
         if (code := self._process.poll()) is not None:
             return Exit(code)
         if time.monotonic() - self._looked < LOOK_INTERVAL:
@@ -259,7 +259,7 @@ class _Script:
         return end
 
     def ask(self, question: bytes):
-        """What the script's process answers to a question of `bootstrap`; None where it does not in a moment."""
+        """Returns the process's answer to a request of `bootstrap`; None if it does not answer in time."""
         with self._asking, contextlib.suppress(TimeoutError):
             while True:
                 if not self._asked:
@@ -269,12 +269,12 @@ class _Script:
                         return None
                     self._asked = question
                 while not self._answer.endswith(b"\n"):
-                    if not (came := self._received()):
+                    if not (received := self._received()):
                         return None
-                    self._answer += came
+                    self._answer += received
                 asked, answer = self._asked, self._answer
                 self._asked = self._answer = b""
-                if asked == question:  # else that to one before, which came late
+                if asked == question:  # otherwise a late answer to an earlier request
                     return json.loads(answer)
         return None
 
@@ -300,7 +300,7 @@ class _Script:
             os.killpg(self._process.pid, number)
 
     def end(self, grace_s: float) -> None:
-        """See `TaskRunner.stop`."""
+        """Ends the script as `TaskRunner.stop`."""
         for number, seconds in ((signal.SIGTERM, grace_s), (signal.SIGKILL, timeouts.get().script_killed)):
             self._signal(number)
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -312,9 +312,9 @@ class _Script:
 
 
 def _waiting(pipe: int) -> bytes:
-    """What is in a pipe now."""
+    """Returns the bytes that are in a pipe now."""
     count = int.from_bytes(fcntl.ioctl(pipe, termios.FIONREAD, b"\0" * 4), sys.byteorder)
-    found = b""
-    while len(found) < count:
-        found += os.read(pipe, count - len(found))
-    return found
+    content = b""
+    while len(content) < count:
+        content += os.read(pipe, count - len(content))
+    return content

@@ -1,4 +1,4 @@
-"""What `raytf run` is asked for, checked before Ray is imported. Driver side."""
+"""Arguments of `raytf run`, checked before Ray is imported. Driver side."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from raytf.validation import check_whole
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RoleSpec:
-    """What the tasks of one role have for themselves.
+    """Arguments and resources of the tasks of one role.
 
     Args:
-        arguments: of the script, in the place of those of `LaunchSpec`.
-        environment: variables of the processes, before those of `LaunchSpec`.
-        cpus: of each process, more than 0.
-        gpus: of each process.
+        arguments: Arguments of the script, instead of those of `LaunchSpec`.
+        environment: Environment variables of the processes; those of `LaunchSpec` override them.
+        cpus: CPUs of each process, more than 0.
+        gpus: GPUs of each process.
     """
 
     arguments: Sequence[str]
@@ -38,32 +38,32 @@ class RoleSpec:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LaunchSpec:
-    """What to run, and on what.
+    """A script, its tasks, and their resources.
 
     Args:
-        script: path of a Python file, or the name of a module.
-        arguments: of the script.
-        module: whether it is a module.
-        num_workers: processes that train, at least 1.
-        num_ps: parameter servers; with them comes a chief that coordinates.
-        chief: call the first worker chief.
-        evaluator: one more process that evaluates.
-        cpus_per_worker: of each process, more than 0; below 1 processes share cores.
-        gpus_per_worker: of each worker and the evaluator; others get CPUs only.
-        max_restarts: how often failed tasks are started anew.
-        ports: the first and the last port on which tasks listen.
-        frozen_after: a process that is stopped (by SIGSTOP, or a debugger) for so many seconds has failed; 0 waits for
-            ever.
-        hang_timeout: seconds after which it is said which task others wait for, see `TensorflowConfig.hang_timeout_s`;
-            0 says nothing.
-        pin_cpus: keep each process to cores of its own, see `TensorflowConfig.pin_cpus`.
-        environment: variables of the processes.
-        legacy_keras: start them with Keras 2 in the place of Keras 3.
-        quiet: show what the first task prints only.
-        of_roles: what tasks of a role have for themselves, by role.
+        script: Path of a Python file, or name of a module.
+        arguments: Arguments of the script.
+        module: Whether `script` is a module.
+        num_workers: Number of training processes, at least 1.
+        num_ps: Number of parameter servers; they add a coordinating chief.
+        chief: Whether the first worker is the chief.
+        evaluator: Whether to add a process that evaluates.
+        cpus_per_worker: CPUs of each process, more than 0; below 1, processes share cores.
+        gpus_per_worker: GPUs of each worker and of the evaluator; other tasks have CPUs only.
+        max_restarts: Largest number of restarts after failures.
+        ports: First and last port on which tasks listen.
+        frozen_after: Seconds for which a process may be stopped (by SIGSTOP, or a debugger) before it has failed; 0
+            waits forever.
+        hang_timeout: Seconds after which the task that others wait for is named, see `TensorflowConfig.hang_timeout_s`;
+            0 turns hang detection off.
+        pin_cpus: Whether to pin each process to its own cores, see `TensorflowConfig.pin_cpus`.
+        environment: Environment variables of the processes.
+        legacy_keras: Whether they use Keras 2 instead of Keras 3.
+        quiet: Whether to show only the first task's output.
+        of_roles: Arguments and resources of the tasks of a role, by role.
 
     Raises:
-        ConfigError: an argument is wrong.
+        ConfigError: An argument is wrong.
     """
 
     script: str
@@ -100,17 +100,17 @@ class LaunchSpec:
         if self.module:
             _check_module(self.script)
         elif not os.path.isfile(self.script):
-            what = "a folder" if os.path.isdir(self.script) else "no such file"
-            raise ConfigError("The script must be a file that exists", f"{self.script!r} ({what})", "Check the path")
+            problem = "a folder" if os.path.isdir(self.script) else "no such file"
+            raise ConfigError("The script must be a file that exists", f"{self.script!r} ({problem})", "Check the path")
         if self.legacy_keras or legacy_keras.is_on(self.environment):
             legacy_keras.check_installed("--legacy-keras" if self.legacy_keras else f"--env {legacy_keras.VARIABLE}=1")
 
     def tasks(self) -> list[Task]:
-        """The tasks of its cluster."""
+        """Returns the tasks of its cluster."""
         return roles.tasks(self.num_workers, num_ps=self.num_ps, chief=self.chief, evaluator=self.evaluator)
 
     def bundle(self, task: Task) -> dict[str, float]:
-        """Resources of a task."""
+        """Returns the resources of a task."""
         if (own := self.of_roles.get(task.role)) is not None:
             return {"CPU": own.cpus} | ({"GPU": own.gpus} if own.gpus else {})
         trains = task.role in ("worker", "evaluator") or not self.num_ps
@@ -118,45 +118,45 @@ class LaunchSpec:
         return {"CPU": self.cpus_per_worker, **gpus}
 
     def arguments_of(self, task: Task) -> Sequence[str]:
-        """The arguments of the script in a task's process."""
+        """Returns the script's arguments in a task's process."""
         own = self.of_roles.get(task.role)
         return self.arguments if own is None else own.arguments
 
     def to_claim(self) -> int:
-        """How many cores each of its processes claims."""
+        """Returns how many cores each process claims."""
         return int(self.cpus_per_worker) if self.pin_cpus and not self.num_ps else 0
 
     def variables(self, task: Task) -> dict[str, str]:
-        """The environment of a task's process, without TF_CONFIG; what the user gave is laid over it."""
+        """Returns the environment of a task's process, without TF_CONFIG; the user's variables override it."""
         own = self.of_roles.get(task.role)
         cpus = max(1, int(self.bundle(task)["CPU"]))
-        made = allocator(cpus) | {
+        defaults = allocator(cpus) | {
             "OMP_NUM_THREADS": str(cpus),
             **settings.variables(cpus, max(settings.SERVER_THREADS if self.num_ps else 2, cpus)),
             "TF_CPP_MIN_LOG_LEVEL": "2",
         }
         if "GPU" not in self.bundle(task):
-            made["CUDA_VISIBLE_DEVICES"] = "-1"
+            defaults["CUDA_VISIBLE_DEVICES"] = "-1"
         if self.legacy_keras:
-            made |= legacy_keras.VARIABLES
-        return made | dict(own.environment if own else {}) | dict(self.environment)
+            defaults |= legacy_keras.VARIABLES
+        return defaults | dict(own.environment if own else {}) | dict(self.environment)
 
 
 def _check_module(name: str) -> None:
-    """Raises ConfigError unless a module can be found from the current folder; nothing of it is imported."""
-    first, *rest = name.split(".")
+    """Raises ConfigError unless a module can be found from the current folder; imports nothing of it."""
+    first, *submodules = name.split(".")
     sys.path.insert(0, os.getcwd())
     try:
-        found = importlib.util.find_spec(first)
+        spec = importlib.util.find_spec(first)
     except (ImportError, ValueError):
-        found = None
+        spec = None
     finally:
         sys.path.remove(os.getcwd())
-    for part in rest:
-        # not by `find_spec` of the whole name, which would import the packages around it
-        places = found and found.submodule_search_locations
-        found = importlib.machinery.PathFinder.find_spec(part, places) if places else None
-    if found is None:
+    for part in submodules:
+        # `find_spec` of the whole name would import its packages
+        places = spec and spec.submodule_search_locations
+        spec = importlib.machinery.PathFinder.find_spec(part, places) if places else None
+    if spec is None:
         raise ConfigError(
             "With --module, the script is a module that can be imported from the current folder",
             repr(name),

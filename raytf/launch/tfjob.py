@@ -1,4 +1,4 @@
-"""A Kubeflow TFJob's YAML as what `raytf run` takes: its replicas, commands and variables. Driver side."""
+"""Converts a Kubeflow TFJob's YAML to arguments of `raytf run`: replicas, commands and variables. Driver side."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from raytf.launch.spec import RoleSpec
 _ROLES = {"chief": "chief", "master": "chief", "worker": "worker", "ps": "ps", "evaluator": "evaluator"}
 _CONTAINER = "tensorflow"
 _GPU = "nvidia.com/gpu"
-# Of a restartPolicy without backoffLimit, under which Kubernetes restarts for ever.
+# Restarts of a restartPolicy without backoffLimit, under which Kubernetes restarts forever.
 _RESTARTS = 3
 _PYTHON = re.compile(r"(.*/)?python[\d.]*")
 _FLAGS = {"-u", "-B", "-O", "-OO", "-E", "-s", "-I"}
-# What is read; of all else it is said that it is not honoured, and why.
+# Fields that are read; a line reports each other one as not honoured, and why.
 _READ = {
     "spec": {"tfReplicaSpecs", "runPolicy", "successPolicy"},
     "runPolicy": {"backoffLimit"},
@@ -57,15 +57,15 @@ def read(path: str, script: str | None, arguments: Sequence[str]) -> tuple[dict[
     """Reads the TFJob of a file.
 
     Args:
-        path: of the YAML file; documents of other kinds in it are passed over.
-        script: stands in the place of the container's script, or of the image's entrypoint; None takes the command's.
-        arguments: of that script, before those of the YAML.
+        path: Path of the YAML file; documents of other kinds in it are skipped.
+        script: Script instead of the container's, or of the image's entrypoint; None uses the command's.
+        arguments: Arguments of that script, before those of the YAML.
 
     Returns:
         Arguments of `LaunchSpec`, and a sentence for each field that is not honoured.
 
     Raises:
-        ConfigError: the file is no TFJob that can be run; the message has the place in it.
+        ConfigError: The file is no TFJob that can run; the message contains the place in it.
     """
     job = _document(path)
     unread = _Unread()
@@ -74,14 +74,14 @@ def read(path: str, script: str | None, arguments: Sequence[str]) -> tuple[dict[
     unread.note("spec", spec, "the TFJob")
     unread.note("runPolicy", policy, "runPolicy")
     replicas = _replicas(spec)
-    cluster = _cluster({role: _count(role, one) for role, one in replicas.items()})
-    made, scripts = {}, {}
-    for role, one in replicas.items():
-        container = _container(role, one, unread)
-        scripts[role], made[role] = _role(role, container, script, arguments, unread)
+    cluster = _cluster({role: _count(role, replica) for role, replica in replicas.items()})
+    specs, scripts = {}, {}
+    for role, replica in replicas.items():
+        container = _container(role, replica, unread)
+        scripts[role], specs[role] = _role(role, container, script, arguments, unread)
     if len(different := set(scripts.values())) > 1:
-        said = "; ".join(f"{role}: {name}" for role, (name, _) in scripts.items())
-        raise _wrong("All replicas run one script", said, f"Name the one to run: --tfjob {path} SCRIPT")
+        scripts_text = "; ".join(f"{role}: {name}" for role, (name, _) in scripts.items())
+        raise _wrong("All replicas run one script", scripts_text, f"Name the one to run: --tfjob {path} SCRIPT")
     ((name, module),) = different
     if script is None and not module and not os.path.isfile(name):
         raise _wrong("The script of the command must be here", name, f"Name it here: --tfjob {path} SCRIPT")
@@ -90,8 +90,8 @@ def read(path: str, script: str | None, arguments: Sequence[str]) -> tuple[dict[
         "module": module,
         **cluster,
         "max_restarts": _restarts(replicas, policy, unread),
-        "cpus_per_worker": made["worker" if "worker" in made else "chief"].cpus,
-        "of_roles": made,
+        "cpus_per_worker": specs["worker" if "worker" in specs else "chief"].cpus,
+        "of_roles": specs,
     }
     return options, unread.sentences()
 
@@ -102,12 +102,14 @@ def read(path: str, script: str | None, arguments: Sequence[str]) -> tuple[dict[
 def _document(path: str) -> dict:
     try:
         with open(path) as file:
-            documents = [one for one in yaml.safe_load_all(file) if one is not None]
+            documents = [document for document in yaml.safe_load_all(file) if document is not None]
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise _wrong("--tfjob takes a YAML file", " ".join(str(error).split()), "Correct it") from error
-    jobs = [one for one in documents if isinstance(one, dict) and one.get("kind") == "TFJob"]
+    jobs = [document for document in documents if isinstance(document, dict) and document.get("kind") == "TFJob"]
     if len(jobs) != 1:
-        kinds = [one.get("kind") if isinstance(one, dict) else type(one).__name__ for one in documents]
+        kinds = [
+            document.get("kind") if isinstance(document, dict) else type(document).__name__ for document in documents
+        ]
         raise _wrong("--tfjob takes a file with one TFJob", f"{path} with {kinds}", "Give the TFJob alone")
     version = str(jobs[0].get("apiVersion"))
     if not version.startswith("kubeflow.org/"):
@@ -116,19 +118,19 @@ def _document(path: str) -> dict:
 
 
 def _replicas(spec: Mapping) -> dict[str, dict]:
-    """The replica specs by TensorFlow's role."""
-    found: dict[str, dict] = {}
-    for name, one in _map(spec, "tfReplicaSpecs", "spec").items():
+    """Returns the replica specs by TensorFlow's role."""
+    specs: dict[str, dict] = {}
+    for name, replica in _map(spec, "tfReplicaSpecs", "spec").items():
         role = _ROLES.get(str(name).lower())
         if role is None:
             known = "Chief, Master, Worker, PS or Evaluator"
             raise _wrong(f"A replica of a TFJob is {known}", repr(name), "Correct the name in tfReplicaSpecs")
-        if role in found:
+        if role in specs:
             raise _wrong("A role stands once in tfReplicaSpecs", f"{name} beside another {role}", "Leave one out")
-        found[role] = _map({name: one}, name, "tfReplicaSpecs")
-    if not found:
+        specs[role] = _map({name: replica}, name, "tfReplicaSpecs")
+    if not specs:
         raise _wrong("tfReplicaSpecs names the replicas", "none", "Add a Worker")
-    return found
+    return specs
 
 
 def _count(role: str, replica: Mapping) -> int:
@@ -141,7 +143,7 @@ def _count(role: str, replica: Mapping) -> int:
 
 
 def _cluster(counts: Mapping[str, int]) -> dict[str, Any]:
-    """The numbers of tasks as `LaunchSpec` has them."""
+    """Returns the numbers of tasks as arguments of `LaunchSpec`."""
     chief, workers, servers = (counts.get(role, 0) for role in ("chief", "worker", "ps"))
     if servers and not (chief and workers):
         raise _wrong(
@@ -157,7 +159,7 @@ def _cluster(counts: Mapping[str, int]) -> dict[str, Any]:
 
 
 def _restarts(replicas: Mapping[str, Mapping], policy: Mapping, unread: _Unread) -> int:
-    policies = {str(one.get("restartPolicy", "Never")) for one in replicas.values()}
+    policies = {str(replica.get("restartPolicy", "Never")) for replica in replicas.values()}
     if unknown := policies - {"Never", "OnFailure", "Always", "ExitCode"}:
         raise _wrong("restartPolicy is Never, OnFailure, Always or ExitCode", ", ".join(sorted(unknown)), "Correct it")
     limit = policy.get("backoffLimit")
@@ -176,16 +178,16 @@ def _restarts(replicas: Mapping[str, Mapping], policy: Mapping, unread: _Unread)
 
 
 def _container(role: str, replica: Mapping, unread: _Unread) -> dict:
-    """The container named tensorflow of a replica."""
+    """Returns the container named tensorflow of a replica."""
     unread.note("replica", replica, role)
     pod = _map(_map(replica, "template", role), "spec", f"template of {role}")
     unread.note("pod", pod, role)
     containers = pod.get("containers")
-    if not isinstance(containers, list) or not all(isinstance(one, dict) for one in containers):
+    if not isinstance(containers, list) or not all(isinstance(entry, dict) for entry in containers):
         raise _wrong(f"containers of {role} is a list of maps", repr(containers), "Correct it")
-    named = [one for one in containers if one.get("name") == _CONTAINER]
+    named = [entry for entry in containers if entry.get("name") == _CONTAINER]
     if len(named) != 1:
-        names = [one.get("name") for one in containers]
+        names = [entry.get("name") for entry in containers]
         raise _wrong(f"One container of {role} has the name {_CONTAINER}", names, "Rename the one that trains")
     if len(containers) > 1:
         unread.add("sidecars", role)
@@ -196,14 +198,14 @@ def _container(role: str, replica: Mapping, unread: _Unread) -> dict:
 def _role(
     role: str, container: Mapping, script: str | None, arguments: Sequence[str], unread: _Unread
 ) -> tuple[tuple[str, bool], RoleSpec]:
-    """(its script, whether that is a module), and what tasks of a role have for themselves."""
+    """Returns ((script, whether it is a module), spec of the role)."""
     environment = _environment(role, container, unread)
     command, more = (_words(container, key, role, environment) for key in ("command", "args"))
-    found, module, own = script, False, []
+    chosen, module, own = script, False, []
     if command:
         words = _unwrapped([*command, *more])
         try:
-            found, module, own = _of_python(role, words)
+            chosen, module, own = _of_python(role, words)
         except ConfigError:
             if script is None:
                 raise
@@ -217,14 +219,14 @@ def _role(
     else:
         own = more
     if script is not None:
-        found, module = script, False
-    return (found, module), RoleSpec(
+        chosen, module = script, False
+    return (chosen, module), RoleSpec(
         arguments=(*arguments, *own), environment=environment, **_resources(role, container, unread)
     )
 
 
 def _words(container: Mapping, key: str, role: str, environment: Mapping[str, str]) -> list[str]:
-    """The words of a command with the values of $(NAME), which Kubernetes fills in."""
+    """Returns the words of a command with the values of $(NAME), as Kubernetes fills them in."""
     words = container.get(key) or []
     if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
         raise _wrong(f"{key} of {role} is a list of texts", repr(words), "Write each word in quotes")
@@ -236,32 +238,32 @@ def _words(container: Mapping, key: str, role: str, environment: Mapping[str, st
 
 
 def _unwrapped(words: list[str]) -> list[str]:
-    """The command that a shell is given, where it is one without anything that only a shell can do."""
+    """Returns the command inside `sh -c`, if it needs no feature of a shell; otherwise the words as they are."""
     shell = len(words) == 3 and os.path.basename(words[0]) in ("sh", "bash") and words[1].strip("-lex") == "c"
     return shlex.split(words[2]) if shell and not re.search(r"[;&|<>$`*?\n]", words[2].strip()) else words
 
 
 def _of_python(role: str, words: list[str]) -> tuple[str, bool, list[str]]:
-    """(script, whether it is a module, arguments) of a command that starts Python."""
-    rest = list(words)
-    if _PYTHON.fullmatch(rest[0]):
-        rest.pop(0)
-        while rest and rest[0] in _FLAGS:
-            rest.pop(0)
-        if len(rest) > 1 and rest[0] == "-m":
-            return rest[1], True, rest[2:]
-    if not rest or rest[0].startswith("-") or not rest[0].endswith(".py"):
+    """Returns (script, whether it is a module, arguments) of a command that starts Python."""
+    remaining = list(words)
+    if _PYTHON.fullmatch(remaining[0]):
+        remaining.pop(0)
+        while remaining and remaining[0] in _FLAGS:
+            remaining.pop(0)
+        if len(remaining) > 1 and remaining[0] == "-m":
+            return remaining[1], True, remaining[2:]
+    if not remaining or remaining[0].startswith("-") or not remaining[0].endswith(".py"):
         raise _wrong(
             f"The command of {role} starts a Python script or module",
             shlex.join(words),
             "Name the script after the file: --tfjob FILE SCRIPT",
         )
-    return rest[0], False, rest[1:]
+    return remaining[0], False, remaining[1:]
 
 
 def _environment(role: str, container: Mapping, unread: _Unread) -> dict[str, str]:
-    entries, found = container.get("env") or [], {}
-    if not isinstance(entries, list) or not all(isinstance(one, dict) and "name" in one for one in entries):
+    entries, values = container.get("env") or [], {}
+    if not isinstance(entries, list) or not all(isinstance(item, dict) and "name" in item for item in entries):
         raise _wrong(f"env of {role} is a list of names and values", repr(entries), "Correct it")
     for entry in entries:
         if "valueFrom" in entry:
@@ -269,8 +271,8 @@ def _environment(role: str, container: Mapping, unread: _Unread) -> dict[str, st
         elif not isinstance(value := entry.get("value", ""), str):
             raise _wrong(f"The value of {entry['name']} in env of {role} is a text", repr(value), "Put it in quotes")
         else:
-            found[entry["name"]] = value
-    return found
+            values[entry["name"]] = value
+    return values
 
 
 def _resources(role: str, container: Mapping, unread: _Unread) -> dict[str, Any]:
@@ -282,48 +284,48 @@ def _resources(role: str, container: Mapping, unread: _Unread) -> dict[str, Any]
 
 
 def _quantity(role: str, name: str, amount) -> float:
-    found = re.fullmatch(r"(\d+\.?\d*|\.\d+)(m?)", str(amount))
-    if not found:
+    match = re.fullmatch(r"(\d+\.?\d*|\.\d+)(m?)", str(amount))
+    if not match:
         raise _wrong(f"{name} of {role} is a number, or thousandths such as 500m", repr(amount), "Correct it")
-    return float(found[1]) / (1000 if found[2] else 1)
+    return float(match[1]) / (1000 if match[2] else 1)
 
 
 # ------------------------------------------------------------------------------------------------------ others
 
 
 class _Unread:
-    """Fields that are not honoured, and where they stand."""
+    """Fields that are not honoured, and their places."""
 
     def __init__(self):
         self._places: dict[tuple[str, str], list[str]] = collections.defaultdict(list)
 
     def note(self, kind: str, values: Mapping, place: str) -> None:
-        """Notes the fields of a map that are not read."""
+        """Records the fields of a map that are not read."""
         for name in values.keys() - _READ[kind]:
             self.add(str(name), place)
 
     def add(self, field: str, place: str, why: str = "") -> None:
-        """Notes a field."""
+        """Records a field."""
         why = why or _WHY.get(field, "it is of Kubernetes' pods alone")
         if place not in self._places[field, why]:
             self._places[field, why].append(place)
 
     def sentences(self) -> list[str]:
-        """One for each field."""
+        """Returns a sentence for each field."""
         places = sorted(self._places.items())
         return [
-            f"--tfjob: {field}{' of ' if any(where) else ''}{', '.join(where)} is not honoured: {why}"
-            for (field, why), where in places
+            f"--tfjob: {field}{' of ' if any(fields) else ''}{', '.join(fields)} is not honoured: {why}"
+            for (field, why), fields in places
         ]
 
 
 def _map(values: Mapping, key: str, where: str, default: dict | None = None) -> dict:
-    found = values.get(key, default)
-    if found is None and default is not None:
-        found = default
-    if not isinstance(found, dict):
-        raise _wrong(f"{key} of {where} is a map", "none" if found is None else repr(found), "Correct the TFJob")
-    return found
+    value = values.get(key, default)
+    if value is None and default is not None:
+        value = default
+    if not isinstance(value, dict):
+        raise _wrong(f"{key} of {where} is a map", "none" if value is None else repr(value), "Correct the TFJob")
+    return value
 
 
 def _wrong(rule: str, received: object, fix: str) -> ConfigError:

@@ -1,1 +1,1 @@
-"""Who the processes of a run are, where they fit, what environment they read, and whether they live."""
+"""Processes of a run: roles, placement, resources, environment, and detection of failures, hangs and stragglers."""

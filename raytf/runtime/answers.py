@@ -1,4 +1,4 @@
-"""Answers of several actors, taken as they come: the first failure ends the wait, and so does a deadline."""
+"""Results of several actors in order of completion: the first failure or a deadline ends the wait."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from concurrent.futures import Future
 
 from raytf.errors import RaytfError
 
-# Between two calls of what looks after the actors meanwhile.
+# Seconds between two calls of `look`.
 _LOOK_INTERVAL = 1.0
 
 
 class NoAnswerError(RaytfError, TimeoutError):
-    """Processes did not answer in time.
+    """Processes did not answer before the deadline.
 
     Args:
-        names: of those that did not.
-        seconds: how long they were waited for.
-        what: was waited for.
+        names: Names of the processes without an answer.
+        seconds: Length of the wait.
+        what: Awaited result, as a clause.
     """
 
     def __init__(self, names: Sequence[str], seconds: float, what: str):
@@ -42,31 +42,32 @@ def collect(
     look: Callable[[], None] | None = None,
     failure: Callable[[str, Exception], Exception] | None = None,
 ) -> list:
-    """What several actors answer, in the order of `refs`; in place of `ray.get(refs)`, which waits in that order.
+    """Returns the results of several actors in the order of `refs`. Unlike `ray.get`, waits for all at once.
 
     Args:
-        refs: an object ref for each actor.
-        seconds: deadline for all; None only where `look` or the death of the actors ends the wait.
-        what: is waited for, as a clause: "the workers' addresses".
-        names: of the actors, for sentences; "worker 0", "worker 1", ... where they are None.
-        look: called about every second meanwhile; what it raises ends the wait.
-        failure: failure(name, error) is raised in the place of an error; None raises the error, with a note.
+        refs: An object ref for each actor.
+        seconds: Deadline for all; None only if `look` or the death of the actors ends the wait.
+        what: Awaited result, as a clause: "the workers' addresses".
+        names: Names of the actors for messages; None uses "worker 0", "worker 1", ...
+        look: Function that is called about every second during the wait; its exception ends the wait.
+        failure: failure(name, error) returns the exception to raise instead of an error; None raises the error with a
+            note.
 
     Raises:
-        NoAnswerError: not all answered in time.
+        NoAnswerError: Not all actors answered in time.
     """
     names = names or _workers(refs)
-    found = [None] * len(refs)
+    results = [None] * len(refs)
     for index, answer in _settled(refs, seconds, what, names, look):
         try:
-            found[index] = answer.result()
+            results[index] = answer.result()
         except Exception as error:
-            other = error if failure is None else failure(names[index], error)
-            if other is not error:
-                raise other from error
+            replacement = error if failure is None else failure(names[index], error)
+            if replacement is not error:
+                raise replacement from error
             error.add_note(f"{names[index]} failed first; waited for: {what}")
             raise
-    return found
+    return results
 
 
 def as_they_come(
@@ -77,25 +78,25 @@ def as_they_come(
     names: Sequence[str] | None = None,
     look: Callable[[], None] | None = None,
 ) -> Iterator[tuple[int, object]]:
-    """(index, ref) of each of `refs` as soon as it is done, well or not; see `collect`."""
+    """Yields (index, ref) of each of `refs` as soon as it has completed or failed; see `collect`."""
     for index, _ in _settled(refs, seconds, what, names, look):
         yield index, refs[index]
 
 
 def _settled(refs: Sequence, seconds: float | None, what: str, names, look) -> Iterator[tuple[int, Future]]:
-    """Yields (index, future) of each ref as soon as it is done; a wait costs the same however many there are."""
+    """Yields (index, future) of each ref as soon as it is done; the cost of a wait does not depend on their number."""
     done: queue.SimpleQueue[tuple[int, Future]] = queue.SimpleQueue()
     for index, ref in enumerate(refs):
         ref.future().add_done_callback(lambda future, index=index: done.put((index, future)))
     pending = set(range(len(refs)))
     until = None if seconds is None else time.monotonic() + seconds
     while pending:
-        left = None if until is None else max(0.0, until - time.monotonic())
-        step = left if look is None else min(_LOOK_INTERVAL, _LOOK_INTERVAL if left is None else left)
+        remaining = None if until is None else max(0.0, until - time.monotonic())
+        step = remaining if look is None else min(_LOOK_INTERVAL, _LOOK_INTERVAL if remaining is None else remaining)
         try:
             index, answer = done.get(timeout=step)
         except queue.Empty:
-            if left == 0:
+            if remaining == 0:
                 late = names or _workers(refs)
                 raise NoAnswerError([late[index] for index in sorted(pending)], seconds, what) from None
             if look is not None:

@@ -1,4 +1,4 @@
-"""The Ray cluster of a run: the one that is there, or one of this machine that is large enough. Driver side."""
+"""The Ray cluster of a run: an existing one, or a new one on this machine that is large enough. Driver side."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _NO_TOKEN = (
     "RAY_AUTH_TOKEN_PATH names"
 )
 
-# What this process keeps of the cluster without need; each is called before another run looks for room.
+# Functions that release resources which this process holds without need; called before another run requests some.
 idle: list[Callable[[], None]] = []
 
 
@@ -38,36 +38,36 @@ def connect(
 ) -> None:
     """Connects this process to Ray, unless it is connected.
 
-    Where no cluster is named or found, Ray is started on this machine, with the CPUs that the run asks for: processes
-    may share cores. A cluster that is there keeps its own count. One that wants a token gets the one that Ray keeps in
-    RAY_AUTH_TOKEN, in the file of RAY_AUTH_TOKEN_PATH or in ~/.ray/auth_token: Ray itself sends none to an address that
-    is given unless RAY_AUTH_MODE=token is set.
+    Starts Ray on this machine if no cluster is named or found, with the CPUs that the run requests: processes may share
+    cores. An existing cluster keeps its own count. If a cluster requires a token, it gets the one of RAY_AUTH_TOKEN, of
+    the file RAY_AUTH_TOKEN_PATH, or of ~/.ray/auth_token. Ray itself sends none to a given address unless
+    RAY_AUTH_MODE=token is set.
 
     Args:
-        bundles: resources of each of the run's processes.
-        address: of the cluster; None takes RAY_ADDRESS, the job's, or the newest of this machine.
-        keep_idle: keep what is in `idle`, too.
-        options: for `ray.init`.
+        bundles: Resources of each process of the run.
+        address: Address of the cluster; None uses RAY_ADDRESS, the job's, or the newest of this machine.
+        keep_idle: Whether to keep the resources in `idle`, too.
+        options: Options for `ray.init`.
 
     Raises:
-        ConfigError: there is no cluster at the address, or it does not let this process in.
+        ConfigError: There is no cluster at the address, or it rejects this process.
     """
     for give_up in [] if keep_idle else idle:
         give_up()
     if ray.is_initialized():
         return
-    where, found = _named(address), located(address)
-    if found is not None and where == _HERE and _has_ended(found):
-        logger.warning(f"the last Ray of this machine, {found}, has ended; another one is started")
-        address, found = "local", None
+    name, cluster = _named(address), located(address)
+    if cluster is not None and name == _HERE and _has_ended(cluster):
+        logger.warning(f"the last Ray of this machine, {cluster}, has ended; another one is started")
+        address, cluster = "local", None
     try:
-        if found is None:
+        if cluster is None:
             wanted, cores = math.ceil(sum(bundle.get("CPU", 0) for bundle in bundles)), os.cpu_count() or 1
             if wanted > cores:
                 logger.info(f"{len(bundles)} processes share the {cores} core(s) of this machine")
             options["num_cpus"] = max(wanted, cores)
         else:
-            _knock(found, where if where != _HERE else f"{found}, the last Ray of this machine")
+            _knock(cluster, name if name != _HERE else f"{cluster}, the last Ray of this machine")
         with _sigterm_kept(), quiet.ray_starts():
             ray.init(address=address, **options)
     except ConfigError:
@@ -75,15 +75,15 @@ def connect(
     except (AuthenticationError, ConnectionError, RuntimeError, ValueError) as error:
         raise ConfigError(
             "raytf needs a Ray cluster that answers and lets this process in",
-            f"{where}: {first_line(error)}",
+            f"{name}: {first_line(error)}",
             "Check the address, and the token where the cluster wants one",
         ) from error
 
 
 @contextlib.contextmanager
 def _sigterm_kept() -> Iterator[None]:
-    """Within it Ray takes SIGTERM for itself, and would end this process with 15; behind it is whose it was before."""
-    before = signal.getsignal(signal.SIGTERM)
+    """Restores the handler of SIGTERM at the end: Ray replaces it meanwhile, and would exit with code 15."""
+    previous = signal.getsignal(signal.SIGTERM)
     try:
         yield
     except SystemExit as error:
@@ -92,7 +92,7 @@ def _sigterm_kept() -> Iterator[None]:
         raise
     finally:
         if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, before if callable(before) else _exit)
+            signal.signal(signal.SIGTERM, previous if callable(previous) else _exit)
 
 
 def _exit(number: int, frame=None) -> None:
@@ -100,10 +100,10 @@ def _exit(number: int, frame=None) -> None:
 
 
 def located(address: str | None = None) -> str | None:
-    """The "HOST:PORT" of the cluster that `connect` would go to, or None where it would start a Ray.
+    """Returns the "HOST:PORT" of the cluster that `connect` would use, or None if it would start Ray.
 
     Raises:
-        ConfigError: the address is none.
+        ConfigError: The address is invalid.
     """
     try:
         return ray_core.bootstrap_address(address)
@@ -118,7 +118,7 @@ def _named(address: str | None) -> str:
 
 
 def _has_ended(address: str) -> bool:
-    """Returns whether nobody listens at a "host:port" any more; one that is slow has not ended."""
+    """Returns whether a "host:port" refuses connections; a slow host has not ended."""
     host, _, port = address.rpartition(":")
     try:
         with socket.create_connection((host.strip("[]"), int(port)), timeouts.get().head_answer):
@@ -130,14 +130,14 @@ def _has_ended(address: str) -> bool:
 
 
 def _knock(address: str, where: str) -> None:
-    """Sees that a cluster answers, and turns Ray's token on in this process where that is wanted.
+    """Checks that a cluster answers, and enables Ray's token in this process if the cluster requires one.
 
     Args:
-        address: "host:port" of its head.
-        where: the same, as the user gave it.
+        address: "host:port" of the cluster's head.
+        where: The same, as the user wrote it.
 
     Raises:
-        ConfigError: it does not answer, or wants a token that is not there, or another one.
+        ConfigError: It does not answer, or requires a token that is missing or another one.
     """
     if is_token_auth_enabled() and not _has_token():
         raise ConfigError("With RAY_AUTH_MODE=token Ray needs a token", "none where Ray looks for it", _NO_TOKEN)
@@ -157,10 +157,10 @@ def _knock(address: str, where: str) -> None:
 
 
 def _lets_in(address: str, where: str) -> bool:
-    """Whether a cluster's head answers this process; False where it wants a token, or another one.
+    """Returns whether a cluster's head answers this process; False if it requires a token, or another one.
 
     Raises:
-        ConfigError: it does not answer.
+        ConfigError: It does not answer.
     """
     with init_grpc_channel(address) as channel:
         ask = gcs_service_pb2_grpc.NodeInfoGcsServiceStub(channel).CheckAlive
@@ -174,7 +174,7 @@ def _lets_in(address: str, where: str) -> bool:
                 f"{where}: {first_line(error.details()) or error.code().name}",
                 "Check the address, HOST:PORT of `ray start --head` (port 6379 unless another was chosen), and that "
                 "the head runs; RAY_ADDRESS=local starts a Ray of one's own",
-            ) from None  # it says what gRPC says, whose traceback tells a user nothing
+            ) from None  # gRPC's text is in the message, and its traceback does not help a user
     return True
 
 

@@ -1,14 +1,11 @@
-"""Cores of a worker: claimed by host, so that no two workers of it, of whatever run, have the same one.
+"""Cores of a worker: claimed on its host, so that no two workers of any runs have the same one.
 
-    if cores.claim(2):      # all that it wants, or none
-        cores.keep()        # this process computes there, and on cores that nobody has claimed
+    if cores.claim(2):      # all of them, or none
+        cores.keep()        # this process computes on them, and on cores without a claim
     cores.release()
 
-A claim is a Unix socket in Linux' abstract namespace, as that of a port is (`ports.py`): it is no file, and ends with
-the process. Claims of another network namespace, as containers have, are not seen. That costs little, as a worker is
-kept off other workers' cores only: it may use each that nobody has claimed, for threads that read rows and for Ray's.
-So where a host's workers have all of it, each has its own cores alone, and where cores are left over, pinning leaves
-none of them idle. As claims come and go, a thread widens and narrows that.
+A claim is a Unix socket in Linux' abstract namespace, as for ports, which ends with the process. It is not visible in
+other network namespaces. That costs little: workers may use all unclaimed cores, as a thread follows the claims.
 """
 
 from __future__ import annotations
@@ -25,7 +22,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from raytf import liveness, procfs, timeouts
 
-# Between two looks at which cores others have claimed.
+# Seconds between two reads of the cores that others have claimed.
 _LOOK_INTERVAL = 1.0
 _AGAIN_INTERVAL = 0.001
 _DOOR = "\0raytf/cpus"
@@ -33,12 +30,12 @@ _SYSTEM = pathlib.Path("/sys/devices/system/cpu")
 
 
 class Cores:
-    """Cores that are claimed for this process, which is kept to them.
+    """Cores that are claimed for this process, and to which it is pinned.
 
     Args:
-        own: which they are.
-        before: what this process could use before.
-        claims: what holds them; nothing where another process, which outlives this one, has claimed them for it.
+        own: The claimed cores.
+        before: Cores that this process could use before.
+        claims: Sockets of the claims; empty if another process, which outlives this one, has claimed them for it.
     """
 
     def __init__(self, own: Iterable[int], before: frozenset[int], claims: Iterable[socket.socket] = ()):
@@ -48,30 +45,30 @@ class Cores:
 
     @classmethod
     def claim(cls, count: int) -> Cores | None:
-        """Claims so many of the cores that the calling thread may use; None where fewer are free, or this is not Linux.
+        """Claims `count` of the cores that the calling thread may use; None if fewer are free, or this is not Linux.
 
         Args:
-            count: of logical CPUs, as Ray counts them; at least 1.
+            count: Number of logical CPUs, as Ray counts them; at least 1.
         """
         if sys.platform != "linux":
             return None
-        before = frozenset(os.sched_getaffinity(0))
-        found = {core: levels(core) for core in before}
+        allowed = frozenset(os.sched_getaffinity(0))
+        groups = {core: levels(core) for core in allowed}
         with _one_at_a_time():
-            free = before - claimed(before)
+            free = allowed - claimed(allowed)
             while len(free) >= count:
-                got = {core: _claimed(core) for core in choose(free, count, found)}
+                got = {core: _claimed(core) for core in choose(free, count, groups)}
                 if lost := {core for core, claim in got.items() if claim is None}:
-                    _close(got.values())  # another was not waited for, see `_one_at_a_time`
+                    _close(got.values())  # the lock had timed out, see `_one_at_a_time`
                     free -= lost
                     continue
-                return cls(got, before, got.values())
+                return cls(got, allowed, got.values())
         return None
 
     def keep(self) -> None:
-        """Keeps the threads of this process off cores that others have claimed, those that it starts later included.
+        """Keeps the threads of this process off cores that others have claimed, including threads that it starts later.
 
-        Threads that have other cores than this process had are left alone.
+        Threads with other cores than this process had stay unchanged.
         """
         if self._thread is None:
             self._look()
@@ -91,7 +88,7 @@ class Cores:
             self._now = to
 
     def close(self) -> None:
-        """Gives the cores back, and the process what it had before."""
+        """Releases the cores, and restores the process's former ones."""
         self._end.set()
         if self._thread is not None:
             self._thread.join()
@@ -103,51 +100,51 @@ _mine: list[Cores] = []
 
 
 def claim(count: int) -> bool:
-    """Claims cores for this process, see `Cores.claim`; whether it has them. Of 0 it claims and has none."""
+    """Claims cores for this process, see `Cores.claim`; returns whether it has some. 0 only releases cores."""
     release()
-    found = Cores.claim(count) if count else None
-    _mine.extend([] if found is None else [found])
-    return found is not None
+    cores = Cores.claim(count) if count else None
+    _mine.extend([] if cores is None else [cores])
+    return cores is not None
 
 
 def keep() -> None:
-    """Keeps this process to the cores that it has claimed, and to those that nobody has."""
+    """Pins this process to the cores that it has claimed and to unclaimed ones."""
     _mine[0].keep()
 
 
 def adopt(own: Iterable[int]) -> None:
-    """Keeps this process to cores that another one, which outlives it, has claimed for it."""
+    """Pins this process to cores that another process, which outlives it, has claimed for it."""
     _mine[:] = [Cores(own, frozenset(os.sched_getaffinity(0)))]
     keep()
 
 
 def release() -> None:
-    """Gives back what this process has claimed; it may compute where it could before."""
+    """Releases the cores that this process has claimed; it may use its former ones."""
     while _mine:
         _mine.pop().close()
 
 
 def own() -> frozenset[int]:
-    """What this process has claimed."""
+    """Returns the cores that this process has claimed."""
     return _mine[0].own if _mine else frozenset()
 
 
 def before() -> frozenset[int] | None:
-    """Where this process could compute before it claimed cores; None where it has claimed none.
+    """Returns the cores that this process could use before it claimed some; None if it has claimed none.
 
-    A process that it starts, and that does not train, belongs there.
+    Child processes that do not train belong on these.
     """
     return _mine[0].before if _mine else None
 
 
 def agreed(addresses: Sequence[str], have: Sequence[bool]) -> list[bool]:
-    """Whether each worker keeps to its cores: where all of its host have some.
+    """Returns for each worker whether it is pinned to its cores: only if all workers of its host have some.
 
-    One that shares a core while others have theirs alone would be the slowest, for which all wait.
+    A worker that shares a core while others do not would be the straggler.
 
     Args:
         addresses: "host:port" of the workers of a run.
-        have: whether each has claimed cores.
+        have: Whether each worker has claimed cores.
     """
     hosts = [address.rpartition(":")[0] for address in addresses]
     without = {host for host, has in zip(hosts, have, strict=True) if not has}
@@ -155,61 +152,61 @@ def agreed(addresses: Sequence[str], have: Sequence[bool]) -> list[bool]:
 
 
 def claimed(among: Iterable[int]) -> frozenset[int]:
-    """Those of some cores that are claimed on this host, by anybody."""
-    found = set()
+    """Returns those of some cores that any process has claimed on this host."""
+    result = set()
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as asks:
         for core in among:
             try:
                 asks.connect(_name(core))
             except ConnectionRefusedError:
                 continue
-            except OSError:  # a stranger's socket, of another kind
+            except OSError:  # another program's socket, of another kind
                 pass
-            found.add(core)
-    return frozenset(found)
+            result.add(core)
+    return frozenset(result)
 
 
 def choose(free: frozenset[int], count: int, levels: Mapping[int, list[frozenset[int]]]) -> list[int]:
-    """So many of the free cores that share as much as they can among each other, and little with what others have.
+    """Returns `count` free cores that share most with each other, and little with other processes' cores.
 
     Args:
-        free: the free ones.
-        count: at most as many as those.
-        levels: by core the sets of cores with which it shares something, see the function of this name.
+        free: Free cores.
+        count: Number of cores, at most the number of free ones.
+        levels: By core, the groups of cores with which it shares hardware, see the function `levels`.
     """
     everything = frozenset(levels)
-    around = {core: sorted({*levels[core], everything}, key=len) for core in free}
+    groups_of = {core: sorted({*levels[core], everything}, key=len) for core in free}
 
     def shared(core: int, within: frozenset[int]) -> tuple:
-        """From what is shared by many to what is shared by few: how much of it is free, and which it is."""
-        return tuple((-len(group & free), min(group)) for group in reversed(around[core]) if group < within)
+        """Returns (minus the number of free cores, the first core) of each group, from large to small."""
+        return tuple((-len(group & free), min(group)) for group in reversed(groups_of[core]) if group < within)
 
     def wide(group: frozenset[int]) -> tuple:
-        return tuple(-len(one & free) for one in around[min(group & free)] if group < one)
+        return tuple(-len(larger & free) for larger in groups_of[min(group & free)] if group < larger)
 
-    fitting = {group for groups in around.values() for group in groups if len(group & free) >= count}
+    fitting = {group for groups in groups_of.values() for group in groups if len(group & free) >= count}
     best = min(fitting, key=lambda group: (len(group), -len(group & free), wide(group), min(group)))
     return sorted(best & free, key=lambda core: (shared(core, best), core))[:count]
 
 
 def levels(core: int, system: pathlib.Path = _SYSTEM) -> list[frozenset[int]]:
-    """The cores that share a physical core, a cache or a NUMA node with one, itself included, as Linux tells."""
-    here = system / f"cpu{core}"
-    files = [here / "topology/thread_siblings_list", *here.glob("cache/index*/shared_cpu_list")]
-    files += here.glob("node*/cpulist")
-    found = {_listed(file.read_text()) for file in files if file.exists()}
-    return [group for group in found if core in group]
+    """Returns the groups of cores that share a physical core, a cache or a NUMA node with a core, itself included."""
+    folder = system / f"cpu{core}"
+    files = [folder / "topology/thread_siblings_list", *folder.glob("cache/index*/shared_cpu_list")]
+    files += folder.glob("node*/cpulist")
+    groups = {_listed(file.read_text()) for file in files if file.exists()}
+    return [group for group in groups if core in group]
 
 
 def _listed(text: str) -> frozenset[int]:
-    """The cores of a list like "0-3,8"."""
+    """Parses the cores of a list like "0-3,8"."""
     parts = [part.partition("-") for part in text.strip().split(",") if part]
     return frozenset(core for first, _, last in parts for core in range(int(first), int(last or first) + 1))
 
 
 def _move_threads(was: frozenset[int], to: frozenset[int]) -> None:
-    """Has those threads of this process that may use certain cores use others."""
-    # again: one that is started meanwhile has what its starter has
+    """Moves those threads of this process that may use the cores `was` to the cores `to`."""
+    # repeated: a thread that starts meanwhile inherits its parent's cores
     while sum(_moved(thread, was, to) for thread in procfs.threads()):
         pass
 
@@ -222,7 +219,7 @@ def _moved(thread: int, was: frozenset[int], to: frozenset[int]) -> bool:
     except ProcessLookupError:
         return False
     except OSError as error:
-        if error.errno != errno.EINVAL:  # an administrator has taken these cores from its cgroup
+        if error.errno != errno.EINVAL:  # an administrator has removed these cores from its cgroup
             raise
         return False
     return True
@@ -233,36 +230,36 @@ def _name(core: int) -> str:
 
 
 def _claimed(core: int) -> socket.socket | None:
-    made = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     try:
-        made.bind(_name(core))
+        claim.bind(_name(core))
     except OSError:
-        made.close()
+        claim.close()
         return None
-    return made
+    return claim
 
 
 def _close(claims) -> None:
-    for one in claims:
-        if one is not None:
-            one.close()
+    for claim in claims:
+        if claim is not None:
+            claim.close()
 
 
 @contextlib.contextmanager
 def _one_at_a_time() -> Iterator[None]:
-    """Within it no other process of this host chooses cores, so that each has those that belong together.
+    """Prevents other processes of this host from choosing cores meanwhile, so that each gets cores that share hardware.
 
-    One that stands still in between is not waited for: claims are exclusive by themselves.
+    A suspended process is not waited for: claims are exclusive by themselves.
     """
     with socket.socket(socket.AF_UNIX) as door:
         until = time.monotonic() + timeouts.get().core_claim
-        while (left := until - time.monotonic()) > 0:
+        while (remaining := until - time.monotonic()) > 0:
             try:
                 door.bind(_DOOR)
             except OSError as error:
                 if error.errno != errno.EADDRINUSE:
                     break
-                if not _waited_for_door(left):
+                if not _waited_for_door(remaining):
                     break
                 continue
             door.listen(128)
@@ -271,15 +268,15 @@ def _one_at_a_time() -> Iterator[None]:
 
 
 def _waited_for_door(seconds: float) -> bool:
-    """Waits until the process that chooses cores is done; returns whether it is one of this user to wait for."""
+    """Waits until the process that chooses cores is done; returns whether it belongs to this user."""
     with socket.socket(socket.AF_UNIX) as waiting:
         waiting.settimeout(seconds)
         try:
             waiting.connect(_DOOR)
             if not liveness.is_own_peer(waiting):
                 return False
-            waiting.recv(1)  # nobody takes this connection: it ends when the other one closes its door
-        except OSError as error:  # it is done meanwhile, or is about to listen; else it is no door
+            waiting.recv(1)  # no process accepts this connection: it ends when the other process closes its door
+        except OSError as error:  # it is done meanwhile, or about to listen; otherwise it is no door
             if error.errno not in (errno.ECONNREFUSED, errno.ECONNRESET, None):
                 return False
             time.sleep(_AGAIN_INTERVAL)

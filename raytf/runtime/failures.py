@@ -1,4 +1,4 @@
-"""Which worker failed first, and why: one cause with its rank in the place of a page of gRPC text. Driver side."""
+"""The worker that failed first, and its error: one cause with its rank instead of a page of gRPC text. Driver side."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class WorkerFailedError(TrainingError, TrainingFailedError):
 
 
 class WorkerFrozenError(RaytfError, RuntimeError):
-    """A worker stood still, and was ended.
+    """A worker hung, and was ended.
 
     Args:
-        how: a sentence without a full stop: where, how and who waited for it.
-        stack: of its threads, "" where that is not known.
+        how: Sentence without a full stop: where and how it hung, and which workers waited for it.
+        stack: Stack of its threads, "" if unknown.
     """
 
     def __init__(self, how: str, stack: str = ""):
@@ -46,7 +46,7 @@ class WorkerFrozenError(RaytfError, RuntimeError):
 
 @contextlib.contextmanager
 def first_cause():
-    """Turns Ray Train's error into one that names the rank that failed first and its own error."""
+    """Replaces Ray Train's error by one with the rank that failed first and its own error."""
     try:
         yield
     except TrainingFailedError as error:
@@ -60,7 +60,7 @@ def first_cause():
 
 
 def first_rank(failures: dict[int, BaseException]) -> int:
-    """The rank whose error is a cause, not the consequence of another's; one that stood still is one in any case."""
+    """Returns the rank whose error is a cause, not the consequence of another's; a hang is always a cause."""
     frozen = [rank for rank, error in sorted(failures.items()) if isinstance(error, WorkerFrozenError)]
     if frozen:
         return frozen[0]
@@ -69,7 +69,7 @@ def first_rank(failures: dict[int, BaseException]) -> int:
 
 
 def is_consequence(error: BaseException) -> bool:
-    """Whether a worker failed because another had gone: told by the type of its error, and the text of TensorFlow's."""
+    """Returns whether a worker failed because another died: by the type of its error, and TensorFlow's text."""
     cause = cause_of(error)
     kind = type(cause)
     return isinstance(cause, (PeerLostError, CollectiveTimeoutError)) or is_consequence_of_tensorflow(
@@ -78,7 +78,7 @@ def is_consequence(error: BaseException) -> bool:
 
 
 def cause_of(error: BaseException | None) -> BaseException | None:
-    """The error of the user's process that Ray Train's errors wrap."""
+    """Returns the error of the user's process that Ray Train's errors wrap."""
     for name in ("_base_exc", "health_check_failure", "cause"):
         inner = getattr(error, name, None)
         if isinstance(inner, BaseException):

@@ -1,9 +1,8 @@
-"""Watches the workers of a run: says who waits for whom, with its stack, ends what does not go on, and names slow ones.
+"""Hang detection of a run: names the worker that others wait for, ends a hung one, and names stragglers.
 
-A thread asks the workers' processes what they do (`activity.told`), about twice a second; of many a part in turn, and
-all where one waits or is silent for longer than usual. It is answered by another
-thread than the one that trains, so that a worker in a step, a callback or a lock of its own answers all the same; one
-that does not is looked at by another process of its host.
+A thread requests snapshots from the workers' processes about twice a second. Of many workers it polls a part in turn,
+or all if one waits or is silent for longer than usual. The training thread does not answer, so a worker in a step, a
+callback or a lock still does. Another process of its host inspects a worker without an answer.
 """
 
 from __future__ import annotations
@@ -28,36 +27,36 @@ from raytf.runtime.stragglers import Stragglers
 logger = logs.get_logger(__name__)
 
 _LOOK_INTERVAL = 0.5
-# A question that is not answered for so long is one to which no answer comes soon.
+# Seconds after which no answer to a request is expected soon.
 _SILENT_INTERVAL = 2.0
-# As far as a pause between two looks counts: a process that was itself stopped meanwhile must not blame others.
+# Limit of a counted pause between two polls: a driver that was itself stopped meanwhile must not blame workers.
 _COUNTED_INTERVAL = 2.0
-# Between two looks whether all is being closed; and what is done then without a wait takes no longer.
+# Seconds between two checks for `close`; work that does not wait takes no longer.
 _POLL_INTERVAL = 0.2
-# What is said comes within the limit, with the looks that lead to it.
+# Seconds before the limit at which a report starts, so that the polls before it fit in.
 _LEAD_INTERVAL = 1.5
-# Questions of a look: each takes about half a millisecond of this process.
+# Number of requests per poll: each takes about 0.5 ms of this process.
 _AT_ONCE = 64
-# Ticks of a processor between two looks that a process does not use by asking and answering alone.
+# Processor ticks between two polls that a process does not use by answering alone.
 _WORKING_TICKS = 20
 
 
 class HangWatch:
-    """Watches workers until `close`.
+    """Monitors workers until `close`.
 
     Args:
-        execute: execute(rank, function) has a worker's process call it, `activity.told` or `activity.stack`, and gives
-            the ref of what it gives; None is no answer.
-        places: of the workers' processes, by rank.
-        limit: seconds, see `hangs`.
-        first: seconds until all workers have made a step.
-        emit: takes a `RunEvent`; `events.emit` without.
-        names: of the workers, by rank; "worker 0" and so on without.
-        through_others: each question goes through another process, whose own silence says nothing of a worker.
-        clock: gives seconds; for tests.
+        execute: execute(rank, function) calls a function of `activity` in a worker's process, and returns the ref of
+            the result; None is no answer.
+        places: Locations of the workers' processes, by rank.
+        limit: Seconds after which a hang is reported, see `hangs`.
+        first: The same in seconds, until all workers have made a step.
+        emit: Function that gets each `RunEvent`; default `events.emit`.
+        names: Names of the workers, by rank; default "worker 0" and so on.
+        through_others: Whether another process forwards each request, so that its silence does not count.
+        clock: Returns seconds; for tests.
 
     Attributes:
-        ended: for each worker that the run is to end by, what is to be said of it.
+        ended: The error of each worker that ends the run, by rank.
     """
 
     def __init__(
@@ -83,7 +82,8 @@ class HangWatch:
         self._told: dict[int, Mapping[str, Any]] = {}
         self._asked: dict[int, Any] = {}
         self._silent: dict[int, float] = {}
-        self._ticks: dict[int, tuple[float, int]] = {}  # of silent ones, when silence and processor time were noted
+        # of silent workers: length of the silence and processor ticks at first sight
+        self._ticks: dict[int, tuple[float, int]] = {}
         self._turns = Turns(_AT_ONCE)
         self._last = clock()
         self._said: Hang | None = None
@@ -93,55 +93,57 @@ class HangWatch:
         self._thread.start()
 
     def close(self) -> None:
-        """Watches nothing any more; what was asked is not waited for."""
+        """Stops monitoring, without waiting for pending answers."""
         self._closed.set()
-        # it may take the stack of a process of this host, of which nothing comes
+        # the thread may be reading the stack of a process of this host, which is not needed
         self._thread.join(timeouts.get().hang_watch_end)
 
     def over(self, rank: int) -> None:
-        """Says that a worker's process has ended well."""
+        """Records that a worker's process has ended without an error."""
         with self._lock:
             self._over.setdefault(rank, self._clock())
 
     def last_words(self, rank: int) -> tuple[str, str]:
-        """(who waits for a worker, as a clause; its stack), for one that another one is about to end."""
+        """Returns (a clause about the workers that wait for a worker, its stack), before another process ends it."""
         with self._lock:
-            told = dict(self._told)
-        return (self._judge.waiting_for(rank, told) if told else ""), self._stack_from_outside(self._places[rank])
+            snapshots = dict(self._told)
+        return (self._judge.waiting_for(rank, snapshots) if snapshots else ""), self._stack_from_outside(
+            self._places[rank]
+        )
 
     def _follow(self) -> None:
         while not self._closed.wait(_LOOK_INTERVAL):
             try:
                 self._look()
-            except Exception:  # what failed once may not fail again, and without this thread nobody looks
+            except Exception:  # a failure may be temporary, and without this thread nothing detects hangs
                 logger.exception("hang detection could not poll the workers")
 
     def _look(self) -> None:
         self._ask()
         with self._lock:
-            told = dict(self._told) | {rank: self._ended_well(rank) for rank in self._over if rank in self._told}
-        if self.ended or len(told) < len(self._places):
+            snapshots = dict(self._told) | {rank: self._ended_well(rank) for rank in self._over if rank in self._told}
+        if self.ended or len(snapshots) < len(self._places):
             return
         silent, stopped = self._idle_silent()
         if self._closed.is_set():
             return
-        hang = self._judge.look(told, silent, stopped)
-        said = self._said
-        if said is not None and (hang is None or (hang.rank, hang.part) != (said.rank, said.part)):
-            self._judge.went_on(said)
-            self._tell(Kind.WORKER_WENT_ON, said.rank)
-            self._said = said = None
+        hang = self._judge.look(snapshots, silent, stopped)
+        reported = self._said
+        if reported is not None and (hang is None or (hang.rank, hang.part) != (reported.rank, reported.part)):
+            self._judge.went_on(reported)
+            self._tell(Kind.WORKER_WENT_ON, reported.rank)
+            self._said = reported = None
         if hang is None:
-            self._look_for_slow(told)
+            self._look_for_slow(snapshots)
             return
-        if said is None or hang.ends:
-            place = self._places[hang.rank]
-            # where the storage has said what is wrong, a stack says nothing more
-            stack = "" if told[hang.rank]["failing"] else self._stack(hang.rank)
+        if reported is None or hang.ends:
+            location = self._places[hang.rank]
+            # when the storage's error is known, a stack adds nothing
+            stack = "" if snapshots[hang.rank]["failing"] else self._stack(hang.rank)
             if self._closed.is_set():
                 return
-            text = f"its process {place.pid} on {place.host} {hang}"
-            if said is None:
+            text = f"its process {location.pid} on {location.host} {hang}"
+            if reported is None:
                 self._tell(Kind.WORKER_HUNG, hang.rank, why=text, more=stack)
             if hang.ends:
                 self.ended[hang.rank] = WorkerFrozenError(text, stack)
@@ -161,20 +163,20 @@ class HangWatch:
         return {**last, "phase": activity.END, "meeting": None, "seconds": seconds, "clock": clock}
 
     def _ask(self) -> None:
-        now = self._clock()
-        passed, self._last = min(now - self._last, _COUNTED_INTERVAL), now
+        current_time = self._clock()
+        passed, self._last = min(current_time - self._last, _COUNTED_INTERVAL), current_time
         done = set(
             ray.wait(list(self._asked.values()), num_returns=len(self._asked), timeout=0)[0] if self._asked else ()
         )
         ranks = self._places.keys() - self._over.keys()
         for rank in ranks & self._asked.keys():
             ref = self._asked[rank]
-            told = self._answer(ref) if ref in done else None
+            answer = self._answer(ref) if ref in done else None
             if ref in done:
                 self._asked.pop(rank)
-            if told is not None:
+            if answer is not None:
                 with self._lock:
-                    self._told |= {rank: told} if told else {}
+                    self._told |= {rank: answer} if answer else {}
                 self._silent.pop(rank, None)
                 self._ticks.pop(rank, None)
             elif ref in done or not self._through_others:
@@ -184,24 +186,24 @@ class HangWatch:
                 self._asked[rank] = self._execute(rank, activity.told)
 
     def _all_at_once(self) -> bool:
-        """Whether every worker is to be asked now, as one may stand still, or not all have told anything yet."""
-        told = self._told.values()
+        """Returns whether to poll all workers: one may hang, or not all have answered so far."""
+        snapshots = self._told.values()
         if max(self._silent.values(), default=0.0) >= _SILENT_INTERVAL or len(self._told) < len(self._places):
             return True
-        waiting = (its["meeting"][2] for its in told if its["meeting"] is not None)
-        lasting = (its["seconds"] for its in told)
+        waiting = (snapshot["meeting"][2] for snapshot in snapshots if snapshot["meeting"] is not None)
+        lasting = (snapshot["seconds"] for snapshot in snapshots)
         return max(itertools.chain(waiting, lasting), default=0.0) >= self._limit / 2
 
     @staticmethod
     def _answer(ref) -> Mapping[str, Any] | None:
-        """What a worker told, None where it could not be asked; empty if it has ended, which is Ray's to tell."""
+        """Returns a worker's snapshot; None if it was not polled; empty if its process died, which Ray reports."""
         with contextlib.suppress(ray.exceptions.RayError):
             return ray.get(ref)
         return {}
 
     def _idle_silent(self) -> tuple[dict[int, float], dict[int, str]]:
-        """(seconds of no answer, and no processor used, by rank; how the kernel holds some of these)."""
-        found, stopped = {}, {}
+        """Returns (seconds without an answer and without processor use, by rank; how the kernel stops some of them)."""
+        seconds_of, stopped = {}, {}
         asked = [rank for rank, seconds in self._silent.items() if seconds >= max(_SILENT_INTERVAL, self._limit / 2)]
         looks = self._there({rank: self._places[rank] for rank in asked}, procfs.look, timeouts.get().stack)
         for rank, seconds in self._silent.items():
@@ -209,53 +211,53 @@ class HangWatch:
                 continue
             seen = looks.get(rank)
             if seen is not None:
-                since, ticks = self._ticks.setdefault(rank, (seconds, seen.ticks))
+                start, ticks = self._ticks.setdefault(rank, (seconds, seen.ticks))
                 if seen.ticks - ticks >= _WORKING_TICKS:
-                    since, _ = self._ticks[rank] = seconds, seen.ticks
-                found[rank] = min(seconds, seconds - since + self._limit / 2)
+                    start, _ = self._ticks[rank] = seconds, seen.ticks
+                seconds_of[rank] = min(seconds, seconds - start + self._limit / 2)
                 if (how := liveness.held(seen.state)) is not None:
                     stopped[rank] = how
             else:
-                found[rank] = _SILENT_INTERVAL  # gone with its host, perhaps, which Ray notices
-        return found, stopped
+                seconds_of[rank] = _SILENT_INTERVAL  # lost with its host, perhaps, which Ray notices
+        return seconds_of, stopped
 
     def _stack(self, rank: int) -> str:
-        """Told by the worker itself, or taken from outside."""
+        """Returns a worker's stack, from the worker itself or from another process."""
         if rank not in self._silent:
             with contextlib.suppress(ray.exceptions.RayError):
                 ref = next(self._as_they_come([self._execute(rank, activity.stack)], timeouts.get().stack), None)
-                told = None if ref is None else ray.get(ref)
-                if told is not None:
-                    return told
+                stack = None if ref is None else ray.get(ref)
+                if stack is not None:
+                    return stack
         return self._stack_from_outside(self._places[rank])
 
     def _stack_from_outside(self, place: ProcessLocation) -> str:
-        found = self._there({0: place}, stacks.of, timeouts.get().far_stack).get(0)
-        return found if found is not None else "its stack is not known: its host does not answer"
+        stack = self._there({0: place}, stacks.of, timeouts.get().far_stack).get(0)
+        return stack if stack is not None else "its stack is not known: its host does not answer"
 
     def _there(self, places: Mapping[int, ProcessLocation], function: Callable, seconds: float) -> dict[int, Any]:
-        """What a function of each process gives on its host, by rank, without those of hosts that do not answer.
+        """Returns a function's result for each process from its host, by rank, without hosts that do not answer.
 
-        All hosts are asked at once, and have so many seconds together.
+        All hosts work in parallel, with one deadline after `seconds`.
         """
-        node, found, refs = ray.get_runtime_context().get_node_id(), {}, {}
-        for rank, place in places.items():
-            if place.node != node:
-                refs[process_monitor.on(place.node, function, place.pid)] = rank
-        for rank, place in places.items():
-            if place.node == node:
-                found[rank] = function(place.pid)
+        node, results, refs = ray.get_runtime_context().get_node_id(), {}, {}
+        for rank, location in places.items():
+            if location.node != node:
+                refs[process_monitor.on(location.node, function, location.pid)] = rank
+        for rank, location in places.items():
+            if location.node == node:
+                results[rank] = function(location.pid)
         for ref in self._as_they_come(list(refs), seconds):
             with contextlib.suppress(ray.exceptions.RayError):
-                found[refs[ref]] = ray.get(ref)
-        return found
+                results[refs[ref]] = ray.get(ref)
+        return results
 
     def _as_they_come(self, refs: list, seconds: float) -> Iterator:
-        """Those that are there within so many seconds, until all is being closed."""
-        until, left = time.monotonic() + seconds, refs
-        while left:
+        """Yields refs as they complete within `seconds`, until `close`."""
+        until, remaining = time.monotonic() + seconds, refs
+        while remaining:
             wait = min(_POLL_INTERVAL, max(0.0, until - time.monotonic()))
-            came, left = ray.wait(left, num_returns=len(left), timeout=wait)
-            yield from came
+            ready, remaining = ray.wait(remaining, num_returns=len(remaining), timeout=wait)
+            yield from ready
             if self._closed.is_set() or time.monotonic() >= until:
                 return

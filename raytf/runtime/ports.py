@@ -1,4 +1,4 @@
-"""A worker's port, for its ring or its TensorFlow: kept until that binds it, and what hangs on it."""
+"""The port of a worker, for its ring or TensorFlow: reserved until it is bound there, and the sockets on it."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from raytf.errors import ConfigError
 from raytf.runtime import packet_filter
 from raytf.runtime.settings import PORTS
 
-# Not Python's own numbers: Keras draws its seeds from them, and a user has set theirs.
+# Not Python's own generator: Keras draws its seeds from it, and the user has seeded it.
 _RANDOM = random.SystemRandom()
 
 _reserved: list[socket.socket] = []
 
 
 def reserve_address(ports: tuple[int, int] = PORTS) -> str:
-    """This worker's "host:port", on a port that no other raytf process of the host takes while this one lives.
+    """Returns this worker's "host:port", on a port that no other raytf process of the host uses during this one's life.
 
     Args:
-        ports: the first and the last that it may have.
+        ports: First and last port of the allowed range.
 
     Raises:
-        ConfigError: none is free.
+        ConfigError: No port is free.
     """
     release_port()
     host = ray.util.get_node_ip_address()
@@ -44,11 +44,11 @@ def reserve_address(ports: tuple[int, int] = PORTS) -> str:
 
 
 def _bound(host: str, ports: tuple[int, int]) -> tuple[socket.socket, socket.socket]:
-    """(a bound socket, what keeps other raytf processes from its port)."""
+    """Returns (a bound socket, the claim that keeps other raytf processes from its port)."""
     first, last = ports
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     order = _RANDOM.sample(range(first, last + 1), last + 1 - first)
-    # at last those that another user's processes claim: any user can claim all there are
+    # last, ports that another user's processes claim: any user can claim all ports
     for port, claimed in [*((port, False) for port in order), *((port, True) for port in order)]:
         claim = _claim(port)
         if claim is None and claimed and _is_another_users(port):
@@ -73,17 +73,17 @@ def _bound(host: str, ports: tuple[int, int]) -> tuple[socket.socket, socket.soc
 
 
 def own(address: str) -> socket.socket:
-    """A socket on this worker's own "host:port", which does not listen yet; the port that is kept is let go for it.
+    """Returns a socket on this worker's own "host:port", which does not listen so far; frees the reserved port for it.
 
-    Where this host does not itself have the address, but another that is translated to it, to the port on all of them.
+    Binds the port on all addresses if another address is translated to this host's.
 
     Raises:
-        ConfigError: another program has the port.
+        ConfigError: Another program uses the port.
     """
     release_port()
     host, port = split(address)
     held = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
-    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of an earlier ring may be left
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of an earlier ring may remain
     try:
         try:
             held.bind((host, port))
@@ -102,18 +102,18 @@ def own(address: str) -> socket.socket:
 
 
 def split(address: str) -> tuple[str, int]:
-    """Host, without brackets, and port of "host:port"."""
+    """Returns the host, without brackets, and the port of "host:port"."""
     host, _, port = address.rpartition(":")
     return host.strip("[]"), int(port)
 
 
 def joined(host: str, port: int) -> str:
-    """ "host:port", of which `split` gives both; an IPv6 host has brackets."""
+    """Returns "host:port", the inverse of `split`; an IPv6 host has brackets."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def answers(address: str, seconds: float = 1.0) -> bool:
-    """Whether something listens at "host:port"."""
+    """Returns whether a process listens at "host:port"."""
     try:
         socket.create_connection(split(address), seconds).close()
     except OSError:
@@ -122,39 +122,38 @@ def answers(address: str, seconds: float = 1.0) -> bool:
 
 
 def hang_up(address: str) -> None:
-    """Ends this process' connections to "host:port", as their other end would have, had it not vanished. On Linux."""
+    """Shuts down this process' connections to "host:port", as the vanished peer would have done. On Linux."""
     for number in procfs.sockets():
-        with contextlib.suppress(OSError), _copied(number) as one:  # not connected, or closed meanwhile
-            peer = one.getpeername()
-            # gRPC's sockets are of IPv6, and write IPv4 so
+        with contextlib.suppress(OSError), _copied(number) as connection:  # not connected, or closed meanwhile
+            peer = connection.getpeername()
+            # gRPC's sockets are IPv6, and write IPv4 addresses so
             if len(peer) > 1 and (peer[0].removeprefix("::ffff:"), peer[1]) == split(address):
-                one.shutdown(socket.SHUT_RDWR)
+                connection.shutdown(socket.SHUT_RDWR)
 
 
 def listen_only_at(address: str) -> None:
-    """Makes what this process listens on at a port take connections to one address only, as if it were bound there.
+    """Restricts this process' listeners on a port to one address, as if they were bound to it.
 
-    TensorFlow listens on all interfaces whatever address it is told. Here the kernel drops what comes to another of
-    this host's addresses, by a filter on the socket. Nothing happens where that cannot be: outside Linux, and where the
-    host does not itself have the address, but another that is translated to it.
+    TensorFlow listens on all interfaces. The kernel drops packets for other addresses of this host, by a filter on the
+    socket. Does nothing outside Linux, or if another address is translated to this host's.
 
     Args:
-        address: "host:port"; the host as a number.
+        address: "host:port" with a numeric host.
     """
     host, port = split(address)
     if sys.platform != "linux" or not _has(host):
         return
     program = packet_filter.to_address_only(host)
     for number in procfs.sockets():
-        with contextlib.suppress(OSError), _copied(number) as one:  # closed meanwhile
-            if one.family == socket.AF_UNIX or one.getsockname()[1] != port:
+        with contextlib.suppress(OSError), _copied(number) as listener:  # closed meanwhile
+            if listener.family == socket.AF_UNIX or listener.getsockname()[1] != port:
                 continue
-            if one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                packet_filter.attach(one, program)
+            if listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                packet_filter.attach(listener, program)
 
 
 def _has(host: str) -> bool:
-    """Whether an address, as a number, is one of this host's."""
+    """Returns whether a numeric address is one of this host's."""
     try:
         ipaddress.ip_address(host)
         with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
@@ -166,31 +165,31 @@ def _has(host: str) -> bool:
 
 @contextlib.contextmanager
 def _copied(number: int) -> Iterator[socket.socket]:
-    """A socket of another's descriptor, which may be closed meanwhile; closed at the end."""
+    """Yields a socket of another object's descriptor, which that may close meanwhile; closes the copy at the end."""
     copy = os.dup(number)
     try:
-        one = socket.socket(fileno=copy)
-    except OSError:  # no socket any more
+        opened = socket.socket(fileno=copy)
+    except OSError:  # no longer a socket
         os.close(copy)
         raise
-    with one:
-        yield one
+    with opened:
+        yield opened
 
 
 _claims: list[socket.socket] = []
 
 
 def _claim(port: int) -> socket.socket | None:
-    """Keeps other raytf processes from a port between its release here and TensorFlow's bind.
+    """Keeps other raytf processes from a port between its release and TensorFlow's bind.
 
     The claim is a Unix socket in Linux' abstract namespace: it is no file, and ends with the process.
     """
     claim = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    if not hasattr(os, "sched_getaffinity"):  # not Linux: the bound socket alone must do
+    if not hasattr(os, "sched_getaffinity"):  # not Linux: the bound socket alone must suffice
         return claim
     try:
         claim.bind(f"\0raytf/{port}")
-        claim.listen()  # so that its user is known
+        claim.listen()  # so that other processes can read its user
     except OSError:
         claim.close()
         return None
@@ -198,17 +197,17 @@ def _claim(port: int) -> socket.socket | None:
 
 
 def _is_another_users(port: int) -> bool:
-    """Returns whether a port is claimed by a process that is not this user's."""
+    """Returns whether another user's process has claimed a port."""
     with socket.socket(socket.AF_UNIX) as asks:
         asks.setblocking(False)
         try:
             asks.connect(f"\0raytf/{port}")
         except OSError as error:
-            return error.errno == errno.EPROTOTYPE  # raytf's own are of one kind
+            return error.errno == errno.EPROTOTYPE  # raytf's own sockets are of one kind
         return not liveness.is_own_peer(asks)
 
 
 def release_port() -> None:
-    """Frees the reserved port, just before TensorFlow binds it (it cannot while it is held)."""
+    """Frees the reserved port, just before TensorFlow binds it."""
     while _reserved:
         _reserved.pop().close()

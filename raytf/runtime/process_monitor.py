@@ -1,7 +1,7 @@
-"""Looks after the processes of actors: one that is stopped, or whose host has gone, is named, and ended where asked.
+"""Monitors the processes of actors: names stopped processes and lost hosts, and can end stopped processes.
 
-An actor that computes does not answer, and Ray tells a stopped one from it as little as its peers do. Whether it is
-stopped is seen from another process of its host: this one, or else an actor that starts there when it is needed.
+A computing actor does not answer, and neither Ray nor its peers can distinguish it from a stopped one. Another process
+of its host can: this one, or an actor that starts there when needed.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from raytf.procfs import Look
 
 logger = logs.get_logger(__name__)
 
-# Who was heard within so many seconds stands not still.
+# Seconds after an answer in which a process counts as running.
 _HEARD_INTERVAL = 3.0
-# Between two calls, as far as it counts: a process that was itself stopped meanwhile must not blame others.
+# Limit of a counted pause between two calls: a driver that was itself stopped meanwhile must not blame others.
 _COUNTED_INTERVAL = 3.0
 
 
 @dataclass(frozen=True)
 class ProcessLocation:
-    """Where a process is.
+    """Location of a process.
 
     Args:
         node: Ray's id of its node.
-        host: address of that.
-        pid: its number there.
-        started: `procfs.Look.started`, or None where that is not known.
+        host: Address of the node.
+        pid: Its process id.
+        started: `procfs.Look.started`, or None if unknown.
     """
 
     node: str
@@ -51,7 +51,7 @@ class ProcessLocation:
 
 
 def here() -> ProcessLocation:
-    """The place of this process."""
+    """Returns the location of this process."""
     seen = procfs.look(os.getpid())
     node = ray.get_runtime_context().get_node_id()
     return ProcessLocation(node, ray.util.get_node_ip_address(), os.getpid(), seen and seen.started)
@@ -59,13 +59,13 @@ def here() -> ProcessLocation:
 
 @dataclass(frozen=True)
 class Frozen:
-    """A process that is stopped for too long, or a host that gives no answer.
+    """A process that is stopped for too long, or a host without an answer.
 
     Args:
-        keys: of the process, or of all those on the host.
-        place: of the process, or of one of those.
-        seen: the process; None for a host.
-        how: a clause that follows "its process is", or the host's name.
+        keys: Key of the process, or keys of all processes on the host.
+        place: Location of the process, or of one of those.
+        seen: State of the process; None for a host.
+        how: Clause that follows "its process is", or the host's name.
     """
 
     keys: tuple
@@ -76,7 +76,7 @@ class Frozen:
 
 @dataclass
 class _Watched:
-    """A process: where it is, how it stands, when it was heard last, and how it was seen last, if it was."""
+    """A monitored process: its location, its stop watch, the time of its last answer, and its last state, if read."""
 
     place: ProcessLocation
     watch: StopWatch
@@ -85,11 +85,11 @@ class _Watched:
 
 
 class ProcessJudge:
-    """Judges the looks at processes, each of which has a key; from any thread. Pure.
+    """Finds stopped processes from their polled states, each with a key; from any thread. Pure.
 
     Args:
-        seconds: of a stop that is one too long.
-        clock: gives seconds; for tests.
+        seconds: Length of a stop that is too long.
+        clock: Returns seconds; for tests.
     """
 
     def __init__(self, seconds: float | None = None, clock: Callable[[], float] = time.monotonic):
@@ -98,70 +98,71 @@ class ProcessJudge:
         self._watched: dict[Any, _Watched] = {}
 
     def watch(self, key, place: ProcessLocation) -> None:
-        """Watches a process, in place of one that had its key before."""
+        """Monitors a process, instead of an earlier one with its key."""
         with self._lock:
             if key not in self._watched or self._watched[key].place != place:
                 self._watched[key] = _Watched(place, self._anew())
 
     def forget(self, key) -> None:
-        """No longer watches a process."""
+        """Stops monitoring a process."""
         with self._lock:
             self._watched.pop(key, None)
 
     def heard(self, *keys) -> None:
-        """Says that processes have just answered, or are asked from now on, and need not be looked at for a while."""
+        """Records that processes have just answered, or get a request now, so that they need no check for a while."""
         with self._lock:
             for key in self._watched.keys() & keys:
                 self._watched[key].heard, self._watched[key].watch = self._clock(), self._anew()
 
     def begin(self) -> None:
-        """Says that all are waited for from now on."""
+        """Records that all processes get a request now."""
         self.heard(*list(self._watched))
 
     def due(self) -> dict[str, list[int]]:
-        """The processes that are to be looked at, by node."""
-        found: dict[str, list[int]] = {}
+        """Returns the processes that are due for a check, by node."""
+        due: dict[str, list[int]] = {}
         with self._lock:
-            for its in self._watched.values():
-                if self._clock() - its.heard >= _HEARD_INTERVAL:
-                    found.setdefault(its.place.node, []).append(its.place.pid)
-        return found
+            for process in self._watched.values():
+                if self._clock() - process.heard >= _HEARD_INTERVAL:
+                    due.setdefault(process.place.node, []).append(process.place.pid)
+        return due
 
     def judge(self, node: str, seen: Mapping[int, Look | None]) -> list[Frozen]:
-        """Takes looks at processes of a node, by their numbers; those that are stopped for too long."""
-        found = []
+        """Records states of a node's processes by pid; returns those that are stopped for too long."""
+        frozen = []
         with self._lock:
-            for key, its in self._watched.items():
-                look = seen.get(its.place.pid) if its.place.node == node else None
-                # it has ended, which Ray notices, or is in a container whose processes are not seen here
+            for key, process in self._watched.items():
+                look = seen.get(process.place.pid) if process.place.node == node else None
+                # it has ended, which Ray notices, or is in a container whose processes are not visible here
                 if look is None or look.state in "ZX":
                     continue
-                if look.started != (its.place.started or (its.seen or look).started):  # another has its number
+                # another process has its pid
+                if look.started != (process.place.started or (process.seen or look).started):
                     continue
-                its.seen = look
-                if (how := its.watch.judge(look)) is not None:
-                    found.append(Frozen((key,), its.place, look, how))
-        return found
+                process.seen = look
+                if (how := process.watch.judge(look)) is not None:
+                    frozen.append(Frozen((key,), process.place, look, how))
+        return frozen
 
     def standing(self) -> Frozen | None:
-        """Who stood still at the last look, for however short; None if nobody did."""
+        """Returns a process that was stopped at the last check, for any time; None if there is none."""
         with self._lock:
-            for key, its in self._watched.items():
-                if its.watch.stands is not None:
-                    return Frozen((key,), its.place, its.seen, its.watch.stands)
+            for key, process in self._watched.items():
+                if process.watch.stands is not None:
+                    return Frozen((key,), process.place, process.seen, process.watch.stands)
         return None
 
     def of(self, node: str) -> dict[Any, ProcessLocation]:
-        """The processes of a node, by key."""
+        """Returns the processes of a node, by key."""
         with self._lock:
-            return {key: its.place for key, its in self._watched.items() if its.place.node == node}
+            return {key: process.place for key, process in self._watched.items() if process.place.node == node}
 
     def _anew(self) -> StopWatch:
         return StopWatch(self._seconds, self._clock)
 
 
 class ProcessMonitor(ProcessJudge):
-    """Looks at processes from their own hosts, whenever it is told to; see `ProcessJudge`."""
+    """Checks processes from their own hosts at each call of `look`; see `ProcessJudge`."""
 
     def __init__(self, seconds: float | None = None, clock: Callable[[], float] = time.monotonic):
         super().__init__(seconds, clock)
@@ -170,26 +171,26 @@ class ProcessMonitor(ProcessJudge):
         self._last, self._look_at = clock(), -math.inf
 
     def look(self) -> list[Frozen]:
-        """Those that are stopped for too long, or whose host gives no answer; to be called about every second."""
-        now, due, found = self._clock(), self.due(), []
-        passed, self._last = min(now - self._last, _COUNTED_INTERVAL), now
-        looks = now >= self._look_at
+        """Returns processes that are stopped for too long, or whose host does not answer; called about every second."""
+        current_time, due, frozen = self._clock(), self.due(), []
+        passed, self._last = min(current_time - self._last, _COUNTED_INTERVAL), current_time
+        looks = current_time >= self._look_at
         if looks:
-            self._look_at = now + liveness.LOOK_INTERVAL
+            self._look_at = current_time + liveness.LOOK_INTERVAL
         if looks and self._node in due:
-            found += self.judge(self._node, procfs.looks(due[self._node]))
+            frozen += self.judge(self._node, procfs.looks(due[self._node]))
         for node in (due.keys() | self._hosts.keys()) - {self._node}:
             host = self._hosts.setdefault(node, _Host(node))
             if (seen := host.answer(passed)) is not None:
-                found += self.judge(node, seen)
+                frozen += self.judge(node, seen)
             if node not in due:
                 host.silent = 0.0
-            elif host.silent >= host.limit and len(there := self.of(node)) == len(due[node]):
+            elif host.silent >= host.limit and len(processes := self.of(node)) == len(due[node]):
                 how = f"has given no answer for {host.silent:.0f} s"
-                found.append(Frozen(tuple(there), next(iter(there.values())), None, how))
+                frozen.append(Frozen(tuple(processes), next(iter(processes.values())), None, how))
             elif looks:
                 host.ask(due[node])
-        return found
+        return frozen
 
     def close(self) -> None:
         """Ends the actors that it has started."""
@@ -199,17 +200,17 @@ class ProcessMonitor(ProcessJudge):
 
 
 class _Watcher:
-    """On a host: looks at processes."""
+    """Reads the states of processes on a host."""
 
     def looks(self, pids: list[int]) -> dict[int, Look | None]:
         return procfs.looks(pids)
 
 
 class _Host:
-    """Asks an actor on another host for looks, without waiting for it.
+    """Requests states of processes from an actor on another host, without waiting for it.
 
     Attributes:
-        silent: seconds since it was asked.
+        silent: Seconds since the request.
     """
 
     def __init__(self, node: str):
@@ -218,20 +219,20 @@ class _Host:
 
     @property
     def limit(self) -> float:
-        """So long an answer may take."""
+        """Returns the timeout of an answer in seconds."""
         return timeouts.get().host_silent if self._answered else timeouts.get().watcher_start
 
     def ask(self, pids: list[int]) -> None:
         if self._asked is not None:
             return
         if self._actor is None:
-            there = NodeAffinitySchedulingStrategy(self._node, soft=False)
-            self._actor = ray.remote(_Watcher).options(num_cpus=0, scheduling_strategy=there).remote()
+            strategy = NodeAffinitySchedulingStrategy(self._node, soft=False)
+            self._actor = ray.remote(_Watcher).options(num_cpus=0, scheduling_strategy=strategy).remote()
             self._answered = False
         self._asked, self.silent = self._actor.looks.remote(pids), 0.0
 
     def answer(self, passed: float) -> dict[int, Look | None] | None:
-        """New looks, or None; so many seconds have passed since it was called last."""
+        """Returns new states, or None; `passed` seconds have passed since its last call."""
         if self._asked is None:
             return None
         if not ray.wait([self._asked], timeout=0)[0]:
@@ -241,7 +242,7 @@ class _Host:
         try:
             seen, self._answered = ray.get(asked), True
             return seen
-        # where the node has gone, Ray says so of its other actors, too; one that is drained takes no new ones
+        # if the node is lost, Ray reports it for its other actors, too; a draining node rejects new ones
         except (RayActorError, ActorUnschedulableError):
             self._actor = None
             return None
@@ -253,18 +254,18 @@ class _Host:
 
 
 class Watchdog(ProcessMonitor):
-    """Looks at processes in a thread, and ends (SIGKILL) those that are stopped for too long.
+    """Checks processes in a thread, and ends (SIGKILL) those that are stopped for too long.
 
-    Nobody else would notice them; a host that gives no answer is Ray's to notice.
+    Nothing else would notice them; Ray notices a host that does not answer.
 
     Args:
-        seconds: of a stop that is one too long.
-        last_words: last_words(key) gives more to say, and something to keep, of a process that is about to be ended.
-        clock: gives seconds; for tests.
+        seconds: Length of a stop that is too long.
+        last_words: last_words(key) returns (a clause for the message, a result to store) of a process before its end.
+        clock: Returns seconds; for tests.
 
     Attributes:
-        kept: what `last_words` gave to keep, by key.
-        ended: for each process that it ended, by the key that it was given, why: a sentence without a full stop.
+        kept: Stored results of `last_words`, by key.
+        ended: The reason for each process that it ended, by key: a sentence without a full stop.
     """
 
     def __init__(
@@ -288,7 +289,7 @@ class Watchdog(ProcessMonitor):
         self.close()
 
     def close(self) -> None:
-        """Watches nothing any more."""
+        """Stops monitoring."""
         self._closed.set()
         self._thread.join()
         super().close()
@@ -296,33 +297,33 @@ class Watchdog(ProcessMonitor):
     def _follow(self) -> None:
         while not self._closed.wait(liveness.LOOK_INTERVAL):
             try:
-                self._end([found for found in self.look() if found.seen is not None])
-            except Exception:  # what failed once may not fail again, and without this thread nobody looks
+                self._end([state for state in self.look() if state.seen is not None])
+            except Exception:  # a failure may be temporary, and without this thread nothing checks processes
                 logger.exception("the process monitor could not poll processes")
 
     def _end(self, frozen: list[Frozen]) -> None:
-        words = self._words_of([key for found in frozen for key in found.keys])
-        for found in frozen:
-            (key,), place = found.keys, found.place
-            text = f"its process {place.pid} on {place.host} is {found.how}"
+        words = self._words_of([key for stopped in frozen for key in stopped.keys])
+        for stopped in frozen:
+            (key,), location = stopped.keys, stopped.place
+            text = f"its process {location.pid} on {location.host} is {stopped.how}"
             if key in words:
                 more, self.kept[key] = words[key]
                 text = f"{text}; {more}" if more else text
             self.ended[key] = text
             self.forget(key)
-            if place.node == self._node:
-                kill(place.pid, found.seen.started)
+            if location.node == self._node:
+                kill(location.pid, stopped.seen.started)
             else:
-                on(place.node, kill, place.pid, found.seen.started)
+                on(location.node, kill, location.pid, stopped.seen.started)
 
     def _words_of(self, keys: list) -> dict:
-        """What `last_words` gives, of all at once: they have so many seconds together."""
+        """Returns the results of `last_words` for all keys, with one deadline."""
         if self._last_words is None or not keys:
             return {}
-        found: dict = {}
+        words: dict = {}
 
         def ask(key) -> None:
-            found[key] = self._last_words(key)
+            words[key] = self._last_words(key)
 
         threads = [threading.Thread(target=ask, args=(key,), daemon=True, name="raytf_last_words") for key in keys]
         until = time.monotonic() + timeouts.get().last_words
@@ -330,19 +331,19 @@ class Watchdog(ProcessMonitor):
             thread.start()
         for thread in threads:
             thread.join(max(0.0, until - time.monotonic()))
-        return dict(found)
+        return dict(words)
 
 
 def kill(pid: int, started: int) -> None:
-    """Ends a process of this host if it is still the one that started then; SIGKILL ends stopped ones, too."""
-    found = procfs.look(pid)
-    if found is not None and found.started == started:
+    """Ends a process of this host if it started at `started`; SIGKILL ends stopped ones, too."""
+    state = procfs.look(pid)
+    if state is not None and state.started == started:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 
 
 def on(node: str, function: Callable, *arguments):
-    """The ref of what a function gives on a node."""
-    place = NodeAffinitySchedulingStrategy(node, soft=False)
-    task = ray.remote(num_cpus=0, max_retries=0)(timeouts.under).options(scheduling_strategy=place)
+    """Returns the ref of a function's result on a node."""
+    strategy = NodeAffinitySchedulingStrategy(node, soft=False)
+    task = ray.remote(num_cpus=0, max_retries=0)(timeouts.under).options(scheduling_strategy=strategy)
     return task.remote(timeouts.get(), function, *arguments)

@@ -1,4 +1,4 @@
-"""Processes that start, and import TensorFlow, before it is settled what for. Driver side."""
+"""Processes that start, and import TensorFlow, before their use is known. Driver side."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from raytf.runtime import resources
 from raytf.runtime.allocator import allocator
 from raytf.runtime.answers import as_they_come, collect
 
-# A worker's environment, unless `RunConfig.worker_runtime_env` says otherwise.
+# A worker's environment; `RunConfig.worker_runtime_env` overrides it.
 _VARIABLES = {
     WARN_BLOCKING_GET: "0",
-    legacy_keras.VARIABLE: "0",  # whatever Ray was started with on its hosts
+    legacy_keras.VARIABLE: "0",  # overrides the environment in which Ray was started on its hosts
 }
 
-# Likewise, unless the driver's says otherwise; with Ray Train's `print` each line comes twice.
+# The same, unless set in the driver's environment; with Ray Train's `print` each line appears twice.
 _VARIABLES_UNLESS_SET = {"TF_CPP_MIN_LOG_LEVEL": "2", ENABLE_PRINT_PATCH_ENV_VAR: "0"}
 
 
 class Process:
-    """A process that does what it is told."""
+    """A process that calls the functions that it gets."""
 
     def execute(self, function: Callable, *arguments):
         return function(*arguments)
@@ -45,16 +45,16 @@ class WarmPool:
     """Processes that may become workers; they hold no resources of the cluster.
 
     Args:
-        kind: the workers' class: a `Process`, or Ray Train's, which has an `execute`, too.
-        scaling_config, run_config: the run's.
-        workers: at most so many, on the nodes where Ray would place them now; at least one process starts.
-        preload: is called in each as it starts: what it imports is there when the process is used.
+        kind: Class of the workers: a `Process`, or Ray Train's, which has an `execute`, too.
+        scaling_config, run_config: Configs of the run.
+        workers: Largest number of processes, on the nodes where Ray would place them now; at least one process starts.
+        preload: Function that each process calls at its start: its imports are ready when the process is used.
 
     Attributes:
         there: (node, actor) of each process that may become a worker.
-        warned: where their warnings are claimed by the one that shows them, see `once.py`.
-        asked: the actor that answered the last question, or None.
-        ending: an `ends.Ending`, whose signals end what they do; None leaves SIGINT to Ray Train.
+        warned: Entries by which the process that shows a warning claims it, see `once.py`.
+        asked: Actor that answered the last request, or None.
+        ending: An `ends.Ending`, whose signals end the processes' work; None leaves SIGINT to Ray Train.
     """
 
     ending: Any = None
@@ -63,24 +63,24 @@ class WarmPool:
         self.there = []
         self._extra = []
         self.asked = None
-        # A process must not look for devices before Ray gives it some: then it can only try the model.
+        # A process must not search for devices before Ray assigns it some: without devices it can only try the model.
         if resources.only_cpus(scaling_config):
             environment = _early_environment(run_config, scaling_config, threads(_cpus(scaling_config)))
             for node in resources.likely_nodes(scaling_config, workers):
                 self.there.append((node, start(kind, node, environment)))
         if not self.there:
-            here = ray.get_runtime_context().get_node_id()
+            node_id = ray.get_runtime_context().get_node_id()
             environment = _early_environment(run_config, scaling_config, {"CUDA_VISIBLE_DEVICES": "-1"})
-            self._extra.append(start(kind, here, environment, soft=True))
+            self._extra.append(start(kind, node_id, environment, soft=True))
         self.warned = Entries("warned")
         self._output = Output(worker_environment(run_config, scaling_config)["env_vars"])
         self._ready = {actor.execute.remote(timeouts.under, timeouts.get(), preload): actor for actor in self._all()}
 
     def ask(self, function, *arguments):
-        """Calls a function in the first process that is ready; one that dies meanwhile is replaced by the next.
+        """Calls a function in the first process that is ready; if that dies, the next one replaces it.
 
         Raises:
-            NoAnswerError: none started, or the function did not end, in time.
+            NoAnswerError: No process started, or the function did not end, in time.
         """
         failed = None
         for _, ready in as_they_come(
@@ -104,17 +104,17 @@ class WarmPool:
         return [f"process {i}" for i in range(len(self._ready))]
 
     def settle(self) -> None:
-        """Ends what cannot become a worker, but the process that was asked last, see `end_asked`."""
-        _end([one for one in self._extra if one is not self.asked])
-        self._extra = [one for one in self._extra if one is self.asked]
+        """Ends the processes that cannot become workers, except the last one that answered, see `end_asked`."""
+        _end([actor for actor in self._extra if actor is not self.asked])
+        self._extra = [actor for actor in self._extra if actor is self.asked]
 
     def end_asked(self) -> None:
-        """Ends the process that was asked last, if it cannot become a worker, as nothing goes on in it any more."""
+        """Ends the process that answered last, if it cannot become a worker; its work is done."""
         _end(self._extra)
         self._extra = []
 
     def cancel(self) -> None:
-        """Ends all, workers or not."""
+        """Ends all processes, workers or not."""
         self._output.close(sys.exc_info()[1])
         _end(self._all())
         self.warned.clear()
@@ -124,28 +124,28 @@ class WarmPool:
 
 
 def worker_environment(run_config, scaling_config, variables: dict[str, str] | None = None) -> dict:
-    """The runtime environment of a worker's process.
+    """Returns the runtime environment of a worker's process.
 
     Args:
-        run_config: whose own variables go before all others.
-        scaling_config: says how many CPUs a worker has.
-        variables: more of them.
+        run_config: RunConfig; its variables override all others.
+        scaling_config: ScalingConfig with the CPUs of a worker.
+        variables: Additional variables.
     """
     environment = dict(run_config.worker_runtime_env or {})
-    told = {name: os.environ.get(name, value) for name, value in _VARIABLES_UNLESS_SET.items()}
-    ours = _VARIABLES | told | allocator(_cpus(scaling_config)) | (variables or {})
-    return environment | {"env_vars": ours | dict(environment.get("env_vars", {}))}
+    from_driver = {name: os.environ.get(name, value) for name, value in _VARIABLES_UNLESS_SET.items()}
+    defaults = _VARIABLES | from_driver | allocator(_cpus(scaling_config)) | (variables or {})
+    return environment | {"env_vars": defaults | dict(environment.get("env_vars", {}))}
 
 
 def with_variables(run_config, variables: dict[str, str]):
-    """A copy of a RunConfig whose workers have these environment variables."""
+    """Returns a copy of a RunConfig whose workers have these environment variables."""
     run_config, environment = copy.copy(run_config), dict(run_config.worker_runtime_env or {})
     run_config.worker_runtime_env = environment | {"env_vars": dict(environment.get("env_vars", {})) | variables}
     return run_config
 
 
 def cpus_of(each: Mapping[str, float]) -> int:
-    """For how many CPUs a worker with these resources computes, at least 1."""
+    """Returns the number of CPUs for which a worker with these resources computes, at least 1."""
     return max(1, int(each.get("CPU", 1)))
 
 
@@ -154,7 +154,7 @@ def _cpus(scaling_config) -> int:
 
 
 def threads(cpus: int) -> dict[str, str]:
-    """The variable that Ray sets for a process that asks for CPUs, for one that asks for none."""
+    """Returns the variable that Ray sets for a process with CPUs, for a process that requests none."""
     return {"OMP_NUM_THREADS": str(cpus)}
 
 
@@ -163,16 +163,16 @@ def _early_environment(run_config, scaling_config, variables: dict[str, str]) ->
 
 
 def start(kind, node: str, environment: dict, soft: bool = False):
-    """The actor of a process that holds no CPU.
+    """Starts a process that holds no CPU; returns its actor.
 
     Args:
-        kind: its class.
-        node: Ray's id of where it starts.
-        environment: its runtime environment.
-        soft: whether it may start elsewhere, which Ray takes for any node at all where an actor needs no CPU.
+        kind: Class of the actor.
+        node: Ray's id of its node.
+        environment: Its runtime environment.
+        soft: Whether it may start elsewhere; for an actor without CPUs Ray then chooses any node.
     """
-    place = NodeAffinitySchedulingStrategy(node, soft=soft)
-    return ray.remote(kind).options(num_cpus=0, runtime_env=environment, scheduling_strategy=place).remote()
+    strategy = NodeAffinitySchedulingStrategy(node, soft=soft)
+    return ray.remote(kind).options(num_cpus=0, runtime_env=environment, scheduling_strategy=strategy).remote()
 
 
 def _end(actors) -> None:

@@ -1,4 +1,4 @@
-"""Everything that a run holds of the cluster, as one placement group: all of it at once, or nothing."""
+"""All resources of a run in the cluster, as one placement group: all at once, or none."""
 
 from __future__ import annotations
 
@@ -24,48 +24,49 @@ from raytf.errors import ResourceError
 from raytf.events import Kind, RunEvent
 from raytf.runtime import resources
 
-# How long is waited before it is said what for, and then between two times.
+# Seconds of a wait before its first report, and between two reports.
 _PATIENCE_INTERVAL = 5.0
 _AGAIN_INTERVAL = 60.0
-# Between two looks: a wait for a group can be interrupted after it.
+# Seconds between two checks: a wait for a group can be interrupted then.
 _TICK_INTERVAL = 1.0
 
 
 def layout(
     workers: int, each: Mapping[str, float], beside: Mapping[str, Mapping[str, float]], strategy: str, nodes: int
 ) -> tuple[list[dict[str, float]], dict[str, int]]:
-    """(the bundles of a run, those of its workers first; the bundle of each task beside them); pure.
+    """Returns (the bundles of a run, the workers' first; the index of each additional task's bundle); pure.
 
     Args:
-        workers: at least 1.
-        each: resources of a worker.
-        beside: resources by task.
-        strategy: of placement. Where that asks for a node for each bundle, and there are not so many `nodes`, the tasks
-            share the workers' bundles.
+        workers: Number of workers, at least 1.
+        each: Resources of a worker.
+        beside: Resources of the additional tasks, by name.
+        strategy: Placement strategy. If it requires a node per bundle, and there are fewer `nodes`, the tasks share the
+            workers' bundles.
+        nodes: Number of nodes.
     """
     bundles = [dict(each) for _ in range(workers)]
     if strategy != "STRICT_SPREAD" or workers + len(beside) <= nodes:
         places = {name: workers + i for i, name in enumerate(beside)}
         return bundles + [dict(amounts) for amounts in beside.values()], places
     places = {name: i % workers for i, name in enumerate(beside)}
-    for name, place in places.items():
+    for name, index in places.items():
         for resource, amount in beside[name].items():
-            bundles[place][resource] = bundles[place].get(resource, 0) + amount
+            bundles[index][resource] = bundles[index].get(resource, 0) + amount
     return bundles, places
 
 
 class Reservation:
-    """The placement group of a run. It outlives restarts of the workers, and is of the same size then.
+    """The placement group of a run. It survives restarts of the workers, with the same size.
 
     Args:
-        beside: resources of each task that stands beside Ray Train's workers, by its name.
-        seconds: how long the driver waits for it, or None: for as long as other work holds the cluster.
-        cleaned: give the group back, too, when this process dies and is an actor's, such as a trial of Ray Tune: Ray
-            itself does so only when the whole job has ended.
+        beside: Resources of each task in addition to Ray Train's workers, by its name.
+        seconds: Seconds for which the driver waits for it, or None: as long as other work holds the cluster.
+        cleaned: Whether to release the group when this process dies and is an actor's, such as a trial of Ray Tune. Ray
+            itself releases it only when the whole job has ended.
 
     Attributes:
-        group: the placement group, or None.
-        places: the bundle of each task beside the workers, by name.
+        group: The placement group, or None.
+        places: Index of the bundle of each additional task, by name.
     """
 
     def __init__(self, beside: Mapping[str, Mapping[str, float]], seconds: float | None = None, cleaned: bool = False):
@@ -80,13 +81,14 @@ class Reservation:
         self._say_at = 0.0
 
     def hold(self, workers: int, each: Mapping[str, float], strategy: str, selectors: list | None) -> PlacementGroup:
-        """The group for so many workers, ready or not: the one that is there, or a new one in its place.
+        """Returns the group for `workers` workers, ready or not: the current one, or a new one that replaces it.
 
         Args:
-            workers: their number, at least 1.
-            each: resources of one.
-            strategy: of placement.
-            selectors: of nodes, a dict for each worker, or None; one that is all workers' holds for the others, too.
+            workers: Number of workers, at least 1.
+            each: Resources of a worker.
+            strategy: Placement strategy.
+            selectors: Node selectors, a dict for each worker, or None; a selector of all workers applies to other
+                tasks, too.
         """
         if self.group is not None and self._workers == workers and not self._is_drained():
             return self.group
@@ -102,46 +104,46 @@ class Reservation:
         return self.group
 
     def _is_drained(self) -> bool:
-        """Whether a node of the group takes no more processes; parameter servers stay with their group all the same."""
+        """Returns whether a node of the group is draining; False with parameter servers: they stay in their group."""
         draining = ray_core.draining()
         if "ps 0" in self._beside or not draining:
             return False
         return not draining.keys().isdisjoint(placement_group_table(self.group)["bundles_to_node_id"].values())
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Waits until the cluster has given the group; says what for after a while, and then now and then.
+        """Waits until the cluster has reserved the group; reports the wait after a while, and from time to time.
 
         Args:
-            seconds: after which it gives up, or None.
+            seconds: Timeout in seconds, or None.
 
         Raises:
-            ResourceError: the cluster has become one that can never give it.
+            ResourceError: The cluster has changed so that it can never reserve it.
         """
         until = None if seconds is None else time.monotonic() + seconds
         while True:
-            now = time.monotonic()
+            current_time = time.monotonic()
             if self._since is None:
-                self._since, self._say_at = now, now + _PATIENCE_INTERVAL
-            step = _TICK_INTERVAL if until is None else max(0.0, min(_TICK_INTERVAL, until - now))
+                self._since, self._say_at = current_time, current_time + _PATIENCE_INTERVAL
+            step = _TICK_INTERVAL if until is None else max(0.0, min(_TICK_INTERVAL, until - current_time))
             if self.group.wait(step):
-                if now - self._since >= _PATIENCE_INTERVAL:
-                    events.emit(RunEvent(kind=Kind.RESOURCES_GIVEN, seconds=now - self._since))
+                if current_time - self._since >= _PATIENCE_INTERVAL:
+                    events.emit(RunEvent(kind=Kind.RESOURCES_GIVEN, seconds=current_time - self._since))
                 self._since = None
                 return True
             if until is not None and time.monotonic() >= until:
                 return False
-            if now >= self._say_at:
-                self._say_at = now + _AGAIN_INTERVAL
-                if now - self._since >= _AGAIN_INTERVAL:  # before, a node may be on its way back
+            if current_time >= self._say_at:
+                self._say_at = current_time + _AGAIN_INTERVAL
+                if current_time - self._since >= _AGAIN_INTERVAL:  # earlier, a node may be restarting
                     resources.check_bundles(self._bundles)
-                waited, more = now - self._since, self._end()
+                waited, more = current_time - self._since, self._end()
                 events.emit(RunEvent(kind=Kind.RESOURCES_AWAITED, seconds=waited, why=self._wanted(), more=more))
 
     def take(self, workers: int, each: Mapping[str, float], strategy: str, selectors: list | None) -> None:
-        """`hold` and `wait`, on the driver; a wait that does not end well leaves no group behind.
+        """Calls `hold` and `wait` on the driver; a wait that fails releases the group.
 
         Raises:
-            ResourceError: the cluster cannot give it, or does not within the seconds that the driver waits.
+            ResourceError: The cluster cannot reserve it, or does not within the driver's timeout.
         """
         try:
             self.hold(workers, each, strategy, selectors)
@@ -156,28 +158,28 @@ class Reservation:
             raise
 
     def _wanted(self) -> str:
-        """What is missing, as a sentence without a full stop."""
+        """Returns the missing resources, as a sentence without a full stop."""
         wanted = resources.total(self._bundles)
         free, total = ray.available_resources(), ray.cluster_resources()
         trains = "a coordinator" if "ps 0" in self._beside else f"{self._workers} worker(s)"
-        who = [trains, *self._beside]
+        need = [trains, *self._beside]
         has = ", ".join(f"{free.get(name, 0):g} of {total.get(name, 0):g} {name}" for name in wanted)
         grows = ", an autoscaler may add nodes" if resources.autoscales() else ""
         return (
-            f"the run needs {resources.format_resources(wanted)} at once ({', '.join(who)}), and {has} are free{grows}"
+            f"the run needs {resources.format_resources(wanted)} at once ({', '.join(need)}), and {has} are free{grows}"
         )
 
     def _end(self) -> str:
         return "" if self._seconds is None else f", at most {self._seconds:g} s"
 
     def drop(self) -> None:
-        """Gives the group back, with the processes in it."""
+        """Releases the group, and ends the processes in it."""
         if self.group is not None:
             remove_placement_group(self.group)
             self.group, self._workers = None, 0
 
     def end_cleaner(self) -> None:
-        """Ends what gives the groups back after this process; for when the cluster has them all back."""
+        """Ends the actor that would release the groups after this process; called when all are released."""
         if self._cleaner is not None:
             ray.kill(self._cleaner)
             self._cleaner = None
@@ -185,26 +187,27 @@ class Reservation:
     def _start_cleaner(self) -> None:
         context = ray.get_runtime_context()
         if self._cleaned and self._cleaner is None and context.get_actor_id() is not None:
-            place = NodeAffinitySchedulingStrategy(context.get_node_id(), soft=True)  # else it is in the actor's group
+            # otherwise it is in the actor's group
+            strategy = NodeAffinitySchedulingStrategy(context.get_node_id(), soft=True)
             options = {"num_cpus": 0, "lifetime": "detached", "name": f"{self._name}-cleaner", "namespace": "raytf"}
-            self._cleaner = ray.remote(_Cleaner).options(scheduling_strategy=place, **options).remote()
+            self._cleaner = ray.remote(_Cleaner).options(scheduling_strategy=strategy, **options).remote()
             self._cleaner.watch.remote(context.get_actor_id(), self._name)
 
     def release(self) -> None:
-        """Gives back the group, and those that copies of this have made, as Ray Train's controller does."""
+        """Releases the group, and the groups of copies of this object, such as those of Ray Train's controller."""
         self.drop()
         _remove_named(self._name)
 
 
 def _remove_named(prefix: str) -> None:
-    """Gives back all groups whose names begin with a prefix."""
-    for found in placement_group_table().values():
-        if found["name"].startswith(prefix) and found["state"] != "REMOVED":
-            remove_placement_group(get_placement_group(found["name"]))
+    """Releases all groups whose names begin with a prefix."""
+    for group in placement_group_table().values():
+        if group["name"].startswith(prefix) and group["state"] != "REMOVED":
+            remove_placement_group(get_placement_group(group["name"]))
 
 
 class _Cleaner:
-    """Gives back the groups of an actor when that has died. It outlives that one, and then ends itself."""
+    """Releases the groups of an actor after its death. It survives that actor, and then ends itself."""
 
     def watch(self, owner: str, prefix: str) -> None:
         """Waits for the death of the actor with this id."""
@@ -215,20 +218,20 @@ class _Cleaner:
 
 
 def for_all(selectors: list[dict] | None, bundles: int) -> list[dict] | None:
-    """A selector for each bundle, of which the first are the workers'."""
+    """Returns a selector for each bundle; the first ones are the workers'."""
     if selectors is None:
         return None
-    common = selectors[0] if all(one == selectors[0] for one in selectors) else {}
+    common = selectors[0] if all(selector == selectors[0] for selector in selectors) else {}
     return [*selectors, *[dict(common) for _ in range(bundles - len(selectors))]]
 
 
 def apart(selectors: list[dict] | None, bundles: int, nodes: Collection[str]) -> list[dict] | None:
-    """The selectors of workers which are also kept from some nodes: Ray would wait for one that has vanished.
+    """Returns the workers' selectors, with a rule against some nodes: Ray would wait for a lost node.
 
     Args:
-        selectors: a dict for each worker, or None; one that names nodes itself stays as it is.
-        bundles: of workers.
-        nodes: their ids.
+        selectors: A dict for each worker, or None; a selector that names nodes itself is unchanged.
+        bundles: Number of workers.
+        nodes: Ids of the nodes.
     """
     if not nodes:
         return selectors
@@ -237,7 +240,7 @@ def apart(selectors: list[dict] | None, bundles: int, nodes: Collection[str]) ->
 
 
 def patience(failure_config) -> float | None:
-    """Seconds that Ray Train waits for the cluster before a run fails: its attempts, each of the time of a start."""
+    """Returns the seconds for which Ray Train waits for the cluster: its attempts, each with the timeout of a start."""
     attempts = failure_config.controller_failure_limit
-    each = float(os.environ.get(WORKER_GROUP_START_TIMEOUT_S_ENV_VAR, DEFAULT_WORKER_GROUP_START_TIMEOUT_S))
-    return None if attempts == -1 else (attempts + 1) * each
+    start_timeout = float(os.environ.get(WORKER_GROUP_START_TIMEOUT_S_ENV_VAR, DEFAULT_WORKER_GROUP_START_TIMEOUT_S))
+    return None if attempts == -1 else (attempts + 1) * start_timeout

@@ -1,4 +1,4 @@
-"""What a cluster can hold, against what a run asks for. Driver side."""
+"""Capacity of a cluster, compared with the resources that a run requests. Driver side."""
 
 from __future__ import annotations
 
@@ -19,61 +19,63 @@ logger = logs.get_logger(__name__)
 
 
 def count_fitting(nodes: list[dict[str, float]], per_worker: dict[str, float]) -> int:
-    """How many workers the nodes can hold at once if they were empty; pure.
+    """Returns how many workers the empty nodes can hold at once; pure.
 
     Args:
-        nodes: total resources of each node.
-        per_worker: resources of one worker, each more than 0.
+        nodes: Total resources of each node.
+        per_worker: Resources of one worker, each more than 0.
     """
     return sum(int(min((node.get(name, 0) + 1e-9) // amount for name, amount in per_worker.items())) for node in nodes)
 
 
 def per_worker(scaling_config) -> dict[str, float]:
-    """The resources that a worker asks for, each more than 0."""
+    """Returns the resources that a worker requests, each more than 0."""
     return {name: amount for name, amount in ray_configs.resources_per_worker(scaling_config).items() if amount > 0}
 
 
 def fewest_workers(scaling_config) -> int:
-    """The number of workers, or the smallest where it is elastic."""
+    """Returns the number of workers, or the smallest if it is elastic."""
     workers = scaling_config.num_workers
     return workers if isinstance(workers, int) else workers[0]
 
 
 def most_workers(scaling_config) -> int:
-    """The number of workers, or the largest where it is elastic."""
+    """Returns the number of workers, or the largest if it is elastic."""
     workers = scaling_config.num_workers
     return workers if isinstance(workers, int) else workers[1]
 
 
 def actor_options(amounts: dict[str, float]) -> dict:
-    """What `options` of a Ray actor takes, for resources by name."""
-    others = {name: amount for name, amount in amounts.items() if name not in ("CPU", "GPU")}
-    return {"num_cpus": amounts.get("CPU", 0), "num_gpus": amounts.get("GPU", 0), "resources": others}
+    """Returns the `options` of a Ray actor for resources by name."""
+    custom = {name: amount for name, amount in amounts.items() if name not in ("CPU", "GPU")}
+    return {"num_cpus": amounts.get("CPU", 0), "num_gpus": amounts.get("GPU", 0), "resources": custom}
 
 
 def placed_actor(kind, group, bundle: int, amounts: dict[str, float], *, arguments: tuple = (), **options):
-    """An actor of a class, made with these arguments, with resources by name, in a bundle of a placement group."""
-    place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
-    return ray.remote(kind).options(**actor_options(amounts), scheduling_strategy=place, **options).remote(*arguments)
+    """Starts an actor of class `kind` in a bundle of a placement group, with resources by name; returns its handle."""
+    scheduling = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
+    return (
+        ray.remote(kind).options(**actor_options(amounts), scheduling_strategy=scheduling, **options).remote(*arguments)
+    )
 
 
 def format_resources(amounts: dict[str, float]) -> str:
-    """Resources in a sentence."""
+    """Returns resources as text for a message."""
     return ", ".join(f"{amount:g} {name}" for name, amount in amounts.items())
 
 
 def only_cpus(scaling_config) -> bool:
-    """Whether a worker asks for nothing but CPUs, wherever they are."""
+    """Returns whether a worker requests only CPUs, on any node."""
     return (
         set(per_worker(scaling_config)) <= {"CPU"} and not scaling_config.use_tpu and not scaling_config.label_selector
     )
 
 
 def silent(nodes: Collection[str]) -> set[str]:
-    """Those of some nodes whose raylets take no connection now: it takes Ray 15 s to call such a node dead.
+    """Returns those of some nodes whose raylets refuse connections now: Ray marks a node dead only after 15 s.
 
     Args:
-        nodes: ids; each that has vanished without a word takes a second.
+        nodes: Ids; each node that vanished silently takes a second.
     """
     return {
         node["NodeID"]
@@ -85,20 +87,20 @@ def silent(nodes: Collection[str]) -> set[str]:
 
 
 def likely_nodes(scaling_config, workers: int) -> list[str]:
-    """The node of each of so many workers if Ray places them now; shorter where there is no room for all."""
+    """Returns the node of each of `workers` workers if Ray places them now; shorter if there is no room for all."""
     drained = ray_core.draining()
     nodes = {node: free for node, free in ray_core.free_by_node().items() if node not in drained}
     return placed(nodes, per_worker(scaling_config), workers, spread="SPREAD" in scaling_config.placement_strategy)
 
 
 def placed(nodes: dict[str, dict[str, float]], per_worker: dict[str, float], workers: int, spread: bool) -> list[str]:
-    """Nodes for up to `workers` workers; pure.
+    """Returns nodes for up to `workers` workers; pure.
 
     Args:
-        nodes: free resources by node.
-        per_worker: resources of one worker, each more than 0.
-        workers: how many.
-        spread: in turn over the nodes, instead of filling the roomiest first.
+        nodes: Free resources by node.
+        per_worker: Resources of one worker, each more than 0.
+        workers: Number of workers.
+        spread: Whether to use the nodes in turn, instead of filling the one with most room first.
     """
     room = {name: count_fitting([free], per_worker) if per_worker else workers for name, free in nodes.items()}
     order = sorted(room, key=lambda name: -room[name])
@@ -109,101 +111,101 @@ def placed(nodes: dict[str, dict[str, float]], per_worker: dict[str, float], wor
 
 
 def autoscales() -> bool:
-    """Whether an autoscaler may add nodes."""
+    """Returns whether an autoscaler may add nodes."""
     return bool(ray_core.most_resources())
 
 
 def without(nodes: list[dict[str, float]], bundles: list[dict[str, float]]) -> list[dict[str, float]] | None:
-    """What is left of nodes with these resources when they hold bundles of different sizes; None if they cannot.
+    """Returns the remaining resources of nodes that hold bundles of different sizes; None if they cannot.
 
     The largest are placed first.
     """
-    left = [dict(node) for node in nodes]
+    remaining = [dict(node) for node in nodes]
     for bundle in sorted(bundles, key=lambda b: (b.get("GPU", 0), sum(b.values())), reverse=True):
-        node = next((n for n in left if all(n.get(k, 0) + 1e-9 >= v for k, v in bundle.items())), None)
+        node = next((n for n in remaining if all(n.get(k, 0) + 1e-9 >= v for k, v in bundle.items())), None)
         if node is None:
             return None
         for name, amount in bundle.items():
             node[name] = node.get(name, 0) - amount
-    return left
+    return remaining
 
 
 def can_hold(nodes: list[dict[str, float]], bundles: list[dict[str, float]]) -> bool:
-    """Whether nodes with these total resources can hold bundles of different sizes; the largest are placed first."""
+    """Returns whether nodes with these total resources can hold bundles of different sizes; see `without`."""
     return without(nodes, bundles) is not None
 
 
 def capacity(scaling_config) -> float:
-    """How many workers the cluster can hold at once; no end where an autoscaler may add nodes, or none is asked for."""
-    each = per_worker(scaling_config)
-    if not each or autoscales():
+    """Returns how many workers the cluster can hold; infinite with an autoscaler, or if a worker requests nothing."""
+    amounts = per_worker(scaling_config)
+    if not amounts or autoscales():
         return math.inf
-    return count_fitting([node["Resources"] for node in ray.nodes() if node["Alive"]], each)
+    return count_fitting([node["Resources"] for node in ray.nodes() if node["Alive"]], amounts)
 
 
 def held() -> str:
-    """Who holds the cluster's CPUs, in a clause."""
-    total, free = (found.get("CPU", 0) for found in (ray.cluster_resources(), ray.available_resources()))
+    """Returns the holders of the cluster's CPUs, as a clause."""
+    total, free = (amounts.get("CPU", 0) for amounts in (ray.cluster_resources(), ray.available_resources()))
     if free >= 1:
         return f"{free:g} of {total:g} CPUs are free"
-    mine = ray.get_runtime_context().get_job_id()
+    own_job = ray.get_runtime_context().get_job_id()
     owners: dict[str, float] = {}
     for group in ray_core.placement_groups():
         if group.state == gcs_pb2.PlacementGroupTableData.CREATED:
-            job = _job(group.creator_job_id, mine)
+            job = _job(group.creator_job_id, own_job)
             amount = sum(bundle.unit_resources.get("CPU", 0) for bundle in group.bundles)
             owners[f"worker groups of {job}"] = owners.get(f"worker groups of {job}", 0) + amount
     for actor in ray_core.living_actors():
         amount = actor.required_resources.get("CPU", 0)
         if amount and not actor.placement_group_id:
-            name = f"{actor.class_name.split('.')[-1]} of {_job(actor.job_id, mine)}"
+            name = f"{actor.class_name.split('.')[-1]} of {_job(actor.job_id, own_job)}"
             owners[name] = owners.get(name, 0) + amount
-    rest = total - free - sum(owners.values())
-    if rest > 0.5:
-        owners["tasks"] = rest
+    unknown = total - free - sum(owners.values())
+    if unknown > 0.5:
+        owners["tasks"] = unknown
     shown = ", ".join(f"{amount:g} by {name}" for name, amount in owners.items() if amount)
     return f"{total - free:g} of {total:g} CPUs are held: {shown}"
 
 
 def sharing(scaling_config, bundles: list[dict[str, float]]):
-    """The ScalingConfig, with less of a CPU for each worker where a run's processes have to share this machine's cores.
+    """Returns the ScalingConfig, with less CPU per worker if a run's processes must share this machine's cores.
 
-    They do in a Ray that this process started without saying how many CPUs it has, as `ray.data` does. Any other keeps
-    its count, and says so if that is too small.
+    They must in a Ray that this process started without a number of CPUs, as `ray.data` does. Any other Ray keeps its
+    count, and reports if that is too small.
 
     Args:
-        scaling_config: a `ray.train.ScalingConfig`.
-        bundles: resources of each of the run's processes.
+        scaling_config: A `ray.train.ScalingConfig`.
+        bundles: Resources of each process of the run.
     """
     if not ray_core.started_here() or ray_core.cpus_were_said():
         return scaling_config
     wanted, cores = total(bundles).get("CPU", 0), ray.cluster_resources().get("CPU", 0)
-    each = dict(ray_configs.resources_per_worker(scaling_config))
-    if wanted <= cores or not each.get("CPU") or not isinstance(scaling_config.num_workers, int):
+    amounts = dict(ray_configs.resources_per_worker(scaling_config))
+    if wanted <= cores or not amounts.get("CPU") or not isinstance(scaling_config.num_workers, int):
         return scaling_config
     logger.info(f"{len(bundles)} processes share the {cores:g} core(s) of this machine")
-    each["CPU"] = math.floor(each["CPU"] * cores / wanted * 1000) / 1000
-    return dataclasses.replace(scaling_config, resources_per_worker=each)
+    amounts["CPU"] = math.floor(amounts["CPU"] * cores / wanted * 1000) / 1000
+    return dataclasses.replace(scaling_config, resources_per_worker=amounts)
 
 
 def remedy(each: dict[str, float], count: int) -> str:
-    """Returns what its user may do about a cluster that cannot hold so many processes, for what it lacks.
+    """Returns the user's options if the cluster cannot hold `count` processes, by the resources that it lacks.
 
     Args:
-        each: resources of a process, each more than 0.
-        count: processes.
+        each: Resources of a process, each more than 0.
+        count: Number of processes.
     """
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     return advice(nodes, each, count, started_here=ray_core.started_here())
 
 
 def advice(nodes: list[dict[str, float]], each: dict[str, float], count: int, started_here: bool = False) -> str:
-    """See `remedy`; pure.
+    """Returns the same as `remedy`; pure.
 
     Args:
-        nodes: total resources of each node.
-        each, count: of the processes.
-        started_here: the driver has started Ray on this machine.
+        nodes: Total resources of each node.
+        each, count: Resources and number of the processes.
+        started_here: Whether the driver has started Ray on this machine.
     """
     short = [name for name, amount in each.items() if count_fitting(nodes, {name: amount}) < count] or list(each)
     ways = ["Use fewer workers"] if count_fitting(nodes, each) else []
@@ -234,60 +236,60 @@ def check_cluster(scaling_config) -> None:
     """Raises ResourceError if the cluster can never hold the workers; an autoscaler may still add nodes.
 
     Args:
-        scaling_config: a `ray.train.ScalingConfig`.
+        scaling_config: A `ray.train.ScalingConfig`.
     """
     wanted = fewest_workers(scaling_config)
     holds = capacity(scaling_config)
     if holds < wanted:
-        each, total = per_worker(scaling_config), ray.cluster_resources()
-        need, has = format_resources(each), format_resources({name: total.get(name, 0) for name in each})
+        amounts, total = per_worker(scaling_config), ray.cluster_resources()
+        need, has = format_resources(amounts), format_resources({name: total.get(name, 0) for name in amounts})
         nodes = [node for node in ray.nodes() if node["Alive"]]
         raise ResourceError(
             f"The cluster must be able to hold every worker ({need} each)",
             f"num_workers={wanted} on {len(nodes)} node(s) with {has}, room for {holds}",
-            remedy(each, wanted),
+            remedy(amounts, wanted),
         )
 
 
 def check_servers(scaling_config, plan, extra: dict[str, float] | None = None) -> None:
-    """Raises ResourceError if the cluster can never hold a run with what stands beside Ray Train's workers.
+    """Raises ResourceError if the cluster can never hold a run with its tasks in addition to Ray Train's workers.
 
     Args:
-        scaling_config: of Ray Train's workers.
+        scaling_config: ScalingConfig of Ray Train's workers.
         plan: `servers.ServerSpec`, or None.
-        extra: resources of one more task.
+        extra: Resources of one more task.
     """
     if plan is not None or extra:
         check_bundles(bundles(scaling_config, plan, extra))
 
 
 def bundles(scaling_config, plan=None, extra: dict[str, float] | None = None) -> list[dict[str, float]]:
-    """The resources of each process of a run; see `check_servers`."""
-    found = [per_worker(scaling_config)] * fewest_workers(scaling_config)
-    found += [plan.bundle(task) for task in plan.tasks()] if plan else []
-    return [*found, *([extra] if extra else [])]
+    """Returns the resources of each process of a run; see `check_servers`."""
+    result = [per_worker(scaling_config)] * fewest_workers(scaling_config)
+    result += [plan.bundle(task) for task in plan.tasks()] if plan else []
+    return [*result, *([extra] if extra else [])]
 
 
 def total(bundles: list[dict[str, float]]) -> dict[str, float]:
-    """The resources of all bundles together."""
+    """Returns the total resources of all bundles."""
     names = dict.fromkeys(name for bundle in bundles for name in bundle)
     return {name: sum(bundle.get(name, 0) for bundle in bundles) for name in names}
 
 
 def _mean(bundles: list[dict[str, float]]) -> dict[str, float]:
-    """Returns of each resource what a bundle that asks for it has, on average."""
+    """Returns the mean amount of each resource over the bundles that request it."""
     asks = {name: [bundle[name] for bundle in bundles if bundle.get(name)] for name in total(bundles)}
     return {name: sum(amounts) / len(amounts) for name, amounts in asks.items() if amounts}
 
 
 def check_bundles(bundles: list[dict[str, float]]) -> None:
-    """Raises ResourceError if the cluster can never hold tasks that need these resources."""
+    """Raises ResourceError if the cluster can never hold tasks with these resources."""
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     if autoscales() or can_hold(nodes, bundles):
         return
-    wanted, there = total(bundles), ray.cluster_resources()
+    wanted, available = total(bundles), ray.cluster_resources()
     raise ResourceError(
         f"The cluster must be able to hold {len(bundles)} tasks ({format_resources(wanted)})",
-        f"{len(nodes)} node(s) with {format_resources({name: there.get(name, 0) for name in wanted})}",
+        f"{len(nodes)} node(s) with {format_resources({name: available.get(name, 0) for name in wanted})}",
         remedy(_mean(bundles), len(bundles)),
     )

@@ -1,4 +1,4 @@
-"""Pure: which tasks a cluster of TensorFlow has, and what the end of one means for the others."""
+"""Pure: the tasks of a TensorFlow cluster, and the effect of one task's end on the others."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from raytf.errors import ConfigError
 from raytf.runtime.topology import tf_config
 
-# What a healthy task reports when a peer has gone: a consequence, never the cause. TensorFlow's types of errors, ...
+# Errors of a healthy task after the loss of a peer: a consequence, never the cause. TensorFlow's error types, ...
 _CONSEQUENCES = ("UnavailableError", "AbortedError", "CancelledError", "DeadlineExceededError")
-# ... what its other errors and its log then say, as of an error of ours within a graph, ...
+# ... the text of its other errors and its log, also for a raytf error within a graph, ...
 _SIGNS = (
     *_CONSEQUENCES,
     "PeerLostError",
@@ -24,17 +24,17 @@ _SIGNS = (
 # ... and raytf's own.
 _PEER_LOST = "raytf.errors.PeerLostError"
 
-# Of TensorFlow's own log, in both of its forms.
+# Lines of TensorFlow's own log, in both of its forms.
 _LOG_LINE = re.compile(r"[IWEF]\d{4} |\d{4}-\d\d-\d\d [\d:.]+ [IWEF] ")
 _LOGGED_ERROR = re.compile(r"[EF]\d{4} |\d{4}-\d\d-\d\d [\d:.]+ [EF] ")
 
 
 def is_consequence_of_tensorflow(kind: str, text: str) -> bool:
-    """Whether an exception says that a peer has gone: if it is TensorFlow's, by its type or what it says; pure.
+    """Returns whether an exception of TensorFlow, by its type or text, means that a peer is lost; pure.
 
     Args:
-        kind: its type, with the module before it.
-        text: its message; that of others may hold any word.
+        kind: Its type, with the module before it.
+        text: Its message; messages of other libraries may contain any word.
     """
     if kind.partition(".")[0] != "tensorflow":
         return False
@@ -47,7 +47,7 @@ class Task:
 
     Args:
         role: "chief", "worker", "ps" or "evaluator".
-        index: within its role, from 0.
+        index: Index within its role, from 0.
     """
 
     role: str
@@ -58,16 +58,16 @@ class Task:
 
 
 def tasks(num_workers: int, *, num_ps: int = 0, chief: bool = False, evaluator: bool = False) -> list[Task]:
-    """The tasks of a cluster, the one that writes files first.
+    """Returns the tasks of a cluster; the first one writes files.
 
     Args:
-        num_workers: processes that train, at least 1; the chief is one of them without parameter servers.
-        num_ps: parameter servers; with them a chief that coordinates stands beside the workers.
-        chief: call the first worker chief.
-        evaluator: one more that evaluates beside the training.
+        num_workers: Number of training processes, at least 1; includes the chief unless there are parameter servers.
+        num_ps: Number of parameter servers; they require a coordinating chief in addition to the workers.
+        chief: Whether the first worker is the chief.
+        evaluator: Whether one more task evaluates during the training.
 
     Raises:
-        ConfigError: a number out of range, or a mix of roles that TensorFlow does not have.
+        ConfigError: A number is out of range, or TensorFlow does not have such a mix of roles.
     """
     if num_workers < 1:
         raise ConfigError("num_workers must be at least 1", num_workers, "Ask for a worker")
@@ -77,14 +77,14 @@ def tasks(num_workers: int, *, num_ps: int = 0, chief: bool = False, evaluator: 
         raise ConfigError(
             "Parameter servers bring a chief that coordinates", f"num_ps={num_ps} and a chief", "Leave the chief out"
         )
-    made = [Task("chief", 0)] if chief or num_ps else []
-    made += [Task("worker", i) for i in range(num_workers - chief)]
-    made += [Task("ps", i) for i in range(num_ps)]
-    return [*made, *([Task("evaluator", 0)] if evaluator else [])]
+    result = [Task("chief", 0)] if chief or num_ps else []
+    result += [Task("worker", i) for i in range(num_workers - chief)]
+    result += [Task("ps", i) for i in range(num_ps)]
+    return [*result, *([Task("evaluator", 0)] if evaluator else [])]
 
 
 def environment(addresses: Mapping[Task, str]) -> dict[Task, str]:
-    """TF_CONFIG of each task, from their addresses ("host:port"); the evaluator is outside the cluster."""
+    """Returns TF_CONFIG of each task, from their addresses ("host:port"); the evaluator is outside the cluster."""
     cluster: dict[str, list[str]] = {}
     for task, address in addresses.items():
         if task.role != "evaluator":
@@ -94,12 +94,12 @@ def environment(addresses: Mapping[Task, str]) -> dict[Task, str]:
 
 @dataclass(frozen=True)
 class Exit:
-    """How a task's process ended.
+    """The end of a task's process.
 
     Args:
         code: 0, the exit code, or minus the number of the signal that ended it.
-        error: the end of what it wrote to stderr.
-        why: in a line, where others know better than what it wrote; "" else.
+        error: The end of its stderr.
+        why: Reason in one line, if other processes know a better one than its stderr; else "".
     """
 
     code: int
@@ -108,11 +108,11 @@ class Exit:
 
     @property
     def status(self) -> int:
-        """The code as a shell has it: 128 and the number of a signal."""
+        """Returns the exit status of a shell: 128 plus the number of a signal."""
         return 128 - self.code if self.code < 0 else self.code
 
     def is_consequence(self) -> bool:
-        """Whether it failed because another task was gone."""
+        """Returns whether it failed because another task was lost."""
         exception = _exception(self.error)
         if exception:
             kind, _, text = exception.partition(":")
@@ -121,7 +121,7 @@ class Exit:
         return any(sign in line for line in logged for sign in _SIGNS)
 
     def reason(self) -> str:
-        """In a line."""
+        """Returns the reason of the end in one line."""
         if self.why:
             return self.why
         how = f"ended by signal {-self.code}" if self.code < 0 else f"exit code {self.code}"
@@ -133,28 +133,28 @@ class Exit:
 
 
 def _exception(text: str) -> str:
-    """The last exception of a text with tracebacks, with its message; "" if there is none."""
-    _, found, after = text.rpartition("Traceback (most recent call last):\n")
-    if not found:
+    """Returns the last exception of a text with tracebacks, with its message; "" if there is none."""
+    _, separator, rest_of_text = text.rpartition("Traceback (most recent call last):\n")
+    if not separator:
         return ""
-    lines = [line for line in after.splitlines() if not _LOG_LINE.match(line)]
+    lines = [line for line in rest_of_text.splitlines() if not _LOG_LINE.match(line)]
     first = next((i for i, line in enumerate(lines) if line and not line.startswith(" ")), None)
     return "" if first is None else "\n".join(lines[first:])
 
 
 def decides_end(tasks: Sequence[Task]) -> set[Task]:
-    """The tasks that end by themselves when the training has ended; servers and evaluators wait for ever."""
+    """Returns the tasks that end by themselves after the training; servers and evaluators wait forever."""
     if any(task.role == "ps" for task in tasks):
         return {task for task in tasks if task.role == "chief"}
     return {task for task in tasks if task.role in ("chief", "worker")}
 
 
 def restarts_alone(task: Task, tasks: Sequence[Task]) -> bool:
-    """Whether a task can be started again while the others go on: a worker of a coordinator, or an evaluator."""
+    """Returns whether a task can restart while the others continue: a worker of a coordinator, or an evaluator."""
     return task.role == "evaluator" or (task.role == "worker" and any(other.role == "ps" for other in tasks))
 
 
 def first_failure(exits: Mapping[Task, Exit]) -> Task | None:
-    """The task that failed first and not because of another; `exits` are in the order in which they ended."""
+    """Returns the task that failed first and not because of another; `exits` are in the order of their ends."""
     failed = [task for task, end in exits.items() if end.code]
     return next((task for task in failed if not exits[task].is_consequence()), failed[0] if failed else None)

@@ -1,4 +1,4 @@
-"""How the workers' TensorFlow is set up: values and their ranges."""
+"""Configuration of the workers' TensorFlow: values and their ranges."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from raytf.timeouts import Timeouts
 
 _IMPLEMENTATIONS = ("auto", "ring", "nccl")
 _WIRE_DTYPES = (None, "bfloat16", "float16")
-# First and last: below the range that Linux hands out for outgoing connections, above the ports of Ray's own workers.
+# First and last: below the range that Linux uses for outgoing connections, above the ports of Ray's own workers.
 PORTS = (20_000, 31_999)
 # Coordinator and servers wait for each other in several operations at once: on two cores, TensorFlow's default of two
 # threads hung, and six ran.
 SERVER_THREADS = 8
-# Until all workers have made a step, as graphs are compiled meanwhile.
+# Seconds until all workers have made a step, in which graphs are compiled.
 FIRST_STEP_TIMEOUT = 300.0
 
 
@@ -162,18 +162,18 @@ class TensorflowConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerSetup:
-    """What a driver tells the processes of its workers, whatever they train.
+    """Settings that a driver sends to the processes of its workers, for any kind of training.
 
     Args:
-        config: the user's.
-        strategy: what `raytf.get_strategy()` builds.
-        tpu: the workers hold TPUs.
-        datasets: a TensorflowTrainer's by name, for `raytf.get_dataset`.
-        servers: the `servers.ServerSpec` of a ParameterServerStrategy.
-        warned: where warnings are claimed by the worker that shows them, a `progress.Entries`.
-        board: where the chief says how far a `fit` of a train loop is, a `progress.Board`.
-        log_level: from which on Ray Train's own lines are shown.
-        timeouts: those of the driver.
+        config: The user's config.
+        strategy: Strategy that `raytf.get_strategy()` builds.
+        tpu: Whether the workers hold TPUs.
+        datasets: Datasets of a TensorflowTrainer by name, for `raytf.get_dataset`.
+        servers: The `servers.ServerSpec` of a ParameterServerStrategy.
+        warned: A `progress.Entries`, in which the worker that shows a warning claims it.
+        board: A `progress.Board`, to which the chief sends the progress of a `fit` in a train loop.
+        log_level: Level from which Ray Train's own lines are shown.
+        timeouts: Timeouts of the driver.
     """
 
     config: TensorflowConfig = field(default_factory=TensorflowConfig)
@@ -199,7 +199,7 @@ def check_ports(ports: tuple[int, int]) -> None:
 
 
 def variables(intra_op_threads: int, inter_op_threads: int, memory_growth: bool = True) -> dict[str, str]:
-    """What TensorFlow reads of these from its process' environment."""
+    """Returns the environment variables of TensorFlow for these settings."""
     return {
         "TF_NUM_INTRAOP_THREADS": str(intra_op_threads),
         "TF_NUM_INTEROP_THREADS": str(inter_op_threads),

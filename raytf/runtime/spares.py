@@ -1,6 +1,6 @@
-"""Processes that stand ready to take the places of workers that may be lost, on the workers' nodes.
+"""Standby workers on the workers' nodes, which replace lost workers.
 
-They hold no resources of the cluster: one that is used takes those that the lost worker has left.
+They hold no resources of the cluster: a standby worker in use gets those of the lost worker.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from raytf.errors import in_a_line
 from raytf.events import Kind, RunEvent
 from raytf.runtime.failures import cause_of
 
-# Between two looks at whether they live.
+# Seconds between two checks whether they live.
 _LOOK_INTERVAL = 5.0
-# Of one node, one after the other, none of which came to be ready: no further one is tried there.
+# Number of consecutive standby workers of a node that failed to start, after which no more are started there.
 _MOST_FAILURES = 3
 
 
 class Spares:
-    """Keeps as many on each node of some.
+    """Maintains a number of standby workers on each of some nodes.
 
     Args:
-        each: on each node, at least 1.
-        start: start(node) gives the actor of a process that starts there; it does what its `execute` is told.
-        preload: is called in each as it starts; gives what it could not do ahead, as a line, or None.
-        clock: gives seconds; for tests.
+        each: Number on each node, at least 1.
+        start: start(node) starts a process there, and returns its actor, which calls functions by its `execute`.
+        preload: Function that each calls at its start; returns in one line which work it could not do ahead, or None.
+        clock: Returns seconds; for tests.
     """
 
     def __init__(
@@ -44,14 +44,14 @@ class Spares:
         self._lock, self._look_at = threading.Lock(), 0.0
 
     def keep(self, nodes: Collection[str]) -> None:
-        """Starts what is missing on these nodes, without waiting for it, and ends what is on others.
+        """Starts missing ones on these nodes, without waiting for them, and ends those on others.
 
-        Call it now and then: one that has died is seen, and followed by another.
+        Call it from time to time: it detects and replaces dead ones.
         """
-        now = self._clock()
+        current_time = self._clock()
         with self._lock:
-            if now >= self._look_at:
-                self._look_at = now + _LOOK_INTERVAL
+            if current_time >= self._look_at:
+                self._look_at = current_time + _LOOK_INTERVAL
                 for spare in self._there:
                     if spare.node not in nodes:
                         spare.end()
@@ -82,20 +82,20 @@ class Spares:
         return False
 
     def take(self, node: str, ask: Callable):
-        """A process of a node, which is another's from now on, and what it answers; None where there is none.
+        """Takes a standby worker of a node; returns (its actor, its answer), or None if there is none.
 
         Args:
-            node: Ray's id of it.
-            ask: ask(actor) gives the ref of the answer.
+            node: Ray's id of the node.
+            ask: ask(actor) returns the ref of the answer.
         """
         while True:
             with self._lock:
-                here = [spare for spare in self._there if spare.node == node]
-                for spare in here:
+                candidates = [spare for spare in self._there if spare.node == node]
+                for spare in candidates:
                     spare.look()
-                if not here:
+                if not candidates:
                     return None
-                spare = next((spare for spare in here if spare.ready), here[0])
+                spare = next((spare for spare in candidates if spare.ready), candidates[0])
                 self._there.remove(spare)
             seconds = timeouts.get().idle_answer if spare.ready else timeouts.get().standby_start
             try:
@@ -104,7 +104,7 @@ class Spares:
                 spare.end()
 
     def close(self) -> None:
-        """Ends all."""
+        """Ends all standby workers."""
         with self._lock:
             for spare in self._there:
                 spare.end()
@@ -112,11 +112,11 @@ class Spares:
 
 
 class _Spare:
-    """A process.
+    """A standby worker.
 
     Attributes:
-        ready: whether it has done what it does as it starts; as of the last `look`.
-        less: what it could not do ahead, then.
+        ready: Whether it has completed its start, at the last `look`.
+        less: The work that it could not do ahead, in one line, or None.
     """
 
     def __init__(self, node: str, actor, preload: Callable[[], None]):
@@ -125,15 +125,15 @@ class _Spare:
         self._answer = actor.execute.remote(timeouts.under, timeouts.get(), preload)
 
     def look(self) -> str | None:
-        """Why it is of no use, in a line; None while nothing is known against it."""
+        """Returns in one line why it is unusable; None as long as no failure is known."""
         if not ray.wait([self._answer], timeout=0)[0]:
             return None
         try:
-            told = ray.get(self._answer)
-        except Exception as error:  # whatever it fails of, a process that starts when it is needed says it again
+            limits = ray.get(self._answer)
+        except Exception as error:  # any failure: a process that starts when needed reports it again
             return in_a_line(cause_of(error))
         if not self.ready:
-            self.ready, self.less = True, told
+            self.ready, self.less = True, limits
         self._answer = self.actor.execute.remote(time.monotonic)
         return None
 

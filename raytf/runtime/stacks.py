@@ -1,4 +1,4 @@
-"""The Python stack of a process that does not answer, taken from another process of its host by py-spy."""
+"""The Python stack of a process that does not answer, read from another process of its host by py-spy."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import sys
 
 from raytf import timeouts
 
-# Threads of a worker are many; of each the innermost lines.
+# Limit of lines: a worker has many threads.
 _LINES = 120
 
 
 def of(pid: int) -> str:
-    """The stacks of a process of this host, or why they cannot be told; it may be stopped.
+    """Returns the stacks of a process of this host, even a stopped one, or the reason why they are unknown.
 
-    py-spy comes with Ray. It reads another process' memory, which takes the right to trace it: in a container that is
-    the capability SYS_PTRACE, elsewhere the same user and `kernel.yama.ptrace_scope` 0.
+    py-spy comes with Ray. It reads another process' memory, which requires the right to trace it: in a container the
+    capability SYS_PTRACE, elsewhere the same user and `kernel.yama.ptrace_scope` 0.
     """
-    beside = os.path.join(os.path.dirname(sys.executable), "py-spy")
-    program = beside if os.path.exists(beside) else shutil.which("py-spy")
+    next_to_python = os.path.join(os.path.dirname(sys.executable), "py-spy")
+    program = next_to_python if os.path.exists(next_to_python) else shutil.which("py-spy")
     if program is None:
         return "its stack is not known: py-spy is not installed on its host (pip install py-spy)"
     command = [program, "dump", "--nonblocking", "--pid", str(pid)]
@@ -34,6 +34,6 @@ def of(pid: int) -> str:
             f"its stack is not known: py-spy may not look at it ({lines[-1].strip() if lines else 'no reason given'})"
         )
     head, *threads = done.stdout.split("\n\n")
-    lines = "\n\n".join([head, *sorted(threads, key=len, reverse=True)]).splitlines()  # the training's is a long one
+    lines = "\n\n".join([head, *sorted(threads, key=len, reverse=True)]).splitlines()  # the training thread's is long
     more = [f"... {len(lines) - _LINES} lines more"] if len(lines) > _LINES else []
     return "\n".join([*lines[:_LINES], *more])

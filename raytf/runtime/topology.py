@@ -12,18 +12,18 @@ ROLES = ("chief", "worker", "ps", "evaluator")
 
 
 def tf_config(cluster: Mapping[str, Sequence[str]], role: str, index: int) -> str:
-    """The JSON text that TensorFlow reads from the environment variable TF_CONFIG.
+    """Returns the JSON text that TensorFlow reads from the environment variable TF_CONFIG.
 
     Args:
-        cluster: for each role, the "host:port" addresses of its tasks, in the order of their index.
-        role: this task's role: "chief", "worker", "ps" or "evaluator".
-        index: this task's place within its role, from 0. An evaluator stands outside the cluster,
-            so that its index is not checked against the addresses.
+        cluster: "host:port" addresses of the tasks by role, in the order of their index.
+        role: Role of this task: "chief", "worker", "ps" or "evaluator".
+        index: Index of this task within its role, from 0. An evaluator is outside the cluster, so its index is not
+            checked.
 
     Raises:
-        ConfigError: an unknown role, an address that occurs twice, or a task that is not in the cluster.
+        ConfigError: An unknown role, a duplicate address, or a task that is not in the cluster.
 
-    The format is described in the guide "Distributed training with TensorFlow", section TF_CONFIG.
+    The guide "Distributed training with TensorFlow", section TF_CONFIG, describes the format.
     """
     for name in (*cluster, role):
         if name not in ROLES:
@@ -41,22 +41,22 @@ def tf_config(cluster: Mapping[str, Sequence[str]], role: str, index: int) -> st
 
 
 def is_chief(cluster: Mapping[str, Sequence[str]], role: str, index: int) -> bool:
-    """Whether a task is the one that writes checkpoints and logs: the chief, or worker 0 without one."""
+    """Returns whether a task writes checkpoints and logs: the chief, or worker 0 without one."""
     return role == "chief" if cluster.get("chief") else (role == "worker" and index == 0)
 
 
 def per_replica_batch(global_batch: int, replicas: int) -> tuple[int, ...]:
-    """Rows of a full global batch that each replica gets, largest shares first.
+    """Returns the rows of a full global batch for each replica, largest shares first.
 
     Args:
-        global_batch: rows of one training step over all replicas, at least `replicas`.
-        replicas: number of model replicas that train in step, at least 1.
+        global_batch: Rows of one training step over all replicas, at least `replicas`.
+        replicas: Number of model replicas that train in step, at least 1.
 
     Returns:
         `replicas` positive row counts that differ by at most 1 and add up to `global_batch`.
 
     Raises:
-        ConfigError: a replica would be left without a row.
+        ConfigError: A replica would have no row.
     """
     if isinstance(global_batch, bool) or not isinstance(global_batch, int) or global_batch < replicas:
         raise ConfigError(
@@ -68,7 +68,7 @@ def per_replica_batch(global_batch: int, replicas: int) -> tuple[int, ...]:
 
 
 def share(rows: int, parts: int, index: int) -> tuple[int, int]:
-    """The half-open range of rows that part `index` of `parts` takes of `rows` rows in a row.
+    """Returns the half-open range of part `index` of `parts` within `rows` consecutive rows.
 
     Parts are contiguous and in order, and their sizes differ by at most 1; a part may be empty.
     """
@@ -79,18 +79,18 @@ def share(rows: int, parts: int, index: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Shard:
-    """One of so many equal parts: a worker of a run, or a rank of a group.
+    """One of `count` equal parts: a worker of a run, or a rank of a group.
 
     Args:
-        index: from 0.
-        count: of the parts, at least 1.
+        index: Index of the part, from 0.
+        count: Number of parts, at least 1.
     """
 
     index: int = 0
     count: int = 1
 
     def of(self, rows: int) -> tuple[int, int]:
-        """The half-open range that this one has of `rows` rows, see `share`."""
+        """Returns the half-open range of this part within `rows` rows, see `share`."""
         return share(rows, self.count, self.index)
 
 
@@ -106,19 +106,19 @@ STRATEGIES = (
 
 
 def pick_strategy(name: str, *, workers: int, devices: int, tpu: bool) -> str:
-    """The strategy that a run uses: a name given by hand is obeyed or refused, "auto" picks.
+    """Returns the strategy of a run: "auto" chooses; any other name is used or rejected.
 
     Args:
-        name: one of `STRATEGIES`.
-        workers: number of workers of the run, at least 1.
+        name: One of `STRATEGIES`.
+        workers: Number of workers of the run, at least 1.
         devices: GPUs of each worker.
-        tpu: whether the workers hold TPUs.
+        tpu: Whether the workers hold TPUs.
 
     Returns:
         A name of `STRATEGIES` other than "auto", or "default" for TensorFlow's strategy of a single device.
 
     Raises:
-        ConfigError: an unknown name, or one that does not fit the workers.
+        ConfigError: An unknown name, or one that does not fit the workers.
     """
     if name not in STRATEGIES:
         raise ConfigError(f"strategy must be one of {', '.join(STRATEGIES)}", repr(name), "Choose one of these")
