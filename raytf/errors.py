@@ -176,7 +176,7 @@ class StreamError(RaytfError, RuntimeError):
 
 
 class StoppedError(RaytfError, SystemExit):
-    """Raised when a signal has stopped a run; its message says from which step the run resumes.
+    """Raised when a signal has stopped a run; its message names the step from which the run resumes.
 
     It is a `SystemExit`: a script that does not catch it ends with `code`.
 

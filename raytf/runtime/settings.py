@@ -45,7 +45,7 @@ class TensorflowConfig:
         spares: Number of standby workers on each host that has workers, at least 0. A standby worker replaces a lost
             worker faster: it has imported TensorFlow and has made a warm-up step of the model on the first rows, whose
             result is discarded. For that it calls `build_model`, and traces `map` and `train_step`, outside of Ray
-            Train's context; no callback is called. If that fails, a line says so, and it has only imported TensorFlow.
+            Train's context; no callback is called. If that fails, a warning is logged, and it has only imported TensorFlow.
             It takes 0.7 GB of memory plus the model, and no CPU of the cluster. Needs `heal=True`, failures that
             FailureConfig allows, communication="auto", sync_every=1, and at least two workers, more than `spares`, on
             CPUs.
@@ -63,7 +63,7 @@ class TensorflowConfig:
         memory_growth: Whether GPU memory is allocated as needed, instead of all at the start.
         renew_worker_mb: Limit in megabytes (10^6 bytes), at least 1, for the growth of a worker that is kept between
             trials of a sweep or calls of `raytf.fit`. If a worker has grown by more since its first trial or call, new
-            workers run the next one, and a line says so. None: no limit. TensorFlow and Keras can leak traced graphs
+            workers run the next one, and a line is logged. None: no limit. TensorFlow and Keras can leak traced graphs
             (Keras issues 20552 and 21090).
         ports: Tuple of the first and the last port that workers listen on, for raytf's ring and TensorFlow, with at
             least one port per worker of a host. Reserve them for raytf; see `docs/guides/cluster.md`. None: any free

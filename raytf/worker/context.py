@@ -69,7 +69,7 @@ def get_strategy() -> tf.distribute.Strategy:
     Call it before any other TensorFlow operation of the process: TensorFlow then connects the workers.
 
     Returns:
-        A `tf.distribute.Strategy`, as the trainer's `strategy` says.
+        A `tf.distribute.Strategy`, of the trainer's `strategy`.
 
     Raises:
         ConfigError: It was called outside of a train loop of a raytf trainer.

@@ -32,6 +32,8 @@ BANNED = {
     "said": "logged, given",
     "says": "logs, returns, contains",
 }
+# Code in a text, and the names of arguments.
+NAMES = re.compile(r"`[^`]*`|^ *\w+(?=:)", re.MULTILINE)
 PATTERN = re.compile(rf"\b({'|'.join(BANNED)})\b", re.IGNORECASE)
 # Names of locals, functions and classes: pronouns, adverbs and prepositions.
 NO_NAMES = {
@@ -49,25 +51,43 @@ NO_NAMES = {
     "within",
     "apart",
 }
-# Rooms that are not rewritten so far.
-NOT_YET = {
-    "activity",
-    "errors",
-    "liveness",
-    "timeouts",
-    "collectives",
-    "compat",
-    "console",
-    "data",
-    "doctor",
-    "fitting",
-    "identity",
-    "launch",
-    "parallel",
-    "runtime",
-    "train",
-    "tune",
-    "worker",
+# Such names that are left, to be renamed; none may be added.
+LEFT = {
+    ("activity", "here"),
+    ("activity", "told"),
+    ("activity", "within"),
+    ("collectives", "anew"),
+    ("collectives", "around"),
+    ("collectives", "behind"),
+    ("collectives", "here"),
+    ("collectives", "within"),
+    ("data", "here"),
+    ("data", "told"),
+    ("fitting", "anew"),
+    ("fitting", "there"),
+    ("fitting", "told"),
+    ("fitting", "within"),
+    ("launch", "told"),
+    ("parallel", "here"),
+    ("parallel", "told"),
+    ("parallel", "within"),
+    ("runtime", "anew"),
+    ("runtime", "apart"),
+    ("runtime", "here"),
+    ("runtime", "mine"),
+    ("runtime", "there"),
+    ("timeouts", "within"),
+    ("train", "anew"),
+    ("train", "around"),
+    ("train", "beside"),
+    ("train", "here"),
+    ("train", "within"),
+    ("tune", "apart"),
+    ("worker", "here"),
+    ("worker", "its"),
+    ("worker", "mine"),
+    ("worker", "there"),
+    ("worker", "told"),
 }
 FILES = sorted(FOLDER.rglob("*.py"))
 
@@ -97,28 +117,30 @@ def better(word: str) -> str:
 
 def wrong(path: pathlib.Path) -> list[str]:
     name = path.relative_to(FOLDER).as_posix()
-    lines = [
+    return [
         f"{name}:{line}: {hit.group()!r}; one searches for: {better(hit.group())}"
         for line, text in texts(path)
-        for hit in PATTERN.finditer(text)
+        for hit in PATTERN.finditer(NAMES.sub("", text))
     ]
+
+
+def vague(path: pathlib.Path) -> set[tuple[str, str]]:
+    """(room, name) of each name that names nothing."""
+    found = set()
     for node in ast.walk(ast.parse(path.read_text())):
-        named = None
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            named = node.id
+            found.add(node.id.strip("_"))
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            named = node.name
-        if named is not None and named.strip("_") in NO_NAMES:
-            lines.append(f"{name}:{node.lineno}: {named!r} names nothing")
-    return lines
+            found.add(node.name.strip("_"))
+    return {(room(path), name) for name in found & NO_NAMES}
 
 
-@pytest.mark.parametrize("path", [f for f in FILES if room(f) not in NOT_YET], ids=lambda f: f.name)
+@pytest.mark.parametrize("path", FILES, ids=lambda f: f.relative_to(FOLDER).as_posix())
 def test_words(path):
     assert not wrong(path), "\n".join(wrong(path))
 
 
-def test_rooms_that_are_rewritten_are_tested():
-    """A room leaves the list when it has no such word."""
-    clean = {name for name in NOT_YET if not any(wrong(f) for f in FILES if room(f) == name)}
-    assert not clean, f"remove from NOT_YET: {sorted(clean)}"
+def test_names_name_something():
+    found = {pair for path in FILES for pair in vague(path)}
+    assert found <= LEFT, f"pronouns, adverbs and prepositions: {sorted(found - LEFT)}"
+    assert found == LEFT, f"gone, to be removed from LEFT: {sorted(LEFT - found)}"
