@@ -45,10 +45,10 @@ class TensorflowConfig:
         spares: Number of standby workers on each host that has workers, at least 0. A standby worker replaces a lost
             worker faster: it has imported TensorFlow and has made a warm-up step of the model on the first rows, whose
             result is discarded. For that it calls `build_model`, and traces `map` and `train_step`, outside of Ray
-            Train's context; no callback is called. If that fails, a warning is logged, and it has only imported TensorFlow.
-            It takes 0.7 GB of memory plus the model, and no CPU of the cluster. Needs `heal=True`, failures that
-            FailureConfig allows, communication="auto", sync_every=1, and at least two workers, more than `spares`, on
-            CPUs.
+            Train's context; no callback is called. If that fails, a warning is logged, and it has only imported
+            TensorFlow. It takes 0.7 GB of memory plus the model, and no CPU of the cluster. Needs `heal=True`, failures
+            that FailureConfig allows, communication="auto", sync_every=1, and at least two workers, more than `spares`,
+            on CPUs.
         first_step_timeout_s: As `hang_timeout_s`, until all workers have made their first step, as they compile in it.
         bytes_per_pack: Size in bytes of the packs in which gradients are sent, at least 0. 0 means 4 MiB on raytf's
             ring, and one pack for TensorFlow's collectives.

@@ -128,7 +128,8 @@ def sweep(
     Raises:
         ConfigError: An argument is wrong, or no trial reports the metric.
         ResourceError: The cluster can never run a trial.
-        StoppedError: SIGTERM or SIGINT came to the main thread. Its message has the command or argument that resumes. It is a `SystemExit`.
+        StoppedError: SIGTERM or SIGINT came to the main thread. Its message has what resumes the sweep. It is a
+            `SystemExit`.
 
     Example:
         >>> import keras, pandas, ray, raytf
