@@ -19,7 +19,7 @@ from tensorflow.python.distribute import (
 )
 from tensorflow.python.distribute.collective_all_reduce_strategy import CollectiveAllReduceExtended  # overridden
 from tensorflow.python.distribute.cross_device_ops import CollectiveAllReduce  # reduces with other launchers
-from tensorflow.python.distribute.cross_device_utils import CollectiveReplicaLauncher  # replaced
+from tensorflow.python.distribute.cross_device_utils import CollectiveReplicaLauncher  # what `Launcher` replaces
 from tensorflow.python.trackable.base import CheckpointInitialValue  # a variable's restored value
 
 from raytf.compat.patching import overrides, patched
