@@ -209,7 +209,7 @@ def test_a_worker_that_ends_while_others_wait(tmp_path):
     (tmp_path / "early.py").write_text(ENDS_EARLY)
     out, err = run("--num-workers", 2, "early.py", code=1, cwd=tmp_path)
     assert "[worker 1] enough" in out and "done" not in out
-    assert "worker 1 ended while others went on; every worker must make the same number of steps" in err
+    assert "worker 1 ended while others continued; every worker must make the same number of steps" in err
 
 
 DEADLOCK = """
