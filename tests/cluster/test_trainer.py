@@ -133,9 +133,8 @@ def test_kills_and_a_new_start_change_nothing(undisturbed, tmp_path):
     config = {"dropout": 0.2, "kill": [kill(1, 1, 2), kill(0, 2, 1)], "kill_writing": str(tmp_path / "killed_writing")}
     first = trainer(tmp_path, config=config | {"epochs": 2}, callbacks=_plateau, failures=1).fit()
     assert first.metrics["epoch"] == 2 and os.listdir(tmp_path).count("killed_1") == 1
-    again = trainer(
-        tmp_path, config=config | {"epochs": 4}, callbacks=_plateau, failures=2, build=models.mlp_killed_writing
-    ).fit()
+    killed = {"failures": 2, "build": models.mlp_killed_writing, "resume": True}  # its function reads a key more
+    again = trainer(tmp_path, config=config | {"epochs": 4}, callbacks=_plateau, **killed).fit()
     assert {"killed_1", "killed_2", "killed_writing"} <= set(os.listdir(tmp_path)), "not all kills happened"
     assert_equal(again, undisturbed, 0)
     assert list(again.metrics_dataframe["epoch"]) == [1, 2, 3, 4]
