@@ -134,11 +134,10 @@ def weights(folder, name):
 
 @pytest.fixture(scope="module")
 def undisturbed(started):
-    """The run by plain ssh, to its end; its workers are on two of the three hosts."""
+    """The run by plain ssh, to its end; a host has room for both workers."""
     start, folder = started
     finished(start("ssh.sh", "quiet"), 0)
-    nodes = {(folder / f"quiet_{rank}.txt").read_text().split()[0] for rank in (0, 1)}
-    assert len(nodes) == 2 and len(steps(folder, "quiet")) == 3 * 14
+    assert len(steps(folder, "quiet")) == 3 * 14
     return weights(folder, "quiet")
 
 
