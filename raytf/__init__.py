@@ -88,13 +88,14 @@ if not TYPE_CHECKING:  # with it, type checkers would accept any name
     def __getattr__(name: str):
         if name not in _PLACES:
             raise AttributeError(f"module 'raytf' has no attribute {name!r}")
-        module = _PLACES[name]
+        module, attribute = _PLACES[name], name
         if name == "ReportCallback":
             from raytf.compat import legacy_keras
 
-            module = "raytf.worker.legacy_callbacks" if legacy_keras.is_on() else module
+            if legacy_keras.is_on():
+                module, attribute = "raytf.worker.legacy_callbacks", "LegacyReportCallback"
         try:
-            return getattr(importlib.import_module(module), name)
+            return getattr(importlib.import_module(module), attribute)
         except ImportError as error:
             from raytf.compat import versions
 

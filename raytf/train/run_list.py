@@ -132,7 +132,8 @@ def best_of(
         mode: "min" or "max" of the metric.
     """
     name = metric or next((candidate for candidate in _METRICS if any(candidate in row for row in rows)), None)
-    values = [(row[name], int(row["epoch"])) for row in rows if "epoch" in row and _is_finite(row.get(name))]
+    rows = [row for row in rows if _is_finite(row.get("epoch")) and _is_finite(row.get(name))]  # a loop's may lack it
+    values = [(row[name], int(row["epoch"])) for row in rows]
     if not values:
         return None
     value, epoch = (min if mode == "min" else max)(values, key=lambda pair: pair[0])  # of equal ones the first

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shlex
@@ -134,6 +135,8 @@ def test_the_best_trial_of_a_sweep_follows_the_metric_that_is_asked_for(tmp_path
     assert best() == ("loss", 1.0, 0) and best("acc", "max") == ("acc", 0.7, 0) and best("acc", "min")[1] == 0.5
     tied = [{"epoch": epoch, "acc": 0.7} for epoch in (1, 2, 3)]
     assert run_list.best_of(tied, "acc", "max") == run_list.best_of(tied, "acc", "min") == ("acc", 0.7, 1)
+    without = [{"epoch": math.nan, "loss": 0.1}, {"loss": 0.2}, {"epoch": 2.0, "loss": 0.3}]
+    assert run_list.best_of(without) == ("loss", 0.3, 2), "reports of a loop that name no epoch"
 
 
 def test_a_run_that_goes_on_is_running(tmp_path):
