@@ -247,8 +247,8 @@ def run_events(run: Any) -> list[RunEvent]:
 
     Example:
         >>> import raytf, tempfile
-        >>> [str(event) for event in raytf.run_events(tempfile.mkdtemp())]
-        []
+        >>> len(raytf.run_events(tempfile.mkdtemp()))
+        0
     """
     if hasattr(run, "filesystem"):
         filesystem, path = run.filesystem, run.path

@@ -155,7 +155,8 @@ def test_blocks_are_read_as_they_are_marked(tmp_path, monkeypatch):
 
 
 @pytest.mark.skipif(importlib.util.find_spec("mkdocs") is None, reason="mkdocs is an extra: `make docs`")
-def test_the_site_builds(tmp_path):
+def test_the_site_builds(tmp_path, monkeypatch):
+    monkeypatch.setenv("NO_MKDOCS_2_WARNING", "1")  # the theme sets it, for good
     from mkdocs.commands.build import build
     from mkdocs.config import load_config
 
