@@ -14,6 +14,7 @@ from keras import tree
 from raytf.compat.keras import get_keras_mask, logits_of, not_wrapped, set_keras_mask, set_logits
 from raytf.compat.tensorflow import traced_apart
 from raytf.errors import ConfigError
+from raytf.parallel import compiled_update
 from raytf.parallel import step as step_module
 
 _EXCHANGES = ("PyFunc", "Collective")
@@ -73,7 +74,7 @@ def call(model, original, *args, **kwargs):
         raise
     except Exception as error:
         refuse(model, f"{type(error).__name__}: {error}")
-    kinds = {node.op for node in (*graph.node, *(n for f in graph.library.function for n in f.node_def))}
+    kinds = compiled_update.operation_types(graph)
     if exchanges := sorted(kind for kind in kinds if any(item in kind for item in _EXCHANGES)):
         refuse(model, ", ".join(exchanges))
     outputs, masks, logits = function(tensors, masks)

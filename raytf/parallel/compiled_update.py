@@ -77,7 +77,7 @@ def made(optimizer, update: Callable, gradients: Sequence, variables: Sequence) 
             why = _refused(graph)
             if why is None:
                 key = _content(graph.node, {f.signature.name: f for f in graph.library.function})
-                if key not in _known and not _types(graph) <= _NEED_NO_TRIAL:
+                if key not in _known and not operation_types(graph) <= _NEED_NO_TRIAL:
                     try_to_compile(traced, specs)
                 function = _known.setdefault(key, without_captures(traced))
                 _recent.append(function)
@@ -114,13 +114,14 @@ def _nodes(graph) -> Iterator:
         yield from function.node_def
 
 
-def _types(graph) -> set[str]:
+def operation_types(graph) -> set[str]:
+    """Returns the types of the operations of a `GraphDef`, with those of the functions in it."""
     return {node.op for node in _nodes(graph)}
 
 
 def _refused(graph) -> str | None:
     """Returns an operation of a graph that XLA lacks or computes differently, or None."""
-    kinds = sorted(_types(graph) - _VARIABLES - _CALLS)
+    kinds = sorted(operation_types(graph) - _VARIABLES - _CALLS)
     return next((kind for kind in kinds if "Random" in kind or is_stateful(kind)), None)
 
 

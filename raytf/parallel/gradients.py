@@ -99,7 +99,7 @@ def _recorded_mean(step: step_module.Step, gradients: Sequence) -> list:
     """Returns the means over the rows of all workers; differentiable if a tape may record here or outside."""
     summed = _differentiable_mean(gradients) if may_record() or step.is_nested() else mean(gradients)
     for value in summed:
-        step.note_alike(_content(value))
+        step.note_alike(own_loops.content_of(value))
     return summed
 
 
@@ -125,9 +125,9 @@ def _differentiable_mean(gradients: Sequence) -> list:
                 flowing[i] = flowing[i][start : start + count]
             return flowing
 
-        return [*map(_content, averaged), *(averaged[i].indices for i in slices)], back
+        return [*map(own_loops.content_of, averaged), *(averaged[i].indices for i in slices)], back
 
-    contents = means(*map(_content, gradients))
+    contents = means(*map(own_loops.content_of, gradients))
     averaged = list(contents[: len(gradients)])
     for i, indices in zip(slices, contents[len(gradients) :], strict=True):
         averaged[i] = tf.IndexedSlices(averaged[i], indices, gradients[i].dense_shape)
@@ -198,7 +198,7 @@ def known_alike(step: step_module.Step, value) -> bool:
     """
     if value is None:
         return True
-    value = _content(value)
+    value = own_loops.content_of(value)
     if step.is_alike(value):
         return True
     seen, left, depends = set(), [value], False
@@ -252,10 +252,6 @@ def _inputs_of(tensor) -> list | None:
     if operation.op_def.is_stateful and operation.type not in _READS:
         return None
     return list(operation.inputs)
-
-
-def _content(gradient):
-    return gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
 
 
 # ------------------------------------------------------------------------------------------ the mean over all rows

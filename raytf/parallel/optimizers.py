@@ -15,7 +15,7 @@ from raytf.compat.keras import BaseOptimizer, TFOptimizer, backend_nn, seed_modu
 from raytf.compat.patching import patch
 from raytf.compat.tensorflow import mirrored_replica_context, plain_merge_call
 from raytf.errors import ConfigError
-from raytf.parallel import compiled_update, gradients, local_sgd
+from raytf.parallel import compiled_update, gradients, local_sgd, own_loops
 from raytf.parallel import step as step_module
 
 # Distance of the replicas' seeds, so large that no two are equal: a seed counts up by one for each draw.
@@ -37,7 +37,7 @@ def apply(original, self, grads, trainable_variables=None):
     weights = trainable_variables or keras_objects.trained_by(self)
     grads = gradients.of_this_worker(grads) if local else gradients.for_optimizer(grads, weights)
     # variables without gradients, such as `iterations`, must not change before all gradients are ready: see `healing`
-    dependencies = [] if local else [g.values if isinstance(g, tf.IndexedSlices) else g for g in grads if g is not None]
+    dependencies = [] if local else [own_loops.content_of(g) for g in grads if g is not None]
     with (
         tf.control_dependencies(dependencies),
         step_module.within(reduced=True, inline_merge=local_replicas(strategy) == 1),

@@ -88,7 +88,7 @@ def for_optimizer(grads: Sequence, total) -> list:
     if not _is_one():
         return total(grads)
     loop, results = _loop(), list(grads)
-    ways = {i: _Way(loop, _content(g)) for i, g in enumerate(grads) if g is not None}
+    ways = {i: _Way(loop, content_of(g)) for i, g in enumerate(grads) if g is not None}
     changed = [i for i, way in ways.items() if way.taped and way.operations]
     liftable = all(ways[i].liftable and isinstance(grads[i], tf.Tensor) for i in changed)
     if changed and not liftable and not loop.warned:
@@ -116,7 +116,8 @@ def for_optimizer(grads: Sequence, total) -> list:
     return results
 
 
-def _content(gradient):
+def content_of(gradient):
+    """Returns the tensor of a gradient; of slices their values."""
     return gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
 
 
