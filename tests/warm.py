@@ -536,7 +536,7 @@ def import_ray(requests: socket.socket, tensorflow: bool = True, marked: bool = 
         import raytf.parameter_server.servers
         import raytf.testing
         import raytf.train.entry
-        import raytf.train.startup
+        import raytf.train.run_worker
         import raytf.worker.fit
         import raytf.worker.model_file
     else:

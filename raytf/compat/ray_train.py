@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import concurrent.futures
 import dataclasses
 import math
@@ -48,9 +49,10 @@ from ray.train.v2._internal.execution.checkpoint.checkpoint_manager import (
     _CheckpointManagerState,  # that list as it is stored, read and repaired
     _TrainingResultState,  # an entry of it
 )
+from ray.train.v2._internal.execution.checkpoint.validation_manager import ValidationManager  # validates as it does
 from ray.train.v2._internal.execution.context import (
     TrainContext,  # source of its logger's name
-    get_train_context,  # a worker's state for `ray.train.report`
+    TrainRunContext,  # argument of a RunConfig's callbacks
     is_managed_checkpoint,  # whether a checkpoint is in the run's own folder
 )
 from ray.train.v2._internal.execution.controller import TrainController  # starts before the run is known
@@ -128,6 +130,7 @@ __all__ = [
     "TrainContext",
     "TrainController",
     "TrainFnUtils",
+    "TrainRunContext",
     "TrainingFramework",
     "TrainingReport",
     "TrainingResultState",
@@ -138,6 +141,7 @@ __all__ = [
     "WorkerGroupStartupFailedError",
     "WorkerStatus",
     "construct_train_func",
+    "construct_user_exception_with_traceback",
     "get_env_vars_to_propagate",
     "get_fs_and_path",
     "get_or_create_autoscaling_coordinator",
@@ -158,11 +162,6 @@ else:
 # ------------------------------------------------------------------------------------------ reports
 
 
-@uses(
-    "ray.train.v2._internal.execution.context:TrainContext._wait_then_report",
-    "ray.train.v2._internal.execution.context:TrainContext.checkpoint_upload_threadpool",
-    "ray.train.v2._internal.execution.context:TrainContext.report_call_index",
-)
 def report_later(metrics: dict[str, Any], kept: Callable[[], tuple[Any, bool]]) -> concurrent.futures.Future[None]:
     """Reports like `ray.train.report`, in the order of the calls, as soon as a checkpoint exists; does not wait for it.
 
@@ -175,57 +174,24 @@ def report_later(metrics: dict[str, Any], kept: Callable[[], tuple[Any, bool]]) 
             folder of the run or None, whether to validate it).
 
     Returns:
-        A future that is done when the controller accepts the next report.
+        A future that is done when the driver accepts the next report.
     """
-    utils = get_train_fn_utils()
-    if isinstance(utils, LocalTrainFnUtils):
-        return utils.report_later(metrics, kept)
-    context = get_train_context()
-    context.report_call_index += 1
-    number = context.report_call_index
-    count_reports(reports_made() + 1)
-
-    def tell() -> None:
-        try:
-            checkpoint, validation = kept()
-            report = TrainingReport(checkpoint=checkpoint, metrics=metrics, validation=validation)
-            context._wait_then_report(report, number)
-        except Exception as error:  # an error in this thread would be lost
-            failed = construct_user_exception_with_traceback(error)
-            context.execution_context.training_thread_runner.get_exception_queue().put(failed)
-
-    return context.checkpoint_upload_threadpool.submit(tell)
+    return get_train_fn_utils().report_later(metrics, kept)
 
 
 def reports_made() -> int:
-    """Returns the number of `report_later` calls in this process' training; Ray Train counts those of a whole run."""
-    return vars(get_train_context()).get("_raytf_reports", 0)
+    """Returns the number of `report_later` calls in this process' training; a replacement worker sets it."""
+    return get_train_fn_utils().reports
 
 
-@uses("ray.train.v2._internal.execution.worker_group.thread_runner:ThreadRunner.get_error")
-def training_error() -> BaseException | None:
-    """Returns the error of this process' training; a poll of Ray Train's returns it too, but consumes a report."""
-    return get_train_context().execution_context.training_thread_runner.get_error()
-
-
-@uses("ray.train.v2._internal.execution.worker_group.thread_runner:ThreadRunner._thread")
-def training_has_ended(seconds: float) -> bool:
-    """Returns whether the training thread of this process has ended, or ends within some seconds."""
-    thread = get_train_context().execution_context.training_thread_runner._thread
-    if thread is not None:
-        thread.join(seconds)
-    return thread is None or not thread.is_alive()
-
-
-@uses("ray.train.v2._internal.execution.context:TrainContext.controller_actor")
 def tell_of_loss() -> None:
-    """Makes the controller check its workers now, as one is lost; Ray Train's own checks only at intervals."""
-    get_train_context().controller_actor.look.remote()
+    """Makes the driver check its workers now, as one is lost."""
+    get_train_fn_utils().tell_of_loss()
 
 
 def count_reports(number: int) -> None:
     """Sets the number of reports, for a replacement worker."""
-    vars(get_train_context())["_raytf_reports"] = number
+    get_train_fn_utils().reports = number
 
 
 # ------------------------------------------------------------------------------------------ results
@@ -284,6 +250,40 @@ def take_numpy(manager) -> None:
 def manager_of(controller):
     """Returns the CheckpointManager of a controller's run; the public result has checkpoints only after the end."""
     return controller._checkpoint_manager
+
+
+@uses("ray.train.v2._internal.execution.checkpoint.checkpoint_manager:CheckpointManager._get_checkpoint_status")
+def status_of(manager, checkpoint) -> ReportedCheckpointStatus:
+    """Returns the status of a reported checkpoint; the public list of all is asynchronous."""
+    return manager._get_checkpoint_status(checkpoint)
+
+
+@uses(
+    "ray.train.v2._internal.execution.checkpoint.validation_manager:ValidationManager._poll_validations",
+    "ray.train.v2._internal.execution.checkpoint.validation_manager:ValidationManager._kick_off_validations",
+)
+class Validations:
+    """Validates checkpoints in tasks as Ray Train's controller does; see `ValidationConfig`."""
+
+    def __init__(self, manager, config):
+        self._manager = ValidationManager(checkpoint_manager=manager, validation_config=config)
+
+    def add(self, report) -> None:
+        """Adds a report, which may ask for a validation."""
+        self._manager.after_report(report, [])
+
+    def tick(self) -> None:
+        """Takes results, and starts tasks."""
+        self._manager._poll_validations()
+        self._manager._kick_off_validations()
+
+    def finish(self) -> None:
+        """Blocks until all validations have ended."""
+        asyncio.run(self._manager.before_controller_shutdown())
+
+    def cancel(self) -> None:
+        """Cancels the tasks that run."""
+        self._manager.before_controller_abort()
 
 
 @uses("ray.train.v2.api.result:Result._from_checkpoint_manager")

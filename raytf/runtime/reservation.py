@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 import uuid
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import ray
 from ray.util.placement_group import (
@@ -110,11 +110,12 @@ class Reservation:
             return False
         return not draining.keys().isdisjoint(placement_group_table(self.group)["bundles_to_node_id"].values())
 
-    def wait(self, seconds: float | None = None) -> bool:
+    def wait(self, seconds: float | None = None, cancelled: Callable[[], bool] = lambda: False) -> bool:
         """Waits until the cluster has reserved the group; reports the wait after a while, and from time to time.
 
         Args:
             seconds: Timeout in seconds, or None.
+            cancelled: Returns whether to give up.
 
         Raises:
             ResourceError: The cluster has changed so that it can never reserve it.
@@ -130,7 +131,7 @@ class Reservation:
                     events.emit(RunEvent(kind=Kind.RESOURCES_GIVEN, seconds=current_time - self._since))
                 self._since = None
                 return True
-            if until is not None and time.monotonic() >= until:
+            if cancelled() or (until is not None and time.monotonic() >= until):
                 return False
             if current_time >= self._say_at:
                 self._say_at = current_time + _AGAIN_INTERVAL

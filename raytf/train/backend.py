@@ -37,7 +37,7 @@ class TensorflowBackendConfig(WorkerSetup, BackendConfig):
 
     @property
     def train_func_context(self) -> Callable[[], contextlib.AbstractContextManager]:
-        return functools.partial(_worker_context, self)
+        return functools.partial(worker_context, self)
 
     @property
     def framework(self) -> TrainingFramework:
@@ -77,7 +77,7 @@ def _from_all(worker_group, what: str, function, arguments: list[tuple]) -> list
 
 
 @contextlib.contextmanager
-def _worker_context(setup: WorkerSetup):
+def worker_context(setup: WorkerSetup):
     import_keras()
     from raytf.worker import context  # imports TensorFlow, so on a worker only
 

@@ -13,8 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-import ray
-from ray.exceptions import GetTimeoutError, RayActorError
+from ray.exceptions import RayActorError
 
 from raytf import events, timeouts
 from raytf.collectives import healing
@@ -130,18 +129,17 @@ class Ending:
     def _tell(self, kind: Kind, more: str, step: int | None = None) -> None:
         events.emit(RunEvent(kind=kind, step=step, why=signal.Signals(self.number).name, more=more))
 
-    def result_of(self, ref, workers: Callable[[], object]):
-        """Returns the result of `ray.get(ref)`, for a run that a signal stops after a step.
+    def result_of(self, future: concurrent.futures.Future, workers: Callable[[], Sequence]):
+        """Returns the result of a run that a signal stops after a step.
 
         Args:
-            ref: Ref of the run's end.
-            workers: Returns a ref of the training actors, see `agree`.
+            future: The run's result.
+            workers: Requests the end of the run, and returns the training actors, see `agree`.
 
         Raises:
             StoppedError: No worker had begun a step.
             TrainingError: The workers did not stop.
         """
-        future = ref.future()  # Ray checks signals only once a second
         future.add_done_callback(lambda _: self._changed.set())
         with self.calls(self._changed.set) if self._after_step else contextlib.nullcontext():
             while not future.done():
@@ -151,17 +149,15 @@ class Ending:
                     self._end(future, workers)
             return future.result()
 
-    def _end(self, future, workers: Callable[[], object]) -> None:
+    def _end(self, future, workers: Callable[[], Sequence]) -> None:
         self.tell_request()
         began, seconds = time.monotonic(), timeouts.get().run_end
         while not future.done():
             try:
-                actors = ray.get(workers(), timeout=timeouts.get().stop_answer)
+                actors = workers()
                 begun = actors and agree(actors, ending.STOP)
                 seconds = max(seconds, _seconds_to_end(actors))
-            except GetTimeoutError:  # Ray Train's controller does not answer while it starts workers
-                begun = False
-            except RayActorError:  # a worker has just ended, or the controller, which ends the run
+            except RayActorError:  # a worker has just ended
                 begun = True
             except answers.NoAnswerError as error:
                 raise TrainingError(None, f"it was to end, and could not: {in_a_line(error)}") from error
@@ -215,14 +211,14 @@ class Ending:
         )
 
 
-def end_of_drained(workers: Sequence, stay: bool) -> None:
-    """Stops workers after the same step because one of their nodes is drained; raises nothing if one is lost already.
+def end_of_drained(workers: Sequence, stay: bool) -> bool:
+    """Stops workers after the same step because one of their nodes is drained; returns whether they will.
 
     Args:
         workers: Actors, as in `agree`.
         stay: Whether other workers can replace them; otherwise the run ends, see `Ending.check`.
     """
-    _end(workers, ending.DRAIN if stay else ending.STOP, "a node is drained")
+    return _end(workers, ending.DRAIN if stay else ending.STOP, "a node is drained")
 
 
 def end_of_resized(workers: Sequence) -> bool:

@@ -38,10 +38,11 @@ from raytf.storage.run_lock import RunLock
 from raytf.train import arguments, ends, evaluator, ray_config, results, verify
 from raytf.train.backend import TensorflowBackendConfig
 from raytf.train.dry_run import Tried, inspect
+from raytf.train.engine import Startup
+from raytf.train.engine_trainer import EngineTrainer
 from raytf.train.entry import import_raytf, train
 from raytf.train.local import Here
 from raytf.train.prepare import Prepared, place
-from raytf.train.startup import EarlyStartTrainer, Startup
 from raytf.worker import checkpoint
 from raytf.worker.checkpoint_every import Every
 from raytf.worker.job import TrainJob, ended
@@ -503,7 +504,7 @@ class KerasTrainer:
         def keras_training():
             return train(task)
 
-        inner = EarlyStartTrainer(
+        inner = EngineTrainer(
             keras_training,
             backend_config=self.setup(),
             scaling_config=self.servers()[0],

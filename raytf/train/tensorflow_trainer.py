@@ -27,10 +27,10 @@ from raytf.storage.run_folder import RunFolder
 from raytf.storage.run_lock import RunLock
 from raytf.train import arguments, ends, ray_config, results, run_list
 from raytf.train.backend import TensorflowBackendConfig
-from raytf.train.startup import EarlyStartTrainer
+from raytf.train.engine_trainer import EngineTrainer
 
 
-class TensorflowTrainer(EarlyStartTrainer):
+class TensorflowTrainer(EngineTrainer):
     """Runs a TensorFlow train loop on Ray workers: `ray.train.tensorflow.TensorflowTrainer`, with Keras 3.
 
     With `raytf.TensorflowConfig(legacy_keras=True)`, or TF_USE_LEGACY_KERAS=1 in the driver's environment or in a
@@ -172,6 +172,8 @@ class TensorflowTrainer(EarlyStartTrainer):
             with RunLock(folder.filesystem, folder.path, self._cancel) as lock:
                 lock.confirm()
                 folder.check_list()
+                if self._ending is not None:
+                    self._ending.record(folder.filesystem, folder.path)
                 location = run_folder.where(self.run_config)
                 print(f"run     {location}", flush=True)
                 try:

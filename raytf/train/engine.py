@@ -1,0 +1,367 @@
+"""Runs a train loop on workers: one group of workers after another, until the loop has ended or failed too often.
+
+It stands on Ray's public API: actors and placement groups. The driver's process follows the workers in a thread;
+`run_group.RunGroup` has the part of one group, `run_worker` that of a worker.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayError
+from ray.train import ControllerError, Result, WorkerGroupError
+
+from raytf import events, timeouts
+from raytf.compat import ray_configs, ray_core
+from raytf.compat.ray_state import TrainTab
+from raytf.compat.ray_train import TrainRunContext, get_env_vars_to_propagate
+from raytf.errors import RaytfError, TrainingError, in_a_line
+from raytf.events import Kind, RunEvent
+from raytf.runtime import answers, reservation, resources
+from raytf.runtime.answers import NoAnswerError
+from raytf.runtime.failures import WorkerFrozenError, cause_of
+from raytf.runtime.processes import WarmPool, worker_environment
+from raytf.runtime.reservation import Reservation
+from raytf.train import decisions, ends, entry
+from raytf.train.checkpoint_list import CheckpointList, take
+from raytf.train.decisions import Decisions, Do, Phase, Started
+from raytf.train.run_group import GroupSpec, LostGroupError, RunGroup
+from raytf.train.run_worker import Report, RunWorker, job_of
+from raytf.train.session_functions import place_of
+from raytf.worker.ending import MovedError
+
+# Seconds between two checks of an elastic run's size: Ray Train's default, and raytf's unless the user sets another. A
+# change costs a start of workers, and no step.
+_RAYS_RESIZE_INTERVAL, _RESIZE_INTERVAL = 60.0, 2.0
+# Seconds until the start of new workers' processes is retried, if they were not ready in time.
+_AGAIN_INTERVAL = 30.0
+# Seconds of a wait for an elastic run's resources, after which they are counted again; and between two counts.
+_ELASTIC_WAIT_INTERVAL, _COUNT_INTERVAL = 10.0, 0.5
+
+
+class Startup(WarmPool):
+    """Processes of a run that is about to start: they import while the driver reads the data and tries the model.
+
+    They reserve no resources; those on the right nodes become the run's workers.
+
+    Args:
+        scaling_config, run_config: Configs of the run.
+
+    Attributes:
+        run_config: RunConfig of the run.
+        cancelled: Whether the run was cancelled.
+    """
+
+    cancelled = False
+
+    def __init__(self, scaling_config, run_config):
+        self.run_config = run_config
+        workers = resources.fewest_workers(scaling_config)
+        super().__init__(RunWorker, scaling_config, run_config, workers, entry.import_raytf)
+
+    def cancel(self) -> None:
+        self.cancelled = True
+        super().cancel()
+
+
+class Engine:
+    """One run on workers.
+
+    Args:
+        train: The train loop with its context, without arguments.
+        setup: The workers' `settings.WorkerSetup`.
+        context: Ray Train's TrainRunContext, with the configs of the run.
+        launch: Processes that may become workers.
+        held: Resources of the run, see `tasks_beside`.
+        datasets: `ray.data.Dataset` by name.
+        validation: ValidationConfig, or None.
+        beside: A process in addition to the workers: an `evaluator.Beside`, or None.
+        heals: Whether a lost worker is replaced in place if possible.
+        after_step: Whether workers can stop after a step.
+        rehearsed: `job.TrainJob` for the warm-up step of standby workers, or None.
+        shown: Names of datasets for Ray's dashboard.
+    """
+
+    def __init__(
+        self,
+        train: Callable[[], Any],
+        setup,
+        context: TrainRunContext,
+        launch: Startup,
+        held: Reservation,
+        *,
+        datasets: Mapping[str, Any],
+        validation=None,
+        beside=None,
+        heals: bool = False,
+        after_step: bool = False,
+        rehearsed=None,
+        shown: Collection[str] = (),
+    ):
+        self._train, self._context, self._launch, self._held = train, context, launch, held
+        self._scaling, self._run_config = context.scaling_config, context.run_config
+        self._datasets = datasets
+        self._beside, self._validates = beside, validation is not None
+        self._there, self._group = list(launch.there), None
+        elastic = not isinstance(self._scaling.num_workers, int)
+        environment = worker_environment(self._run_config, self._scaling)
+        environment["env_vars"] = get_env_vars_to_propagate() | environment["env_vars"]
+        stays = elastic and after_step and setup.config.communication == "auto" and resources.only_cpus(self._scaling)
+        self._spec = GroupSpec(
+            setup=setup,
+            scaling=self._scaling,
+            each=ray_configs.resources_per_worker(self._scaling),
+            environment=environment,
+            rehearsed=[] if rehearsed is None else [ray.put((rehearsed, setup))],
+            stays=stays,
+            elastic=elastic,
+        )
+        failures = self._run_config.failure_config
+        self._starts_left = failures.controller_failure_limit
+        fewest = resources.fewest_workers(self._scaling)
+        self._decisions = Decisions(
+            decisions.RunState(
+                workers=fewest,
+                fewest=fewest,
+                most=resources.most_workers(self._scaling),
+                failures_left=float("inf") if failures.max_failures == -1 else failures.max_failures,
+                recovers=heals,
+                ends_after_step=after_step,
+            )
+        )
+        self._elastic = _Elastic(self._spec, self._decisions, self._tasks(), self._there) if elastic else None
+        self._list = CheckpointList(self._run_config, validation)
+        self._tab = TrainTab(context, shown)
+
+    def _tasks(self) -> list[dict[str, float]]:
+        plan = getattr(self._spec.setup, "servers", None)
+        tasks = [plan.bundle(task) for task in plan.tasks()] if plan else []
+        return tasks + ([self._beside.resources] if self._beside else [])
+
+    def run(self) -> Result:
+        """Returns the run's result.
+
+        Raises:
+            WorkerGroupError: Workers failed more often than FailureConfig allows.
+            ControllerError: The workers could not be started.
+        """
+        size = self._size()
+        while True:
+            try:
+                group = self._started(size)
+            except (RayError, NoAnswerError, WorkerFrozenError) as error:
+                self._count_start(error)
+                size = self._size()
+                continue
+            try:
+                value = group.follow(self._list, self._take, self._tick)
+            except LostGroupError as lost:
+                size = self._after(group, lost.errors)
+            except _Resize as resize:
+                size = self._after(group, {}, resize.workers)
+            else:
+                self._end(group)
+                self._tab.ended(None)
+                return self._list.result(value)
+
+    def _count_start(self, error: Exception) -> None:
+        if self._launch.cancelled:
+            raise TrainingError(None, "it was cancelled") from error
+        if self._starts_left == 0:
+            raise ControllerError(error) from error
+        self._starts_left -= 1
+
+    def _started(self, size: int) -> RunGroup:
+        if self._launch.cancelled:
+            raise TrainingError(None, "it was cancelled")
+        if self._beside is not None:
+            self._beside.start(self._held)
+        there, self._there[:] = list(self._there), []
+        group = self._group = RunGroup(self._spec, self._held.group, size, there, self._decisions)
+        try:
+            group.begin(job_of(self._train, self._context, self._datasets, group.nodes, self._validates))
+        except BaseException:
+            self._end(group)
+            raise
+        self._decisions.take(Started(size))
+        self._tab.started(
+            [
+                {"actor": member.actor, "place": group.places[rank], "ranks": place_of(rank, group.nodes)}
+                for rank, member in enumerate(group.members)
+            ],
+            self._spec.each,
+        )
+        events.emit(RunEvent(kind=Kind.WORKERS_STARTED, workers=size))
+        return group
+
+    def _size(self) -> int:
+        """Reserves the resources of the next group; returns its number of workers."""
+        scaling, strategy = self._scaling, self._scaling.placement_strategy
+        hold = functools.partial(self._held.hold, each=self._spec.each, strategy=strategy)
+        if self._elastic is None:
+            hold(scaling.num_workers, selectors=ray_configs.label_selectors(scaling, scaling.num_workers))
+            self._held.wait(cancelled=lambda: self._launch.cancelled)
+            return scaling.num_workers
+        return self._elastic.reserve(hold, self._held, lambda: self._launch.cancelled)
+
+    def _take(self, reports: list[Report]) -> None:
+        take(reports, self._list, self._context)
+
+    def _tick(self, group: RunGroup) -> None:
+        if self._launch.cancelled:
+            raise TrainingError(None, "it was cancelled")
+        self._list.tick()
+        if self._elastic is not None:
+            self._elastic.look(group)
+
+    def _after(self, group: RunGroup, errors: dict[int, Exception], size: int | None = None) -> int:
+        """Ends a group; returns the size of the next one, unless the run fails."""
+        failed = {rank: error for rank, error in errors.items() if not isinstance(cause_of(error), MovedError)}
+        try:
+            if self._elastic is not None:
+                lost = [rank for rank, error in failed.items() if isinstance(cause_of(error), RayActorError)]
+                self._elastic.suspects |= {group.nodes[rank] for rank in lost}
+            if self._launch.cancelled:
+                raise TrainingError(None, "it was cancelled")
+            for callback in self._run_config.callbacks or () if failed else ():
+                callback.after_exception(run_context=self._context, worker_exceptions=failed)
+            if failed and self._decisions.state.phase is Phase.OVER:
+                self._tab.ended(in_a_line(cause_of(next(iter(failed.values())))))
+                text = "\n".join(f"[Rank {rank}]\n{error}" for rank, error in sorted(failed.items()))
+                raise WorkerGroupError(text, failed)
+            self._tab.ended(None, again=True)
+            self._there += group.staying(errors)
+        finally:
+            self._end(group)
+        return self._size()
+
+    def _end(self, group: RunGroup) -> None:
+        self._group = None
+        group.close()
+
+    def stop(self) -> list:
+        """Requests a stop of the run. Returns the actors that must stop after a step, none if no worker trains."""
+        action, group = self._decisions.take(decisions.StopRequested()), self._group
+        return group.actors if action.do is Do.END_AFTER_STEP and group is not None else []
+
+    def close(self) -> None:
+        """Ends all processes."""
+        self._launch.cancelled = True
+        if (group := self._group) is not None:
+            for actor in group.actors:
+                ray.kill(actor)
+        for _, actor in self._there:
+            ray.kill(actor)
+        self._list.close()
+
+
+class _Resize(Exception):
+    """All workers restart at once, as another number of them."""
+
+    def __init__(self, workers: int):
+        super().__init__(workers)
+        self.workers = workers
+
+
+class _Elastic:
+    """Decides on the number of workers of an elastic run; workers that support it stop after a step before it changes.
+
+    Args:
+        spec: What all groups of the run have in common.
+        run: Decisions of the run.
+        beside: Resources of each task in addition to the workers.
+        there: Processes for the next group; new ones are added.
+
+    Attributes:
+        suspects: Ids of nodes whose workers were lost; Ray needs up to 15 s to detect a lost node.
+    """
+
+    def __init__(self, spec: GroupSpec, run: Decisions, beside: list[dict[str, float]], there: list):
+        self._spec, self._decisions, self._beside, self._there = spec, run, beside, there
+        self._wanted = {name: amount for name, amount in spec.each.items() if amount > 0}
+        self.suspects: set[str] = set()
+        given = spec.scaling.elastic_resize_monitor_interval_s
+        self._every = _RESIZE_INTERVAL if given == _RAYS_RESIZE_INTERVAL else given
+        self._look_at = self._not_before = 0.0
+        self._late_at = float("inf")  # when a requested stop after a step is overdue
+
+    def _free(self) -> dict[str, dict[str, float]]:
+        gone = ray_core.draining().keys() | resources.silent(self.suspects)
+        return {node: free for node, free in ray_core.free_by_node().items() if node not in gone}
+
+    def reserve(self, hold: Callable, held: Reservation, cancelled: Callable[[], bool]) -> int:
+        """Reserves as many workers as there is room for; waits until there is room for the fewest."""
+        held.drop()
+        state = self._decisions.state
+        while not cancelled():
+            left = resources.without(list(self._free().values()), self._beside)
+            size = 0 if left is None else min(state.most, resources.count_fitting(left, self._wanted))
+            if size >= state.fewest or resources.autoscales():
+                size = max(size, state.fewest)
+                silent = resources.silent(self.suspects)
+                selectors = ray_configs.label_selectors(self._spec.scaling, size)
+                hold(size, selectors=reservation.apart(selectors, size, silent))
+                if held.wait(_ELASTIC_WAIT_INTERVAL):
+                    return size
+                held.drop()
+            time.sleep(_COUNT_INTERVAL)
+        raise TrainingError(None, "it was cancelled")
+
+    def look(self, group: RunGroup) -> None:
+        """Starts a change of the number of workers if there is room for another one."""
+        now, state = time.monotonic(), self._decisions.state
+        if now < self._look_at:
+            return
+        self._look_at = now + self._every
+        if state.phase is Phase.TRAINING:
+            self._late_at = float("inf")
+        late = now >= self._late_at
+        if (state.phase is not Phase.TRAINING and not late) or now < self._not_before:
+            return
+        current = len(group.members)
+        size = min(state.most, current + resources.count_fitting(list(self._free().values()), self._wanted))
+        if size == current:
+            return
+        action = self._decisions.take(decisions.Room(size, late))
+        if action.do is Do.RESIZE:
+            raise _Resize(size)
+        if action.do is Do.END_AFTER_STEP:
+            limits = timeouts.get()
+            self._late_at = now + limits.joiner_ready + limits.workers_leave
+            threading.Thread(target=self._change, args=(group.actors, size), daemon=True).start()
+
+    def _change(self, actors: list, after: int) -> None:
+        """Stops workers after a step, once the processes of new workers are ready."""
+        current = len(actors)
+        ready = after < current or self._prepare(current, after)
+        if not ready:
+            self._not_before = time.monotonic() + _AGAIN_INTERVAL
+        else:
+            self._late_at = time.monotonic() + timeouts.get().workers_leave
+            events.emit(RunEvent(kind=Kind.RESIZED, workers=after, before=current))
+        if not ready or not ends.end_of_resized(actors):
+            self._decisions.take(decisions.NotTold())  # a worker is being replaced, or all restart
+            self._late_at = float("inf")
+
+    def _prepare(self, before: int, after: int) -> bool:
+        """Starts processes on the nodes where Ray would place new workers; returns whether they are ready."""
+        if not self._spec.stays:
+            return True
+        nodes = resources.likely_nodes(self._spec.scaling, after - before)
+        started = [(node, self._spec.start_process(node)) for node in nodes]
+        rehearsed = self._spec.rehearsed
+        asked = [actor.execute.remote(entry.rehearse, rehearsed, after, self._spec.cpus) for _, actor in started]
+        try:
+            answers.collect(asked, timeouts.get().joiner_ready, "that a process which is to become a worker is ready")
+        except (RaytfError, RayError) as error:  # its node was lost, or it is too slow
+            for _, actor in started:
+                ray.kill(actor)
+            events.emit(RunEvent(kind=Kind.RESIZE_DELAYED, workers=after, before=before, why=in_a_line(error)))
+            return False
+        self._there.extend(started)
+        return True

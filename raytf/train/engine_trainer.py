@@ -1,0 +1,146 @@
+"""A trainer of Ray Train whose `fit` runs on raytf's own engine, or in this process. Driver side."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import threading
+from concurrent.futures import Future
+
+from ray.train import LoggingConfig, RunConfig
+
+from raytf.compat import ray_configs
+from raytf.compat.ray_train import DataParallelTrainer, construct_train_func
+from raytf.console import quiet
+from raytf.runtime import reservation
+from raytf.runtime.processes import worker_environment
+from raytf.runtime.reservation import Reservation
+from raytf.train import backend, ends, local
+from raytf.train.engine import Engine, Startup
+
+
+class EngineTrainer(DataParallelTrainer):
+    """A DataParallelTrainer with the processes of a `Startup`, by default its own.
+
+    With num_workers=0 there is no other process, and `launch` is a `local.Here`.
+
+    Args:
+        launch: The processes that it uses, or None to start them.
+        beside: A process in addition to the workers: an `evaluator.Beside`, or None.
+        shown: (names of datasets, config) for Ray's dashboard, of a train loop with its own datasets; or None.
+        heals: Whether a lost worker is replaced in place if possible.
+        rehearsed: `job.TrainJob` for the warm-up step of standby workers, or None.
+    """
+
+    _cancelled = False
+    _ending: ends.Ending | None = None
+
+    def __init__(
+        self,
+        *args,
+        run_config=None,
+        launch: Startup | None = None,
+        beside=None,
+        shown=None,
+        heals=False,
+        rehearsed=None,
+        **kwargs,
+    ):
+        self._launch, self._beside, self._shown, self._heals = launch, beside, shown, heals
+        self._rehearsed = rehearsed
+        run_config = copy.copy(run_config) if run_config else RunConfig()
+        run_config.worker_runtime_env = worker_environment(run_config, kwargs.get("scaling_config"))
+        if run_config.logging_config == LoggingConfig():  # Ray Train would print each report of each worker
+            run_config.logging_config = LoggingConfig(log_level="WARNING")
+        super().__init__(*args, run_config=run_config, **kwargs)
+        if shown is not None:
+            self.train_run_context = dataclasses.replace(self.train_run_context, train_loop_config=shown[1])
+
+    def fit(self):
+        if self.running_in_local_mode:
+            return self._fit_here()
+        given = self._launch
+        self._launch = given or Startup(self.scaling_config, self.run_config)
+        self._launch.ending = self._launch.ending or self._ending
+        held = Reservation(self._tasks_beside(), reservation.patience(self.run_config.failure_config), cleaned=True)
+        try:
+            return self._run(held)
+        finally:
+            if given is None:
+                self._launch.cancel()
+            self._launch = given
+            held.release()
+            held.end_cleaner()
+
+    def _run(self, held: Reservation):
+        level = self.run_config.logging_config.log_level
+        setup = dataclasses.replace(self.backend_config, warned=self._launch.warned, log_level=level)
+        setup = dataclasses.replace(setup, servers=self._reserve(held))
+        engine = Engine(
+            self._loop(functools.partial(backend.worker_context, setup)),
+            setup,
+            self.train_run_context,
+            self._launch,
+            held,
+            datasets=self.datasets,
+            validation=self.validation_config,
+            beside=self._beside,
+            heals=self._heals,
+            after_step=self._shown is not None,
+            rehearsed=self._rehearsed,
+            shown=self.datasets if self._shown is None else self._shown[0],
+        )
+        future: Future = Future()
+        thread = threading.Thread(target=_follow, args=(engine, future), daemon=True, name="raytf_engine")
+        thread.start()
+        try:
+            if self._launch.ending is None:
+                return future.result()
+            return self._launch.ending.result_of(future, engine.stop)
+        finally:
+            if not future.done():
+                engine.close()
+            thread.join()
+
+    def _loop(self, context):
+        return construct_train_func(
+            self.train_loop_per_worker, self.train_loop_config, context, "train_loop_per_worker"
+        )
+
+    def _fit_here(self):
+        self._cancelled = False
+        cancelled = lambda: self._cancelled or (self._launch is not None and self._launch.cancelled)
+        loop = self._loop(functools.partial(backend.context_here, self.backend_config))
+        with quiet.native():
+            run = functools.partial(local.run, loop, self.train_run_context, self.datasets, cancelled)
+            return run() if self._launch is None or self._launch.ending is None else self._launch.ending.here(run)
+
+    def _tasks_beside(self) -> dict[str, dict[str, float]]:
+        """Returns the resources of each task in addition to the workers, by name."""
+        plan = getattr(self.backend_config, "servers", None)
+        tasks = {str(task): plan.bundle(task) for task in plan.tasks()} if plan else {}
+        return tasks | ({self._beside.name: self._beside.resources} if self._beside else {})
+
+    def _reserve(self, held: Reservation):
+        """Reserves all resources of the run, unless its number of workers is open; returns the servers' plan."""
+        scaling, plan = self.scaling_config, getattr(self.backend_config, "servers", None)
+        if not isinstance(scaling.num_workers, int):
+            return plan
+        per_worker = ray_configs.resources_per_worker(scaling)
+        selectors = ray_configs.label_selectors(scaling, scaling.num_workers)
+        held.take(scaling.num_workers, per_worker, scaling.placement_strategy, selectors)
+        return dataclasses.replace(plan, group=held.group, places=held.places) if plan else plan
+
+    def _cancel(self) -> None:
+        """Ends a `fit` that runs in another thread; that `fit` raises an error."""
+        self._cancelled = True
+        if self._launch is not None:
+            self._launch.cancel()
+
+
+def _follow(engine: Engine, future: Future) -> None:
+    try:
+        future.set_result(engine.run())
+    except BaseException as error:  # the thread that waits raises it
+        future.set_exception(error)

@@ -1,0 +1,363 @@
+"""A worker of a run: a process that trains in a thread, and sends its events to the driver. On a worker.
+
+Ray Train's functions (`ray.train.report`, `get_context` and others) work in the train loop as under Ray Train.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import logging
+import os
+import queue
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+import ray.train
+from ray.train import CheckpointUploadMode
+
+from raytf import activity, timeouts
+from raytf.collectives import healing
+from raytf.collectives.healing import Waiting
+from raytf.compat import ray_train
+from raytf.compat.ray_train import (
+    CheckpointConsistencyMode,
+    ReportedCheckpoint,
+    StorageContext,
+    set_train_fn_utils,
+)
+from raytf.errors import ConfigError
+from raytf.runtime import process_monitor
+from raytf.runtime.failures import cause_of, is_consequence
+from raytf.runtime.process_monitor import ProcessLocation
+from raytf.runtime.processes import Process
+from raytf.timeouts import Timeouts
+from raytf.train import backend
+from raytf.train.session_functions import Surroundings, TrialContext, TrialTrainFnUtils
+from raytf.worker import clearing, ending
+from raytf.worker.ending import MovedError
+
+# Seconds for which a worker's process waits for an event before it answers other calls.
+_BEAT_INTERVAL = 0.2
+
+
+@dataclass(frozen=True)
+class Report:
+    """A report of one worker: metrics, a checkpoint in the run's folder or None, and whether to validate it."""
+
+    metrics: dict[str, Any]
+    checkpoint: ray.train.Checkpoint | None
+    validation: Any = False
+
+
+@dataclass(frozen=True)
+class Request:
+    """A request of the training thread, which waits for the answer.
+
+    Args:
+        what: "meet": all workers get rank 0's `value`, when all have asked. "checkpoint": the last checkpoint.
+            "reported": all reported checkpoints, when those of this worker are listed.
+        value: Value of this worker; for "reported" (whether all have to be validated, seconds to wait or None).
+    """
+
+    what: str
+    value: Any = None
+
+
+@dataclass(frozen=True)
+class Ended:
+    """The end of the train loop: its value, or its error."""
+
+    value: Any = None
+    error: Exception | None = None
+
+
+class Wait:
+    """The training waits for the next ring, after the loss of a worker or of all connections."""
+
+
+class Woken:
+    """The training has just lost another worker: the driver is to look after all of them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunJob:
+    """A train loop for the workers.
+
+    Args:
+        train: The loop, with its context, without arguments.
+        name: Name of the run.
+        storage: Ray Train's StorageContext of the run.
+        nodes: Node id of each worker, by rank.
+        datasets, dataset_config: See `session_functions.Surroundings`.
+        validates: Whether reports may ask for a validation.
+        level: Log level of Ray Train.
+    """
+
+    train: Callable[[], Any]
+    name: str
+    storage: StorageContext
+    nodes: tuple[str, ...]
+    datasets: dict[str, Any]
+    dataset_config: Any
+    validates: bool
+    level: str
+
+
+def job_of(
+    train: Callable[[], Any], context, datasets: Mapping[str, Any], nodes: Sequence[str], validates=False
+) -> RunJob:
+    """Returns the job of a run.
+
+    Args:
+        train: The loop, with its context, without arguments.
+        context: Ray's TrainRunContext.
+        datasets: `ray.data.Dataset` by name, or functions that return one.
+        nodes, validates: See `RunJob`.
+    """
+    run_config = context.run_config
+    return RunJob(
+        train=train,
+        name=run_config.name,
+        storage=run_config.storage_context,
+        nodes=tuple(nodes),
+        datasets={name: given() if callable(given) else given for name, given in datasets.items()},
+        dataset_config=context.dataset_config,
+        validates=validates,
+        level=run_config.logging_config.log_level,
+    )
+
+
+class Channel:
+    """The training thread's connection to the driver, which takes its events one by one.
+
+    Args:
+        rank, size, name: Of this worker, and of the run.
+    """
+
+    folder = None
+
+    def __init__(self, rank: int, size: int, name: str):
+        self.rank, self.size, self.name = rank, size, name
+        self.events: queue.Queue = queue.Queue(1)
+        self.answers: queue.SimpleQueue = queue.SimpleQueue()
+
+    def check(self) -> None:
+        """Raises an error if the run is over, at the begin of each report."""
+
+    def tell(self, event: Report | Request | Ended) -> None:
+        """Sends an event; blocks until the driver has taken the one before."""
+        self.events.put(event)
+
+    def ask(self, what: str, value: Any = None) -> Any:
+        """Returns the driver's answer to a `Request`."""
+        self.tell(Request(what, value))
+        return self.answers.get()
+
+    def wake(self) -> None:
+        """Has the driver look after the workers; an event that waits already does so."""
+        with contextlib.suppress(queue.Full):
+            self.events.put_nowait(Woken())
+
+
+class RunTrainFnUtils(TrialTrainFnUtils):
+    """Ray Train's functions in a run.
+
+    Args:
+        channel: Connection to the driver.
+        job: The train loop.
+
+    Attributes:
+        reports: Number of `report_later` calls, or what a replacement worker has set.
+    """
+
+    def __init__(self, channel: Channel, job: RunJob):
+        around = Surroundings(nodes=job.nodes, datasets=job.datasets, dataset_config=job.dataset_config)
+        super().__init__(channel, around, lambda value: channel.ask("meet", value), "")
+        self._channel, self._storage, self._validates = channel, job.storage, job.validates
+        self._context = _RunContext(job.name, channel.rank, around, job.storage)
+        self._thread = concurrent.futures.ThreadPoolExecutor(1, "raytf_reports")
+        self._failed: Exception | None = None
+        self._last: concurrent.futures.Future | None = None
+        self.reports = 0
+
+    def report(
+        self,
+        metrics,
+        checkpoint=None,
+        checkpoint_dir_name=None,
+        checkpoint_upload_mode=CheckpointUploadMode.SYNC,
+        delete_local_checkpoint_after_upload=None,
+        checkpoint_upload_fn=None,
+        validation=False,
+    ):
+        self._channel.check()
+        if validation and not self._validates:
+            self.refuse_validation()
+        delete = delete_local_checkpoint_after_upload
+        delete = checkpoint_upload_mode is CheckpointUploadMode.ASYNC if delete is None else delete
+        name = self._broadcast(checkpoint_dir_name or self._storage.make_default_checkpoint_dir_name())
+
+        def keep() -> tuple[Any, Any]:
+            if checkpoint is None:
+                return None, False
+            if checkpoint_upload_mode is CheckpointUploadMode.NO_UPLOAD:
+                kept = checkpoint
+            elif checkpoint_upload_fn is not None:
+                kept = checkpoint_upload_fn(checkpoint, name)
+            else:
+                kept = self._storage.persist_current_checkpoint(checkpoint, name)
+            if not ray_train.is_managed_checkpoint(self._storage, kept):
+                raise ConfigError(
+                    "A checkpoint that is reported must lie in the run's folder",
+                    f"{kept} for the run {self._channel.name!r}",
+                    "Write it below ray.train.get_context().get_storage().experiment_fs_path",
+                )
+            if delete and checkpoint_upload_mode is not CheckpointUploadMode.NO_UPLOAD:
+                checkpoint.filesystem.delete_dir(checkpoint.path)
+            return kept, validation
+
+        sent = self.report_later(metrics, keep)
+        if checkpoint_upload_mode is not CheckpointUploadMode.ASYNC:
+            sent.result()
+
+    def refuse_validation(self) -> None:
+        """Raises the error for a report that asks for a validation which the run does not make."""
+        raise ConfigError(
+            "report(validation=...) needs a function that validates",
+            "a trainer without validation_config",
+            "Pass validation_config=ray.train.ValidationConfig(...) to the trainer",
+        )
+
+    def report_later(self, metrics: dict[str, Any], kept: Callable[[], tuple[Any, Any]]):
+        """Reports later, as `ray_train.report_later`."""
+        self._channel.check()
+        self.reports += 1
+
+        def tell() -> None:
+            try:
+                self._channel.tell(Report(metrics, *kept()))
+            except Exception as error:  # an error in this thread would be lost
+                self._failed = error
+                self._channel.tell(Ended(error=ray_train.construct_user_exception_with_traceback(error)))
+                raise
+
+        self._last = self._thread.submit(tell)
+        return self._last
+
+    def settle(self) -> None:
+        """Blocks until all reports are made; raises the error of one that failed."""
+        self._thread.shutdown()
+        if self._failed is not None:
+            raise self._failed
+
+    def close(self) -> None:
+        """Drops reports that wait."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def tell_of_loss(self) -> None:
+        """Has the driver look after the workers."""
+        self._channel.wake()
+
+    def get_checkpoint(self):
+        return self._channel.ask("checkpoint")
+
+    def get_all_reported_checkpoints(
+        self, consistency_mode=CheckpointConsistencyMode.VALIDATED, timeout_s=None
+    ) -> list[ReportedCheckpoint]:
+        if self._last is not None:
+            concurrent.futures.wait([self._last], timeout_s)
+        return self._channel.ask("reported", (consistency_mode is CheckpointConsistencyMode.VALIDATED, timeout_s))
+
+
+class _RunContext(TrialContext):
+    def __init__(self, name: str, rank: int, around: Surroundings, storage: StorageContext):
+        super().__init__(name, rank, around)
+        self._storage = storage
+
+    def get_storage(self) -> StorageContext:
+        return self._storage
+
+
+class RunWorker(Process):
+    """A Ray actor of one thread, which starts the training in another one."""
+
+    def __init__(self):
+        self._thread: threading.Thread | None = None
+        self._channel: Channel | None = None
+        self._error: Exception | None = None
+
+    def reserve(self, its: Timeouts, allowed: tuple[int, int], count: int) -> tuple[str, bool, ProcessLocation]:
+        """Returns its "host:port", whether it has claimed cores, and its process."""
+        timeouts.put_in_force(its)
+        return *backend.reserve(allowed, count), process_monitor.here()
+
+    def begin(self, job: RunJob, rank: int) -> None:
+        """Starts the train loop."""
+        self._error, self._channel = None, Channel(rank, len(job.nodes), job.name)
+        self._thread = threading.Thread(target=self._run, args=(job, self._channel), daemon=True)
+        self._thread.start()
+
+    def _run(self, job: RunJob, channel: Channel) -> None:
+        logging.getLogger("ray.train").setLevel(job.level)
+        os.makedirs(job.storage.local_working_directory, exist_ok=True)
+        os.chdir(job.storage.local_working_directory)
+        utils = RunTrainFnUtils(channel, job)
+        set_train_fn_utils(utils)
+        try:
+            ended = Ended(job.train())
+            utils.settle()
+        except BaseException as error:
+            self._error = ray_train.construct_user_exception_with_traceback(error)
+            ended = Ended(error=self._error)
+            utils.close()
+        finally:
+            set_train_fn_utils(None)
+        channel.tell(ended)
+
+    def next_event(self) -> Any:
+        """Returns the next event of the training; after a timeout None, or `Wait` if it waits for a ring.
+
+        The timeout lets this process answer other calls.
+        """
+        with contextlib.suppress(queue.Empty):
+            return self._channel.events.get(timeout=_BEAT_INTERVAL)
+        return Wait() if isinstance(healing.here.waiting(), Waiting) else None
+
+    def answer(self, value: Any) -> None:
+        """Answers a request of the training thread."""
+        self._channel.answers.put(value)
+
+    def standing(self, seconds: float) -> tuple[Waiting | str | None, Exception | None]:
+        """Returns `Healer.waiting(seconds)` of this process, and the training's error or None."""
+        return healing.here.waiting(seconds), self._error
+
+    def leave(self, seconds: float) -> bool:
+        """Prepares this process for another training; returns False if the last one has not ended, or has failed.
+
+        Args:
+            seconds: Seconds to wait for the end of the running training.
+        """
+        while self._thread.is_alive():
+            with contextlib.suppress(queue.Empty):  # it may wait to send its last event
+                self._channel.events.get_nowait()
+            self._thread.join(min(seconds, _BEAT_INTERVAL))
+            seconds -= _BEAT_INTERVAL
+            if seconds <= 0:
+                return False
+        cause = cause_of(self._error)
+        if cause is None or not (isinstance(cause, MovedError) or is_consequence(cause)):
+            return False
+        from raytf.collectives import exchange
+
+        self._error = cause = None  # its frames hold the model
+        exchange.leave_all()
+        healing.here.reset()
+        ending.gate.reset()
+        activity.here.reset()
+        os.environ.pop("TF_CONFIG", None)
+        clearing.clear()
+        return True
