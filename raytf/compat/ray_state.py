@@ -11,7 +11,7 @@ from typing import Any
 
 import ray
 from ray._common.utils import env_bool  # reads it as Ray does
-from ray.train.v2._internal.constants import RAY_TRAIN_ENABLE_STATE_TRACKING  # whether the user wants the line
+from ray.train.constants import RAY_TRAIN_ENABLE_STATE_TRACKING  # whether the user wants the line
 from ray.train.v2._internal.state.state_manager import TrainStateManager  # writes it
 from ray.train.v2._internal.util import TrainingFramework  # its name there
 
