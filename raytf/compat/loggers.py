@@ -12,7 +12,5 @@ TRAIN_CHECKPOINTS = "ray.train.v2._internal.execution.checkpoint.checkpoint_mana
 TRAIN_ERRORS = "ray.train.v2._internal.util"
 # Logs each checkpoint.
 TUNE_STORAGE = "ray.train._internal.storage"
-# Logs, with a stack, a timeout of a request to the autoscaler for a run's resources; the controller retries.
-AUTOSCALER_ASKED = "ray.train.v2._internal.execution.scaling_policy.autoscaling_coordinator_client"
 # Logs the traceback of each failed trial.
 TUNE_CONTROLLER = "ray.tune.execution.tune_controller"

@@ -1,27 +1,23 @@
-"""Ray Train's backend for TensorFlow: addresses, ports and TF_CONFIG for each worker, at every (re)start."""
+"""The setup of a worker: address, port and TF_CONFIG at every (re)start, and the context of its train loop."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
-import logging
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import ray.train
-from ray.train.backend import Backend, BackendConfig
+from ray.train.backend import BackendConfig
 
-from raytf import activity, timeouts
+from raytf import activity
 from raytf.collectives import ring
 from raytf.compat import autograph, legacy_keras, legacy_names
 from raytf.compat.fast_import import import_keras
-from raytf.compat.ray_train import TrainContext, TrainingFramework, WorkerGroupStartupFailedError
+from raytf.compat.ray_train import TrainingFramework
 from raytf.console import once, output
 from raytf.runtime import cores, ports, settings
-from raytf.runtime.answers import NoAnswerError, collect
 from raytf.runtime.settings import TensorflowConfig, WorkerSetup
 from raytf.runtime.topology import tf_config
 from raytf.worker import clearing
@@ -29,15 +25,7 @@ from raytf.worker import clearing
 
 @dataclass(frozen=True, kw_only=True)
 class TensorflowBackendConfig(WorkerSetup, BackendConfig):
-    """A `settings.WorkerSetup` as a backend config of Ray Train."""
-
-    @property
-    def backend_cls(self) -> type[TensorflowBackend]:
-        return TensorflowBackend
-
-    @property
-    def train_func_context(self) -> Callable[[], contextlib.AbstractContextManager]:
-        return functools.partial(worker_context, self)
+    """A `settings.WorkerSetup` as a backend config of Ray Train, which its dashboard shows."""
 
     @property
     def framework(self) -> TrainingFramework:
@@ -49,33 +37,6 @@ class TensorflowBackendConfig(WorkerSetup, BackendConfig):
         return vars(self.config) | {"strategy": self.strategy}
 
 
-class TensorflowBackend(Backend):
-    """Assigns an address to every worker, and sends all addresses to each."""
-
-    def on_start(self, worker_group, backend_config: WorkerSetup):
-        count = len(worker_group)
-        resources = worker_group.get_resources_per_worker()
-        cpus = max(1, int(resources.get("CPU", 1)))
-        wanted = backend_config.config.ports, to_claim(backend_config, resources.get("CPU", 1))
-        requests = [(timeouts.get(), reserve, *wanted)] * count
-        addresses, claimed = zip(*_from_all(worker_group, "its address", timeouts.under, requests), strict=True)
-        pinned, token = cores.agreed(addresses, claimed), ring.new_token()
-        arguments = [(backend_config.config, list(addresses), rank, cpus, token, pinned[rank]) for rank in range(count)]
-        _from_all(worker_group, "its environment", set_environment, arguments)
-
-
-def _from_all(worker_group, what: str, function, arguments: list[tuple]) -> list:
-    """Returns the result of a function on each worker.
-
-    The death of a worker ends the wait at once, so that Ray Train restarts.
-    """
-    refs = [worker_group.execute_single_async(rank, function, *args) for rank, args in enumerate(arguments)]
-    try:
-        return collect(refs, timeouts.get().process_setup, what)
-    except NoAnswerError as error:
-        raise WorkerGroupStartupFailedError(str(error)) from error
-
-
 @contextlib.contextmanager
 def worker_context(setup: WorkerSetup):
     import_keras()
@@ -83,8 +44,6 @@ def worker_context(setup: WorkerSetup):
 
     if not legacy_keras.is_on():
         clearing.note()
-    # it logs each report, and its logger's name is outside of Ray Train's own level
-    logging.getLogger(inspect.getfile(TrainContext)).setLevel(setup.log_level)
     chief = ray.train.get_context().get_world_rank() == 0
     with (
         output.telling(),

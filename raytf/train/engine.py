@@ -9,8 +9,7 @@ from __future__ import annotations
 import functools
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from collections.abc import Callable
 
 import ray
 from ray.exceptions import RayActorError, RayError
@@ -19,7 +18,7 @@ from ray.train import ControllerError, Result, WorkerGroupError
 from raytf import events, timeouts
 from raytf.compat import ray_configs, ray_core
 from raytf.compat.ray_state import TrainTab
-from raytf.compat.ray_train import TrainRunContext, get_env_vars_to_propagate
+from raytf.compat.ray_train import get_env_vars_to_propagate
 from raytf.errors import RaytfError, TrainingError, in_a_line
 from raytf.events import Kind, RunEvent
 from raytf.runtime import answers, reservation, resources
@@ -27,11 +26,11 @@ from raytf.runtime.answers import NoAnswerError
 from raytf.runtime.failures import WorkerFrozenError, cause_of
 from raytf.runtime.processes import WarmPool, worker_environment
 from raytf.runtime.reservation import Reservation
-from raytf.train import decisions, ends, entry
+from raytf.train import backend, decisions, ends, entry
 from raytf.train.checkpoint_list import CheckpointList, take
 from raytf.train.decisions import Decisions, Do, Phase, Started
 from raytf.train.run_group import GroupSpec, LostGroupError, RunGroup
-from raytf.train.run_worker import Report, RunWorker, job_of
+from raytf.train.run_worker import Report, RunJob, RunWorker, job_of
 from raytf.train.session_functions import place_of
 from raytf.worker.ending import MovedError
 
@@ -73,44 +72,22 @@ class Engine:
     """One run on workers.
 
     Args:
-        train: The train loop with its context, without arguments.
+        trainer: The `engine_trainer.EngineTrainer`.
         setup: The workers' `settings.WorkerSetup`.
-        context: Ray Train's TrainRunContext, with the configs of the run.
         launch: Processes that may become workers.
-        held: Resources of the run, see `tasks_beside`.
-        datasets: `ray.data.Dataset` by name.
-        validation: ValidationConfig, or None.
-        beside: A process in addition to the workers: an `evaluator.Beside`, or None.
-        heals: Whether a lost worker is replaced in place if possible.
-        after_step: Whether workers can stop after a step.
-        rehearsed: `job.TrainJob` for the warm-up step of standby workers, or None.
-        shown: Names of datasets for Ray's dashboard.
+        held: Resources of the run.
     """
 
-    def __init__(
-        self,
-        train: Callable[[], Any],
-        setup,
-        context: TrainRunContext,
-        launch: Startup,
-        held: Reservation,
-        *,
-        datasets: Mapping[str, Any],
-        validation=None,
-        beside=None,
-        heals: bool = False,
-        after_step: bool = False,
-        rehearsed=None,
-        shown: Collection[str] = (),
-    ):
-        self._train, self._context, self._launch, self._held = train, context, launch, held
-        self._scaling, self._run_config = context.scaling_config, context.run_config
-        self._datasets = datasets
-        self._beside, self._validates = beside, validation is not None
+    def __init__(self, trainer, setup, launch: Startup, held: Reservation):
+        self._trainer, self._context = trainer, trainer.train_run_context
+        self._launch, self._held, self._beside = launch, held, trainer.beside
+        self._scaling, self._run_config = trainer.scaling_config, trainer.run_config
+        self._loop = trainer.loop(functools.partial(backend.worker_context, setup))
         self._there, self._group = list(launch.there), None
         elastic = not isinstance(self._scaling.num_workers, int)
         environment = worker_environment(self._run_config, self._scaling)
         environment["env_vars"] = get_env_vars_to_propagate() | environment["env_vars"]
+        after_step, heals, rehearsed = trainer.shown is not None, trainer.heals, trainer.rehearsed
         stays = elastic and after_step and setup.config.communication == "auto" and resources.only_cpus(self._scaling)
         self._spec = GroupSpec(
             setup=setup,
@@ -134,14 +111,13 @@ class Engine:
                 ends_after_step=after_step,
             )
         )
-        self._elastic = _Elastic(self._spec, self._decisions, self._tasks(), self._there) if elastic else None
-        self._list = CheckpointList(self._run_config, validation)
-        self._tab = TrainTab(context, shown)
-
-    def _tasks(self) -> list[dict[str, float]]:
-        plan = getattr(self._spec.setup, "servers", None)
-        tasks = [plan.bundle(task) for task in plan.tasks()] if plan else []
-        return tasks + ([self._beside.resources] if self._beside else [])
+        self._elastic = (
+            _Elastic(self._spec, self._decisions, list(trainer.tasks_beside().values()), self._there)
+            if elastic
+            else None
+        )
+        self._list = CheckpointList(self._run_config, trainer.validation_config)
+        self._tab = TrainTab(self._context, trainer.shown[0] if after_step else trainer.datasets)
 
     def run(self) -> Result:
         """Returns the run's result.
@@ -184,7 +160,7 @@ class Engine:
         there, self._there[:] = list(self._there), []
         group = self._group = RunGroup(self._spec, self._held.group, size, there, self._decisions)
         try:
-            group.begin(job_of(self._train, self._context, self._datasets, group.nodes, self._validates))
+            group.begin(self._job(group))
         except BaseException:
             self._end(group)
             raise
@@ -198,6 +174,10 @@ class Engine:
         )
         events.emit(RunEvent(kind=Kind.WORKERS_STARTED, workers=size))
         return group
+
+    def _job(self, group: RunGroup) -> RunJob:
+        validates = self._trainer.validation_config is not None
+        return job_of(self._loop, self._context, self._trainer.datasets, group.nodes, validates)
 
     def _size(self) -> int:
         """Reserves the resources of the next group; returns its number of workers."""

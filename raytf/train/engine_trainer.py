@@ -47,8 +47,8 @@ class EngineTrainer(DataParallelTrainer):
         rehearsed=None,
         **kwargs,
     ):
-        self._launch, self._beside, self._shown, self._heals = launch, beside, shown, heals
-        self._rehearsed = rehearsed
+        self._launch, self.beside, self.shown, self.heals = launch, beside, shown, heals
+        self.rehearsed = rehearsed
         run_config = copy.copy(run_config) if run_config else RunConfig()
         run_config.worker_runtime_env = worker_environment(run_config, kwargs.get("scaling_config"))
         if run_config.logging_config == LoggingConfig():  # Ray Train would print each report of each worker
@@ -63,7 +63,7 @@ class EngineTrainer(DataParallelTrainer):
         given = self._launch
         self._launch = given or Startup(self.scaling_config, self.run_config)
         self._launch.ending = self._launch.ending or self._ending
-        held = Reservation(self._tasks_beside(), reservation.patience(self.run_config.failure_config), cleaned=True)
+        held = Reservation(self.tasks_beside(), reservation.patience(self.run_config.failure_config), cleaned=True)
         try:
             return self._run(held)
         finally:
@@ -77,20 +77,7 @@ class EngineTrainer(DataParallelTrainer):
         level = self.run_config.logging_config.log_level
         setup = dataclasses.replace(self.backend_config, warned=self._launch.warned, log_level=level)
         setup = dataclasses.replace(setup, servers=self._reserve(held))
-        engine = Engine(
-            self._loop(functools.partial(backend.worker_context, setup)),
-            setup,
-            self.train_run_context,
-            self._launch,
-            held,
-            datasets=self.datasets,
-            validation=self.validation_config,
-            beside=self._beside,
-            heals=self._heals,
-            after_step=self._shown is not None,
-            rehearsed=self._rehearsed,
-            shown=self.datasets if self._shown is None else self._shown[0],
-        )
+        engine = Engine(self, setup, self._launch, held)
         future: Future = Future()
         thread = threading.Thread(target=_follow, args=(engine, future), daemon=True, name="raytf_engine")
         thread.start()
@@ -103,7 +90,8 @@ class EngineTrainer(DataParallelTrainer):
                 engine.close()
             thread.join()
 
-    def _loop(self, context):
+    def loop(self, context):
+        """Returns the train loop with a context, without arguments."""
         return construct_train_func(
             self.train_loop_per_worker, self.train_loop_config, context, "train_loop_per_worker"
         )
@@ -111,16 +99,16 @@ class EngineTrainer(DataParallelTrainer):
     def _fit_here(self):
         self._cancelled = False
         cancelled = lambda: self._cancelled or (self._launch is not None and self._launch.cancelled)
-        loop = self._loop(functools.partial(backend.context_here, self.backend_config))
+        loop = self.loop(functools.partial(backend.context_here, self.backend_config))
         with quiet.native():
             run = functools.partial(local.run, loop, self.train_run_context, self.datasets, cancelled)
             return run() if self._launch is None or self._launch.ending is None else self._launch.ending.here(run)
 
-    def _tasks_beside(self) -> dict[str, dict[str, float]]:
+    def tasks_beside(self) -> dict[str, dict[str, float]]:
         """Returns the resources of each task in addition to the workers, by name."""
         plan = getattr(self.backend_config, "servers", None)
         tasks = {str(task): plan.bundle(task) for task in plan.tasks()} if plan else {}
-        return tasks | ({self._beside.name: self._beside.resources} if self._beside else {})
+        return tasks | ({self.beside.name: self.beside.resources} if self.beside else {})
 
     def _reserve(self, held: Reservation):
         """Reserves all resources of the run, unless its number of workers is open; returns the servers' plan."""

@@ -1,9 +1,8 @@
 """Recovers a worker group in place: replacement workers join, and the other workers continue. Driver side.
 
-A thread of Ray Train's controller does it for seconds, while the controller polls the others; a trial's leader waits
-for it. The workers' part is `raytf.collectives.healing`. If it fails, all workers restart from the last checkpoint, and
-an event has the reason. If no node has room for a replacement, the others first save a checkpoint of their last step.
-So no step is repeated. See docs/design/recovery.md.
+A thread does it for seconds; the group waits for it. The workers' part is `raytf.collectives.healing`. If it fails, all
+workers restart from the last checkpoint, and an event has the reason. If no node has room for a replacement, the others
+first save a checkpoint of their last step. So no step is repeated. See docs/design/recovery.md.
 """
 
 from __future__ import annotations
@@ -21,8 +20,6 @@ import ray
 from raytf import events, timeouts
 from raytf.collectives import healing, ring
 from raytf.collectives.healing import Rejoin, ReplacementState, Waiting
-from raytf.compat import ray_train
-from raytf.compat.ray_train import WorkerGroupStartupFailedError
 from raytf.errors import RaytfError, in_a_line
 from raytf.events import Kind, RunEvent, names
 from raytf.runtime import answers, ports
@@ -50,7 +47,7 @@ class _AnotherLostError(RaytfError, RuntimeError):
 
 
 class Member(Protocol):
-    """A worker, such as `Worker` of Ray Train.
+    """A worker of a group.
 
     Attributes:
         actor: Actor with an `execute(function, *arguments)`.
@@ -66,7 +63,7 @@ class Asked:
     Args:
         workers: `Member` of each rank.
         place: place(rank) starts a process that replaces a lost worker, and returns its `Member`.
-        started: started({rank: Worker}) initializes new processes before all other calls.
+        started: started({rank: Member}) initializes new processes before all other calls.
         settle: settle(worker, addresses of all, rank, token, whether cores are pinned) sends a new process the
             arguments of `backend.set_environment`. Returns the ref of its answer.
         begin: begin(worker) starts the training in a new process.
@@ -155,7 +152,7 @@ class Healing:
                 self._given_up = True
                 for worker in self._made.values():
                     ray.kill(worker.actor)
-            if not isinstance(error, (RaytfError, ray.exceptions.RayError, WorkerGroupStartupFailedError, OSError)):
+            if not isinstance(error, (RaytfError, ray.exceptions.RayError, OSError)):
                 raise
 
     def another_is_lost(self, ranks: set[int]) -> None:
@@ -193,9 +190,9 @@ class Healing:
         lacks = f"; metrics of the epoch lack the rows of {names(self.behind)} in that step" if self.behind else ""
         return f"step {self.kept}, of which the others have kept a checkpoint{lacks}"
 
-    def wait(self) -> None:
-        """Blocks until it ends; each of its parts has a timeout."""
-        self._thread.join()
+    def wait(self, seconds: float | None = None) -> None:
+        """Blocks until it ends, or for some seconds; each of its parts has a timeout."""
+        self._thread.join(seconds)
 
     def give_up(self) -> None:
         """Reports to waiting workers that there is no next ring."""
@@ -457,8 +454,3 @@ def give_up(workers: Iterable[Member], why: str) -> None:
     """Reports to waiting workers that there is no next ring, with the reason as a clause."""
     for worker in workers:
         worker.actor.execute.remote(healing.command, why)
-
-
-def standing(seconds: float = 0.0) -> tuple[Waiting | str | None, BaseException | None]:
-    """Returns where this worker waits, see `Healer.waiting`, and the error of its training or None. On a worker."""
-    return healing.here.waiting(seconds), ray_train.training_error()

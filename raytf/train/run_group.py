@@ -37,6 +37,8 @@ from raytf.worker.ending import DRAIN, MovedError
 
 # Seconds between two checks of all that sends no event.
 _LOOK_INTERVAL = 0.2
+# Seconds between two looks at a recovery, and for which a worker that joins waits for an event.
+_SOON_INTERVAL = 0.02
 # If workers fail only by another's loss, a worker that is silent for so many seconds is the lost one.
 _SILENT_INTERVAL = 3.0
 # Seconds for Ray to notice the end of a process, of which another one has told.
@@ -212,6 +214,7 @@ class RunGroup:
         self._errors: dict[int, Exception] = {}
         self._values: dict[int, Any] = {}
         self._waits: set[int] = set()
+        self._stale: set[Any] = set()  # refs from before a recovery: what waits there may have gone on
         self._meeting: dict[int, Any] = {}
         self._pending: dict[Any, int] = {}
         self._failed_at: float | None = None
@@ -245,7 +248,7 @@ class RunGroup:
                 continue
             self._heard[rank] = time.monotonic()
             self._watchdog.heard(rank)
-            if isinstance(event, Wait):
+            if isinstance(event, Wait) and ref not in self._stale:
                 self._waits.add(rank)
             elif event is None:
                 self._waits.discard(rank)
@@ -370,7 +373,10 @@ class RunGroup:
         """Blocks until a recovery has ended; raises LostGroupError if it has failed."""
         self._stop_watching_for_hangs()
         while (healing := self._recovery.healing) is not None:
-            healing.wait()
+            self._joining = {}
+            while not healing.done:
+                self._serve_joining()
+                healing.wait(_SOON_INTERVAL)
             tried, action = self._recovery.end()
             if tried.healed:
                 self._take_in(tried)
@@ -378,19 +384,39 @@ class RunGroup:
                 self._give_up(tried, action)
         self._watch_for_hangs()
 
+    def _begin(self, member: Member) -> None:
+        """Starts the training in a replacement worker; it may request what the driver has before it joins."""
+        member.actor.begin.remote(self._job, member.rank)
+        self._own[member.rank] = 0
+        self._joining[member.actor.next_event.remote(_SOON_INTERVAL)] = member
+
+    def _serve_joining(self) -> None:
+        for ref in ray.wait(list(self._joining), timeout=0)[0] if self._joining else ():
+            member = self._joining.pop(ref)
+            try:
+                event = ray.get(ref)
+            except RayError:  # the recovery sees it, too
+                continue
+            if isinstance(event, Request):
+                member.actor.answer.remote(self._list.answer(event.what))
+            elif isinstance(event, Report):
+                self._report(member.rank, event)
+            if not isinstance(event, Ended):
+                self._joining[member.actor.next_event.remote(_SOON_INTERVAL)] = member
+
     def _take_in(self, tried: Healing) -> None:
         for rank, member in tried.new.items():
             self.members[rank] = member
-            self._own[rank] = 0
             self._errors.pop(rank, None)
             self._asking.pop(rank, None)
             self._watchdog.ended.pop(rank, None)
             self._watchdog.kept.pop(rank, None)
             self._watchdog.watch(rank, self.places[rank])
-            self._pending = {ref: its for ref, its in self._pending.items() if its != rank}
-            self._poll(rank)
+        self._pending = {ref: rank for ref, rank in self._pending.items() if rank not in tried.new}
+        self._pending |= {ref: member.rank for ref, member in self._joining.items()}
         self._heard = dict.fromkeys(self._heard, time.monotonic())
         self._waits.clear()
+        self._stale = set(self._pending)
         self._failed_at = None
 
     def _give_up(self, tried: Healing, action: decisions.Action) -> None:
@@ -408,7 +434,7 @@ class RunGroup:
             place=self._replace,
             started=lambda made: None,
             settle=lambda member, addresses, rank, token, pinned: self._environment(member, addresses, token, pinned),
-            begin=lambda member: member.actor.begin.remote(self._job, member.rank),
+            begin=self._begin,
             standing=lambda member, seconds: member.actor.standing.remote(seconds),
             ports=self._config.ports,
             cores=backend.to_claim(self._spec.setup, self._spec.each.get("CPU", 1)),

@@ -318,13 +318,13 @@ class RunWorker(Process):
             set_train_fn_utils(None)
         channel.tell(ended)
 
-    def next_event(self) -> Any:
+    def next_event(self, seconds: float = _BEAT_INTERVAL) -> Any:
         """Returns the next event of the training; after a timeout None, or `Wait` if it waits for a ring.
 
         The timeout lets this process answer other calls.
         """
         with contextlib.suppress(queue.Empty):
-            return self._channel.events.get(timeout=_BEAT_INTERVAL)
+            return self._channel.events.get(timeout=seconds)
         return Wait() if isinstance(healing.here.waiting(), Waiting) else None
 
     def answer(self, value: Any) -> None:

@@ -1,6 +1,5 @@
 """What is kept back of start-up lines and of repeated warnings, and what never is."""
 
-import importlib
 import logging
 import os
 import subprocess
@@ -8,10 +7,8 @@ import sys
 import warnings
 
 import pytest
-import ray.train
 
-from raytf.compat import loggers
-from raytf.console import native_lines, once, persisting
+from raytf.console import native_lines, once
 
 NOISE = [
     "WARNING: All log messages before absl::InitializeLog() is called are written to STDERR",
@@ -125,28 +122,3 @@ assert not {"tensorflow", "keras", "ray"} & set(sys.modules)
 def test_an_import_of_raytf_changes_nothing():
     done = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-
-
-def test_that_an_autoscaler_was_not_asked_in_time_is_told_where_it_persists(caplog, monkeypatch):
-    """By Ray's own words, which the filter knows by their beginning."""
-    now = [0.0]
-    client = importlib.import_module(loggers.AUTOSCALER_ASKED).TrainAutoscalingCoordinatorClient("run")
-    vars(client)["_autoscaling_coordinator"] = None
-    logger = logging.getLogger(loggers.AUTOSCALER_ASKED)
-    monkeypatch.setattr(logger, "filters", [])
-    persisting.autoscaler_is_asked(lambda: now[0])
-    monkeypatch.setattr(logger, "propagate", True)
-
-    def tell(*seconds):
-        caplog.clear()
-        for now[0] in seconds:
-            client.send_resource_request(ray.train.ScalingConfig(num_workers=1), 1)
-        return len(caplog.records)
-
-    with caplog.at_level(logging.WARNING, logger.name):
-        assert tell(0, 5, 10) == 0
-        assert tell(*range(100, 130, 5)) == 0, "another busy moment"
-        assert tell(*range(130, 175, 5)) == 2
-        assert tell(1000) == 0
-        client.cancel_resource_request()
-        assert [record.msg.split()[:3] for record in caplog.records] == [["Failed", "to", "cancel"]]

@@ -12,10 +12,6 @@ OF_PYTHON = {"_current_frames", "_exit", "_getframe", "_replace"}
 # What subclasses ask of their bases beside what they override: it cannot lie behind a function.
 OF_BASES = {
     "parallel/epoch_iterator.py": {"_get_iterator"},
-    "train/startup.py": {
-        *("_register_sigint_handler", "_assign_worker_ranks", "_world_rank_to_ongoing_poll"),
-        *("_cleaner", "_poll_interval_s"),
-    },
 }
 
 
