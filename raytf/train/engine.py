@@ -29,8 +29,9 @@ from raytf.runtime.reservation import Reservation
 from raytf.train import backend, decisions, ends, entry
 from raytf.train.checkpoint_list import CheckpointList, take
 from raytf.train.decisions import Decisions, Do, Phase, Started
-from raytf.train.run_group import GroupSpec, LostGroupError, RunGroup
-from raytf.train.run_worker import Report, RunJob, RunWorker, job_of
+from raytf.train.group import LostGroupError, Report
+from raytf.train.run_group import GroupSpec, RunGroup
+from raytf.train.run_worker import RunJob, RunWorker, job_of
 from raytf.train.session_functions import place_of
 from raytf.worker.ending import MovedError
 

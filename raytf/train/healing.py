@@ -50,7 +50,8 @@ class Member(Protocol):
     """A worker of a group.
 
     Attributes:
-        actor: Actor with an `execute(function, *arguments)`.
+        actor: Actor with an `execute(function, *arguments)`, and `standing(seconds)`, which returns
+            (`Healer.waiting(seconds)` in its process, error of its training or None).
     """
 
     actor: Any
@@ -63,12 +64,9 @@ class Asked:
     Args:
         workers: `Member` of each rank.
         place: place(rank) starts a process that replaces a lost worker, and returns its `Member`.
-        started: started({rank: Member}) initializes new processes before all other calls.
-        settle: settle(worker, addresses of all, rank, token, whether cores are pinned) sends a new process the
+        settle: settle(worker, addresses of all, token, whether cores are pinned) sends a new process the
             arguments of `backend.set_environment`. Returns the ref of its answer.
         begin: begin(worker) starts the training in a new process.
-        standing: standing(worker, seconds) returns the ref of (`Healer.waiting(seconds)` in that process, error of its
-            training or None).
         ports: Ports on which workers may listen.
         cores: Number of cores that each worker claims.
         reported: Number of received reports, by rank.
@@ -78,10 +76,8 @@ class Asked:
 
     workers: Mapping[int, Member]
     place: Callable[[int], Member]
-    started: Callable[[dict[int, Member]], None]
-    settle: Callable[[Member, list[str], int, bytes, bool], Any]
-    begin: Callable[[Member], None]
-    standing: Callable[[Member, float], Any]
+    settle: Callable[[Any, list[str], bytes, bool], Any]
+    begin: Callable[[Any], None]
     ports: tuple[int, int]
     cores: int
     reported: Mapping[int, int]
@@ -172,7 +168,7 @@ class Healing:
 
     def _dead(self, workers: Mapping[int, Member]) -> set[int]:
         """Returns the ranks whose processes have ended."""
-        refs = {self._asked.standing(worker, 0.0): rank for rank, worker in workers.items()}
+        refs = {worker.actor.standing.remote(0.0): rank for rank, worker in workers.items()}
         dead = set()
         with contextlib.suppress(NoAnswerError):  # the watchdog detects a frozen process
             for _, ref in answers.as_they_come(list(refs), timeouts.get().sign_of_life, "whether it lives"):
@@ -268,7 +264,6 @@ class Healing:
                         ray.kill(worker.actor)
                         return
                     self._made[rank] = worker
-            self._asked.started(self._made)
         except BaseException as error:
             self._failed = error
 
@@ -335,7 +330,7 @@ class Healing:
         known |= {rank: address for rank, (address, _) in reserved.items()}
         addresses, token = [known[rank] for rank in sorted(known)], ring.new_token()
         settle = self._asked.settle
-        calls = [settle(self._made[rank], addresses, rank, token, pinned) for rank, (_, pinned) in reserved.items()]
+        calls = [settle(self._made[rank], addresses, token, pinned) for rank, (_, pinned) in reserved.items()]
         self._ask(calls, "its environment")
         for worker in self._made.values():
             self._asked.begin(worker)
@@ -352,7 +347,7 @@ class Healing:
         while True:
             self._check_others()
             ranks = [rank for rank in workers if rank not in states]
-            replies = self._ask([self._asked.standing(workers[rank], _LOOK_INTERVAL) for rank in ranks], what, seconds)
+            replies = self._ask([workers[rank].actor.standing.remote(_LOOK_INTERVAL) for rank in ranks], what, seconds)
             for rank, (state, error) in zip(ranks, replies, strict=True):
                 if error is not None and not (isinstance(state, str) and is_consequence(error)):
                     raise NotHealedError(f"worker {rank} failed: {in_a_line(cause_of(error))}")

@@ -18,7 +18,8 @@ from raytf.errors import ConfigError, TrainingError
 from raytf.runtime.processes import Process, WarmPool
 from raytf.train.checkpoint_list import CheckpointList, take
 from raytf.train.entry import import_raytf
-from raytf.train.run_worker import Channel, Report, RunTrainFnUtils, job_of
+from raytf.train.group import Report
+from raytf.train.run_worker import Channel, RunTrainFnUtils, job_of
 
 
 class Here(WarmPool):

@@ -15,8 +15,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import ray
-import ray.train
 from ray.train import CheckpointUploadMode
 
 from raytf import activity, timeouts
@@ -36,21 +34,13 @@ from raytf.runtime.process_monitor import ProcessLocation
 from raytf.runtime.processes import Process
 from raytf.timeouts import Timeouts
 from raytf.train import backend
+from raytf.train.group import Ended, Report, Wait, Woken
 from raytf.train.session_functions import Surroundings, TrialContext, TrialTrainFnUtils
 from raytf.worker import clearing, ending
 from raytf.worker.ending import MovedError
 
 # Seconds for which a worker's process waits for an event before it answers other calls.
 _BEAT_INTERVAL = 0.2
-
-
-@dataclass(frozen=True)
-class Report:
-    """A report of one worker: metrics, a checkpoint in the run's folder or None, and whether to validate it."""
-
-    metrics: dict[str, Any]
-    checkpoint: ray.train.Checkpoint | None
-    validation: Any = False
 
 
 @dataclass(frozen=True)
@@ -65,22 +55,6 @@ class Request:
 
     what: str
     value: Any = None
-
-
-@dataclass(frozen=True)
-class Ended:
-    """The end of the train loop: its value, or its error."""
-
-    value: Any = None
-    error: Exception | None = None
-
-
-class Wait:
-    """The training waits for the next ring, after the loss of a worker or of all connections."""
-
-
-class Woken:
-    """The training has just lost another worker: the driver is to look after all of them."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,26 +12,25 @@ import queue
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import ray
 from ray.util.placement_group import placement_group_table
 
-from raytf import activity, events, procfs, timeouts
+from raytf import activity, procfs, timeouts
 from raytf.collectives import healing, ring
 from raytf.collectives.healing import Waiting
 from raytf.compat import autograph, legacy_names, ray_core
 from raytf.compat.fast_import import import_keras
 from raytf.compat.ray_train import set_train_fn_utils
 from raytf.console import once, output
-from raytf.errors import RaytfError, first_line, in_a_line
-from raytf.events import Kind, RunEvent
-from raytf.runtime import cores, process_monitor
+from raytf.errors import RaytfError, in_a_line
+from raytf.runtime import process_monitor
 from raytf.runtime.answers import NoAnswerError, as_they_come, collect
-from raytf.runtime.hang_watch import HangWatch
-from raytf.runtime.process_monitor import Frozen, ProcessLocation, ProcessMonitor
+from raytf.runtime.failures import WorkerFrozenError
+from raytf.runtime.process_monitor import ProcessLocation
 from raytf.runtime.processes import Process
 from raytf.runtime.resources import placed_actor
 from raytf.storage import scratch
@@ -41,13 +40,12 @@ from raytf.train.decisions import (
     Decisions,
     Do,
     Drained,
-    Lost,
     Phase,
     RunState,
     StopRequested,
 )
 from raytf.train.entry import import_raytf
-from raytf.train.healing import TAKES_ITS_PLACE, Asked, Member, Recovery
+from raytf.train.group import Ended, Group, LostGroupError, Member, Report, Wait
 from raytf.train.session_functions import Surroundings, TrialTrainFnUtils
 from raytf.worker import clearing, ending
 from raytf.worker.session import TrialSession, TrialStopped, Within, bytes_of, write_files
@@ -56,10 +54,6 @@ from raytf.worker.session import TrialSession, TrialStopped, Within, bytes_of, w
 _LOOKS_INTERVAL = 5.0
 # Seconds for which a worker's process waits for its trial before it answers other calls.
 _BEAT_INTERVAL = 0.5
-# Event of a worker that waits for the next ring, after the loss of a worker or of all connections.
-_WAITS = ("waits", None)
-# Seconds between two checks of workers that train.
-_LOOK_INTERVAL = 1.0
 # Namespace in Ray's key-value store with the standby processes that are workers of a group.
 _TAKEN = b"raytf_taken"
 
@@ -110,14 +104,7 @@ class TrialRun:
     heals: float = 0
 
 
-@dataclass(frozen=True)
-class _Worker:
-    """A `healing.Member`."""
-
-    actor: Any
-
-
-class WorkerGroup:
+class WorkerGroup(Group):
     """Opens workers in the current placement group, see the module's docstring.
 
     A worker that is lost within a step is replaced in place if its trial allows it, see `healing`.
@@ -133,7 +120,6 @@ class WorkerGroup:
         kind: Class of the workers; `GroupWorker` by default.
 
     Attributes:
-        nodes: Node ids of the workers.
         asked: Why a stop of the trial was requested (`ending.STOP`, `ending.DRAIN`), or None.
         ended: Step after which the trial was stopped, as its loop returned it, or None.
     """
@@ -149,54 +135,49 @@ class WorkerGroup:
         group=None,
         kind=None,
     ):
+        super().__init__(setup, resources)
         self._group = group or ray.util.get_current_placement_group()
-        self._setup, self._resources, self._environment = setup, resources, environment
-        self._first_bundle, self._spares, self._kind = first_bundle, spares, kind or GroupWorker
-        cpus = resources.get("CPU", 0)
-        self._threads = max(1, int(cpus))
-        self.workers = [self._process(rank) for rank in range(workers)]
+        self._environment, self._spares, self._kind = environment, spares, kind or GroupWorker
+        self._threads = max(1, int(resources.get("CPU", 0)))
+        self.members = [self._process(rank, first_bundle + rank) for rank in range(workers)]
         self._run: Any = None  # the ref of the trial's TrialRun
         self._anew: Callable[[], TrialRun] | None = None
-        self._decisions: Decisions  # decisions of the trial
-        self._recovery = Recovery(lambda event: self._decisions.take(event), self._asked)
         self._settled: dict[int, int] = {}  # resident bytes of each rank's process after its first trial
-        self._watch: HangWatch | None = None
-        self.nodes: frozenset[str] = frozenset()
         self.asked: str | None = None
         self.ended: int | None = None
-        self._places: dict[int, ProcessLocation] = {}
-        self._monitor = ProcessMonitor()
         try:
-            self._open(setup, cpus)
+            self._open()
         except BaseException:
             self.close(well=False)
             raise
 
-    def _process(self, rank: int):
-        """Returns the actor of a worker's process: a standby process on its node, or a new one."""
-        bundle = self._first_bundle + rank
+    @property
+    def workers(self) -> list:
+        """The workers' actors by rank."""
+        return self.actors
+
+    def _process(self, rank: int, bundle: int) -> Member:
+        """Returns a worker: a standby process on its node, or a new one."""
+        taken = None
         if self._spares:
             node = placement_group_table(self._group)["bundles_to_node_id"].get(bundle)
-            if (taken := _take(self._spares, node)) is not None:
-                return taken
-        return placed_actor(self._kind, self._group, bundle, self._resources, runtime_env=self._environment)
+            taken = _take(self._spares, node)
+        if taken is None:
+            taken = placed_actor(self._kind, self._group, bundle, self._each, runtime_env=self._environment)
+        return Member(taken, rank, bundle)
 
-    def _open(self, setup, cpus: float) -> None:
-        request = timeouts.get(), setup.config.ports, backend.to_claim(setup, cpus)
-        reservations = self._all(
-            "reserve", *request, seconds=timeouts.get().process_start, what="the start of its process"
-        )
-        addresses = [address for address, _, _ in reservations]
-        pinned = cores.agreed(addresses, [claimed for _, claimed, _ in reservations])
-        self._config = setup.config
-        self._see({rank: place for rank, (_, _, place) in enumerate(reservations)})
+    def _open(self) -> None:
+        addresses, pinned = self._reserve()
         self._all("execute", import_raytf, seconds=timeouts.get().process_start, what="the import of TensorFlow")
-        token, nodes = ring.new_token(), tuple(place.node for place in self._places.values())
-        common = setup, addresses
-        arguments = [(*common, rank, self._threads, token, pinned[rank], nodes) for rank in range(len(addresses))]
-        self._each(
+        token = ring.new_token()
+        arguments = [self._opening(rank, addresses, token, pinned[rank]) for rank in range(len(addresses))]
+        self._each_of(
             "open", arguments, seconds=timeouts.get().process_start, what="the strategy, for which all workers meet"
         )
+
+    def _opening(self, rank: int, addresses: list[str], token: bytes, pinned: bool) -> tuple:
+        """Returns the arguments of `GroupWorker.open`."""
+        return self._setup, addresses, rank, self._threads, token, pinned, tuple(self.nodes)
 
     def outgrown(self) -> str | None:
         """Returns which worker exceeds `renew_worker_mb`, as a clause, or None. Called between two trials.
@@ -223,7 +204,7 @@ class WorkerGroup:
         """
         self.asked = self.ended = None
         self._anew = anew
-        self._run, workers = ray.put(job), len(self.workers)
+        self._run, workers = ray.put(job), len(self.members)
         state = RunState(
             workers=workers,
             fewest=workers,
@@ -251,213 +232,91 @@ class WorkerGroup:
             TrialError: The loop failed; the worker group can run another trial.
             WorkerGroupLostError: The worker group cannot be used any more.
         """
-        with self._watching():
-            received = self._answers_of_all(why)
-        kinds = {event[0] for event in received.values()}
-        if "error" in kinds:
-            rank, error = next((rank, event[1]) for rank, event in sorted(received.items()) if event[0] == "error")
-            error.rank = rank
-            raise error
-        if len(kinds) > 1:
+        self._received: dict[int, Report | Ended] = {}
+        self._first_error_at: float | None = None
+        self._watch_for_hangs()
+        try:
+            self._begin_following({member.actor.go_on.remote(): member.rank for member in self.members})
+            while len(self._received) < len(self.members):
+                self._follow()
+                self._judge()
+                self._check_alone()
+                self._ask_to_end(why)
+        except LostGroupError as lost:
+            raise self._lost_group(lost) from None
+        finally:
+            self._stop_watching_for_hangs()
+        received = [event for _, event in sorted(self._received.items())]
+        for rank, event in enumerate(received):
+            if isinstance(event, Ended) and isinstance(event.error, TrialError):
+                event.error.rank = rank
+                raise event.error
+        reports = [event.metrics for event in received if isinstance(event, Report)]
+        if reports and len(reports) < len(received):
             raise WorkerGroupLostError(
                 "the workers of a train loop must report equally often; one ended before another"
             )
-        if kinds == {"report"}:
-            return [event[1] for _, event in sorted(received.items())]
-        self.ended = received[0][1]
-        return None
+        if not reports:
+            self.ended = received[0].value
+        return reports or None
 
-    def _answers_of_all(self, why: Callable[[], str | None] | None) -> dict[int, tuple]:
-        """Continues the trial until each worker has sent an event; meanwhile the workers answer other calls, too."""
-        received: dict[int, tuple] = {}
-        waits: set[int] = set()  # ranks that wait for the next ring
-        failed = None  # time of the first failure
-        self._monitor.begin()
-        pending = {worker.go_on.remote(): rank for rank, worker in enumerate(self.workers)}
-        while pending:
-            done, _ = ray.wait(list(pending), timeout=_LOOK_INTERVAL)
-            lost: dict[int, WorkerGroupLostError] = {}
-            for ref in done:
-                rank = pending.pop(ref)
-                try:
-                    event = self._get(f"worker {rank}", ref)
-                except WorkerGroupLostError as error:
-                    lost[rank] = error
-                    continue
-                if event is None or event == _WAITS:
-                    self._monitor.heard(rank)
-                    (waits.discard if event is None else waits.add)(rank)
-                    pending[self.workers[rank].next_event.remote()] = rank
-                    continue
-                received[rank] = event
-                if event[0] == "error" and failed is None:
-                    failed = time.monotonic()
-            if pending and not lost:
-                lost = self._standing_still()
-            new = frozenset()
-            if lost:
-                new = self._heal(lost, received)
-                waits.clear()
-            elif pending and failed is not None and time.monotonic() - failed >= timeouts.get().alike_failures:
-                raise self._alone(received)
-            elif len(waits) == len(self.workers):
-                new = self._connect()
-                waits.clear()
-            elif pending:
-                self._ask_to_end(why)
-            pending = {ref: rank for ref, rank in pending.items() if rank not in new}
-            pending |= {self.workers[rank].next_event.remote(): rank for rank in new}
-        return received
+    def _on(self, member: Member, event: Any) -> bool:
+        self._received[member.rank] = event
+        if isinstance(event, Ended) and event.error is not None:
+            self._first_error_at = self._first_error_at or time.monotonic()
+        return False
 
-    def _connect(self) -> frozenset[int]:
-        """Connects workers in a new ring; returns the ranks that were lost and replaced meanwhile."""
-        self._recovery.connect(map(_Worker, self.workers))
-        ranks, why = self._recover()
-        if why is not None:
-            events.emit(RunEvent(kind=Kind.RECOVERY_FAILED, why=why))
-        return ranks
+    def _reporters(self) -> frozenset[int]:
+        return frozenset(self._received)
 
-    def _standing_still(self) -> dict[int, WorkerGroupLostError]:
-        """Returns the errors of workers that are frozen, that hang, or whose host is lost, by rank."""
-        frozen = {rank: _frozen(process) for process in self._monitor.look() for rank in process.keys}
-        if frozen:
-            return frozen
-        ended = self._watch.ended if self._watch is not None else {}
-        return {
-            rank: WorkerGroupLostError(f"worker {rank} hangs: {hang}\n{hang.stack}") for rank, hang in ended.items()
-        }
+    def _check_alone(self) -> None:
+        """Raises the error for workers that failed while others wait: the cause is a frozen one, or else the first."""
+        if not self._pending or self._first_error_at is None:
+            return
+        if time.monotonic() - self._first_error_at < timeouts.get().alike_failures:
+            return
+        if (frozen := self._watchdog.standing()) is not None:
+            raise WorkerGroupLostError(_frozen(frozen.keys[0], f"its process {frozen.place.pid} is {frozen.how}"))
+        rank, error = next((r, e.error) for r, e in sorted(self._received.items()) if getattr(e, "error", None))
+        raise WorkerGroupLostError(f"worker {rank} failed alone: {error.cause}\n{error.details}")
 
-    def _heal(self, lost: dict[int, WorkerGroupLostError], said: dict[int, tuple]) -> frozenset[int]:
-        """Replaces lost workers in the step that the others are in; returns the ranks of all replacement workers.
+    def _lost_group(self, lost: LostGroupError) -> WorkerGroupLostError:
+        rank, error = min(lost.errors.items())
+        if rank in self._watchdog.ended:
+            found = WorkerGroupLostError(_frozen(rank, self._watchdog.ended[rank]))
+        elif isinstance(error, WorkerFrozenError):
+            found = WorkerGroupLostError(f"worker {rank} hangs: {error}\n{error.stack}")
+        else:
+            found = WorkerGroupLostError(f"worker {rank} of the trial died: {error}")
+        found.unhealed = lost.why or None
+        return found
 
-        Raises:
-            WorkerGroupLostError: Recovery is not allowed, or has failed; contains the reason.
-        """
-        first = lost[min(lost)]
-        action = self._decisions.take(Lost(frozenset(lost), frozenset(said)))
-        for rank, error in sorted(lost.items()):
-            why = in_a_line(error.__cause__) if error.__cause__ else first_line(error).rstrip(".")
-            more = TAKES_ITS_PLACE if action.do is Do.RECOVER else ""
-            events.emit(RunEvent(kind=Kind.WORKER_LOST, ranks=(rank,), why=why, more=more))
-        if not action.state.recovers:
-            first.unhealed = None
-            raise first
-        self._close_watch()
-        for rank in lost:
-            ray.kill(self.workers[rank])  # a frozen process still exists
-        ranks, why = frozenset(), action.why
-        if action.do is Do.RECOVER:
-            self._recovery.begin(action.ranks)
-            ranks, why = self._recover()
-        if why is None:
-            return ranks
-        first.unhealed = why or None
-        raise first
+    def _started_again(self, rank: int) -> Member:
+        return self._process(rank, self.members[rank].bundle)
 
-    def _recover(self) -> tuple[frozenset[int], str | None]:
-        """Blocks until a recovery ends; returns (ranks of new processes, None), or why there are none, as a clause."""
-        while self._recovery.healing is not None:
-            self._recovery.healing.wait()
-            tried, action = self._recovery.end()
-            if tried.healed:
-                if tried.new:
-                    self._take_in(tried.new)
-                return tried.lost, None
-            if self._recovery.healing is None:
-                tried.give_up()
-                return frozenset(), action.why
-        return frozenset(), None
+    def _settle(self, member: Member, addresses: list[str], token: bytes, pinned: bool) -> Any:
+        if self._anew is not None:
+            self._run, self._anew = ray.put(self._anew()), None
+        self._settled.pop(member.rank, None)
+        return member.actor.settle.remote(*self._opening(member.rank, addresses, token, pinned))
 
-    def _asked(self) -> Asked:
-        """Returns the functions and settings that a `Healing` needs from this group."""
-
-        def place(rank: int) -> _Worker:
-            worker = self._process(rank)
-            try:
-                location = ray.get(
-                    worker.execute.remote(process_monitor.here), timeout=timeouts.get().replacement_report
-                )
-            except BaseException:
-                ray.kill(worker)
-                raise
-            self._see({rank: location})
-            return _Worker(worker)
-
-        def settle(worker: _Worker, addresses: list[str], rank: int, token: bytes, pinned: bool):
-            if self._anew is not None:
-                self._run, self._anew = ray.put(self._anew()), None
-            nodes = tuple(place.node for place in self._places.values())
-            return worker.actor.settle.remote(self._setup, addresses, rank, self._threads, token, pinned, nodes)
-
-        return Asked(
-            workers={rank: _Worker(worker) for rank, worker in enumerate(self.workers)},
-            place=place,
-            started=lambda made: None,
-            settle=settle,
-            begin=lambda worker: worker.actor.take_place.remote(self._run),
-            standing=lambda worker, seconds: worker.actor.standing.remote(seconds),
-            ports=self._config.ports,
-            cores=backend.to_claim(self._setup, self._resources.get("CPU", 0)),
-            reported={},
-        )
-
-    def _take_in(self, workers: Mapping[int, Member]) -> None:
-        """Puts these workers into the group, and continues."""
-        for rank, worker in workers.items():
-            self.workers[rank] = worker.actor
-            self._settled.pop(rank, None)
-        self._monitor.begin()
-        self._open_watch()
-
-    def _see(self, places: dict[int, ProcessLocation]) -> None:
-        """Watches the processes of workers."""
-        self._places |= places
-        self.nodes = frozenset(place.node for place in self._places.values())
-        for rank, place in places.items():
-            self._monitor.watch(rank, place)
+    def _begin(self, member: Member) -> None:
+        member.actor.take_place.remote(self._run)
 
     def _ask_to_end(self, why: Callable[[], str | None] | None) -> None:
         """Stops all workers after the same step, once there is a reason."""
-        if why is None or self.asked is not None or (reason := why()) is None:
+        if not self._pending or why is None or self.asked is not None or (reason := why()) is None:
             return
         action = self._decisions.take(StopRequested() if reason == ending.STOP else Drained(stays=True))
         if action.do is not Do.END_AFTER_STEP:
             return
         self.asked = action.why
         try:
-            ends.agree(self.workers, action.why)
+            ends.agree(self.actors, action.why)
         except NoAnswerError as error:
             raise WorkerGroupLostError(str(error)) from None
         except ray.exceptions.RayActorError as error:
             raise _lost("a worker", error) from error
-
-    @contextlib.contextmanager
-    def _watching(self) -> Iterator[None]:
-        """Watches the workers for hangs, until the context ends."""
-        self._open_watch()
-        try:
-            yield
-        finally:
-            self._close_watch()
-
-    def _open_watch(self) -> None:
-        if self._config.hang_timeout_s is not None:
-            limits = self._config.hang_timeout_s, self._config.first_step_timeout_s
-            ask = lambda rank, function: self.workers[rank].execute.remote(function)
-            self._watch = HangWatch(ask, self._places, *limits)
-
-    def _close_watch(self) -> None:
-        watch, self._watch = self._watch, None
-        if watch is not None:
-            watch.close()
-
-    def _alone(self, said: dict[int, tuple]) -> WorkerGroupLostError:
-        """Returns the error for workers that failed while others wait: the cause is a frozen one, or else the first."""
-        standing = self._monitor.standing()
-        if standing is not None:
-            return _frozen(standing)
-        rank, error = next((r, e[1]) for r, e in said.items() if e[0] == "error")
-        return WorkerGroupLostError(f"worker {rank} failed alone: {error.cause}\n{error.details}")
 
     def save(self) -> dict[str, bytes] | None:
         """Returns the files of a checkpoint of this report: the chief's, and the own files of others."""
@@ -483,41 +342,30 @@ class WorkerGroup:
                     [w.stop.remote() for w in self.workers], timeouts.get().worker_parting, "their ends"
                 ):
                     pass
-        for worker in self.workers:
-            ray.kill(worker)
-        self._monitor.close()
+        self.end(self.actors)
 
     def _all(self, method: str, *arguments, **how) -> list:
-        return self._each(method, [arguments] * len(self.workers), **how)
+        return self._each_of(method, [arguments] * len(self.members), **how)
 
-    def _each(self, method: str, arguments: list[tuple], *, what: str, seconds: float | None = None) -> list:
-        calls = [getattr(w, method).remote(*a) for w, a in zip(self.workers, arguments, strict=True)]
+    def _each_of(self, method: str, arguments: list[tuple], *, what: str, seconds: float | None = None) -> list:
+        calls = [getattr(actor, method).remote(*a) for actor, a in zip(self.actors, arguments, strict=True)]
         return self._answers(calls, timeouts.get().trial_answer if seconds is None else seconds, what)
 
     def _answers(self, calls: list, seconds: float, what: str) -> list:
         """Returns the results of calls; raises WorkerGroupLostError once a worker dies, is stopped, or is late."""
-        self._monitor.begin()
+        self._watchdog.heard(*self.places)
         try:
             return collect(calls, seconds, what, look=self._look, failure=_lost)
         except NoAnswerError as error:
             raise WorkerGroupLostError(str(error)) from None
 
-    def _get(self, name: str, ref):
-        try:
-            return ray.get(ref)
-        except ray.exceptions.RayActorError as error:
-            raise _lost(name, error) from error
-
     def _look(self) -> None:
-        for process in self._monitor.look():
-            raise _frozen(process)
+        for rank, how in self._watchdog.ended.items():
+            raise WorkerGroupLostError(_frozen(rank, how))
 
 
-def _frozen(found: Frozen) -> WorkerGroupLostError:
-    if found.seen is None:
-        return WorkerGroupLostError(f"the host {found.place.host} {found.how}")
-    worker = f"worker {found.keys[0]} on {found.place.host}"
-    return WorkerGroupLostError(f"{worker} is frozen: its process {found.place.pid} is {found.how}")
+def _frozen(rank: int, how: str) -> str:
+    return f"worker {rank} is frozen: {how}"
 
 
 def _lost(name: str, error: Exception) -> Exception:
@@ -642,20 +490,21 @@ class GroupWorker(Process):
         finally:
             set_train_fn_utils(None)
 
-    def go_on(self) -> tuple | None:
+    def go_on(self) -> Report | Ended | Wait | None:
         """Continues the trial; returns the result of `next_event`."""
         activity.here.renew()
         self._session.commands.put("go")
         return self.next_event()
 
-    def next_event(self) -> tuple | None:
-        """Returns the next event of the trial's thread; after a timeout None, or `_WAITS` if it waits for a ring.
+    def next_event(self) -> Report | Ended | Wait | None:
+        """Returns the next event of the trial's thread; after a timeout None, or `Wait` if it waits for a ring.
 
         The timeout lets this process answer other calls.
         """
         with contextlib.suppress(queue.Empty):
-            return self._session.events.get(timeout=_BEAT_INTERVAL)
-        return _WAITS if isinstance(healing.here.waiting(), Waiting) else None
+            kind, value = self._session.events.get(timeout=_BEAT_INTERVAL)
+            return Report(value) if kind == "report" else Ended(value) if kind == "end" else Ended(error=value)
+        return Wait() if isinstance(healing.here.waiting(), Waiting) else None
 
     def save(self) -> dict[str, bytes] | None:
         self._session.commands.put("save")

@@ -1,0 +1,379 @@
+"""A group of workers: follows their events, watches their processes, and replaces lost ones. Driver side.
+
+`run_group.RunGroup` has the workers of a run, `worker_group.WorkerGroup` those of trials and of `raytf.fit`. What
+becomes of an event is decided by `decisions.decide`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import ActorUnschedulableError, RayActorError, RayError
+
+from raytf import events, timeouts
+from raytf.errors import in_a_line
+from raytf.events import Kind, RunEvent
+from raytf.liveness import LOOK_INTERVAL, STOPPED_INTERVAL
+from raytf.runtime import answers, cores, process_monitor
+from raytf.runtime.failures import WorkerFrozenError, cause_of, is_consequence
+from raytf.runtime.hang_watch import HangWatch
+from raytf.runtime.process_monitor import ProcessLocation, Watchdog
+from raytf.train import backend, decisions
+from raytf.train.decisions import Decisions, Do, Lost, WorkerState
+from raytf.train.healing import TAKES_ITS_PLACE, Asked, Healing, Recovery
+from raytf.worker.ending import MovedError
+
+# Seconds between two checks of all that sends no event.
+_LOOK_INTERVAL = 0.2
+# Seconds between two looks at a recovery, and for which a worker that joins waits for an event.
+SOON_INTERVAL = 0.02
+# If workers fail only by another's loss, a worker that is silent for so many seconds is the lost one.
+_SILENT_INTERVAL = 3.0
+# Seconds for Ray to notice the end of a process, of which another one has told.
+_LOSS_INTERVAL = 2.0
+
+
+class Wait:
+    """Event: the training waits for the next ring, after the loss of a worker or of all connections."""
+
+
+class Woken:
+    """Event: the training has just lost another worker."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """Event: a report of one worker.
+
+    Args:
+        metrics: Metrics by name.
+        checkpoint: A checkpoint in the run's folder, or None.
+        validation: Whether to validate it, or how.
+    """
+
+    metrics: dict[str, Any]
+    checkpoint: Any = None
+    validation: Any = False
+
+
+@dataclass(frozen=True)
+class Ended:
+    """Event: the end of the train loop, with its value or its error."""
+
+    value: Any = None
+    error: Exception | None = None
+
+
+class LostGroupError(Exception):
+    """The group has ended.
+
+    Args:
+        errors: The error of each worker that has failed, by rank.
+        why: Why a lost worker was not replaced in place, as a clause; None if that was not tried.
+    """
+
+    def __init__(self, errors: dict[int, Exception], why: str | None = None):
+        super().__init__(errors, why)
+        self.errors, self.why = errors, why
+
+
+@dataclass(frozen=True)
+class Member:
+    """A `healing.Member` with its rank and the bundle of its resources."""
+
+    actor: Any
+    rank: int
+    bundle: int
+
+
+class Group:
+    """What all groups of workers have in common; subclasses start the workers, and take their events.
+
+    Args:
+        setup: The workers' `settings.WorkerSetup`.
+        each: Resources of a worker.
+
+    Attributes:
+        members: The workers by rank.
+        places: Locations of their processes by rank.
+    """
+
+    _decisions: Decisions
+
+    def __init__(self, setup, each: dict[str, float]):
+        self._setup, self._config, self._each = setup, setup.config, each
+        self._cores = backend.to_claim(setup, each.get("CPU", 1))
+        self.members: list[Member] = []
+        self.places: dict[int, ProcessLocation] = {}
+        self._recovery = Recovery(lambda event: self._decisions.take(event), self._asked)
+        self._hangs: HangWatch | None = None
+        self._joining: dict[Any, Member] = {}  # by the ref of the next event
+        limit = self._config.hang_timeout_s
+        self._watchdog = Watchdog(STOPPED_INTERVAL if limit is None else max(1.0, limit - LOOK_INTERVAL), self._words)
+
+    @property
+    def actors(self) -> list:
+        """The workers' actors by rank."""
+        return [member.actor for member in self.members]
+
+    @property
+    def nodes(self) -> list[str]:
+        """Ray's id of each worker's node, by rank."""
+        return [self.places[rank].node for rank in sorted(self.places)]
+
+    def _reserve(self) -> tuple[list[str], list[bool]]:
+        """Returns the address of each worker, and whether it has cores of its own."""
+        calls = [actor.reserve.remote(timeouts.get(), self._config.ports, self._cores) for actor in self.actors]
+        reserved = self._answers(calls, timeouts.get().process_start, "the start of its process")
+        for rank, (_, _, place) in enumerate(reserved):
+            self._see(rank, place)
+        addresses = [address for address, _, _ in reserved]
+        return addresses, cores.agreed(addresses, [claimed for _, claimed, _ in reserved])
+
+    def _answers(self, calls: list, seconds: float, what: str) -> list:
+        return answers.collect(calls, seconds, what)
+
+    def _see(self, rank: int, place: ProcessLocation) -> None:
+        self.places[rank] = place
+        self._watchdog.watch(rank, place)
+
+    def _words(self, rank: int) -> tuple[str, str]:
+        hangs = self._hangs
+        return ("", "") if hangs is None else hangs.last_words(rank)
+
+    # ------------------------------------------------------------------------------------------ events
+
+    def _on(self, member: Member, event: Any) -> bool:
+        """Takes an event; returns whether the worker is to be asked for the next one now."""
+        raise NotImplementedError
+
+    def _begin_following(self, calls: dict[Any, int]) -> None:
+        """Starts to follow the workers, by the ref of the next event of each."""
+        now = time.monotonic()
+        self._heard = dict.fromkeys(range(len(self.members)), now)
+        self._errors: dict[int, Exception] = {}
+        self._waits: set[int] = set()  # ranks that wait for the next ring
+        self._stale: set[Any] = set()  # refs from before a recovery: what waited then may have gone on
+        self._failed_at: float | None = None
+        self._pending = calls
+        self._watchdog.heard(*self._heard)
+
+    def _poll(self, rank: int) -> None:
+        self._pending[self.members[rank].actor.next_event.remote()] = rank
+
+    def _follow(self) -> None:
+        """Takes the next events of all workers."""
+        if not self._pending:
+            time.sleep(_LOOK_INTERVAL)  # all wait for one that has failed
+            return
+        ray.wait(list(self._pending), timeout=_LOOK_INTERVAL)
+        done, _ = ray.wait(list(self._pending), num_returns=len(self._pending), timeout=0)
+        for ref in done:
+            rank = self._pending.pop(ref)
+            try:
+                event = ray.get(ref)
+            except RayError as error:
+                self._errors[rank] = error
+                continue
+            self._heard[rank] = time.monotonic()
+            self._watchdog.heard(rank)
+            if isinstance(event, Wait) and ref not in self._stale:
+                self._waits.add(rank)
+            elif event is None:
+                self._waits.discard(rank)
+            elif isinstance(event, Woken):
+                self._failed_at = self._failed_at or time.monotonic()
+            if event is None or isinstance(event, (Wait, Woken)) or self._on(self.members[rank], event):
+                self._poll(rank)
+
+    def _judge(self) -> None:
+        """Executes the action for what has happened to workers.
+
+        Raises:
+            LostGroupError: The group has ended.
+        """
+        for rank, how in list(self._watchdog.ended.items()):
+            self._errors[rank] = WorkerFrozenError(how, self._watchdog.kept.get(rank, ""))
+        for rank, error in list(self._hangs.ended.items()) if self._hangs is not None else ():
+            if rank not in self._watchdog.ended:
+                self._errors[rank] = error
+        event = decisions.happened([seen(self._errors.get(member.rank)) for member in self.members])
+        if event is None and self._errors:
+            event = self._lost_by_silence(time.monotonic())
+        if event is None and self._waits and len(self._waits) == len(self.members):
+            self._recovery.connect(self.members)
+            self._recover()
+        if event is None:
+            return
+        if isinstance(event, Lost):
+            event = Lost(event.ranks, self._reporters())
+        if isinstance(event, decisions.Ended):
+            self._wait_for_all()
+        action = self._decisions.take(event)
+        self._emit(event, action)
+        if action.do is not Do.RECOVER:
+            raise LostGroupError(dict(self._errors), action.why if action.state.recovers else None)
+        for rank in self._hangs.ended if self._hangs is not None else ():
+            ray.kill(self.members[rank].actor)
+        self._recovery.begin(action.ranks)
+        self._recover()
+
+    def _reporters(self) -> frozenset[int]:
+        """Returns the ranks that have reported, and wait: their step cannot be made again."""
+        return frozenset()
+
+    def _emit(self, event, action: decisions.Action) -> None:
+        if isinstance(event, decisions.Ended):
+            causes = map(cause_of, self._errors.values())
+            moved = next(error for error in causes if isinstance(error, MovedError))
+            events.emit(RunEvent(kind=Kind.ENDED_AFTER_STEP, step=moved.step, why=str(moved)))
+            return
+        kind = Kind.WORKER_LOST if isinstance(event, Lost) else Kind.WORKER_FAILED
+        more = TAKES_ITS_PLACE if action.do is Do.RECOVER else ""
+        for rank in sorted(action.ranks or event.ranks):
+            why = in_a_line(cause_of(self._errors[rank]))
+            events.emit(RunEvent(kind=kind, ranks=(rank,), why=why, more=more))
+
+    def _lost_by_silence(self, now: float) -> decisions.Event | None:
+        """Returns the event for workers that fail by another's loss, if that loss itself shows in no way."""
+        self._failed_at = self._failed_at or now
+        silent = {
+            rank: now - self._heard[rank]
+            for rank in self._pending.values()
+            if now - self._heard[rank] >= _SILENT_INTERVAL
+        }
+        if not silent:
+            return decisions.Failed(frozenset(self._errors)) if now - self._failed_at >= _LOSS_INTERVAL else None
+        if now - self._failed_at < timeouts.get().silent_worker:
+            return None
+        for rank, seconds in silent.items():
+            place = self.places[rank]
+            how = f"its process {place.pid} on {place.host} gives no sign of life since {seconds:.0f} s"
+            self._errors[rank] = WorkerFrozenError(how)
+        return Lost(frozenset(silent))
+
+    def _wait_for_all(self) -> None:
+        """Waits until all workers have ended after the same step."""
+        until = time.monotonic() + timeouts.get().workers_leave
+        while self._pending and time.monotonic() < until:
+            self._follow()
+
+    # ------------------------------------------------------------------------------------------ recovery
+
+    def _recover(self) -> None:
+        """Blocks until a recovery has ended; raises LostGroupError if it has failed."""
+        self._stop_watching_for_hangs()
+        while (healing := self._recovery.healing) is not None:
+            while not healing.done:
+                self._serve_joining()
+                healing.wait(SOON_INTERVAL)
+            tried, action = self._recovery.end()
+            if tried.healed:
+                self._take_in(tried)
+            elif self._recovery.healing is None:
+                self._give_up(tried, action)
+        self._waits.clear()
+        self._stale = set(self._pending)
+        self._watch_for_hangs()
+
+    def _serve_joining(self) -> None:
+        """Takes events of replacement workers, which may request what the driver has before they join."""
+        for ref in ray.wait(list(self._joining), timeout=0)[0] if self._joining else ():
+            member = self._joining.pop(ref)
+            try:
+                event = ray.get(ref)
+            except RayError:  # the recovery sees it, too
+                continue
+            if event is None or isinstance(event, (Wait, Woken)) or self._on(member, event):
+                self._joining[member.actor.next_event.remote(SOON_INTERVAL)] = member
+
+    def _take_in(self, tried: Healing) -> None:
+        pending = {ref: rank for ref, rank in self._pending.items() if rank not in tried.new}
+        joining, self._joining = self._joining, {}
+        self._pending = pending | {ref: member.rank for ref, member in joining.items()}
+        for rank, member in tried.new.items():
+            self.members[rank] = member
+            self._errors.pop(rank, None)
+            self._watchdog.ended.pop(rank, None)
+            self._watchdog.kept.pop(rank, None)
+            self._watchdog.watch(rank, self.places[rank])
+            if rank not in self._pending.values():
+                self._poll(rank)
+        self._heard = dict.fromkeys(self._heard, time.monotonic())
+        self._failed_at = None
+
+    def _give_up(self, tried: Healing, action: decisions.Action) -> None:
+        for rank in tried.lost:  # a call to it would block until Ray detects the loss of its node
+            ray.kill(self.members[rank].actor)
+        tried.give_up()
+        more = f". All workers restart from {tried.place}" if action.do is Do.RESTART else ""
+        why, ranks = action.why or tried.why, tuple(sorted(tried.lost))
+        events.emit(RunEvent(kind=Kind.RECOVERY_FAILED, ranks=ranks, step=tried.kept, why=why, more=more))
+        raise LostGroupError(dict(self._errors), why)
+
+    def _asked(self) -> Asked:
+        return Asked(
+            workers={member.rank: member for member in self.members},
+            place=self._replace,
+            settle=self._settle,
+            begin=self._begin,
+            ports=self._config.ports,
+            cores=self._cores,
+            reported={},
+        )
+
+    def _replace(self, rank: int) -> Member:
+        """Starts a process that replaces a lost worker, and returns it when its place is known."""
+        member = self._started_again(rank)
+        try:
+            call = member.actor.execute.remote(process_monitor.here)
+            self.places[rank] = ray.get(call, timeout=timeouts.get().replacement_start)
+        except BaseException:
+            ray.kill(member.actor)
+            raise
+        return member
+
+    def _started_again(self, rank: int) -> Member:
+        raise NotImplementedError
+
+    def _settle(self, member: Member, addresses: list[str], token: bytes, pinned: bool) -> Any:
+        """Returns the ref of the answer of a worker that is sent its environment."""
+        raise NotImplementedError
+
+    def _begin(self, member: Member) -> None:
+        """Starts the training in a replacement worker."""
+        raise NotImplementedError
+
+    # ------------------------------------------------------------------------------------------ hangs, and the end
+
+    def _watch_for_hangs(self) -> None:
+        if self._config.hang_timeout_s is not None:
+            execute = lambda rank, function: self.members[rank].actor.execute.remote(function)
+            limits = self._config.hang_timeout_s, self._config.first_step_timeout_s
+            self._hangs = HangWatch(execute, self.places, *limits)
+
+    def _stop_watching_for_hangs(self) -> None:
+        hangs, self._hangs = self._hangs, None
+        if hangs is not None:
+            hangs.close()
+
+    def end(self, actors: Iterable[Any]) -> None:
+        """Ends these workers, and all that watches the group."""
+        self._stop_watching_for_hangs()
+        self._watchdog.close()
+        for actor in actors:
+            ray.kill(actor)
+
+
+def seen(error: BaseException | None) -> WorkerState:
+    """Returns the state of a worker from its error."""
+    cause = cause_of(error)
+    if isinstance(cause, MovedError):
+        return WorkerState.ENDED
+    if isinstance(cause, (RayActorError, ActorUnschedulableError, WorkerFrozenError)):
+        return WorkerState.LOST
+    return WorkerState.WELL if error is None else WorkerState.AFFECTED if is_consequence(error) else WorkerState.FAILED
