@@ -14,7 +14,7 @@ import ray
 from ray._common.utils import env_bool  # reads it as Ray does
 from ray.train.constants import RAY_TRAIN_ENABLE_STATE_TRACKING  # whether the user wants the line
 from ray.train.v2._internal.state import state_actor  # where its process is started
-from ray.train.v2._internal.state.state_manager import TrainStateManager  # writes it
+from ray.train.v2._internal.state.state_manager import TrainStateManager  # writes that line
 from ray.train.v2._internal.util import TrainingFramework  # its name there
 
 from raytf import logs
@@ -27,7 +27,7 @@ logger = logs.get_logger(__name__)
 
 @contextlib.contextmanager
 def _softly() -> Iterator[None]:
-    """Logs an error: a run goes on without its line."""
+    """Logs an error: a run continues without its line."""
     try:
         yield
     except Exception as error:

@@ -54,6 +54,7 @@ class WarmPool:
         there: (node, actor) of each process that may become a worker.
         warned: Entries by which the process that shows a warning claims it, see `once.py`.
         asked: Actor that answered the last request, or None.
+        compares: Whether that one still compares two workers with one device, see `verify.Following`.
         ending: An `ends.Ending`, whose signals end the processes' work; None leaves SIGINT to Ray Train.
     """
 
@@ -62,7 +63,7 @@ class WarmPool:
     def __init__(self, kind, scaling_config, run_config, workers: int, preload: Callable[[], None]):
         self.there = []
         self._extra = []
-        self.asked = None
+        self.asked, self.compares = None, False
         # A process must not search for devices before Ray assigns it some: without devices it can only try the model.
         if resources.only_cpus(scaling_config):
             environment = _early_environment(run_config, scaling_config, threads(_cpus(scaling_config)))
@@ -107,6 +108,13 @@ class WarmPool:
         """Ends the processes that cannot become workers, except the last one that answered, see `end_asked`."""
         _end([actor for actor in self._extra if actor is not self.asked])
         self._extra = [actor for actor in self._extra if actor is self.asked]
+
+    def drop(self, actor) -> None:
+        """Ends a process that becomes no worker; one that still compares ends with that, see `end_asked`."""
+        if actor is self.asked and self.compares:
+            self._extra.append(actor)
+        else:
+            ray.kill(actor)
 
     def end_asked(self) -> None:
         """Ends the process that answered last, if it cannot become a worker; its work is done."""

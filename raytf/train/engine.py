@@ -1,6 +1,6 @@
 """Runs a train loop on workers: one group of workers after another, until the loop has ended or failed too often.
 
-It stands on Ray's public API: actors and placement groups. The driver's process follows the workers in a thread;
+It uses Ray's public API: actors and placement groups. The driver's process follows the workers in a thread;
 `run_group.RunGroup` has the part of one group, `run_worker` that of a worker.
 """
 
@@ -84,7 +84,7 @@ class Engine:
         self._launch, self._held, self._beside = launch, held, trainer.beside
         self._scaling, self._run_config = trainer.scaling_config, trainer.run_config
         self._loop = trainer.loop(functools.partial(backend.worker_context, setup))
-        self._there, self._group = list(launch.there), None
+        self._idle, self._group = list(launch.there), None
         elastic = not isinstance(self._scaling.num_workers, int)
         environment = worker_environment(self._run_config, self._scaling)
         environment["env_vars"] = get_env_vars_to_propagate() | environment["env_vars"]
@@ -98,6 +98,7 @@ class Engine:
             rehearsed=[] if rehearsed is None else [ray.put((rehearsed, setup))],
             stays=stays,
             elastic=elastic,
+            drop=launch.drop,
         )
         failures = self._run_config.failure_config
         self._starts_left = failures.controller_failure_limit
@@ -113,7 +114,7 @@ class Engine:
             )
         )
         self._elastic = (
-            _Elastic(self._spec, self._decisions, list(trainer.tasks_beside().values()), self._there)
+            _Elastic(self._spec, self._decisions, list(trainer.tasks_beside().values()), self._idle)
             if elastic
             else None
         )
@@ -158,8 +159,8 @@ class Engine:
             raise TrainingError(None, "it was cancelled")
         if self._beside is not None:
             self._beside.start(self._held)
-        there, self._there[:] = list(self._there), []
-        group = self._group = RunGroup(self._spec, self._held.group, size, there, self._decisions)
+        existing, self._idle[:] = list(self._idle), []
+        group = self._group = RunGroup(self._spec, self._held.group, size, existing, self._decisions)
         try:
             group.begin(self._job(group))
         except BaseException:
@@ -216,7 +217,7 @@ class Engine:
                 text = "\n".join(f"[Rank {rank}]\n{error}" for rank, error in sorted(failed.items()))
                 raise WorkerGroupError(text, failed)
             self._tab.ended(None, again=True)
-            self._there += group.staying(errors)
+            self._idle += group.staying(errors)
         finally:
             self._end(group)
         return self._size()
@@ -236,7 +237,7 @@ class Engine:
         if (group := self._group) is not None:
             for actor in group.actors:
                 ray.kill(actor)
-        for _, actor in self._there:
+        for _, actor in self._idle:
             ray.kill(actor)
         self._list.close()
 
@@ -256,14 +257,14 @@ class _Elastic:
         spec: What all groups of the run have in common.
         run: Decisions of the run.
         beside: Resources of each task in addition to the workers.
-        there: Processes for the next group; new ones are added.
+        idle: Processes for the next group; new ones are added.
 
     Attributes:
         suspects: Ids of nodes whose workers were lost; Ray needs up to 15 s to detect a lost node.
     """
 
-    def __init__(self, spec: GroupSpec, run: Decisions, beside: list[dict[str, float]], there: list):
-        self._spec, self._decisions, self._beside, self._there = spec, run, beside, there
+    def __init__(self, spec: GroupSpec, run: Decisions, beside: list[dict[str, float]], idle: list):
+        self._spec, self._decisions, self._beside, self._idle = spec, run, beside, idle
         self._wanted = {name: amount for name, amount in spec.each.items() if amount > 0}
         self.suspects: set[str] = set()
         given = spec.scaling.elastic_resize_monitor_interval_s
@@ -344,5 +345,5 @@ class _Elastic:
                 ray.kill(actor)
             events.emit(RunEvent(kind=Kind.RESIZE_DELAYED, workers=after, before=before, why=in_a_line(error)))
             return False
-        self._there.extend(started)
+        self._idle.extend(started)
         return True

@@ -33,7 +33,7 @@ _LOOK_INTERVAL = 0.2
 SOON_INTERVAL = 0.02
 # If workers fail only by another's loss, a worker that is silent for so many seconds is the lost one.
 _SILENT_INTERVAL = 3.0
-# Seconds for Ray to notice the end of a process, of which another one has told.
+# Seconds for Ray to notice the end of a process, that another one has reported.
 _LOSS_INTERVAL = 2.0
 
 
@@ -61,7 +61,7 @@ class Report:
 
 
 @dataclass(frozen=True)
-class Ended:
+class LoopEnded:
     """Event: the end of the train loop, with its value or its error."""
 
     value: Any = None
@@ -82,7 +82,7 @@ class LostGroupError(Exception):
 
 
 @dataclass(frozen=True)
-class Member:
+class GroupMember:
     """A `healing.Member` with its rank and the bundle of its resources."""
 
     actor: Any
@@ -90,7 +90,7 @@ class Member:
     bundle: int
 
 
-class Group:
+class EventGroup:
     """What all groups of workers have in common; subclasses start the workers, and take their events.
 
     Args:
@@ -107,11 +107,11 @@ class Group:
     def __init__(self, setup, each: dict[str, float]):
         self._setup, self._config, self._each = setup, setup.config, each
         self._cores = backend.to_claim(setup, each.get("CPU", 1))
-        self.members: list[Member] = []
+        self.members: list[GroupMember] = []
         self.places: dict[int, ProcessLocation] = {}
         self._recovery = Recovery(lambda event: self._decisions.take(event), self._asked)
         self._hangs: HangWatch | None = None
-        self._joining: dict[Any, Member] = {}  # by the ref of the next event
+        self._joining: dict[Any, GroupMember] = {}  # by the ref of the next event
         limit = self._config.hang_timeout_s
         self._watchdog = Watchdog(STOPPED_INTERVAL if limit is None else max(1.0, limit - LOOK_INTERVAL), self._words)
 
@@ -147,7 +147,7 @@ class Group:
 
     # ------------------------------------------------------------------------------------------ events
 
-    def _on(self, member: Member, event: Any) -> bool:
+    def _on(self, member: GroupMember, event: Any) -> bool:
         """Takes an event; returns whether the worker is to be asked for the next one now."""
         raise NotImplementedError
 
@@ -326,7 +326,7 @@ class Group:
             reported={},
         )
 
-    def _replace(self, rank: int) -> Member:
+    def _replace(self, rank: int) -> GroupMember:
         """Starts a process that replaces a lost worker, and returns it when its place is known."""
         member = self._started_again(rank)
         try:
@@ -337,14 +337,14 @@ class Group:
             raise
         return member
 
-    def _started_again(self, rank: int) -> Member:
+    def _started_again(self, rank: int) -> GroupMember:
         raise NotImplementedError
 
-    def _settle(self, member: Member, addresses: list[str], token: bytes, pinned: bool) -> Any:
+    def _settle(self, member: GroupMember, addresses: list[str], token: bytes, pinned: bool) -> Any:
         """Returns the ref of the answer of a worker that is sent its environment."""
         raise NotImplementedError
 
-    def _begin(self, member: Member) -> None:
+    def _begin(self, member: GroupMember) -> None:
         """Starts the training in a replacement worker."""
         raise NotImplementedError
 

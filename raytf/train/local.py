@@ -83,6 +83,8 @@ class _Channel(Channel):
         cancelled: Returns whether the run is cancelled.
     """
 
+    is_here = True
+
     def __init__(self, context, cancelled: Callable[[], bool]):
         super().__init__(0, 1, context.run_config.name)
         self._run, self._cancelled = context, cancelled

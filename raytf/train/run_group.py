@@ -25,7 +25,7 @@ from raytf.runtime.spares import Spares
 from raytf.train import backend, decisions, ends, entry
 from raytf.train.checkpoint_list import CheckpointList
 from raytf.train.decisions import Decisions, Do, Drained
-from raytf.train.group import SOON_INTERVAL, Ended, Group, Member, Report, seen
+from raytf.train.group import SOON_INTERVAL, EventGroup, GroupMember, LoopEnded, Report, seen
 from raytf.train.healing import Asked
 from raytf.train.run_worker import Request, RunJob, RunWorker
 from raytf.worker.ending import DRAIN
@@ -46,6 +46,7 @@ class GroupSpec:
         rehearsed: See `entry.rehearse`.
         stays: Whether processes stay when the number of workers changes; they are outside of the reservation then.
         elastic: Whether the number of workers may change.
+        drop: Ends a process that becomes no worker.
     """
 
     setup: Any
@@ -55,6 +56,7 @@ class GroupSpec:
     rehearsed: list
     stays: bool
     elastic: bool
+    drop: Callable[[Any], None]
 
     @property
     def cpus(self) -> int:
@@ -67,25 +69,25 @@ class GroupSpec:
         return processes.start(RunWorker, node, environment)
 
 
-class RunGroup(Group):
+class RunGroup(EventGroup):
     """Starts the workers of a run; raises RayError or NoAnswerError if that fails.
 
     Args:
         spec: What all groups of the run have in common.
         group: Placement group of the run.
         size: Number of workers.
-        there: (node, actor) of processes that may become workers; those that do not are ended.
+        existing: (node, actor) of processes that may become workers; those that do not are ended.
         run: Decisions of the run.
     """
 
-    def __init__(self, spec: GroupSpec, group, size: int, there: Iterable[tuple[str, Any]], run: Decisions):
+    def __init__(self, spec: GroupSpec, group, size: int, existing: Iterable[tuple[str, Any]], run: Decisions):
         super().__init__(spec.setup, spec.each)
         self._spec, self._group, self._decisions = spec, group, run
         self._spares: Spares | None = None
         self._within: list = []  # actors in the reservation, which end with it
         self._job: Any = None
         self._drained: list[str] = []
-        self.members = self._start(size, there)
+        self.members = self._start(size, existing)
         try:
             addresses, pinned = self._reserve()
             token = ring.new_token()
@@ -99,22 +101,22 @@ class RunGroup(Group):
             text = "; ".join(f"worker {rank} was frozen at its start: {how}" for rank, how in sorted(frozen.items()))
             raise WorkerFrozenError(text) from error
 
-    def _start(self, size: int, there: Iterable[tuple[str, Any]]) -> list[Member]:
+    def _start(self, size: int, existing: Iterable[tuple[str, Any]]) -> list[GroupMember]:
         nodes = placement_group_table(self._group)["bundles_to_node_id"]
-        existing: dict[int, Any] = {}
-        for node, actor in there:
-            bundle = next((i for i in range(size) if nodes[i] == node and i not in existing), None)
+        actors: dict[int, Any] = {}
+        for node, actor in existing:
+            bundle = next((i for i in range(size) if nodes[i] == node and i not in actors), None)
             if bundle is None:
-                ray.kill(actor)
+                self._spec.drop(actor)
             else:
-                existing[bundle] = actor
-        made = [*existing, *(i for i in range(size) if i not in existing)]
+                actors[bundle] = actor
+        made = [*actors, *(i for i in range(size) if i not in actors)]
         order = list(dict.fromkeys(nodes[i] for i in made))  # workers of a node have consecutive ranks
         made.sort(key=lambda i: order.index(nodes[i]))
         for i in made:
-            if i not in existing:
-                existing[i] = self._spec.start_process(nodes[i]) if self._spec.stays else self._placed(i)
-        return [Member(existing[i], rank, i) for rank, i in enumerate(made)]
+            if i not in actors:
+                actors[i] = self._spec.start_process(nodes[i]) if self._spec.stays else self._placed(i)
+        return [GroupMember(actors[i], rank, i) for rank, i in enumerate(made)]
 
     def _placed(self, bundle: int):
         options = {"runtime_env": self._spec.environment}
@@ -122,7 +124,7 @@ class RunGroup(Group):
         self._within.append(actor)
         return actor
 
-    def _settle(self, member: Member, addresses: list[str], token: bytes, pinned: bool) -> Any:
+    def _settle(self, member: GroupMember, addresses: list[str], token: bytes, pinned: bool) -> Any:
         arguments = self._config, addresses, member.rank, self._spec.cpus, token, pinned
         return member.actor.execute.remote(backend.set_environment, *arguments)
 
@@ -149,7 +151,7 @@ class RunGroup(Group):
         self._counts: dict[int, int] = {}
         self._own = dict.fromkeys(self._heard, 0)  # reports of each rank's process
         self._values: dict[int, Any] = {}
-        self._asking: dict[int, tuple[Member, Request, float]] = {}
+        self._asking: dict[int, tuple[GroupMember, Request, float]] = {}
         self._meeting: dict[int, Any] = {}
         self._drains_at = time.monotonic()
         self._watch_for_hangs()
@@ -165,7 +167,7 @@ class RunGroup(Group):
             tick(self)
         return self._values[0]
 
-    def _on(self, member: Member, event: Any) -> bool:
+    def _on(self, member: GroupMember, event: Any) -> bool:
         rank = member.rank
         if isinstance(event, Report):
             self._received[rank].append(event)
@@ -174,9 +176,9 @@ class RunGroup(Group):
             while all(self._received[every.rank] for every in self.members):
                 self._take([self._received[every.rank].popleft() for every in self.members])
             return True
-        if isinstance(event, Ended) and event.error is not None:
+        if isinstance(event, LoopEnded) and event.error is not None:
             self._errors[rank] = event.error
-        elif isinstance(event, Ended):
+        elif isinstance(event, LoopEnded):
             self._values[rank] = event.value
             if self._hangs is not None:
                 self._hangs.over(rank)
@@ -217,15 +219,15 @@ class RunGroup(Group):
         has_room = self._has_room if self._spec.elastic else None
         return dataclasses.replace(super()._asked(), reported=self._counts, has_room=has_room)
 
-    def _started_again(self, rank: int) -> Member:
+    def _started_again(self, rank: int) -> GroupMember:
         """Replaces a lost worker on the node of its bundle by a standby worker or a new process."""
         bundle, taken = self.members[rank].bundle, None
         if self._spares is not None:
             node = placement_group_table(self._group)["bundles_to_node_id"][bundle]
             taken = self._spares.take(node, lambda actor: actor.execute.remote(time.monotonic))
-        return Member(self._placed(bundle) if taken is None else taken[0], rank, bundle)
+        return GroupMember(self._placed(bundle) if taken is None else taken[0], rank, bundle)
 
-    def _begin(self, member: Member) -> None:
+    def _begin(self, member: GroupMember) -> None:
         member.actor.begin.remote(self._job, member.rank)
         self._own[member.rank] = 0
         self._joining[member.actor.next_event.remote(SOON_INTERVAL)] = member
@@ -265,7 +267,7 @@ class RunGroup(Group):
             return
         self._drained = drained
         for node in drained:
-            ranks = tuple(rank for rank, its in enumerate(self.nodes) if its == node)
+            ranks = tuple(rank for rank, home in enumerate(self.nodes) if home == node)
             events.emit(RunEvent(kind=Kind.NODE_DRAINED, ranks=ranks, node=node))
         stays = ray.get_runtime_context().get_node_id() not in drained
         action = self._decisions.take(Drained(stays=stays))

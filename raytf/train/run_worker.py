@@ -34,7 +34,7 @@ from raytf.runtime.process_monitor import ProcessLocation
 from raytf.runtime.processes import Process
 from raytf.timeouts import Timeouts
 from raytf.train import backend
-from raytf.train.group import Ended, Report, Wait, Woken
+from raytf.train.group import LoopEnded, Report, Wait, Woken
 from raytf.train.session_functions import Surroundings, TrialContext, TrialTrainFnUtils
 from raytf.worker import clearing, ending
 from raytf.worker.ending import MovedError
@@ -113,6 +113,7 @@ class Channel:
     """
 
     folder = None
+    is_here = False  # whether this process is the driver's
 
     def __init__(self, rank: int, size: int, name: str):
         self.rank, self.size, self.name = rank, size, name
@@ -122,7 +123,7 @@ class Channel:
     def check(self) -> None:
         """Raises an error if the run is over, at the begin of each report."""
 
-    def tell(self, event: Report | Request | Ended) -> None:
+    def tell(self, event: Report | Request | LoopEnded) -> None:
         """Sends an event; blocks until the driver has taken the one before."""
         self.events.put(event)
 
@@ -195,7 +196,7 @@ class RunTrainFnUtils(TrialTrainFnUtils):
             return kept, validation
 
         sent = self.report_later(metrics, keep)
-        if checkpoint_upload_mode is not CheckpointUploadMode.ASYNC:
+        if checkpoint_upload_mode is not CheckpointUploadMode.ASYNC or self._channel.is_here:
             sent.result()
 
     def refuse_validation(self) -> None:
@@ -216,7 +217,7 @@ class RunTrainFnUtils(TrialTrainFnUtils):
                 self._channel.tell(Report(metrics, *kept()))
             except Exception as error:  # an error in this thread would be lost
                 self._failed = error
-                self._channel.tell(Ended(error=ray_train.construct_user_exception_with_traceback(error)))
+                self._channel.tell(LoopEnded(error=ray_train.construct_user_exception_with_traceback(error)))
                 raise
 
         self._last = self._thread.submit(tell)
@@ -264,9 +265,9 @@ class RunWorker(Process):
         self._channel: Channel | None = None
         self._error: Exception | None = None
 
-    def reserve(self, its: Timeouts, allowed: tuple[int, int], count: int) -> tuple[str, bool, ProcessLocation]:
+    def reserve(self, limits: Timeouts, allowed: tuple[int, int], count: int) -> tuple[str, bool, ProcessLocation]:
         """Returns its "host:port", whether it has claimed cores, and its process."""
-        timeouts.put_in_force(its)
+        timeouts.put_in_force(limits)
         return *backend.reserve(allowed, count), process_monitor.here()
 
     def begin(self, job: RunJob, rank: int) -> None:
@@ -282,11 +283,11 @@ class RunWorker(Process):
         utils = RunTrainFnUtils(channel, job)
         set_train_fn_utils(utils)
         try:
-            ended = Ended(job.train())
+            ended = LoopEnded(job.train())
             utils.settle()
         except BaseException as error:
             self._error = ray_train.construct_user_exception_with_traceback(error)
-            ended = Ended(error=self._error)
+            ended = LoopEnded(error=self._error)
             utils.close()
         finally:
             set_train_fn_utils(None)

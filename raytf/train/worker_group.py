@@ -45,7 +45,7 @@ from raytf.train.decisions import (
     StopRequested,
 )
 from raytf.train.entry import import_raytf
-from raytf.train.group import Ended, Group, LostGroupError, Member, Report, Wait
+from raytf.train.group import EventGroup, GroupMember, LoopEnded, LostGroupError, Report, Wait
 from raytf.train.session_functions import Surroundings, TrialTrainFnUtils
 from raytf.worker import clearing, ending
 from raytf.worker.session import TrialSession, TrialStopped, Within, bytes_of, write_files
@@ -104,7 +104,7 @@ class TrialRun:
     heals: float = 0
 
 
-class WorkerGroup(Group):
+class WorkerGroup(EventGroup):
     """Opens workers in the current placement group, see the module's docstring.
 
     A worker that is lost within a step is replaced in place if its trial allows it, see `healing`.
@@ -156,7 +156,7 @@ class WorkerGroup(Group):
         """The workers' actors by rank."""
         return self.actors
 
-    def _process(self, rank: int, bundle: int) -> Member:
+    def _process(self, rank: int, bundle: int) -> GroupMember:
         """Returns a worker: a standby process on its node, or a new one."""
         taken = None
         if self._spares:
@@ -164,7 +164,7 @@ class WorkerGroup(Group):
             taken = _take(self._spares, node)
         if taken is None:
             taken = placed_actor(self._kind, self._group, bundle, self._each, runtime_env=self._environment)
-        return Member(taken, rank, bundle)
+        return GroupMember(taken, rank, bundle)
 
     def _open(self) -> None:
         addresses, pinned = self._reserve()
@@ -232,7 +232,7 @@ class WorkerGroup(Group):
             TrialError: The loop failed; the worker group can run another trial.
             WorkerGroupLostError: The worker group cannot be used any more.
         """
-        self._received: dict[int, Report | Ended] = {}
+        self._received: dict[int, Report | LoopEnded] = {}
         self._first_error_at: float | None = None
         self._watch_for_hangs()
         try:
@@ -248,7 +248,7 @@ class WorkerGroup(Group):
             self._stop_watching_for_hangs()
         received = [event for _, event in sorted(self._received.items())]
         for rank, event in enumerate(received):
-            if isinstance(event, Ended) and isinstance(event.error, TrialError):
+            if isinstance(event, LoopEnded) and isinstance(event.error, TrialError):
                 event.error.rank = rank
                 raise event.error
         reports = [event.metrics for event in received if isinstance(event, Report)]
@@ -260,9 +260,9 @@ class WorkerGroup(Group):
             self.ended = received[0].value
         return reports or None
 
-    def _on(self, member: Member, event: Any) -> bool:
+    def _on(self, member: GroupMember, event: Any) -> bool:
         self._received[member.rank] = event
-        if isinstance(event, Ended) and event.error is not None:
+        if isinstance(event, LoopEnded) and event.error is not None:
             self._first_error_at = self._first_error_at or time.monotonic()
         return False
 
@@ -276,14 +276,14 @@ class WorkerGroup(Group):
         if time.monotonic() - self._first_error_at < timeouts.get().alike_failures:
             return
         if (frozen := self._watchdog.standing()) is not None:
-            raise WorkerGroupLostError(_frozen(frozen.keys[0], f"its process {frozen.place.pid} is {frozen.how}"))
+            raise WorkerGroupLostError(self._frozen(frozen.keys[0], f"its process {frozen.place.pid} is {frozen.how}"))
         rank, error = next((r, e.error) for r, e in sorted(self._received.items()) if getattr(e, "error", None))
         raise WorkerGroupLostError(f"worker {rank} failed alone: {error.cause}\n{error.details}")
 
     def _lost_group(self, lost: LostGroupError) -> WorkerGroupLostError:
         rank, error = min(lost.errors.items())
         if rank in self._watchdog.ended:
-            found = WorkerGroupLostError(_frozen(rank, self._watchdog.ended[rank]))
+            found = WorkerGroupLostError(self._frozen(rank, self._watchdog.ended[rank]))
         elif isinstance(error, WorkerFrozenError):
             found = WorkerGroupLostError(f"worker {rank} hangs: {error}\n{error.stack}")
         else:
@@ -291,16 +291,16 @@ class WorkerGroup(Group):
         found.unhealed = lost.why or None
         return found
 
-    def _started_again(self, rank: int) -> Member:
+    def _started_again(self, rank: int) -> GroupMember:
         return self._process(rank, self.members[rank].bundle)
 
-    def _settle(self, member: Member, addresses: list[str], token: bytes, pinned: bool) -> Any:
+    def _settle(self, member: GroupMember, addresses: list[str], token: bytes, pinned: bool) -> Any:
         if self._anew is not None:
             self._run, self._anew = ray.put(self._anew()), None
         self._settled.pop(member.rank, None)
         return member.actor.settle.remote(*self._opening(member.rank, addresses, token, pinned))
 
-    def _begin(self, member: Member) -> None:
+    def _begin(self, member: GroupMember) -> None:
         member.actor.take_place.remote(self._run)
 
     def _ask_to_end(self, why: Callable[[], str | None] | None) -> None:
@@ -361,11 +361,11 @@ class WorkerGroup(Group):
 
     def _look(self) -> None:
         for rank, how in self._watchdog.ended.items():
-            raise WorkerGroupLostError(_frozen(rank, how))
+            raise WorkerGroupLostError(self._frozen(rank, how))
 
-
-def _frozen(rank: int, how: str) -> str:
-    return f"worker {rank} is frozen: {how}"
+    def _frozen(self, rank: int, how: str) -> str:
+        host = f" on {self.places[rank].host}"
+        return f"worker {rank}{host} is frozen: {how.replace(host, '', 1)}"
 
 
 def _lost(name: str, error: Exception) -> Exception:
@@ -490,20 +490,20 @@ class GroupWorker(Process):
         finally:
             set_train_fn_utils(None)
 
-    def go_on(self) -> Report | Ended | Wait | None:
+    def go_on(self) -> Report | LoopEnded | Wait | None:
         """Continues the trial; returns the result of `next_event`."""
         activity.here.renew()
         self._session.commands.put("go")
         return self.next_event()
 
-    def next_event(self) -> Report | Ended | Wait | None:
+    def next_event(self) -> Report | LoopEnded | Wait | None:
         """Returns the next event of the trial's thread; after a timeout None, or `Wait` if it waits for a ring.
 
         The timeout lets this process answer other calls.
         """
         with contextlib.suppress(queue.Empty):
             kind, value = self._session.events.get(timeout=_BEAT_INTERVAL)
-            return Report(value) if kind == "report" else Ended(value) if kind == "end" else Ended(error=value)
+            return Report(value) if kind == "report" else LoopEnded(value) if kind == "end" else LoopEnded(error=value)
         return Wait() if isinstance(healing.here.waiting(), Waiting) else None
 
     def save(self) -> dict[str, bytes] | None:

@@ -16,7 +16,7 @@ from ray.train.v2._internal.execution.context import TrainRunContext
 import raytf
 from raytf.runtime import reservation
 from raytf.train import arguments, local, ray_config
-from raytf.train.session_functions import Surroundings, TrialTrainFnUtils, place_of, preemption
+from raytf.train.session_functions import Surroundings, TrialContext, TrialTrainFnUtils, place_of, preemption
 from raytf.worker.session import TrialSession
 
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "reference" / "ray-compatibility.md"
@@ -258,7 +258,7 @@ def test_what_ray_refuses(name, tmp_path):
     if name == "ray.train.SyncConfig":
         name = "RunConfig(sync_config)"
     if name.startswith("get_context()."):
-        contexts = [trial(tmp_path).get_context(), local._Context("here", None)]
+        contexts = [trial(tmp_path).get_context(), TrialContext("here", 0, Surroundings(nodes=("a",)))]
         for context in contexts:
             with pytest.raises(DeprecationWarning):
                 getattr(context, name.partition(".")[2])()

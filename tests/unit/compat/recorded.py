@@ -101,6 +101,7 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
     "keras.src.utils.python_utils:pythonify_logs": ("(logs)",),
     "keras.src.utils.traceback_utils:inject_argument_info_in_traceback": ("(fn, object_name=)",),
     "keras.src.utils.tracking:TrackedOrderedDict": ("(values=, tracker=)",),
+    "ray._common.utils:env_bool": ("(key, default)",),
     "ray._private.authentication.authentication_token_setup:AuthenticationTokenLoader": ("()",),
     "ray._private.authentication.authentication_utils:is_token_auth_enabled": ("()",),
     "ray._private.grpc_utils:init_grpc_channel": ("(address, options=, asynchronous=, credentials=)",),
@@ -114,9 +115,6 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
     "ray._private.state:actors": ("(actor_id=, job_id=, actor_state_name=)",),
     "ray._private.state:available_resources_per_node": ("()",),
     "ray._private.worker:print_to_stdstream": ("(data, ignore_prefix)",),
-    "ray.data._internal.cluster_autoscaler.default_autoscaling_coordinator:get_or_create_autoscaling_coordinator": (
-        "()",
-    ),
     "ray.data._internal.compute:TaskPoolStrategy": ("(size=)",),
     "ray.data._internal.datasource_v2.common.listing_utils:_build_pruners": (
         "(file_extensions, partition_filter, partition_pruner=)",
@@ -170,39 +168,12 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
     "ray.train._internal.data_config:DataConfig._get_user_execution_options": ("(self, dataset_name)",),
     "ray.train._internal.data_config:DataConfig._resolve_execution_options": ("(self, dataset_name)",),
     "ray.train._internal.storage:get_fs_and_path": ("(storage_path, storage_filesystem=)",),
-    "ray.train.v2._internal.callbacks.placement_group_callback:PlacementGroupCleaner": (
-        "(controller_actor_id, check_interval_s, get_actor_timeout_s, stop_timeout)",
-    ),
-    "ray.train.v2._internal.callbacks.placement_group_callback:PlacementGroupCleanerCallback": (
-        "(check_interval_s=, get_actor_timeout_s=, stop_timeout=)",
-    ),
-    "ray.train.v2._internal.callbacks.placement_group_callback:PlacementGroupCleanerCallback.after_controller_start": (
-        "(self, train_run_context)",
-    ),
-    "ray.train.v2._internal.callbacks.placement_group_callback:PlacementGroupCleanerCallback.after_worker_group_abort": (
-        "(self, worker_group_context)",
-    ),
-    "ray.train.v2._internal.callbacks.placement_group_callback:PlacementGroupCleanerCallback.after_worker_group_start": (
-        "(self, worker_group)",
-    ),
-    "ray.train.v2._internal.callbacks.placement_group_callback:PlacementGroupCleanerCallback.before_worker_group_shutdown": (
-        "(self, worker_group)",
-    ),
-    "ray.train.v2._internal.callbacks.preemption_callback:PreemptionCallback": ("()",),
-    "ray.train.v2._internal.callbacks.preemption_callback:PreemptionCallback._stop_watcher": ("(self)",),
-    "ray.train.v2._internal.callbacks.preemption_callback:PreemptionCallback.after_worker_group_start": (
-        "(self, worker_group)",
-    ),
-    "ray.train.v2._internal.callbacks.state_manager:StateManagerCallback": ("(datasets)",),
-    "ray.train.v2._internal.callbacks:DatasetsCallback": ("(train_run_context, datasets)",),
     "ray.train.v2._internal.constants:get_env_vars_to_propagate": ("()",),
-    "ray.train.v2._internal.execution.callback:WorkerGroupCallback": ("()",),
-    "ray.train.v2._internal.execution.callback:WorkerGroupCallback.after_worker_group_poll_status": (
-        "(self, worker_group_status)",
-    ),
-    "ray.train.v2._internal.execution.callback:WorkerGroupCallback.before_init_train_context": ("(self, workers)",),
     "ray.train.v2._internal.execution.checkpoint.checkpoint_manager:CheckpointManager": (
         "(checkpoint_config, storage_context)",
+    ),
+    "ray.train.v2._internal.execution.checkpoint.checkpoint_manager:CheckpointManager._get_checkpoint_status": (
+        "(self, checkpoint)",
     ),
     "ray.train.v2._internal.execution.checkpoint.checkpoint_manager:CheckpointManager._notify": ("(self)",),
     "ray.train.v2._internal.execution.checkpoint.checkpoint_manager:CheckpointManager._write_state_to_storage": (
@@ -214,75 +185,28 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
     "ray.train.v2._internal.execution.checkpoint.checkpoint_manager:_TrainingResultState": (
         "(*, version=, checkpoint_dir_name, metrics)",
     ),
-    "ray.train.v2._internal.execution.context:TrainContext": (
-        "(train_run_context, distributed_context, execution_context, storage_context, preemption_context, controller_actor, dataset_shard_provider, has_validation_fn=, checkpoint=, current_report_index=, report_call_index=, collective_seq=, report_order_condition=, checkpoint_upload_threadpool=)",
-        "(train_run_context, distributed_context, execution_context, storage_context, preemption_context, controller_actor, dataset_shard_provider, has_validation_fn=, checkpoint=, current_report_index=, report_call_index=, report_order_condition=, checkpoint_upload_threadpool=)",
+    "ray.train.v2._internal.execution.checkpoint.validation_manager:ValidationManager": (
+        "(checkpoint_manager, validation_config)",
     ),
-    "ray.train.v2._internal.execution.context:TrainContext._wait_then_report": (
-        "(self, training_report, report_call_index)",
-    ),
-    "ray.train.v2._internal.execution.context:get_train_context": ("()",),
-    "ray.train.v2._internal.execution.context:is_managed_checkpoint": ("(storage_context, checkpoint)",),
-    "ray.train.v2._internal.execution.controller.controller:TrainController._poll_workers": ("(self)",),
-    "ray.train.v2._internal.execution.controller.controller:TrainController._shutdown_worker_group": ("(self)",),
-    "ray.train.v2._internal.execution.controller.controller:TrainController.get_result": ("(self)",),
-    "ray.train.v2._internal.execution.controller.placement_group_cleaner:is_actor_alive": ("(actor_id, timeout)",),
-    "ray.train.v2._internal.execution.controller.state:ShuttingDownState": ("(next_state)",),
-    "ray.train.v2._internal.execution.controller:TrainController": (
-        "(train_fn_ref, train_run_context, scaling_policy, failure_policy, callbacks=, validation_config=)",
-    ),
-    "ray.train.v2._internal.execution.preemption:PreemptionInfo": ("(deadline_ms, preempted_node_to_ranks)",),
-    "ray.train.v2._internal.execution.preemption:PreemptionWatcher": (
-        "(node_to_ranks, poll_interval_s=, worker_actors_by_rank=)",
-    ),
-    "ray.train.v2._internal.execution.preemption:PreemptionWatcher._on_drain_change": ("(self, drained)",),
-    "ray.train.v2._internal.execution.scaling_policy.elastic:ElasticScalingPolicy._count_possible_workers": (
-        "(self, reserved_resources)",
-        "(self, allocated_resources)",
-    ),
-    "ray.train.v2._internal.execution.scaling_policy.elastic:ElasticScalingPolicy.make_decision_for_non_running_worker_group": (
+    "ray.train.v2._internal.execution.checkpoint.validation_manager:ValidationManager._kick_off_validations": (
         "(self)",
     ),
-    "ray.train.v2._internal.execution.scaling_policy.elastic:ElasticScalingPolicy.make_decision_for_running_worker_group": (
-        "(self, worker_group_state, worker_group_status)",
+    "ray.train.v2._internal.execution.checkpoint.validation_manager:ValidationManager._poll_validations": ("(self)",),
+    "ray.train.v2._internal.execution.context:TrainRunContext": (
+        "(run_config, train_loop_config, scaling_config, backend_config, dataset_config)",
     ),
-    "ray.train.v2._internal.execution.scaling_policy:ElasticScalingPolicy": ("(scaling_config)",),
-    "ray.train.v2._internal.execution.scaling_policy:NoopDecision": ("()",),
+    "ray.train.v2._internal.execution.context:is_managed_checkpoint": ("(storage_context, checkpoint)",),
+    "ray.train.v2._internal.execution.controller.placement_group_cleaner:is_actor_alive": ("(actor_id, timeout)",),
+    "ray.train.v2._internal.execution.preemption:PreemptionInfo": ("(deadline_ms, preempted_node_to_ranks)",),
     "ray.train.v2._internal.execution.storage:StorageContext": (
         "(storage_path, experiment_dir_name, storage_filesystem=, read_only=)",
     ),
     "ray.train.v2._internal.execution.storage:get_fs_and_path": ("(storage_path, storage_filesystem=)",),
-    "ray.train.v2._internal.execution.train_fn_utils:LocalTrainFnUtils": (
-        "(experiment_name, dataset_shards=, world_size=, world_rank=, local_rank=, local_world_size=, node_rank=)",
-    ),
     "ray.train.v2._internal.execution.train_fn_utils:TrainFnUtils": ("()",),
     "ray.train.v2._internal.execution.train_fn_utils:get_train_fn_utils": ("()",),
     "ray.train.v2._internal.execution.train_fn_utils:set_train_fn_utils": ("(train_fn_utils)",),
     "ray.train.v2._internal.execution.training_report:_TrainingReport": ("(checkpoint, metrics, validation)",),
-    "ray.train.v2._internal.execution.worker_group.placement_group_handle:DefaultPlacementGroupHandle": ("(pg)",),
-    "ray.train.v2._internal.execution.worker_group.placement_group_handle:PlacementGroupHandle": ("()",),
-    "ray.train.v2._internal.execution.worker_group.poll:WorkerStatus": (
-        "(running, error=, training_report=, return_value=, preemption_info=)",
-    ),
-    "ray.train.v2._internal.execution.worker_group.thread_runner:ThreadRunner.get_error": ("(self)",),
-    "ray.train.v2._internal.execution.worker_group.worker_group:WorkerGroup._clear_state": ("(self)",),
-    "ray.train.v2._internal.execution.worker_group.worker_group:WorkerGroup._create_placement_group": (
-        "(self, scaling_config, worker_group_context)",
-    ),
-    "ray.train.v2._internal.execution.worker_group.worker_group:WorkerGroup._create_workers": (
-        "(self, num_workers, placement_group, resources_per_worker, placement_group_bundle_indices=, starting_world_rank=, world_size=, replica_group_size=)",
-    ),
-    "ray.train.v2._internal.execution.worker_group.worker_group:WorkerGroup._get_worker_runtime_env": (
-        "(custom_runtime_env)",
-    ),
-    "ray.train.v2._internal.execution.worker_group.worker_group:WorkerGroup._init_train_context": (
-        "(self, workers, sync_actor)",
-    ),
-    "ray.train.v2._internal.execution.worker_group.worker_group:WorkerGroup._poll_workers_and_collect_errors": (
-        "(self, timeout)",
-    ),
     "ray.train.v2._internal.execution.worker_group.worker_group:WorkerGroup._start": ("(self)",),
-    "ray.train.v2._internal.execution.worker_group:RayTrainWorker": ("()",),
     "ray.train.v2._internal.execution.worker_group:Worker": (
         "(actor, metadata, resources, distributed_context=, log_file_path=, placement_group_bundle_index=)",
     ),
@@ -293,19 +217,15 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
         "(enable_state_actor_reconciliation=, reconciliation_interval_s=, get_actor_timeout_s=, controllers_to_poll_per_iteration=)",
     ),
     "ray.train.v2._internal.state.state_actor:is_actor_alive": ("(actor_id, timeout)",),
+    "ray.train.v2._internal.state.state_manager:TrainStateManager": ("()",),
     "ray.train.v2._internal.util:construct_train_func": ("(train_func, config, train_func_context, fn_arg_name=)",),
     "ray.train.v2._internal.util:construct_user_exception_with_traceback": ("(e, exclude_frames=)",),
-    "ray.train.v2._internal.util:time_monotonic": ("()",),
     "ray.train.v2.api.config:ScalingConfig._label_selector_per_worker": ("(self, num_workers)",),
     "ray.train.v2.api.context:LocalTrainContext": (
         "(experiment_name, world_size=, world_rank=, local_rank=, local_world_size=, node_rank=)",
     ),
     "ray.train.v2.api.data_parallel_trainer:DataParallelTrainer": (
         "(train_loop_per_worker, *, train_loop_config=, backend_config=, scaling_config=, run_config=, datasets=, dataset_config=, resume_from_checkpoint=, metadata=, validation_config=)",
-    ),
-    "ray.train.v2.api.data_parallel_trainer:DataParallelTrainer._create_default_callbacks": ("(self)",),
-    "ray.train.v2.api.data_parallel_trainer:DataParallelTrainer._initialize_and_run_controller": (
-        "(self, **controller_init_kwargs)",
     ),
     "ray.train.v2.api.reported_checkpoint:ReportedCheckpoint": ("(checkpoint, metrics, status)",),
     "ray.train.v2.api.result:Result._from_checkpoint_manager": ("(checkpoint_manager, storage_context, error=)",),
