@@ -1,6 +1,6 @@
 """Events of a run, such as lost workers and restarts. `emit` records each in the run's folder and logs it.
 
-Each event is a separate JSON file. The driver, Ray Train's controller and trial actors share no file, which works on
+Each event is a separate JSON file. Drivers and trial actors share no file, which works on
 any storage.
 """
 

@@ -266,6 +266,7 @@ class Watchdog(ProcessMonitor):
     Attributes:
         kept: Stored results of `last_words`, by key.
         ended: The reason for each process that it ended, by key: a sentence without a full stop.
+        gone: The same for processes whose host does not answer; Ray notices that later.
     """
 
     def __init__(
@@ -278,6 +279,7 @@ class Watchdog(ProcessMonitor):
         self._last_words = last_words
         self.kept: dict = {}
         self.ended: dict = {}
+        self.gone: dict = {}
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._follow, daemon=True, name="raytf_watchdog")
         self._thread.start()
@@ -297,7 +299,10 @@ class Watchdog(ProcessMonitor):
     def _follow(self) -> None:
         while not self._closed.wait(liveness.LOOK_INTERVAL):
             try:
-                self._end([state for state in self.look() if state.seen is not None])
+                found = self.look()
+                self._end([state for state in found if state.seen is not None])
+                hosts = [state for state in found if state.seen is None]
+                self.gone |= {key: f"the host {host.place.host} {host.how}" for host in hosts for key in host.keys}
             except Exception:  # a failure may be temporary, and without this thread nothing checks processes
                 logger.exception("the process monitor could not poll processes")
 

@@ -195,7 +195,7 @@ class Reservation:
             self._cleaner.watch.remote(context.get_actor_id(), self._name)
 
     def release(self) -> None:
-        """Releases the group, and the groups of copies of this object, such as those of Ray Train's controller."""
+        """Releases the group, and all earlier groups of this object."""
         self.drop()
         _remove_named(self._name)
 

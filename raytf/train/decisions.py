@@ -1,7 +1,7 @@
 """Decides how a run reacts to events of its workers. Pure: no Ray, no TensorFlow, no clock.
 
-Ray Train's controller (`startup.py`) and the worker group of a trial (`worker_group.py`) send events to `Decisions`,
-and execute its actions. `decide` is the whole table; tests simulate it.
+The groups of workers (`group.py`) and the engine (`engine.py`) send events to `Decisions`, and execute its actions.
+`decide` is the whole table; tests simulate it.
 """
 
 from __future__ import annotations
@@ -75,10 +75,9 @@ class RunState:
 
 @dataclass(frozen=True)
 class Started:
-    """A worker group trains; `failures_left` is set if Ray Train counts failures, too."""
+    """A worker group trains."""
 
     workers: int
-    failures_left: float | None = None
 
 
 @dataclass(frozen=True)
@@ -187,9 +186,8 @@ def decide(state: RunState, event: Event) -> Action:
     if state.phase is Phase.OVER and not isinstance(event, Started):
         return ignore
     match event:
-        case Started(workers, left):  # also after the end: Ray counts some losses as no failure, and restarts
-            left = state.failures_left if left is None else left
-            return _then(ignore, workers=workers, failures_left=left, phase=_phase(state))
+        case Started(workers):  # also after the end, as an end after a step is no failure
+            return _then(ignore, workers=workers, phase=_phase(state))
         case Lost(ranks, reported):
             if state.phase is Phase.RECOVERING:
                 also = ranks - state.lost - state.also
@@ -291,6 +289,11 @@ class Decisions:
 
     def __init__(self, state: RunState):
         self.state, self._lock = state, threading.Lock()
+
+    def pardon(self, failures: int) -> None:
+        """Allows so many more failures: nodes that were drained have been lost."""
+        with self._lock:
+            self.state = dataclasses.replace(self.state, failures_left=self.state.failures_left + failures)
 
     def take(self, event: Event) -> Action:
         """Returns the action for the next event, and updates the state."""

@@ -6,6 +6,7 @@ It uses Ray's public API: actors and placement groups. The driver's process foll
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 import time
@@ -14,6 +15,7 @@ from collections.abc import Callable
 import ray
 from ray.exceptions import RayActorError, RayError
 from ray.train import ControllerError, Result, WorkerGroupError
+from ray.util.tpu import SlicePlacementGroup, get_tpu_num_slices_for_workers, get_tpu_version_from_type
 
 from raytf import events, timeouts
 from raytf.compat import ray_configs, ray_core
@@ -40,8 +42,15 @@ from raytf.worker.ending import MovedError
 _RAYS_RESIZE_INTERVAL, _RESIZE_INTERVAL = 60.0, 2.0
 # Seconds until the start of new workers' processes is retried, if they were not ready in time.
 _AGAIN_INTERVAL = 30.0
+# Seconds of a wait for slices of TPU hosts, after which it is repeated.
+_SLICE_WAIT_INTERVAL = 30.0
 # Seconds of a wait for an elastic run's resources, after which they are counted again; and between two counts.
 _ELASTIC_WAIT_INTERVAL, _COUNT_INTERVAL = 10.0, 0.5
+
+
+def is_slice(scaling_config) -> bool:
+    """Whether Ray reserves slices of TPU hosts for the workers, in its own way."""
+    return bool(scaling_config.use_tpu and scaling_config.topology and scaling_config.accelerator_type)
 
 
 class Startup(WarmPool):
@@ -85,6 +94,7 @@ class Engine:
         self._scaling, self._run_config = trainer.scaling_config, trainer.run_config
         self._loop = trainer.loop(functools.partial(backend.worker_context, setup))
         self._idle, self._group = list(launch.there), None
+        self._slices: SlicePlacementGroup | None = None
         elastic = not isinstance(self._scaling.num_workers, int)
         environment = worker_environment(self._run_config, self._scaling)
         environment["env_vars"] = get_env_vars_to_propagate() | environment["env_vars"]
@@ -160,7 +170,8 @@ class Engine:
         if self._beside is not None:
             self._beside.start(self._held)
         existing, self._idle[:] = list(self._idle), []
-        group = self._group = RunGroup(self._spec, self._held.group, size, existing, self._decisions)
+        reserved = self._held.group if self._slices is None else self._slices.placement_group
+        group = self._group = RunGroup(self._spec, reserved, size, existing, self._decisions)
         try:
             group.begin(self._job(group))
         except BaseException:
@@ -184,12 +195,36 @@ class Engine:
     def _size(self) -> int:
         """Reserves the resources of the next group; returns its number of workers."""
         scaling, strategy = self._scaling, self._scaling.placement_strategy
+        if is_slice(scaling):
+            return self._reserve_slices()
         hold = functools.partial(self._held.hold, each=self._spec.each, strategy=strategy)
         if self._elastic is None:
             hold(scaling.num_workers, selectors=ray_configs.label_selectors(scaling, scaling.num_workers))
             self._held.wait(cancelled=lambda: self._launch.cancelled)
             return scaling.num_workers
         return self._elastic.reserve(hold, self._held, lambda: self._launch.cancelled)
+
+    def _reserve_slices(self) -> int:
+        """Reserves slices of TPU hosts, in Ray's own way; returns the number of workers."""
+        scaling, each = self._scaling, self._spec.each
+        while self._slices is None and not self._launch.cancelled:
+            with contextlib.suppress(TimeoutError):  # other work has them
+                self._slices = SlicePlacementGroup(
+                    topology=scaling.topology,
+                    accelerator_version=get_tpu_version_from_type(scaling.accelerator_type),
+                    num_slices=get_tpu_num_slices_for_workers(
+                        scaling.topology, scaling.accelerator_type, scaling.num_workers, each
+                    ),
+                    resources_per_bundle=each,
+                    strategy=scaling.placement_strategy,
+                    head_reservation_timeout_s=_SLICE_WAIT_INTERVAL,
+                )
+        while not self._launch.cancelled and not self._slices.placement_group.wait(_SLICE_WAIT_INTERVAL):
+            pass
+        if self._beside is not None:
+            self._held.hold(0, {}, "PACK", None)
+            self._held.wait(cancelled=lambda: self._launch.cancelled)
+        return scaling.num_workers
 
     def _take(self, reports: list[Report]) -> None:
         take(reports, self._list, self._context)
@@ -240,6 +275,11 @@ class Engine:
         for _, actor in self._idle:
             ray.kill(actor)
         self._list.close()
+
+    def release(self) -> None:
+        """Releases what it has reserved in addition to `held`."""
+        if self._slices is not None:
+            self._slices.shutdown()
 
 
 class _Resize(Exception):

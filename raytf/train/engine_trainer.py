@@ -17,7 +17,7 @@ from raytf.runtime import reservation
 from raytf.runtime.processes import worker_environment
 from raytf.runtime.reservation import Reservation
 from raytf.train import backend, ends, local
-from raytf.train.engine import Engine, Startup
+from raytf.train.engine import Engine, Startup, is_slice
 
 
 class EngineTrainer(DataParallelTrainer):
@@ -89,6 +89,7 @@ class EngineTrainer(DataParallelTrainer):
             if not future.done():
                 engine.close()
             thread.join()
+            engine.release()
 
     def loop(self, context):
         """Returns the train loop with a context, without arguments."""
@@ -113,7 +114,7 @@ class EngineTrainer(DataParallelTrainer):
     def _reserve(self, held: Reservation):
         """Reserves all resources of the run, unless its number of workers is open; returns the servers' plan."""
         scaling, plan = self.scaling_config, getattr(self.backend_config, "servers", None)
-        if not isinstance(scaling.num_workers, int):
+        if not isinstance(scaling.num_workers, int) or is_slice(scaling):
             return plan
         per_worker = ray_configs.resources_per_worker(scaling)
         selectors = ray_configs.label_selectors(scaling, scaling.num_workers)

@@ -173,7 +173,7 @@ class Beside:
         self._actor, self._group, self._given = None, None, None
 
     def start(self, held) -> None:
-        """Starts the actor in its bundle of a `Reservation`, unless it runs there; called by Ray Train's controller."""
+        """Starts the actor in its bundle of a `Reservation`, unless it runs there; called by the engine."""
         if self._group is not None and held.group == self._group:
             return
         if self._actor is not None:
@@ -270,7 +270,7 @@ def _follow(ref, record: Record, asked: str, late: float, watching: Watchdog) ->
 
 
 def _find(record: Record, late: float):
-    """Returns the actor that the controller started last; between two groups of an elastic run it waits for one."""
+    """Returns the actor that the engine started last; between two groups of an elastic run it waits for one."""
     while True:
         try:
             return ray.get_actor(record.entries.get("actor"))

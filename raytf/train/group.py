@@ -211,6 +211,9 @@ class EventGroup:
             return
         if isinstance(event, Lost):
             event = Lost(event.ranks, self._reporters())
+            causes = [cause_of(self._errors[rank]) for rank in event.ranks]
+            if all(getattr(cause, "preempted", False) for cause in causes):
+                self._decisions.pardon(max(1, len(causes)))
         if isinstance(event, decisions.Ended):
             self._wait_for_all()
         action = self._decisions.take(event)
@@ -300,6 +303,7 @@ class EventGroup:
             self._errors.pop(rank, None)
             self._watchdog.ended.pop(rank, None)
             self._watchdog.kept.pop(rank, None)
+            self._watchdog.gone.pop(rank, None)
             self._watchdog.watch(rank, self.places[rank])
             if rank not in self._pending.values():
                 self._poll(rank)

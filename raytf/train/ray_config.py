@@ -68,18 +68,10 @@ def check_validation(validation_config: ValidationConfig | None, evaluator: bool
 def check_local(
     scaling_config, run_config, tensorflow_config, num_ps: int, validation_config, evaluator: bool = False
 ) -> None:
-    """Raises ConfigError if a run with num_workers=0 uses options that need other processes."""
+    """Raises ConfigError for options of Ray Train's controller, and of other processes if num_workers=0."""
+    _check_controller(run_config)
     if scaling_config.num_workers != 0:
         return
-    callbacks = [type(c).__name__ for c in getattr(run_config, "callbacks", ()) if not isinstance(c, UserCallback)]
-    if os.environ.get(RAY_TRAIN_CALLBACKS_ENV_VAR):
-        callbacks.append(f"{RAY_TRAIN_CALLBACKS_ENV_VAR}={os.environ[RAY_TRAIN_CALLBACKS_ENV_VAR]}")
-    if callbacks:
-        raise ConfigError(
-            "With num_workers=0 there is no controller of Ray Train, whose internal callbacks could run",
-            ", ".join(callbacks),
-            "Use a ray.train.UserCallback in RunConfig(callbacks=[...]), or ScalingConfig(num_workers=1)",
-        )
     if getattr(tensorflow_config, "legacy_keras", False) and not legacy_keras.is_on():
         raise ConfigError(
             "With num_workers=0 the train loop has the Keras of this process",
@@ -106,6 +98,36 @@ def check_local(
             f"{', '.join(unsupported)} with num_workers=0",
             "Use ScalingConfig(num_workers=1), or leave it out",
         )
+
+
+def _check_controller(run_config) -> None:
+    """Raises ConfigError for options of Ray Train's own controller, which does not run."""
+    callbacks = [type(c).__name__ for c in getattr(run_config, "callbacks", ()) if not isinstance(c, UserCallback)]
+    if os.environ.get(RAY_TRAIN_CALLBACKS_ENV_VAR):
+        callbacks.append(f"{RAY_TRAIN_CALLBACKS_ENV_VAR}={os.environ[RAY_TRAIN_CALLBACKS_ENV_VAR]}")
+    if callbacks:
+        raise ConfigError(
+            "There is no controller of Ray Train, whose internal callbacks could run",
+            ", ".join(callbacks),
+            "Use a ray.train.UserCallback in RunConfig(callbacks=[...])",
+        )
+    for name, value in _unusual(getattr(run_config, "failure_config", None), _OF_PREEMPTION):
+        raise ConfigError(
+            "A drained node is no failure, and a lost one counts for max_failures",
+            f"FailureConfig({name}={value!r})",
+            "Leave it out, and set FailureConfig(max_failures=...)",
+        )
+
+
+# Options of a FailureConfig, which depend on the version of Ray.
+_OF_PREEMPTION = ("max_preemption_failures", "relax_collectives_on_preemption", "preemption_grace_s")
+
+
+def _unusual(failure_config, names: tuple[str, ...]) -> list[tuple[str, Any]]:
+    """Returns (name, value) of options that are not Ray's defaults."""
+    usual = FailureConfig()
+    values = [(name, getattr(failure_config, name, None)) for name in names] if failure_config is not None else []
+    return [(name, value) for name, value in values if value != getattr(usual, name, None)]
 
 
 def check_sweep(trainer, space: Mapping[str, Any] | None, own_run_config: bool) -> None:
@@ -159,15 +181,11 @@ def check_sweep(trainer, space: Mapping[str, Any] | None, own_run_config: bool) 
 
 
 def _check_failures(failure_config: FailureConfig) -> None:
-    usual = FailureConfig()
-    names = ("controller_failure_limit", "max_preemption_failures", "relax_collectives_on_preemption")
-    for name in (*names, "preemption_grace_s"):
-        value = getattr(failure_config, name, None)  # these attributes depend on the version of Ray
-        if value != getattr(usual, name, None):
-            raise _of_train(
-                f"FailureConfig({name}={value!r})",
-                "Leave it out: a trial whose node goes is restarted as FailureConfig(max_failures=...) says",
-            )
+    for name, value in _unusual(failure_config, ("controller_failure_limit", *_OF_PREEMPTION)):
+        raise _of_train(
+            f"FailureConfig({name}={value!r})",
+            "Leave it out: a trial whose node goes is restarted as FailureConfig(max_failures=...) says",
+        )
 
 
 def _of_train(received: str, fix: str) -> ConfigError:

@@ -266,6 +266,11 @@ class WorkerGroup(EventGroup):
             self._first_error_at = self._first_error_at or time.monotonic()
         return False
 
+    def _judge(self) -> None:
+        for rank, how in list(self._watchdog.gone.items()):  # Ray would notice it later
+            self._errors[rank] = WorkerFrozenError(how)
+        super()._judge()
+
     def _reporters(self) -> frozenset[int]:
         return frozenset(self._received)
 
@@ -282,7 +287,9 @@ class WorkerGroup(EventGroup):
 
     def _lost_group(self, lost: LostGroupError) -> WorkerGroupLostError:
         rank, error = min(lost.errors.items())
-        if rank in self._watchdog.ended:
+        if rank in self._watchdog.gone:
+            found = WorkerGroupLostError(self._watchdog.gone[rank])
+        elif rank in self._watchdog.ended:
             found = WorkerGroupLostError(self._frozen(rank, self._watchdog.ended[rank]))
         elif isinstance(error, WorkerFrozenError):
             found = WorkerGroupLostError(f"worker {rank} hangs: {error}\n{error.stack}")
@@ -360,6 +367,8 @@ class WorkerGroup(EventGroup):
             raise WorkerGroupLostError(str(error)) from None
 
     def _look(self) -> None:
+        for how in self._watchdog.gone.values():
+            raise WorkerGroupLostError(how)
         for rank, how in self._watchdog.ended.items():
             raise WorkerGroupLostError(self._frozen(rank, how))
 

@@ -287,10 +287,10 @@ def test_a_recovery_that_begins_again_counts_what_was_lost_and_takes_all_places(
     assert run.take(Lost(frozenset([1]))).do is Do.FAIL
 
 
-def test_a_group_that_ray_starts_all_the_same_trains():
+def test_a_group_that_starts_all_the_same_trains():
     run = Decisions(dataclasses.replace(WHOLE, failures_left=0))
     assert run.take(Lost(frozenset([1]))).do is Do.FAIL
-    run.take(Started(2, failures_left=0))
+    run.take(Started(2))
     assert run.state.phase is Phase.TRAINING and run.state.workers == 2
 
 
