@@ -150,8 +150,12 @@ class Engine:
                 value = group.follow(self._list, self._take, self._tick)
             except LostGroupError as lost:
                 size = self._after(group, lost.errors)
-            except _Resize as resize:
-                size = self._after(group, {}, resize.workers)
+            except _Resize:
+                size = self._after(group, {})
+            except BaseException as error:
+                self._end(group)
+                self._tab.ended(in_a_line(error))
+                raise
             else:
                 self._end(group)
                 self._tab.ended(None)
@@ -236,7 +240,7 @@ class Engine:
         if self._elastic is not None:
             self._elastic.look(group)
 
-    def _after(self, group: RunGroup, errors: dict[int, Exception], size: int | None = None) -> int:
+    def _after(self, group: RunGroup, errors: dict[int, Exception]) -> int:
         """Ends a group; returns the size of the next one, unless the run fails."""
         failed = {rank: error for rank, error in errors.items() if not isinstance(cause_of(error), MovedError)}
         try:
@@ -284,10 +288,6 @@ class Engine:
 
 class _Resize(Exception):
     """All workers restart at once, as another number of them."""
-
-    def __init__(self, workers: int):
-        super().__init__(workers)
-        self.workers = workers
 
 
 class _Elastic:
@@ -351,7 +351,7 @@ class _Elastic:
             return
         action = self._decisions.take(decisions.Room(size, late))
         if action.do is Do.RESIZE:
-            raise _Resize(size)
+            raise _Resize
         if action.do is Do.END_AFTER_STEP:
             limits = timeouts.get()
             self._late_at = now + limits.joiner_ready + limits.workers_leave
