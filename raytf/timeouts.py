@@ -53,11 +53,8 @@ class Timeouts:
         recovery_checkpoint: Checkpoint of their state by the other workers.
         replacement_start: Start of a replacement worker's process, where no resources must be freed first.
         replacement_place: Preparation of a replacement worker for the step: TensorFlow, the model, graphs.
-        replacement_report: Location report of a replacement worker in a sweep, or a call of `fit`.
         sign_of_life: Sign of life from the live workers, when one sends none.
         silent_worker: Sign of life from a silent worker, or proof that it is gone. Others' failures are then its own.
-        cut_link: Wait of all workers for another ring, after one has reported a loss. A worker whose link is cut
-            silently learns it last, from its kernel.
         joiner_ready: Start of the processes that join an elastic run, which continues without them meanwhile.
         workers_leave: End of workers after a step, for another number of them. Later Ray Train ends them.
         workers_stay: End of the trainings in processes that stay, when their group has ended.
@@ -140,10 +137,8 @@ class Timeouts:
     recovery_checkpoint: float = 45.0
     replacement_start: float = 45.0
     replacement_place: float = 100.0
-    replacement_report: float = 60.0
     sign_of_life: float = 3.0
     silent_worker: float = 15.0
-    cut_link: float = 60.0
     joiner_ready: float = 120.0
     workers_leave: float = 120.0
     workers_stay: float = 10.0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
-import sys
 import types
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,7 +12,6 @@ from typing import Any
 import ray
 from ray._common.utils import env_bool  # reads it as Ray does
 from ray.train.constants import RAY_TRAIN_ENABLE_STATE_TRACKING  # whether the user wants the line
-from ray.train.v2._internal.state import state_actor  # where its process is started
 from ray.train.v2._internal.state.state_manager import TrainStateManager  # writes that line
 from ray.train.v2._internal.util import TrainingFramework  # its name there
 
@@ -32,35 +30,6 @@ def _softly() -> Iterator[None]:
         yield
     except Exception as error:
         logger.warning(f"the run's line in the dashboard's Train tab is not written: {in_a_line(error)}")
-
-
-@uses(
-    "ray.train.v2._internal.state.state_actor:TrainStateActor",
-    "ray.train.v2._internal.state.state_actor:is_actor_alive",
-    "ray._private.state:actors",
-)
-def ask_own_cluster() -> None:
-    """Makes Ray Train's state actor check in its own cluster, from now on, whether runs live.
-
-    It uses the dashboard at the address that its cluster stores. Without a dashboard that is still the usual address,
-    and the dashboard of another cluster there does not have the run's actors.
-    """
-    helper = state_actor.TrainStateActor
-
-    class OwnClusterClient(helper):  # a local class needs no raytf on the head
-        def __init__(self, *args, **kwargs):
-            def is_actor_alive(actor_id: str, timeout: int) -> bool:
-                try:
-                    return ray._private.state.actors(actor_id).get("State", "DEAD") != "DEAD"
-                except Exception as error:  # means "unknown", so that the helper tries again
-                    raise ray.util.state.exception.RayStateApiException(str(error)) from error
-
-            sys.modules[helper.__module__].is_actor_alive = is_actor_alive
-            super().__init__(*args, **kwargs)
-
-    # the name that Ray shows
-    OwnClusterClient.__name__, OwnClusterClient.__qualname__ = helper.__name__, helper.__qualname__
-    state_actor.TrainStateActor = OwnClusterClient
 
 
 @uses("ray.train.v2._internal.state.state_manager:TrainStateManager._runs")
@@ -90,7 +59,6 @@ class TrainTab:
         with _softly():
             run, chief = self._context.run_id, ray_core.id_of(workers[0]["actor"]).hex()
             if self._manager is None:
-                ask_own_cluster()
                 self._manager = TrainStateManager()
                 self._create(chief)
             self._manager._runs[run].controller_actor_id = chief  # Ray calls a run aborted that has lost it

@@ -35,17 +35,20 @@ class CheckpointList:
         self._validations = None if validation is None else ray_train.Validations(self._manager, validation)
         self._last_metrics: dict[str, Any] | None = None
 
-    def take(self, reports: list) -> Any:
-        """Registers a report of each worker, see `run_worker.Report`; returns its checkpoint or None."""
+    def take(self, reports: list, context) -> None:
+        """Registers a `group.Report` of each worker, and calls the user's callbacks with Ray's TrainRunContext."""
         self._last_metrics = reports[0].metrics
         report = next((report for report in reports if report.checkpoint is not None), None)
-        if report is None:
-            return None
-        registered = TrainingReport(checkpoint=report.checkpoint, metrics=report.metrics, validation=report.validation)
-        self._manager.register_checkpoint(registered)
-        if self._validations is not None:
-            self._validations.add(registered)
-        return report.checkpoint
+        if report is not None:
+            registered = TrainingReport(
+                checkpoint=report.checkpoint, metrics=report.metrics, validation=report.validation
+            )
+            self._manager.register_checkpoint(registered)
+            if self._validations is not None:
+                self._validations.add(registered)
+        for callback in context.run_config.callbacks or ():
+            metrics = [report.metrics for report in reports]
+            callback.after_report(run_context=context, metrics=metrics, checkpoint=report and report.checkpoint)
 
     def tick(self) -> None:
         """Continues the validations."""
@@ -89,17 +92,3 @@ class CheckpointList:
         """Cancels validations that still run."""
         if self._validations is not None:
             self._validations.cancel()
-
-
-def take(reports: list, kept: CheckpointList, context) -> None:
-    """Registers a report of each worker, and calls the user's callbacks.
-
-    Args:
-        reports: A `run_worker.Report` of each worker.
-        kept: The run's list.
-        context: Ray's TrainRunContext.
-    """
-    checkpoint = kept.take(reports)
-    for callback in context.run_config.callbacks or ():
-        metrics = [report.metrics for report in reports]
-        callback.after_report(run_context=context, metrics=metrics, checkpoint=checkpoint)

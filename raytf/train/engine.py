@@ -29,9 +29,9 @@ from raytf.runtime.failures import WorkerFrozenError, cause_of
 from raytf.runtime.processes import WarmPool, worker_environment
 from raytf.runtime.reservation import Reservation
 from raytf.train import backend, decisions, ends, entry
-from raytf.train.checkpoint_list import CheckpointList, take
+from raytf.train.checkpoint_list import CheckpointList
 from raytf.train.decisions import Decisions, Do, Phase, Started
-from raytf.train.group import LostGroupError, Report
+from raytf.train.group import LostGroupError
 from raytf.train.run_group import GroupSpec, RunGroup
 from raytf.train.run_worker import RunJob, RunWorker, job_of
 from raytf.train.session_functions import place_of
@@ -147,7 +147,7 @@ class Engine:
                 size = self._size()
                 continue
             try:
-                value = group.follow(self._list, self._take, self._tick)
+                value = group.follow(self._list, self._context, self._tick)
             except LostGroupError as lost:
                 size = self._after(group, lost.errors)
             except _Resize:
@@ -229,9 +229,6 @@ class Engine:
             self._held.hold(0, {}, "PACK", None)
             self._held.wait(cancelled=lambda: self._launch.cancelled)
         return scaling.num_workers
-
-    def _take(self, reports: list[Report]) -> None:
-        take(reports, self._list, self._context)
 
     def _tick(self, group: RunGroup) -> None:
         if self._launch.cancelled:

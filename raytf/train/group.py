@@ -24,7 +24,7 @@ from raytf.runtime.hang_watch import HangWatch
 from raytf.runtime.process_monitor import ProcessLocation, Watchdog
 from raytf.train import backend, decisions
 from raytf.train.decisions import Decisions, Do, Lost, WorkerState
-from raytf.train.healing import TAKES_ITS_PLACE, Asked, Healing, Recovery
+from raytf.train.healing import TAKES_ITS_PLACE, Healing, Recovery
 from raytf.worker.ending import MovedError
 
 # Seconds between two checks of all that sends no event.
@@ -100,19 +100,23 @@ class EventGroup:
     Attributes:
         members: The workers by rank.
         places: Locations of their processes by rank.
+        reported: Number of reports that were received, by rank.
+        config: The workers' `settings.TensorflowConfig`.
+        cores: Number of cores that each worker claims.
     """
 
     _decisions: Decisions
 
     def __init__(self, setup, each: dict[str, float]):
-        self._setup, self._config, self._each = setup, setup.config, each
-        self._cores = backend.to_claim(setup, each.get("CPU", 1))
+        self._setup, self.config, self._each = setup, setup.config, each
+        self.cores = backend.to_claim(setup, each.get("CPU", 1))
         self.members: list[GroupMember] = []
         self.places: dict[int, ProcessLocation] = {}
-        self._recovery = Recovery(lambda event: self._decisions.take(event), self._asked)
+        self.reported: dict[int, int] = {}
+        self._recovery = Recovery(lambda event: self._decisions.take(event), self)
         self._hangs: HangWatch | None = None
         self._joining: dict[Any, GroupMember] = {}  # by the ref of the next event
-        limit = self._config.hang_timeout_s
+        limit = self.config.hang_timeout_s
         self._watchdog = Watchdog(STOPPED_INTERVAL if limit is None else max(1.0, limit - LOOK_INTERVAL), self._words)
 
     @property
@@ -127,7 +131,7 @@ class EventGroup:
 
     def _reserve(self) -> tuple[list[str], list[bool]]:
         """Returns the address of each worker, and whether it has cores of its own."""
-        calls = [actor.reserve.remote(timeouts.get(), self._config.ports, self._cores) for actor in self.actors]
+        calls = [actor.reserve.remote(timeouts.get(), self.config.ports, self.cores) for actor in self.actors]
         reserved = self._answers(calls, timeouts.get().process_start, "the start of its process")
         for rank, (_, _, place) in enumerate(reserved):
             self._see(rank, place)
@@ -319,18 +323,11 @@ class EventGroup:
         events.emit(RunEvent(kind=Kind.RECOVERY_FAILED, ranks=ranks, step=tried.kept, why=why, more=more))
         raise LostGroupError(dict(self._errors), why)
 
-    def _asked(self) -> Asked:
-        return Asked(
-            workers={member.rank: member for member in self.members},
-            place=self._replace,
-            settle=self._settle,
-            begin=self._begin,
-            ports=self._config.ports,
-            cores=self._cores,
-            reported={},
-        )
+    def has_room(self, ranks: Iterable[int]) -> bool:
+        """Whether processes can start for these ranks; True if the group has to wait for room."""
+        return True
 
-    def _replace(self, rank: int) -> GroupMember:
+    def replace(self, rank: int) -> GroupMember:
         """Starts a process that replaces a lost worker, and returns it when its place is known."""
         member = self._started_again(rank)
         try:
@@ -344,20 +341,20 @@ class EventGroup:
     def _started_again(self, rank: int) -> GroupMember:
         raise NotImplementedError
 
-    def _settle(self, member: GroupMember, addresses: list[str], token: bytes, pinned: bool) -> Any:
+    def settle(self, member: GroupMember, addresses: list[str], token: bytes, pinned: bool) -> Any:
         """Returns the ref of the answer of a worker that is sent its environment."""
         raise NotImplementedError
 
-    def _begin(self, member: GroupMember) -> None:
+    def start_again(self, member: GroupMember) -> None:
         """Starts the training in a replacement worker."""
         raise NotImplementedError
 
     # ------------------------------------------------------------------------------------------ hangs, and the end
 
     def _watch_for_hangs(self) -> None:
-        if self._config.hang_timeout_s is not None:
+        if self.config.hang_timeout_s is not None:
             execute = lambda rank, function: self.members[rank].actor.execute.remote(function)
-            limits = self._config.hang_timeout_s, self._config.first_step_timeout_s
+            limits = self.config.hang_timeout_s, self.config.first_step_timeout_s
             self._hangs = HangWatch(execute, self.places, *limits)
 
     def _stop_watching_for_hangs(self) -> None:

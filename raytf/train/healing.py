@@ -12,7 +12,6 @@ import dataclasses
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import ray
@@ -42,10 +41,6 @@ class NotHealedError(RaytfError, RuntimeError):
     """A lost worker cannot be replaced in place; the message is the reason, as a clause."""
 
 
-class _AnotherLostError(RaytfError, RuntimeError):
-    """Another worker was lost during the recovery."""
-
-
 class Member(Protocol):
     """A worker of a group.
 
@@ -54,41 +49,15 @@ class Member(Protocol):
             (`Healer.waiting(seconds)` in its process, error of its training or None).
     """
 
-    actor: Any
-
-
-@dataclass(frozen=True)
-class Asked:
-    """Functions and settings that a recovery needs from the worker group.
-
-    Args:
-        workers: `Member` of each rank.
-        place: place(rank) starts a process that replaces a lost worker, and returns its `Member`.
-        settle: settle(worker, addresses of all, token, whether cores are pinned) sends a new process the
-            arguments of `backend.set_environment`. Returns the ref of its answer.
-        begin: begin(worker) starts the training in a new process.
-        ports: Ports on which workers may listen.
-        cores: Number of cores that each worker claims.
-        reported: Number of received reports, by rank.
-        has_room: has_room(ranks) returns whether processes can start for these ranks, for a run that can continue with
-            fewer workers. None if the run must wait for room.
-    """
-
-    workers: Mapping[int, Member]
-    place: Callable[[int], Member]
-    settle: Callable[[Any, list[str], bytes, bool], Any]
-    begin: Callable[[Any], None]
-    ports: tuple[int, int]
-    cores: int
-    reported: Mapping[int, int]
-    has_room: Callable[[Iterable[int]], bool] | None = None
+    @property
+    def actor(self) -> Any: ...
 
 
 class Healing:
     """Recovery from one loss, in a thread that starts at once.
 
     Args:
-        asked: Functions and settings of the worker group.
+        group: The `group.EventGroup` of the workers.
         lost: Ranks to replace; empty if all processes live, and have lost their connections.
         generation: Generation of the next ring.
 
@@ -106,9 +75,9 @@ class Healing:
         not_kept: Why the others saved none, as a clause, if `why` does not contain it; or "".
     """
 
-    def __init__(self, asked: Asked, lost: Iterable[int], generation: int):
-        self._asked, self.lost, self._generation = asked, frozenset(lost), generation
-        self._rest = {rank: worker for rank, worker in asked.workers.items() if rank not in lost}
+    def __init__(self, group, lost: Iterable[int], generation: int):
+        self._group, self.lost, self._generation = group, frozenset(lost), generation
+        self._rest = {rank: worker for rank, worker in enumerate(group.members) if rank not in lost}
         self._made: dict[int, Member] = {}
         self.new: dict[int, Member] = {}
         self.healed = False
@@ -139,7 +108,7 @@ class Healing:
             events.emit(RunEvent(kind=kind, ranks=tuple(sorted(self.lost)), seconds=seconds))
         except Exception as error:  # no other code handles it, and the run must continue from its checkpoint
             self.why = _said(error)
-            self.another = isinstance(error, (ray.exceptions.RayActorError, _AnotherLostError))
+            self.another = isinstance(error, ray.exceptions.RayActorError)
             if self.another:
                 self._see_who_is_lost()
             else:
@@ -150,10 +119,6 @@ class Healing:
                     ray.kill(worker.actor)
             if not isinstance(error, (RaytfError, ray.exceptions.RayError, OSError)):
                 raise
-
-    def another_is_lost(self, ranks: set[int]) -> None:
-        """Reports workers that were lost since it began, so that it ends at once."""
-        self.also |= ranks
 
     def _see_who_is_lost(self) -> None:
         with self._lock:
@@ -217,7 +182,7 @@ class Healing:
         self._pace = Pace.slowest(self._ask(sent, "how large its training is"))
         seconds = self._pace.deadline(timeouts.get().recovery_break, first_steps=1)
         waiting = self._all_wait(self._rest, seconds, "come to the sum that cannot be made")
-        repeats_all = is_to_be_made_anew(waiting, self.lost, len(self._asked.workers))
+        repeats_all = is_to_be_made_anew(waiting, self.lost, len(self._group.members))
         if self.lost:
             self._replace(starting, waiting, repeats_all)
         self._held = None  # after this the workers may continue
@@ -242,9 +207,8 @@ class Healing:
         next_check = 0.0
         while starting.is_alive() and time.monotonic() < deadline:
             starting.join(_LOOK_INTERVAL)
-            self._check_others()
-            if self._asked.has_room is not None and time.monotonic() >= next_check:
-                if not self._asked.has_room(self.lost):
+            if time.monotonic() >= next_check:
+                if not self._group.has_room(self.lost):
                     raise NotHealedError("no node has room for a replacement worker")
                 next_check = time.monotonic() + _ROOM_INTERVAL
         if self._failed is not None:
@@ -258,7 +222,7 @@ class Healing:
     def _start(self) -> None:
         try:
             for rank in sorted(self.lost):
-                worker = self._asked.place(rank)
+                worker = self._group.replace(rank)
                 with self._lock:
                     if self._given_up:  # a late process would occupy the resources of a restarted worker
                         ray.kill(worker.actor)
@@ -267,13 +231,9 @@ class Healing:
         except BaseException as error:
             self._failed = error
 
-    def _check_others(self) -> None:
-        if self.also:
-            raise _AnotherLostError("another worker was lost")
-
     def _owned(self, place: ReplacementState, waiting: Mapping[int, Waiting]) -> dict[int, bytes]:
         """Returns the own state of each lost worker before the current step, from the next worker."""
-        size, owned = len(self._asked.workers), {}
+        size, owned = len(self._group.members), {}
         for rank in self.lost:
             following = (rank + 1) % size
             if following in self.lost:
@@ -294,7 +254,7 @@ class Healing:
 
         The state of a lost worker may be of the step before. Returns None if a state is unknown, or no step was made.
         """
-        size, states = len(self._asked.workers), []
+        size, states = len(self._group.members), []
         if not place.step:
             self.not_kept = "no step was made"
             return None
@@ -318,22 +278,22 @@ class Healing:
     def _take_places(self, place: ReplacementState, owned: Mapping[int, bytes], waiting: Mapping[int, Waiting]) -> None:
         calls = []
         for rank, worker in self._made.items():
-            agreed = {**place.agreed, "missing": place.agreed["reports"] - self._asked.reported.get(rank, 0)}
+            agreed = {**place.agreed, "missing": place.agreed["reports"] - self._group.reported.get(rank, 0)}
             taken = dataclasses.replace(place, own=owned[rank], agreed=agreed)
             calls.append(worker.actor.execute.remote(healing.take, taken))
         self._ask(calls, "a place in the training", self._pace.deadline(timeouts.get().recovery_answer, copies=1))
-        allowed, cores = self._asked.ports, self._asked.cores
+        allowed, cores = self._group.config.ports, self._group.cores
         asked = timeouts.under, timeouts.get(), backend.reserve, allowed, cores
         calls = [worker.actor.execute.remote(*asked) for worker in self._made.values()]
         reserved = dict(zip(self._made, self._ask(calls, "an address"), strict=True))
         known = {rank: ports.joined(*state.address) for rank, state in waiting.items()}
         known |= {rank: address for rank, (address, _) in reserved.items()}
         addresses, token = [known[rank] for rank in sorted(known)], ring.new_token()
-        settle = self._asked.settle
+        settle = self._group.settle
         calls = [settle(self._made[rank], addresses, token, pinned) for rank, (_, pinned) in reserved.items()]
         self._ask(calls, "its environment")
         for worker in self._made.values():
-            self._asked.begin(worker)
+            self._group.start_again(worker)
 
     def _ask(self, refs: list, what: str, seconds: float | None = None) -> list:
         try:
@@ -345,7 +305,6 @@ class Healing:
         """Blocks until all of these workers wait; returns the state of each by rank."""
         deadline, states = time.monotonic() + seconds, {}
         while True:
-            self._check_others()
             ranks = [rank for rank in workers if rank not in states]
             replies = self._ask([workers[rank].actor.standing.remote(_LOOK_INTERVAL) for rank in ranks], what, seconds)
             for rank, (state, error) in zip(ranks, replies, strict=True):
@@ -367,21 +326,21 @@ class Recovery:
 
     Args:
         decide: Returns the action for an event, see `Decisions.take`.
-        asked: Returns the functions and settings of the worker group for the next recovery.
+        group: The `group.EventGroup` of the workers.
 
     Attributes:
         healing: The running recovery, or None.
     """
 
-    def __init__(self, decide: Callable[[decisions.Event], Action], asked: Callable[[], Asked]):
-        self._decide, self._asked = decide, asked
+    def __init__(self, decide: Callable[[decisions.Event], Action], group):
+        self._decide, self._group = decide, group
         self._generation = 0  # generation of the workers' ring
         self.healing: Healing | None = None
 
     def begin(self, lost: frozenset[int]) -> None:
         """Starts the replacement of these ranks; if there are none, all workers reconnect."""
         self._generation += 1
-        self.healing = Healing(self._asked(), lost, self._generation)
+        self.healing = Healing(self._group, lost, self._generation)
 
     def connect(self, workers: Iterable[Member]) -> None:
         """Reconnects workers in the step that all are in: their connections are lost, and their processes live."""

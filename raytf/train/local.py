@@ -16,7 +16,7 @@ from raytf.compat.ray_train import set_train_fn_utils
 from raytf.console.quiet import at_levels
 from raytf.errors import ConfigError, TrainingError
 from raytf.runtime.processes import Process, WarmPool
-from raytf.train.checkpoint_list import CheckpointList, take
+from raytf.train.checkpoint_list import CheckpointList
 from raytf.train.entry import import_raytf
 from raytf.train.group import Report
 from raytf.train.run_worker import Channel, RunTrainFnUtils, job_of
@@ -96,7 +96,7 @@ class _Channel(Channel):
 
     def tell(self, event) -> None:
         if isinstance(event, Report):
-            take([event], self.list, self._run)
+            self.list.take([event], self._run)
 
     def ask(self, what: str, value: Any = None) -> Any:
         return value if what == "meet" else self.list.answer(what)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import time
 from collections import defaultdict, deque
@@ -26,7 +25,6 @@ from raytf.train import backend, decisions, ends, entry
 from raytf.train.checkpoint_list import CheckpointList
 from raytf.train.decisions import Decisions, Do, Drained
 from raytf.train.group import SOON_INTERVAL, EventGroup, GroupMember, LoopEnded, Report, seen
-from raytf.train.healing import Asked
 from raytf.train.run_worker import Request, RunJob, RunWorker
 from raytf.worker.ending import DRAIN
 
@@ -91,7 +89,7 @@ class RunGroup(EventGroup):
         try:
             addresses, pinned = self._reserve()
             token = ring.new_token()
-            calls = [self._settle(member, addresses, token, pinned[member.rank]) for member in self.members]
+            calls = [self.settle(member, addresses, token, pinned[member.rank]) for member in self.members]
             self._answers(calls, timeouts.get().process_setup, "its environment")
         except BaseException as error:
             frozen = dict(self._watchdog.ended)
@@ -124,8 +122,8 @@ class RunGroup(EventGroup):
         self._within.append(actor)
         return actor
 
-    def _settle(self, member: GroupMember, addresses: list[str], token: bytes, pinned: bool) -> Any:
-        arguments = self._config, addresses, member.rank, self._spec.cpus, token, pinned
+    def settle(self, member: GroupMember, addresses: list[str], token: bytes, pinned: bool) -> Any:
+        arguments = self.config, addresses, member.rank, self._spec.cpus, token, pinned
         return member.actor.execute.remote(backend.set_environment, *arguments)
 
     def begin(self, job: RunJob) -> None:
@@ -134,21 +132,20 @@ class RunGroup(EventGroup):
         calls = [member.actor.begin.remote(self._job, member.rank) for member in self.members]
         self._answers(calls, timeouts.get().process_setup, "the begin of its training")
 
-    def follow(self, listed: CheckpointList, take: Callable[[list[Report]], None], tick) -> Any:
+    def follow(self, listed: CheckpointList, context, tick) -> Any:
         """Follows the train loop to its end; returns rank 0's value.
 
         Args:
             listed: The run's checkpoints.
-            take: Called with the next report of each worker.
+            context: Ray's TrainRunContext.
             tick: Called several times a second, with this group.
 
         Raises:
             LostGroupError: All workers have to restart, or the run fails.
         """
-        self._list, self._take = listed, take
+        self._list, self._context = listed, context
         self._begin_following({})
         self._received: dict[int, deque] = defaultdict(deque)
-        self._counts: dict[int, int] = {}
         self._own = dict.fromkeys(self._heard, 0)  # reports of each rank's process
         self._values: dict[int, Any] = {}
         self._asking: dict[int, tuple[GroupMember, Request, float]] = {}
@@ -171,10 +168,10 @@ class RunGroup(EventGroup):
         rank = member.rank
         if isinstance(event, Report):
             self._received[rank].append(event)
-            self._counts[rank] = self._counts.get(rank, 0) + 1
+            self.reported[rank] = self.reported.get(rank, 0) + 1
             self._own[rank] += 1
             while all(self._received[every.rank] for every in self.members):
-                self._take([self._received[every.rank].popleft() for every in self.members])
+                self._list.take([self._received[every.rank].popleft() for every in self.members], self._context)
             return True
         if isinstance(event, LoopEnded) and event.error is not None:
             self._errors[rank] = event.error
@@ -213,12 +210,6 @@ class RunGroup(EventGroup):
 
     # ------------------------------------------------------------------------------------------ recovery
 
-    def _asked(self) -> Asked:
-        for rank in self._errors:
-            self._asking.pop(rank, None)
-        has_room = self._has_room if self._spec.elastic else None
-        return dataclasses.replace(super()._asked(), reported=self._counts, has_room=has_room)
-
     def _started_again(self, rank: int) -> GroupMember:
         """Replaces a lost worker on the node of its bundle by a standby worker or a new process."""
         bundle, taken = self.members[rank].bundle, None
@@ -227,13 +218,16 @@ class RunGroup(EventGroup):
             taken = self._spares.take(node, lambda actor: actor.execute.remote(time.monotonic))
         return GroupMember(self._placed(bundle) if taken is None else taken[0], rank, bundle)
 
-    def _begin(self, member: GroupMember) -> None:
+    def start_again(self, member: GroupMember) -> None:
         member.actor.begin.remote(self._job, member.rank)
         self._own[member.rank] = 0
+        self._asking.pop(member.rank, None)
         self._joining[member.actor.next_event.remote(SOON_INTERVAL)] = member
 
-    def _has_room(self, ranks: Iterable[int]) -> bool:
+    def has_room(self, ranks: Iterable[int]) -> bool:
         """Whether processes can start for these ranks: their bundles are on a living node, or fit on one."""
+        if not self._spec.elastic:
+            return True
         living = {node["NodeID"] for node in ray.nodes() if node["Alive"]} - ray_core.draining().keys()
         living -= resources.silent({self.places[rank].node for rank in ranks})
         nodes = placement_group_table(self._group)["bundles_to_node_id"]
@@ -246,11 +240,11 @@ class RunGroup(EventGroup):
 
     def _keep_spares(self) -> None:
         state = self._decisions.state
-        if not self._config.spares or not state.recovers or not state.is_whole:
+        if not self.config.spares or not state.recovers or not state.is_whole:
             return
         if self._spares is None:
             begin = functools.partial(entry.rehearse, self._spec.rehearsed, len(self.members), self._spec.cpus)
-            self._spares = Spares(self._config.spares, self._spec.start_process, begin)
+            self._spares = Spares(self.config.spares, self._spec.start_process, begin)
         self._spares.keep(set(self.nodes))
 
     def _look_at_drains(self) -> None:

@@ -185,7 +185,7 @@ class WorkerGroup(EventGroup):
         Raises:
             WorkerGroupLostError: A worker does not answer.
         """
-        limit = self._config.renew_worker_mb
+        limit = self.config.renew_worker_mb
         if limit is None:
             return None
         resident = self._all("execute", procfs.memory_bytes, seconds=timeouts.get().trial_answer, what="its memory")
@@ -301,13 +301,13 @@ class WorkerGroup(EventGroup):
     def _started_again(self, rank: int) -> GroupMember:
         return self._process(rank, self.members[rank].bundle)
 
-    def _settle(self, member: GroupMember, addresses: list[str], token: bytes, pinned: bool) -> Any:
+    def settle(self, member: GroupMember, addresses: list[str], token: bytes, pinned: bool) -> Any:
         if self._anew is not None:
             self._run, self._anew = ray.put(self._anew()), None
         self._settled.pop(member.rank, None)
         return member.actor.settle.remote(*self._opening(member.rank, addresses, token, pinned))
 
-    def _begin(self, member: GroupMember) -> None:
+    def start_again(self, member: GroupMember) -> None:
         member.actor.take_place.remote(self._run)
 
     def _ask_to_end(self, why: Callable[[], str | None] | None) -> None:

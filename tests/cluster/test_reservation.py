@@ -103,34 +103,3 @@ def test_who_answers_is_not_looked_at():
     finally:
         process.kill()
         process.wait()
-
-
-def test_what_ray_train_starts_beside_a_controller_asks_its_own_cluster():
-    """By Ray's way the dashboard of another cluster at the usual address says that no such controller is there."""
-
-    def told(actors):
-        import ray.train.v2._internal.execution.controller.placement_group_cleaner as cleaner
-
-        from raytf.compat import ray_train
-
-        ray_train.have_helpers_ask_their_cluster()
-        ray_train.placement_group_callback.PlacementGroupCleaner("00", 1.0, 1.0, None)
-        ray_train.state_actor.TrainStateActor()
-        return [
-            [ask(actor, 1) for actor in actors]
-            for ask in (cleaner.is_actor_alive, ray_train.state_actor.is_actor_alive)
-        ]
-
-    class Controller:
-        def name(self):
-            return ray.get_runtime_context().get_actor_id()
-
-    actors = [ray.remote(num_cpus=0)(Controller).remote() for _ in range(2)]
-    names = ray.get([actor.name.remote() for actor in actors])
-    ray.kill(actors[1])
-    with pytest.raises(ray.exceptions.RayActorError):
-        while True:  # it may answer once more
-            ray.get(actors[1].name.remote(), timeout=30)
-    unknown = names[0][::-1]
-    found = ray.get(ray.remote(num_cpus=0, max_calls=1)(told).remote([*names, unknown]))
-    assert found == [[True, False, False]] * 2
