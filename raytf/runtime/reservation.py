@@ -173,6 +173,11 @@ class Reservation:
     def _end(self) -> str:
         return "" if self._seconds is None else f", at most {self._seconds:g} s"
 
+    def by_node(self) -> list[tuple[str, dict[str, float]]]:
+        """Returns (node, resources) of each bundle that the cluster has reserved."""
+        nodes = placement_group_table(self.group)["bundles_to_node_id"] if self.group is not None else {}
+        return [(nodes[i], bundle) for i, bundle in enumerate(self._bundles) if nodes.get(i)]
+
     def drop(self) -> None:
         """Releases the group, and ends the processes in it."""
         if self.group is not None:

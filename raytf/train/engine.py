@@ -315,10 +315,13 @@ class _Elastic:
 
     def reserve(self, hold: Callable, held: Reservation, cancelled: Callable[[], bool]) -> int:
         """Reserves as many workers as there is room for; waits until there is room for the fewest."""
+        free, state = self._free(), self._decisions.state
+        for node, bundle in held.by_node():  # Ray's view of what is free is late
+            for name, amount in bundle.items() if node in free else ():
+                free[node][name] = free[node].get(name, 0) + amount
         held.drop()
-        state = self._decisions.state
         while not cancelled():
-            left = resources.without(list(self._free().values()), self._beside)
+            left = resources.without(list(free.values()), self._beside)
             size = 0 if left is None else min(state.most, resources.count_fitting(left, self._wanted))
             if size >= state.fewest or resources.autoscales():
                 size = max(size, state.fewest)
@@ -329,6 +332,7 @@ class _Elastic:
                     return size
                 held.drop()
             time.sleep(_COUNT_INTERVAL)
+            free = self._free()
         raise TrainingError(None, "it was cancelled")
 
     def look(self, group: RunGroup) -> None:
