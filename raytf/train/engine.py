@@ -329,6 +329,7 @@ class _Elastic:
                 selectors = ray_configs.label_selectors(self._spec.scaling, size)
                 hold(size, selectors=reservation.apart(selectors, size, silent))
                 if held.wait(_ELASTIC_WAIT_INTERVAL):
+                    self._look_at = time.monotonic() + self._every
                     return size
                 held.drop()
             time.sleep(_COUNT_INTERVAL)
