@@ -79,7 +79,6 @@ LEFT = {
     ("timeouts", "within"),
     ("train", "anew"),
     ("train", "around"),
-    ("train", "beside"),
     ("train", "here"),
     ("train", "within"),
     ("tune", "apart"),
