@@ -253,7 +253,7 @@ class Engine:
                 text = "\n".join(f"[Rank {rank}]\n{error}" for rank, error in sorted(failed.items()))
                 raise WorkerGroupError(text, failed)
             self._tab.ended(None, again=True)
-            self._idle += group.staying(errors)
+            self._idle[:0] = group.staying(errors)  # the chief stays where it is
         finally:
             self._end(group)
         return self._size()
