@@ -266,6 +266,9 @@ class WorkerGroup(EventGroup):
             self._first_error_at = self._first_error_at or time.monotonic()
         return False
 
+    def _words(self, rank: int) -> tuple[str, str]:
+        return "", ""  # the others wait for its report, too
+
     def _judge(self) -> None:
         for rank, how in list(self._watchdog.gone.items()):  # Ray would notice it later
             self._errors[rank] = WorkerFrozenError(how)
