@@ -65,6 +65,11 @@ _LONG = [
     *("not_built_before_fit", "several_inputs_and_outputs", "backup_and_restore", "on_batch", "run_eagerly"),
     *("accumulation_in_long_executions", "masked_tokens", "gan_pix2pix", "vae_with_add_loss", "actor_critic"),
     *("distillation", "in_batch_contrastive_loss", "reduce_lr_on_plateau", "lora_frozen_accumulation_ema"),
+    *("local_steps_that_cannot_work", "jit_compile_is_refused_where_calls_exchange_or_add_losses", "global_dataset"),
+    *("clipnorm_ema_overwrite_and_weight_decay", "mixed_bfloat16", "learning_rate_scheduler", "terminate_on_nan"),
+    *("batch_callback_of_the_chief_alone", "train_step_OwnMean", "train_step_BareLogs", "one_own_loss"),
+    *("custom_loop", "custom_loop_with_two_optimizers", "gan_run_eagerly", "scaled_loss_without_rounding"),
+    *("chief_decides", "last_batch_smaller"),
 ]
 # Of what users write themselves, one of each kind.
 _KINDS = [

@@ -247,6 +247,7 @@ class Missing:
         return self.socket.sendto(*args)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("first", "loss"), [(probe.DATAGRAMS, 0.0), (10**6, 0.1)], ids=["busy", "link"])
 def test_what_a_busy_host_misses_once_is_no_loss_of_its_link(probes, first, loss):
     missing = Missing(first)
