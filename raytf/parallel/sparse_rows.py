@@ -27,12 +27,12 @@ lazy = False
 @patch((keras.layers.Embedding, "call"))
 def call(original, self, inputs):
     """Replaces `Embedding.call`: reads the used rows only, as TensorFlow copies a table that it reads as a whole."""
-    table = keras_objects.table_of(self)
-    if not lazy or getattr(self, "lora_enabled", False) or not isinstance(inputs, tf.Tensor):
+    table = keras_objects.held_by(keras_objects.table_of(self))  # None as Keras computes shapes
+    if not lazy or table is None or getattr(self, "lora_enabled", False) or not isinstance(inputs, tf.Tensor):
         return original(self, inputs)
     ids = inputs if inputs.dtype in (tf.int32, tf.int64) else tf.cast(inputs, tf.int32)
     ids = tf.where(ids < 0, ids + table.shape[0], ids)
-    return tf.cast(tf.gather(keras_objects.held_by(table), ids), self.compute_dtype)
+    return tf.cast(tf.gather(table, ids), self.compute_dtype)
 
 
 @patch((BaseOptimizer, "_clip_gradients"))
