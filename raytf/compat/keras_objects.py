@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import threading
 from typing import Any
@@ -225,6 +226,30 @@ def decay_as(optimizer, included) -> None:
 def key_of(optimizer, variable):
     """Returns the key of an optimizer's state for a variable; it differs in another process."""
     return optimizer._var_key(variable)
+
+
+@uses("keras.src.optimizers.base_optimizer:BaseOptimizer._get_variable_index")
+def slots_of(optimizer, variable) -> dict[str, Any]:
+    """Returns an optimizer's variables with the shape of a trained variable, for that one, by their lists' names."""
+    index, trained = optimizer._get_variable_index(variable), trained_by(optimizer)
+    lists = {name: item for name, item in vars(optimizer).items() if isinstance(item, list) and item is not trained}
+    return {
+        name: item[index]
+        for name, item in lists.items()
+        if len(item) == len(trained) and getattr(item[index], "shape", None) == variable.shape
+    }
+
+
+@contextlib.contextmanager
+@uses("keras.src.optimizers.base_optimizer:BaseOptimizer._get_variable_index")
+def slots_are(optimizer, variable, slots: dict[str, Any]):
+    """Within it these objects are the slots of a trained variable, by the names of `slots_of`."""
+    index, lists = optimizer._get_variable_index(variable), {name: vars(optimizer)[name] for name in slots}
+    vars(optimizer).update({name: [*lists[name][:index], slots[name], *lists[name][index + 1 :]] for name in slots})
+    try:
+        yield
+    finally:
+        vars(optimizer).update(lists)
 
 
 # ------------------------------------------------------------------------------------------ variables, graphs, losses

@@ -33,6 +33,9 @@ class TensorflowConfig:
         sync_every: Number of steps between averages of the parameters, at least 1. 1 all-reduces the gradients of each
             step. With more each worker makes steps on its own rows in between: less traffic for slow networks, and
             other results than one process has.
+        sparse_updates: "lazy": an optimizer updates only the rows of an `Embedding` that a batch uses, and the moments
+            of these. A step's time depends on these rows, and not on the table. For Keras' SGD, Adam, AdamW, Adagrad
+            and Ftrl; the results differ from Keras' own, see `docs/guides/strategies.md`. None: as Keras does.
         timeout_s: Timeout in seconds of a collective of TensorFlow that a worker does not join. None waits forever.
         hang_timeout_s: Seconds after which a line names the worker that the others wait for, its phase and its Python
             stack; at least 2. 30 times the usual step if that is more. The run ends after three times as long; or after
@@ -85,6 +88,7 @@ class TensorflowConfig:
     communication: str = "auto"
     gradient_dtype: str | None = None
     sync_every: int = 1
+    sparse_updates: Literal["lazy"] | None = None
     timeout_s: float | None = None
     hang_timeout_s: float | None = 10.0
     first_step_timeout_s: float = FIRST_STEP_TIMEOUT
@@ -123,10 +127,13 @@ class TensorflowConfig:
                 f"gradient_dtype={self.gradient_dtype!r} with sync_every={self.sync_every}",
                 "Leave one of them out",
             )
-        if self.legacy_keras and (self.gradient_dtype is not None or self.sync_every > 1):
+        if self.sparse_updates not in (None, "lazy"):
+            raise ConfigError('sparse_updates must be "lazy" or None', repr(self.sparse_updates), "Choose one of them")
+        if self.legacy_keras and (self.gradient_dtype or self.sync_every > 1 or self.sparse_updates):
             raise ConfigError(
-                "gradient_dtype and sync_every are for Keras 3",
-                f"gradient_dtype={self.gradient_dtype!r}, sync_every={self.sync_every} with legacy_keras=True",
+                "gradient_dtype, sync_every and sparse_updates are for Keras 3",
+                f"gradient_dtype={self.gradient_dtype!r}, sync_every={self.sync_every}, "
+                f"sparse_updates={self.sparse_updates!r} with legacy_keras=True",
                 "Leave them out, or use Keras 3",
             )
         if self.timeout_s is not None and not self.timeout_s > 0:

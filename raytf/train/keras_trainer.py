@@ -208,6 +208,7 @@ class KerasTrainer:
         ray_config.check_local(*given, self.num_ps, self.validation_config, self.evaluator)
         ray_config.check_validation(self.validation_config, self.evaluator)
         arguments.check_servers(self.strategy, self.num_ps, self.scaling_config)
+        arguments.check_sparse(self.tensorflow_config, self.strategy, self.scaling_config)
         validation.check_config(self.config)
         arguments.check_workers(self.scaling_config)
         arguments.check_strategy(self.strategy, self.scaling_config)
@@ -381,6 +382,8 @@ class KerasTrainer:
     def _identity(self, found: dict, model: dict[str, Any], data: dict[str, Any]) -> dict[str, Any]:
         """Returns the identity of this run for read data and a tried model, see `same_run.py`."""
         settings = {name: getattr(self.tensorflow_config, name) for name in ("sync_every", "gradient_dtype")}
+        if self.tensorflow_config.sparse_updates:
+            settings["sparse_updates"] = self.tensorflow_config.sparse_updates
         if self.elastic_batch != "keep":
             settings["elastic_batch"] = self.elastic_batch
         columns_of = {name: fingerprint.of_columns(spec) for name, spec in self.batch.roles.items()}
