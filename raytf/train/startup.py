@@ -842,7 +842,7 @@ class _WorkerGroup(WorkerGroup):
             settle=settle,
             begin=functools.partial(ray_train.begin_training, self),
             standing=lambda worker, seconds: worker.actor.execute.remote(standing, seconds),
-            ports=self.config.ports,
+            listening=self.config.listening,
             cores=backend.to_claim(WorkerSetup(config=self.config), resources.get("CPU", 1)),
             reported=self._reported,
             has_room=None if self.elastic is None else self._has_room,
