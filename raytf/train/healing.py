@@ -40,6 +40,8 @@ _ROOM_INTERVAL = 0.5
 
 # Addition to the event of a worker's loss, if the worker is replaced.
 TAKES_ITS_PLACE = ". A replacement worker is started; the other workers wait in their step"
+# ... and if all workers restart.
+STARTS_ANEW = ". All workers restart from the last checkpoint; steps after it are made again"
 
 
 class NotHealedError(RaytfError, RuntimeError):
