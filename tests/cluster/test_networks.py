@@ -157,3 +157,21 @@ def test_scripts_and_the_doctor_take_the_network(tmp_path, cluster):
     assert examined("net1") == ({host.address: "net1" for host in everywhere}, set())
     wrong = {("network", host.address) for host in everywhere}
     assert examined("eth9") == ({host.address: None for host in everywhere}, wrong)
+
+
+def test_hosts_with_ipv6_alone(tmp_path, warm_starts):
+    """Workers on two hosts, and the two steps of the doctor on all three."""
+    with (
+        namespaces.hosts(3, ipv6=True) as hosts,
+        warm_starts(),
+        local.local_cluster(nodes=3, cpus=1, options=[["--num-cpus=0"]], hosts=hosts) as found,
+    ):
+        planned, notes = train((hosts, found), "", tmp_path)
+        doctor = [sys.executable, "-m", "raytf.cli", "doctor", "--seconds", "200", "--json"]
+        report = json.loads(on_the_head((hosts, found), doctor, codes=(0, 1)))
+    assert notes == [[sorted(f"[{host.address}]" for host in hosts[1:]), None]] * 2
+    assert {line.rpartition(" on ")[2] for line in planned} == {host.address for host in hosts[1:]}
+    assert {finding["check"] for finding in report["findings"]} <= {"name"} and not any(
+        "training" in text for text in report["left_out"]
+    )
+    assert list(report["interfaces"]) == [host.address for host in hosts]

@@ -1,4 +1,4 @@
-"""The job of tests' pods, with the options of jobs/digits.py. It notes steps as `ended_job`.
+"""The job of test_rayjob.py, with the options of jobs/digits.py. It notes steps as `ended_job`.
 
 It keeps each step, or with a NAME that starts with "fifth" each fifth one. NAME_stuck of the storage names a step
 ("1 5") that the last worker does not make before the file is gone, whatever it is asked.
