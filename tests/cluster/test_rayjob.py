@@ -126,7 +126,9 @@ def test_a_drain_that_is_cut_short_loses_the_steps_that_are_not_kept_and_says_so
         wait_until(lambda: list((tmp_path / "fifth").glob("step_*/manifest.json")), job)
         (node,) = {line.split()[0] for line in (tmp_path / "fifth_0.txt").read_text().splitlines()}
         seen = psutil.process_iter(["name", "cmdline"])
-        (raylet,) = [one for one in seen if one.info["name"] == "raylet" and node in " ".join(one.info["cmdline"])]
+        (raylet,) = [
+            one for one in seen if one.info["name"] == "raylet" and f"--node_id={node}" in (one.info["cmdline"] or ())
+        ]
         drain = [str(local._ray()), "drain-node", f"--address={rayjob.cluster.address}", f"--node-id={node}"]
         drain += ["--reason=DRAIN_NODE_REASON_PREEMPTION", "--reason-message=a test", "--deadline-remaining-seconds=5"]
         drained = rayjob.popen(drain)
