@@ -349,6 +349,7 @@ def _written(space: str | None, domains: Collection[str]) -> dict[str, Any]:
 @click.option("--gpus-per-worker", default=0, show_default=True, help="GPUs of each worker; servers get none.")
 @click.option("--max-restarts", default=0, show_default=True, help="How often failed processes are restarted.")
 @click.option("--ports", default="20000-31999", show_default=True, metavar="FIRST-LAST", help="Where processes listen.")
+@click.option("--network", help="Interface (eth1) or network (10.1.0.0/16) on which they listen.  [default: Ray's]")
 @click.option(
     "--frozen-after",
     default=10.0,
@@ -437,6 +438,7 @@ def _tell_of_options_behind(arguments) -> None:
 @click.option("--address", help="Of the Ray cluster; local starts one here.  [default: RAY_ADDRESS, or this machine's]")
 @click.option("--storage", callback=path, metavar="PATH_OR_URI", help="Storage that all nodes are to share.")
 @click.option("--ports", default="20000-31999", show_default=True, metavar="FIRST-LAST", help="Where nodes listen.")
+@click.option("--network", help="Interface (eth1) or network (10.1.0.0/16) to examine.  [default: Ray's]")
 @click.option("--no-training", "training", flag_value=False, default=True, help="Make no steps of Keras.")
 @click.option("--seconds", default=55.0, show_default=True, help="Deadline for all of it.")
 @click.option("--json", "as_json", is_flag=True, help="Print the findings as JSON.")

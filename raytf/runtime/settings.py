@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from raytf import timeouts
 from raytf.errors import ConfigError
+from raytf.runtime import networks
 from raytf.timeouts import Timeouts
 
 _IMPLEMENTATIONS = ("auto", "ring", "nccl")
@@ -18,6 +19,13 @@ PORTS = (20_000, 31_999)
 SERVER_THREADS = 8
 # Seconds until all workers have made a step, in which graphs are compiled.
 FIRST_STEP_TIMEOUT = 300.0
+
+
+class Listening(NamedTuple):
+    """Where processes of a run listen: `ports` and `network` of `TensorflowConfig`."""
+
+    ports: tuple[int, int] = PORTS
+    network: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +79,9 @@ class TensorflowConfig:
         ports: Tuple of the first and the last port that workers listen on, for raytf's ring and TensorFlow, with at
             least one port per worker of a host. Reserve them for raytf; see `docs/guides/cluster.md`. None: any free
             port.
+        network: Name of the network interface on which workers listen and exchange ("eth1"), or the network of its
+            addresses ("10.1.0.0/16") if hosts name it differently. NCCL uses it, too, unless NCCL_SOCKET_IFNAME is set.
+            None: the interface with the address of the host in Ray, which is the one that reaches Ray's head.
         legacy_keras: Whether `tf.keras` of the workers is Keras 2 (the package tf_keras), as under Ray's own trainer;
             for a `TensorflowTrainer`. raytf's support for Keras 3 is then off. TF_USE_LEGACY_KERAS=1 in the driver's
             environment, or in a runtime environment of Ray, has the same effect.
@@ -101,6 +112,7 @@ class TensorflowConfig:
     memory_growth: bool = True
     renew_worker_mb: float | None = 4000.0
     ports: tuple[int, int] = PORTS
+    network: str | None = None
     seed: int | None = None
     legacy_keras: bool = False
 
@@ -162,9 +174,15 @@ class TensorflowConfig:
         if self.renew_worker_mb is not None and not self.renew_worker_mb >= 1:
             raise ConfigError("renew_worker_mb must be at least 1 megabyte, or None", self.renew_worker_mb, "Raise it")
         check_ports(self.ports)
+        networks.check(self.network)
         for name in ("intra_op_threads", "inter_op_threads"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, or None", getattr(self, name), "Raise it")
+
+    @property
+    def listening(self) -> Listening:
+        """Returns where workers listen."""
+        return Listening(self.ports, self.network)
 
 
 @dataclass(frozen=True, kw_only=True)

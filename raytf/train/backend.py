@@ -56,7 +56,7 @@ class TensorflowBackend(Backend):
         count = len(worker_group)
         resources = worker_group.get_resources_per_worker()
         cpus = max(1, int(resources.get("CPU", 1)))
-        wanted = backend_config.config.ports, to_claim(backend_config, resources.get("CPU", 1))
+        wanted = backend_config.config.listening, to_claim(backend_config, resources.get("CPU", 1))
         requests = [(timeouts.get(), reserve, *wanted)] * count
         addresses, claimed = zip(*_from_all(worker_group, "its address", timeouts.under, requests), strict=True)
         pinned, token = cores.agreed(addresses, claimed), ring.new_token()
@@ -134,7 +134,7 @@ def spoken(chief: bool, board):
     return verbosity.of(chief, line)
 
 
-def reserve(allowed: tuple[int, int], count: int) -> tuple[str, bool]:
+def reserve(allowed: settings.Listening, count: int) -> tuple[str, bool]:
     """Reserves an address, and claims `count` cores.
 
     Returns:

@@ -28,6 +28,7 @@ from raytf.events import Kind, RunEvent, names
 from raytf.runtime import answers, ports
 from raytf.runtime.answers import NoAnswerError
 from raytf.runtime.failures import cause_of, is_consequence
+from raytf.runtime.settings import Listening
 from raytf.timeouts import Pace
 from raytf.train import backend, decisions
 from raytf.train.decisions import Action, Do
@@ -39,6 +40,8 @@ _ROOM_INTERVAL = 0.5
 
 # Addition to the event of a worker's loss, if the worker is replaced.
 TAKES_ITS_PLACE = ". A replacement worker is started; the other workers wait in their step"
+# ... and if all workers restart.
+STARTS_ANEW = ". All workers restart from the last checkpoint; steps after it are made again"
 
 
 class NotHealedError(RaytfError, RuntimeError):
@@ -72,7 +75,7 @@ class Asked:
         begin: begin(worker) starts the training in a new process.
         standing: standing(worker, seconds) returns the ref of (`Healer.waiting(seconds)` in that process, error of its
             training or None).
-        ports: Ports on which workers may listen.
+        listening: Where workers listen.
         cores: Number of cores that each worker claims.
         reported: Number of received reports, by rank.
         has_room: has_room(ranks) returns whether processes can start for these ranks, for a run that can continue with
@@ -85,7 +88,7 @@ class Asked:
     settle: Callable[[Member, list[str], int, bytes, bool], Any]
     begin: Callable[[Member], None]
     standing: Callable[[Member, float], Any]
-    ports: tuple[int, int]
+    listening: Listening
     cores: int
     reported: Mapping[int, int]
     has_room: Callable[[Iterable[int]], bool] | None = None
@@ -330,7 +333,7 @@ class Healing:
             taken = dataclasses.replace(place, own=owned[rank], agreed=agreed)
             calls.append(worker.actor.execute.remote(healing.take, taken))
         self._ask(calls, "a place in the training", self._pace.deadline(timeouts.get().recovery_answer, copies=1))
-        allowed, cores = self._asked.ports, self._asked.cores
+        allowed, cores = self._asked.listening, self._asked.cores
         asked = timeouts.under, timeouts.get(), backend.reserve, allowed, cores
         calls = [worker.actor.execute.remote(*asked) for worker in self._made.values()]
         reserved = dict(zip(self._made, self._ask(calls, "an address"), strict=True))

@@ -70,7 +70,7 @@ from raytf.timeouts import Timeouts
 from raytf.train import backend, decisions, ends, entry, local, staying
 from raytf.train.decisions import Decisions, Do, Drained, Lost, Phase, WorkerState
 from raytf.train.entry import import_raytf
-from raytf.train.healing import TAKES_ITS_PLACE, Asked, Healing, Recovery, standing
+from raytf.train.healing import STARTS_ANEW, TAKES_ITS_PLACE, Asked, Healing, Recovery, standing
 from raytf.worker.ending import DRAIN, MovedError
 
 # Seconds. Ray Train's controller processes reports, ends and failures only when it polls. Its default of 2 s is longer
@@ -759,7 +759,7 @@ class _WorkerGroup(WorkerGroup):
             events.emit(RunEvent(kind=Kind.ENDED_AFTER_STEP, step=moved.step, why=str(moved)))
             return
         kind = Kind.WORKER_LOST if isinstance(event, Lost) else Kind.WORKER_FAILED
-        more = TAKES_ITS_PLACE if action.do is Do.RECOVER else ""
+        more = {Do.RECOVER: TAKES_ITS_PLACE, Do.RESTART: STARTS_ANEW}.get(action.do, "")
         for rank in sorted(action.ranks or event.ranks):
             why = in_a_line(causes[rank])
             events.emit(RunEvent(kind=kind, ranks=(rank,), why=why, more=more))
@@ -842,7 +842,7 @@ class _WorkerGroup(WorkerGroup):
             settle=settle,
             begin=functools.partial(ray_train.begin_training, self),
             standing=lambda worker, seconds: worker.actor.execute.remote(standing, seconds),
-            ports=self.config.ports,
+            listening=self.config.listening,
             cores=backend.to_claim(WorkerSetup(config=self.config), resources.get("CPU", 1)),
             reported=self._reported,
             has_room=None if self.elastic is None else self._has_room,

@@ -156,6 +156,8 @@ class TensorflowTrainer(EarlyStartTrainer):
         resources.check_servers(self.scaling_config, self._servers)
         setup, board = self.backend_config, progress.Board()
         user = setup.config
+        if user.network is not None:
+            resources.interfaces(self._workers, user.network)
         seed = secrets.randbelow(2**31) if user.seed is None else user.seed
         self.backend_config = dataclasses.replace(
             setup,

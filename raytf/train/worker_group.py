@@ -34,6 +34,7 @@ from raytf.runtime.hang_watch import HangWatch
 from raytf.runtime.process_monitor import Frozen, ProcessLocation, ProcessMonitor
 from raytf.runtime.processes import Process
 from raytf.runtime.resources import placed_actor
+from raytf.runtime.settings import Listening
 from raytf.storage import scratch
 from raytf.timeouts import Timeouts
 from raytf.train import backend, ends
@@ -182,7 +183,7 @@ class WorkerGroup:
         return placed_actor(self._kind, self._group, bundle, self._resources, runtime_env=self._environment)
 
     def _open(self, setup, cpus: float) -> None:
-        request = timeouts.get(), setup.config.ports, backend.to_claim(setup, cpus)
+        request = timeouts.get(), setup.config.listening, backend.to_claim(setup, cpus)
         reservations = self._all(
             "reserve", *request, seconds=timeouts.get().process_start, what="the start of its process"
         )
@@ -396,7 +397,7 @@ class WorkerGroup:
             settle=settle,
             begin=lambda worker: worker.actor.take_place.remote(self._run),
             standing=lambda worker, seconds: worker.actor.standing.remote(seconds),
-            ports=self._config.ports,
+            listening=self._config.listening,
             cores=backend.to_claim(self._setup, self._resources.get("CPU", 0)),
             reported={},
         )
@@ -554,7 +555,7 @@ class GroupWorker(Process):
         self._failed: Exception | None = None
         self._told: tuple = ()
 
-    def reserve(self, its: Timeouts, allowed: tuple[int, int], count: int) -> tuple[str, bool, ProcessLocation]:
+    def reserve(self, its: Timeouts, allowed: Listening, count: int) -> tuple[str, bool, ProcessLocation]:
         """Returns its "host:port", whether it has claimed cores for the life of the group, and its process."""
         timeouts.put_in_force(its)
         return *backend.reserve(allowed, count), process_monitor.here()
