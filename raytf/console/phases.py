@@ -13,10 +13,8 @@ import time
 _WORTH_A_LINE = 1.0
 _FRAMES, _PLAIN_FRAMES, _FRAMES_A_SECOND = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏", "|/-\\", 5
 # The phases before a run's first step, and after its last epoch.
-STARTING_RAY, READING, TRYING, WORKERS = "starting Ray", "reading data", "trying the model", "starting workers"
+READING, TRYING, WORKERS = "reading data", "trying the model", "starting workers"
 FIRST_STEP, ENDING = "compiling and making the first step", "keeping the last checkpoint and ending workers"
-
-
 COMPARING = "comparing the run, which has ended, with what is asked for"
 
 
@@ -26,9 +24,23 @@ def starting(finished: str | None = None) -> str:
     Args:
         finished: Clause for a run that has already ended, or None.
     """
-    is_connected = "ray" in sys.modules and sys.modules["ray"].is_initialized()
-    phase = "looking at the cluster" if is_connected else STARTING_RAY
+    if "ray" not in sys.modules:
+        phase = "loading Ray"
+    elif sys.modules["ray"].is_initialized():
+        phase = "looking at the cluster"
+    else:
+        phase = "starting Ray" if _cluster() is None else "connecting to Ray"
     return phase if finished is None else f"{finished}; {phase} to see that it is this run"
+
+
+def _cluster() -> str | None:
+    """Returns the address of the cluster to which this process is to connect; None if it is to start Ray."""
+    from raytf.compat import ray_core
+
+    try:
+        return ray_core.bootstrap_address(None)
+    except (OSError, ValueError):  # RAY_ADDRESS is invalid, which `connection.connect` reports
+        return None
 
 
 def console():

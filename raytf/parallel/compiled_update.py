@@ -7,19 +7,19 @@ cannot compile, or computes differently (random numbers), use Keras' operations.
 from __future__ import annotations
 
 import collections
-import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 
 import keras
 import tensorflow as tf
 
+from raytf import logs
 from raytf.collectives.communicator import local_replicas, many_replicas
 from raytf.compat import keras_objects
 from raytf.compat.tensorflow import call_with_captures, is_stateful, traced_apart, try_to_compile, without_captures
 from raytf.parallel import step as step_module
 
-_logger = logging.getLogger(__name__)
+logger = logs.get_logger(__name__)
 _STRATEGIES = (
     tf.distribute.MirroredStrategy,
     tf.distribute.MultiWorkerMirroredStrategy,
@@ -85,7 +85,7 @@ def made(optimizer, update: Callable, gradients: Sequence, variables: Sequence) 
                 return True
         except Exception as error:  # a user's error is raised again by Keras' operations
             why = f"{type(error).__name__}: {error}"
-    _logger.debug("%s: the update is not compiled by XLA, but made by Keras' operations: %s", optimizer.name, why)
+    logger.debug("%s: the update is not compiled by XLA, but made by Keras' operations: %s", optimizer.name, why)
     return False
 
 

@@ -228,6 +228,49 @@ def rate_by_its_loss():
     return plain(kind=Bold)
 
 
+def slow_weights():
+    """An optimizer, as Lookahead's, that uses in its fifth step what it noted of the losses."""
+    import keras
+
+    class Cautious(keras.optimizers.SGD):
+        def build(self, variables):
+            super().build(variables)
+            self.noted = self.add_variable((), name="noted", initializer="zeros")
+
+        def update_step(self, gradient, variable, learning_rate):
+            late = keras.ops.cast(self.iterations >= 4, "float32")
+            super().update_step(gradient / (1 + late * self.noted), variable, learning_rate)
+
+    class Noting(keras.Model):
+        def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+            loss = super().compute_loss(x, y, y_pred, sample_weight)
+            if training:
+                self.optimizer.noted.assign_add(keras.ops.cast(loss, "float32"))
+            return loss
+
+    return plain(kind=Noting, optimizer=Cautious(0.01))
+
+
+def rate_by_rows():
+    """A schedule whose rate falls after ten rows, of which each worker counts its own."""
+    import keras
+    import tensorflow as tf
+
+    rows = tf.Variable(0, trainable=False)
+
+    class ByRows(keras.optimizers.schedules.LearningRateSchedule):
+        def __call__(self, step):
+            return tf.where(rows >= 10, 0.001, 0.01)
+
+    class Counting(keras.Model):
+        def train_step(self, data):
+            logs = super().train_step(data)
+            rows.assign_add(tf.shape(data[0])[0])
+            return logs
+
+    return plain(kind=Counting, optimizer=keras.optimizers.SGD(ByRows()))
+
+
 def numbers_of_a_clock():
     """What no seed sets, and each worker has for itself."""
     import os
