@@ -534,10 +534,9 @@ def _trainer(ctx: click.Context, largest=lambda: 1, space: Collection[str] | Non
 
         failures = FailureConfig(max_failures=values["run"].pop("max_failures"))
         run_config = RunConfig(**values["run"], failure_config=failures)
-        has_ended = None
         if values["run"].get("name") and values["trainer"].get("resume", False) is not False:
             has_ended = results.has_ended(run_folder.located(run_config), config["epochs"])
-        shown.begin(phases.starting(has_ended))
+            shown.begin(phases.starting(has_ended))
         # workers import the model function from the current folder of the command
         environment = {"env_vars": {"PYTHONPATH": os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")])}}
         connect([{"CPU": cpus}] * processes, logging_level=logging.ERROR, runtime_env=environment)

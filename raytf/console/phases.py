@@ -5,6 +5,7 @@ It does not import Ray, whose import is a part of the first phase.
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
@@ -24,23 +25,12 @@ def starting(finished: str | None = None) -> str:
     Args:
         finished: Clause for a run that has already ended, or None.
     """
-    if "ray" not in sys.modules:
-        phase = "loading Ray"
-    elif sys.modules["ray"].is_initialized():
+    if "ray" in sys.modules and sys.modules["ray"].is_initialized():
         phase = "looking at the cluster"
     else:
-        phase = "starting Ray" if _cluster() is None else "connecting to Ray"
+        is_named = os.environ.get("RAY_ADDRESS", "local") != "local"
+        phase = "connecting to Ray" if is_named else "finding or starting Ray"
     return phase if finished is None else f"{finished}; {phase} to see that it is this run"
-
-
-def _cluster() -> str | None:
-    """Returns the address of the cluster to which this process is to connect; None if it is to start Ray."""
-    from raytf.compat import ray_core
-
-    try:
-        return ray_core.bootstrap_address(None)
-    except (OSError, ValueError):  # RAY_ADDRESS is invalid, which `connection.connect` reports
-        return None
 
 
 def console():

@@ -17,6 +17,7 @@ import numpy as np
 import tensorflow as tf
 from keras import tree
 
+from raytf.compat.tensorflow import recording
 from raytf.parallel import step as step_module
 
 # Rows of a tried batch; its halves suit functions that use rows in twos or threes.
@@ -82,7 +83,7 @@ def outcome(
     """
     outcomes: list[Outcome] = []
     error: Exception | None = None
-    with tf.init_scope(), step_module.within(step=None, whole_batch=None, trial=True):
+    with tf.init_scope(), recording(), step_module.within(step=None, whole_batch=None, trial=True):
         for kind in range(3):
             try:
                 outcomes.append(_tried(function, given, rows, kind, draws))

@@ -32,7 +32,7 @@ FIT = rf"epoch {{}}/5  step 36/36  loss {NUMBER}  mae {NUMBER}  val_loss {NUMBER
 FIT += r"(  [\d,]+ examples/s)?(  \d+% waiting for input)?(  \d:\d\d left)?"
 # What lasts for a second before the first step, or after the last epoch; in a terminal it moves, and goes.
 PHASES = (
-    "loading Ray|starting Ray|connecting to Ray|looking at the cluster|reading data|trying the model|starting workers"
+    "finding or starting Ray|connecting to Ray|looking at the cluster|reading data|trying the model|starting workers"
 )
 PHASES += "|compiling and making the first step|keeping the last checkpoint and ending workers"
 PHASE = re.compile(rf"({PHASES}) \.\.\.")

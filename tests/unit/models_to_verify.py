@@ -251,6 +251,44 @@ def slow_weights():
     return plain(kind=Noting, optimizer=Cautious(0.01))
 
 
+def set_by_the_first_batch():
+    """Weights that the first batch sets, as Glow's ActNorm has them."""
+    import keras
+
+    class ActNorm(keras.layers.Layer):
+        def build(self, shape):
+            self.shift = self.add_weight(shape=shape[1:], initializer="zeros", name="shift")
+            self.known = self.add_weight(shape=(), initializer="zeros", trainable=False, name="known")
+
+        def call(self, x, training=False):
+            if training:
+                self.shift.assign(self.shift - (1 - self.known) * keras.ops.mean(x, 0))
+                self.known.assign(keras.ops.ones(()))
+            return x + self.shift
+
+    return plain(ActNorm())
+
+
+def balances_experts():
+    """A mixture of experts with the load-balancing loss of Switch transformers, a product of two means."""
+    import keras
+    from keras import ops
+
+    class Experts(keras.layers.Layer):
+        def build(self, shape):
+            self.gate = keras.layers.Dense(4, "softmax")
+            self.gate.build(shape)
+            self.of_each = self.add_weight(shape=(4, shape[-1], 3), name="experts")
+
+        def call(self, x):
+            shares = self.gate(x)
+            chosen = ops.one_hot(ops.argmax(shares, -1), 4, dtype=shares.dtype)
+            self.add_loss(2.0 * ops.sum(ops.mean(chosen, 0) * ops.mean(shares, 0)))
+            return ops.einsum("bi,eio,be->bo", x, self.of_each, chosen * shares)
+
+    return plain(Experts())
+
+
 def rate_by_rows():
     """A schedule whose rate falls after ten rows, of which each worker counts its own."""
     import keras
