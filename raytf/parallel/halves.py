@@ -192,9 +192,11 @@ def _tried(
     cut = lambda leaf, made, start, stop: made[start:stop] if has_rows(leaf, rows) else leaf
     part = lambda start, stop: tree.map_structure(lambda *pair: cut(*pair, start, stop), given, whole)
     half = count // 2
-    with keras.StatelessScope():
-        value = _values(function(part(0, count)))
-        again = _values(function(part(0, count))) if draws else value
+    with keras.StatelessScope():  # each call begins with the same state
+        value = again = _values(function(part(0, count)))
+    if draws:
+        with keras.StatelessScope(), step_module.within(draws_other=True):
+            again = _values(function(part(0, count)))
     if not all(map(_alike, value, again)):
         return Outcome(why="")
     halves = []

@@ -229,3 +229,16 @@ def test_losses_that_were_added_stay_when_others_are_tried():
     with stepping():
         model(tf.ones((8, 3)))
         assert [float(loss) for loss in model.losses] == [1.0, 2.0]
+
+
+def test_a_state_that_a_function_keeps_is_no_random_number():
+    trainer.install()
+    mean, seeds = keras.Variable(1.0, trainable=False), keras.random.SeedGenerator(1)
+
+    def relative(y, p):
+        mean.assign(0.9 * mean + 0.1 * ops.mean(p))
+        return p[:, 0] / mean
+
+    found = tried(relative, 3)
+    assert not found.rows and found.why is None and float(mean) == 1.0
+    assert tried(lambda y, p: p[:, 0] + keras.random.normal((), seed=seeds), 3).why == ""
