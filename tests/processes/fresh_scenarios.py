@@ -483,19 +483,6 @@ def fresh_triplets_of_one_input(p):
     return p.fit(build, (floats(3, 6, rows=UNEVEN), np.zeros((UNEVEN, 1))))[1]
 
 
-@scenario
-def fresh_ctc(p):
-    labels = np.random.default_rng(2).integers(1, 5, (UNEVEN, 3))
-
-    def build():
-        inputs = keras.Input((8, 4))
-        return compiled(
-            keras.Model(inputs, layers.Dense(5)(layers.GRU(6, return_sequences=True)(inputs))), keras.losses.CTC()
-        )
-
-    return p.fit(build, (floats(8, 4, rows=UNEVEN), labels))[1]
-
-
 class Virtual(Own):
     """Virtual adversarial training: a direction by power iteration, and a divergence."""
 

@@ -161,6 +161,7 @@ def test_what_has_no_rows_is_given_as_it_is():
 
 
 def test_noise_and_what_cannot_be_tried_are_told_apart():
+    trainer.install()
     noisy = tried(lambda y, p: ops.mean(p + keras.random.normal((3,))), 3)
     assert noisy.unknown and not noisy.why
     failed = tried(lambda y, p: ops.mean(p) + undefined, 3)  # noqa: F821
