@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import math
 import os
@@ -94,17 +93,10 @@ def _sigterm_kept() -> Iterator[None]:
     finally:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, previous if callable(previous) else _exit)
-            atexit.register(_end_undisturbed)  # after Ray's own functions, so that it is called before them
 
 
 def _exit(number: int, frame=None) -> None:
     sys.exit(128 + number)
-
-
-def _end_undisturbed() -> None:
-    """Ignores SIGTERM while this process ends anyway: raised within Ray's functions, an exit would be a traceback."""
-    if signal.getsignal(signal.SIGTERM) is _exit:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def located(address: str | None = None) -> str | None:

@@ -330,19 +330,3 @@ def test_a_sweep_that_is_ended_goes_on_by_the_same_command(tmp_path, command_lin
     finished(command_line("sweep", *arguments))
     trials = list(tmp_path.glob("runs/sweep/Trial_*/result.json"))
     assert len(trials) == 2 and before <= {path.parent for path in trials}
-
-
-ENDS = """
-import atexit, os, signal
-atexit.register(os.kill, os.getpid(), signal.SIGTERM)
-from raytf.runtime.connection import connect
-connect([{"CPU": 1}], log_to_driver=False)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_a_signal_to_a_driver_that_ends_prints_nothing(ray_cluster):
-    environment = os.environ | {"PYTHONPATH": os.getcwd(), "RAY_ADDRESS": ray.get_runtime_context().gcs_address}
-    done = subprocess.run([sys.executable, "-c", ENDS], env=environment, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr[-3000:]
