@@ -82,7 +82,6 @@ class Timeouts:
         note_removal: Removal of a note from the storage.
         lock_silent: Renewal of a run folder's lock by its owner; longer than a slow upload, shorter than a night.
         lock_release: Release of the lock of a run's folder.
-        lock_taking: Takeover of a lock, which is a few lines of code. An older mark is from a dead process.
         reports_listed: List of a resumed run's reports, from the controller.
         report_old: Receipt of a report by the controller. Older ones are waited for.
         report_taken: Wait for such a report, which may wait for a checkpoint; longer than `checkpoint_write`.
@@ -168,7 +167,6 @@ class Timeouts:
     note_removal: float = 5.0
     lock_silent: float = 60.0
     lock_release: float = 30.0
-    lock_taking: float = 60.0
     reports_listed: float = 60.0
     report_old: float = 60.0
     report_taken: float = 1000.0

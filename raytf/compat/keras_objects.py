@@ -106,8 +106,18 @@ def takes_training(layer) -> bool:
 
 @uses("keras.src.trainers.trainer:Trainer._symbolic_build")
 def build_for(model, data_batch) -> None:
-    """Builds model, loss and metrics for a batch; `build` accepts shapes and omits loss and metrics."""
-    model._symbolic_build(data_batch=data_batch)
+    """Builds model, loss and metrics for a batch; `build` accepts shapes and omits loss and metrics.
+
+    Its number of rows is unknown, as in a step: a loss may need more than an example has. A model that needs it known
+    gets the number of the example.
+    """
+    import keras
+
+    symbol = lambda t: t if t is None or not len(t.shape) else keras.KerasTensor((None, *t.shape[1:]), t.dtype)
+    try:
+        model._symbolic_build(data_batch=keras.tree.map_structure(symbol, data_batch))
+    except Exception:
+        model._symbolic_build(data_batch=data_batch)
 
 
 @uses("keras.src.trainers.data_adapters.generator_data_adapter:GeneratorDataAdapter._first_batches")

@@ -7,13 +7,13 @@ cannot compile, or computes differently (random numbers), use Keras' operations.
 from __future__ import annotations
 
 import collections
-import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 
 import keras
 import tensorflow as tf
 
+from raytf import logs
 from raytf.collectives.communicator import local_replicas, many_replicas
 from raytf.compat import keras_objects
 from raytf.compat.keras import BaseOptimizer
@@ -21,7 +21,7 @@ from raytf.compat.patching import patch
 from raytf.compat.tensorflow import call_with_captures, is_stateful, traced_apart, try_to_compile, without_captures
 from raytf.parallel import step as step_module
 
-_logger = logging.getLogger(__name__)
+logger = logs.get_logger(__name__)
 _STRATEGIES = (
     tf.distribute.MirroredStrategy,
     tf.distribute.MultiWorkerMirroredStrategy,
@@ -164,7 +164,7 @@ def _compiled(optimizer, update: Callable, gradients: Sequence[tf.Tensor]) -> tu
 
 
 def _log(optimizer, why: str) -> None:
-    _logger.debug("%s: the update is not compiled by XLA, but made by Keras' operations: %s", optimizer.name, why)
+    logger.debug("%s: the update is not compiled by XLA, but made by Keras' operations: %s", optimizer.name, why)
 
 
 def is_within() -> bool:

@@ -25,7 +25,6 @@ from raytf.parallel import step as step_module
 
 # Operations that are searched between a gradient's sum and the optimizer; beyond them it is summed again.
 _MOST_OPERATIONS = 100_000
-_READS = ("ReadVariableOp", "ResourceGather")
 _CALLS = ("If", "While", "Case", "StatefulPartitionedCall")
 
 
@@ -232,7 +231,7 @@ def follows_rows(value) -> bool:
             continue
         seen.add(id(tensor))
         operation = tensor.op
-        if operation.type in _READS:
+        if operation.type in own_loops.READS:
             continue
         inputs = list(operation.inputs) if operation.type in _CALLS else _inputs_of(tensor)
         if inputs is None:
@@ -249,7 +248,7 @@ def _inputs_of(tensor) -> list | None:
     if operation.type == "Placeholder":
         outer = [external for external, internal in getattr(tensor.graph, "captures", ()) if internal is tensor]
         return outer or None
-    if operation.op_def.is_stateful and operation.type not in _READS:
+    if operation.op_def.is_stateful and operation.type not in own_loops.READS:
         return None
     return list(operation.inputs)
 

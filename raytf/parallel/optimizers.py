@@ -136,6 +136,8 @@ def merge_call(original, self, fn, args, kwargs):
 def seed_next(original, self, ordered=True):
     """Advances seeds equally on all workers, while each replica draws from its own stream."""
     seed = original(self, ordered)
+    if getattr(step_module.state, "draws_other", False):  # a trial that finds out whether a function draws
+        return seed + tf.constant([_REPLICA_SEED, 0], seed.dtype)
     if not step_module.in_replica_of_many():
         return seed
     replica = tf.cast(tf.distribute.get_replica_context().replica_id_in_sync_group, seed.dtype)

@@ -25,7 +25,7 @@ _reserved: list[socket.socket] = []
 
 
 def reserve_address(allowed: Listening) -> str:
-    """Returns this worker's "host:port", on a port that no other raytf process of the host uses during this one's life.
+    """Returns this worker's "host:port", on a port that no other raytf process of the host uses until `end_claims`.
 
     Args:
         allowed: Allowed ports, and the network of the address.
@@ -227,3 +227,10 @@ def release_port() -> None:
     """Frees the reserved port, just before TensorFlow binds it."""
     while _reserved:
         _reserved.pop().close()
+
+
+def end_claims() -> None:
+    """Lets other processes use this one's ports, at the end of a training."""
+    release_port()
+    while _claims:
+        _claims.pop().close()

@@ -54,6 +54,7 @@ class WarmPool:
         there: (node, actor) of each process that may become a worker.
         warned: Entries by which the process that shows a warning claims it, see `once.py`.
         asked: Actor that answered the last request, or None.
+        compares: Whether that one still compares two workers with one device, see `verify.Following`.
         ending: An `ends.Ending`, whose signals end the processes' work; None leaves SIGINT to Ray Train.
     """
 
@@ -62,7 +63,7 @@ class WarmPool:
     def __init__(self, kind, scaling_config, run_config, workers: int, preload: Callable[[], None]):
         self.there = []
         self._extra = []
-        self.asked = None
+        self.asked, self.compares = None, False
         # A process must not search for devices before Ray assigns it some: without devices it can only try the model.
         if resources.only_cpus(scaling_config):
             environment = _early_environment(run_config, scaling_config, threads(_cpus(scaling_config)))

@@ -568,7 +568,7 @@ class KerasTrainer:
         found = processes.ask(inspect, pickled, blocks["train"].first(), rows, order, validation)
         if isinstance(found, Exception):
             raise found
-        blocks.update({name: dataclasses.replace(blocks[name], looked=seen) for name, seen in found.looked.items()})
+        blocks.update({name: blocks[name].with_look(seen) for name, seen in found.looked.items()})
         if found.warning is not None:
             print(found.warning, file=sys.stderr)
         if found.unread:

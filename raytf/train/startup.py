@@ -116,6 +116,10 @@ class Startup(WarmPool):
             RayTrainWorker, scaling_config, run_config, resources.fewest_workers(scaling_config), import_raytf
         )
 
+    def end_asked(self) -> None:
+        self.controller.end_compared.remote()
+        super().end_asked()
+
     def cancel(self) -> None:
         ray.kill(self.controller)
         super().cancel()
@@ -247,6 +251,7 @@ class EarlyStartTrainer(DataParallelTrainer):
             self._heals,
             self._shown is not None,
             [] if self._rehearsed is None else [ray.put((self._rehearsed, self.backend_config))],
+            [self._launch.asked] if self._launch.compares else [],
             timeouts.get(),
         )
         answers.collect(
@@ -265,6 +270,7 @@ class _Controller(TrainController):
     """Ray Train's controller, in a process that starts before the run is known."""
 
     def __init__(self):
+        self._comparing, self._unused = [], []
         get_or_create_autoscaling_coordinator()  # starts a process that the first run of a cluster waits for
 
     def begin(
@@ -278,6 +284,7 @@ class _Controller(TrainController):
         heals: bool,
         ends_after_step: bool,
         rehearsed: list,
+        comparing: list,
         its: Timeouts,
     ) -> None:
         timeouts.put_in_force(its)
@@ -288,7 +295,8 @@ class _Controller(TrainController):
         storage = run.run_config.storage_context
         events.record(events.Recorder(storage.storage_filesystem, storage.experiment_fs_path))
         known = {"processes": processes, "held": held, "beside": beside, "config": config}
-        known |= {"policy": policy, "rehearsed": rehearsed}
+        self._comparing += comparing
+        known |= {"policy": policy, "rehearsed": rehearsed, "comparing": self._comparing, "unused": self._unused}
         self._lost, self._looks_until = asyncio.Event(), 0.0
         scaling = arguments["scaling_policy"]
         elastic = known["elastic"] = scaling if isinstance(scaling, _Elastic) else None
@@ -357,6 +365,12 @@ class _Controller(TrainController):
         group = self.get_worker_group()
         ready = group is not None and group.prepare(before, after)
         return ready and self.get_worker_group() is group and self._decisions.state.is_whole
+
+    def end_compared(self) -> None:
+        """Ends the process whose comparison has ended, unless it may be a worker; see `verify.Following`."""
+        self._comparing.clear()
+        while self._unused:
+            ray.kill(self._unused.pop())
 
     def stop(self) -> list:
         """Requests a stop of the run. Returns the actors that must stop after a step, none if no worker trains."""
@@ -515,6 +529,8 @@ class _WorkerGroup(WorkerGroup):
     config: TensorflowConfig
     policy: object
     rehearsed: list
+    comparing: list  # the process that compares two workers with one device, if one does
+    unused: list  # the same, once it has become no worker
     elastic: _Elastic | None
     decisions: Decisions
     _watchdog: Watchdog | None = None
@@ -651,10 +667,12 @@ class _WorkerGroup(WorkerGroup):
         existing = {}
         for node, actor in self.processes:
             place = next((i for i in indices if nodes[i] == node and i not in existing), None)
-            if place is None:
-                ray.kill(actor)
-            else:
+            if place is not None:
                 existing[place] = actor
+            elif actor in self.comparing:
+                self.unused.append(actor)
+            else:
+                ray.kill(actor)
         self.processes.clear()
         if self._stays:
             existing |= {i: self._start_process(nodes[i]) for i in indices if i not in existing}

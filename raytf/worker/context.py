@@ -58,7 +58,7 @@ def prepared(setup: WorkerSetup):
             yield
         finally:
             cores.release()
-            ports.release_port()
+            ports.end_claims()
             if context.servers is not None:
                 context.servers.close()
             _current.clear()

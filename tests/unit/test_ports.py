@@ -52,8 +52,9 @@ def test_a_worker_listens_at_the_address_that_was_kept_for_it(monkeypatch):
         with ports.own(f"192.0.2.1:{ports.split(first)[1]}") as translated:  # not this host's, as behind NAT
             assert translated.getsockname() == ("0.0.0.0", ports.split(first)[1])
     finally:
-        ports._claims.pop().close()
-        ports._claims.pop().close()
+        ports.end_claims()
+    assert ports.split(ports.reserve_address(allowed))[1] in allowed
+    ports.end_claims()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a filter of Linux")
@@ -97,6 +98,5 @@ def test_a_port_takes_nothing_from_the_users_random_numbers(monkeypatch):
     monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "127.0.0.1")
     before = random.getstate()
     ports.reserve_address(Listening())
-    ports.release_port()
-    ports._claims.pop().close()
+    ports.end_claims()
     assert random.getstate() == before

@@ -123,8 +123,7 @@ def test_ports_that_a_stranger_claims_are_taken_all_the_same(stranger, monkeypat
     try:
         assert ports.reserve_address(Listening((port, port))) == f"127.0.0.1:{port}"
     finally:
-        ports.release_port()
-        ports._claims.pop().close()
+        ports.end_claims()
 
 
 def test_a_strangers_door_is_not_waited_at(stranger, monkeypatch):
