@@ -22,7 +22,7 @@ from raytf.compat.ray_data import AbstractFrom, InputData, PandasBlockSchema, la
 from raytf.console.quiet import at_levels
 from raytf.data import columns as columns_module
 from raytf.data import gather
-from raytf.errors import ConfigError
+from raytf.data.file_source import refused_in_task
 
 _FIRST_ROWS = 1000
 
@@ -195,11 +195,8 @@ def _refused_here(context):
     """Raises a task's ConfigError unwrapped."""
     previous, context.raise_original_map_exception = context.raise_original_map_exception, True
     try:
-        yield
-    except ray.exceptions.RayTaskError as error:
-        if isinstance(error.cause, ConfigError):
-            raise error.cause from None
-        raise
+        with refused_in_task():
+            yield
     finally:
         context.raise_original_map_exception = previous
 
