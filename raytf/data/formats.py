@@ -191,7 +191,7 @@ def _csv_schema(files: Files, types: Mapping[str, str], like: Found | None) -> p
             found = [pa.schema([schema.field(column)]) for schema in schemas]
             common = pa.unify_schemas(found, promote_options="permissive").field(0).type
             chosen[column] = pa.type_for_alias(types[column]) if column in types else common
-        except ValueError as error:
+        except (ValueError, pa.ArrowException) as error:
             received = f"{column!r}: {types.get(column) or error}"
             raise ConfigError(
                 "A column of CSV files must have one type, one of Arrow's",

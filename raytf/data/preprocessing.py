@@ -1,7 +1,7 @@
 """`raytf.adapt`: fits Keras' preprocessing layers to a Ray Dataset that need not fit in memory.
 
-Tasks reduce each block to statistics from which a few values are computed that have the same mean and variance, or the
-same quantiles, as all rows. Keras adapts the layer to these. Vocabularies are counted by Keras, block after block.
+Tasks reduce each block to statistics. For a mean and a variance Keras is given two rows that have those of all rows,
+for quantiles the summary of all values. Vocabularies are counted by Keras, block after block.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _HALF = np.uint32(16)  # bits of a float32 that are counted in each of two passe
 def adapt(layer, dataset, column: ColumnSpec | None = None):
     """Adapts a preprocessing layer to a column of a Ray Dataset, as `layer.adapt` does to all of its rows at once.
 
-    The dataset is streamed and its size is not limited. Results do not depend on its blocks: vocabularies are equal
-    to those of Keras, means, variances and bin boundaries up to rounding. Adapt in the driver and use the layer
+    The dataset is streamed and its size is not limited. Results do not depend on its blocks: vocabularies and bin
+    boundaries are equal to those of Keras, means and variances up to rounding. Adapt in the driver and use the layer
     in the model function, or read the result from it (`get_vocabulary()`).
 
     Args:
@@ -76,7 +76,10 @@ def adapt(layer, dataset, column: ColumnSpec | None = None):
         if isinstance(layer, keras.layers.Normalization):
             layer.adapt(_of_equal_moments(dataset, columns, layer.axis))
         elif isinstance(layer, keras.layers.Discretization):
-            layer.adapt(_of_equal_quantiles(dataset, columns, layer.epsilon))
+            layer.reset_state()
+            layer.summary = _summary(dataset, columns, layer.epsilon)
+            layer.update_state(np.empty(0, np.float32))  # compresses the summary
+            layer.finalize_state()
         else:
             layer.reset_state()
             for values in _streamed(dataset, {"column": columns}):
@@ -96,10 +99,11 @@ def _streamed(dataset, specs: dict[str, Columns]) -> Iterator[dict[str, np.ndarr
     """Yields the values of the columns, block by block."""
     dataset = partitions.unbound(stored.projected(dataset, specs))
     empty = True
-    for table in dataset.iter_batches(batch_size=None, batch_format="pyarrow"):
-        if table.num_rows:
-            empty = False
-            yield {name: _values(table, columns) for name, columns in specs.items()}
+    with stored.unwrapped(dataset.context):
+        for table in dataset.iter_batches(batch_size=None, batch_format="pyarrow"):
+            if table.num_rows:
+                empty = False
+                yield {name: _values(table, columns) for name, columns in specs.items()}
     if empty:
         raise _without_rows()
 
@@ -113,8 +117,10 @@ def _reduced(dataset, columns: Columns, function: Callable[[np.ndarray], Any]) -
     mapped = stored.projected(dataset, {"column": columns}).map_batches(
         functools.partial(_reduce, columns, function), batch_format="pyarrow", batch_size=None, zero_copy_batch=True
     )
-    batches = partitions.unbound(mapped).iter_batches(batch_size=None, batch_format="pyarrow")
-    found = [pickle.loads(value) for table in batches if table.num_rows for value in table["found"].to_pylist()]
+    mapped = partitions.unbound(mapped)
+    with stored.unwrapped(mapped.context):
+        batches = mapped.iter_batches(batch_size=None, batch_format="pyarrow")
+        found = [pickle.loads(value) for table in batches if table.num_rows for value in table["found"].to_pylist()]
     if not found:
         raise _without_rows()
     return found
@@ -160,8 +166,8 @@ def _moments(axis: tuple[int, ...], values: np.ndarray) -> tuple[int, np.ndarray
 # ------------------------------------------------------------------------------------------ quantiles
 
 
-def _of_equal_quantiles(dataset, columns: Columns, epsilon: float) -> np.ndarray:
-    """Returns the values that Keras' `summarize` would pick from all sorted values: up to 2 / epsilon.
+def _summary(dataset, columns: Columns, epsilon: float) -> np.ndarray:
+    """Returns what Keras' `summarize` returns for all values: some of the sorted ones, and the weight of each.
 
     A first pass counts values by the upper half of their bits, a second one by the lower half where values are picked.
     """
@@ -169,7 +175,7 @@ def _of_equal_quantiles(dataset, columns: Columns, epsilon: float) -> np.ndarray
     for upper, number in _reduced(dataset, columns, _count_upper):
         counts[upper] += number
     ends = counts.cumsum()
-    step = max(ends[-1] / (1 / epsilon), 1)
+    step = max(int(ends[-1]) / (1.0 / epsilon), 1)
     ranks = np.arange(int(step - 1), ends[-1], int(step))
     picked = np.searchsorted(ends, ranks, side="right")
     chosen, place = np.unique(picked, return_inverse=True)
@@ -181,7 +187,8 @@ def _of_equal_quantiles(dataset, columns: Columns, epsilon: float) -> np.ndarray
         np.searchsorted(lower_counts[i].cumsum(), rank, side="right") for i, rank in zip(place, ranks, strict=True)
     ]
     keys = (picked.astype(np.uint32) << _HALF) | np.array(lower, np.uint32)
-    return np.where(keys >> 31, keys & np.uint32(0x7FFFFFFF), ~keys).view(np.float32)
+    values = np.where(keys >> 31, keys & np.uint32(0x7FFFFFFF), ~keys).view(np.float32)
+    return np.stack([values, np.ones_like(values) * step])
 
 
 def _keys(values: np.ndarray) -> np.ndarray:

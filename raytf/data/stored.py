@@ -80,7 +80,7 @@ def read(dataset, specs: Mapping | None = None, prepare: Callable | None = None)
         dataset.context.execution_options.preserve_order = True
         dataset.context.enable_progress_bars = False
         limit_footer_readers(dataset)
-        with _refused_here(dataset.context):
+        with unwrapped(dataset.context):
             materialized = dataset.materialize()
         blocks = [block for bundle in materialized.iter_internal_ref_bundles() for block in bundle.blocks]
         blocks = [block for block in blocks if block.metadata.num_rows]
@@ -191,7 +191,7 @@ def _prepared(specs: Mapping, table: pa.Table) -> pa.Table:
 
 
 @contextlib.contextmanager
-def _refused_here(context):
+def unwrapped(context):
     """Raises a task's ConfigError unwrapped."""
     previous, context.raise_original_map_exception = context.raise_original_map_exception, True
     try:

@@ -104,7 +104,7 @@ def test_images_with_a_table_of_labels(tmp_path):
     write_csv(tmp_path / "labels.csv", ["file", "label", "age"], rows)
     found = formats.read("train", str(tmp_path))
     assert [(row["label"], row["age"]) for row in found.dataset.take_all()] == [(0, 2.5), (0, 1.5), (1, 0.5)]
-    write_csv(tmp_path / "labels.csv", ["file", "label"], rows[:2])
+    write_csv(tmp_path / "labels.csv", ["file", "label", "age"], rows[:2])
     with pytest.raises(raytf.ConfigError, match="name each image of its folder once; received: '.*cats/2.png'"):
         formats.read("train", str(tmp_path))
 

@@ -7,11 +7,13 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import ray
+from ray.train import FailureConfig, RunConfig, ScalingConfig
 
 import raytf
+from tests.cluster import models
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
-ROWS = 4321
+ROWS = 1501
 RNG = np.random.default_rng(0)
 WORDS = np.array(["a", "b", "ä", "[UNK]", "", "zz", "zzz"])
 DATA = {
@@ -65,7 +67,7 @@ def test_discretization(rows, column, bins, epsilon):
     layers = [keras.layers.Discretization(num_bins=bins, epsilon=epsilon) for _ in range(2)]
     raytf.adapt(layers[0], rows, column)
     layers[1].adapt(whole(column))
-    np.testing.assert_allclose(layers[0].bin_boundaries, layers[1].bin_boundaries, rtol=1e-5, atol=1e-7)
+    assert layers[0].bin_boundaries == layers[1].bin_boundaries
 
 
 @pytest.mark.parametrize(
@@ -116,3 +118,57 @@ def test_what_is_refused(rows):
             raytf.adapt(layer, rows, column)
     with pytest.raises(raytf.ConfigError, match="without any"):
         raytf.adapt(keras.layers.Normalization(), rows.filter(lambda row: False), "number")
+
+
+@pytest.mark.slow
+def test_adapted_layers_train_resume_load_and_are_exported(rows, tmp_path):
+    """The model function uses the layers themselves; a run that loses a worker equals one that does not."""
+    word = raytf.adapt(keras.layers.StringLookup(output_mode="multi_hot"), rows, "word")
+    text = raytf.adapt(keras.layers.TextVectorization(output_mode="multi_hot"), rows, "text")
+    number = raytf.adapt(keras.layers.Normalization(), rows, "number")
+    bins = raytf.adapt(keras.layers.Discretization(num_bins=5, output_mode="one_hot"), rows, "other")
+    layers = {"word": word, "text": text, "number": number, "other": bins}
+
+    def build(config):
+        import keras
+
+        kinds = {"word": "string", "text": "string", "number": "float32", "other": "float32"}
+        inputs = {name: keras.Input((1,), name=name, dtype=kind) for name, kind in kinds.items()}
+        encoded = [layers[name](value) for name, value in inputs.items()]
+        model = keras.Model(inputs, keras.layers.Dense(1)(keras.layers.Concatenate()(encoded)))
+        model.compile("adam", "mse")
+        return model
+
+    def train(name, callbacks=None, failures=0):
+        return raytf.KerasTrainer(
+            build,
+            datasets={"train": rows},
+            features={name: name for name in layers},
+            labels="id",
+            config={"batch_size": 300, "epochs": 2},
+            callbacks=callbacks,
+            checkpoint_every="1 steps",
+            verify=False,
+            scaling_config=ScalingConfig(num_workers=2),
+            tensorflow_config=raytf.TensorflowConfig(heal=False),
+            run_config=RunConfig(
+                name=name, storage_path=str(tmp_path), failure_config=FailureConfig(max_failures=failures)
+            ),
+        ).fit()
+
+    def kill(config):
+        return [models.kill_once(str(tmp_path / "marker"), 1, 1, 2)]
+
+    whole, killed = train("whole"), train("killed", kill, 1)
+    few = {name: DATA[name][:20, None] for name in layers}
+    loaded = [raytf.load_model(result) for result in (whole, killed)]
+    expected = loaded[0].predict(few, verbose=0)
+    np.testing.assert_allclose(loaded[1].predict(few, verbose=0), expected, rtol=1e-5, atol=1e-6)
+    names = [layer for layer in loaded[0].layers if isinstance(layer, keras.layers.StringLookup)]
+    assert names[0].get_vocabulary() == word.get_vocabulary()
+    import tensorflow as tf
+
+    served = tf.saved_model.load(raytf.export(killed, tmp_path / "served"))
+    answer = served.serve({name: tf.constant(values) for name, values in few.items()})
+    np.testing.assert_allclose(answer, expected, rtol=1e-5, atol=1e-5)
+    assert train("whole").metrics == whole.metrics, "the run has ended, and is known again"
