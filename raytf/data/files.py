@@ -99,7 +99,7 @@ def _below(path: str, filesystem: fs.FileSystem | None) -> tuple[fs.FileSystem, 
     system, root = located(folder or ("/" if path.startswith("/") else "."), filesystem)
     info = system.get_file_info(root)
     if info.type == fs.FileType.NotFound:
-        raise ConfigError("Data must be a file or folder that exists", repr(path), "Check the path")
+        raise ConfigError("Data must be a folder or file that exists", repr(path), "Check the path")
     if info.type == fs.FileType.File:
         return system, posixpath.dirname(root), [info]
     inside = system.get_file_info(fs.FileSelector(root, recursive=True))

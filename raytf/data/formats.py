@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import posixpath
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -39,7 +40,7 @@ class Found:
         format: One of `validation.FORMATS`.
         dataset: The `ray.data.Dataset`.
         schema: Names and types of its columns.
-        classes: Values that numbers in columns stand for, by column.
+        classes: Values that the numbers of a column represent, by column.
     """
 
     format: str
@@ -60,7 +61,7 @@ def read(
 
     Args:
         name: Name of the dataset, for messages.
-        path: Absolute path, or a URI.
+        path: Path, or a URI.
         format: One of `validation.FORMATS`, or "auto" for that of the files.
         types: Types of columns of CSV files, by name, as Arrow names them; others are inferred.
         unreadable: "refuse" raises ConfigError for an image that cannot be decoded; "skip" leaves it out.
@@ -73,7 +74,8 @@ def read(
     if types and found != "csv":
         raise ConfigError("--types are for CSV files", f"{found} files in {path!r}", "Leave --types out")
     if found == "parquet":
-        dataset = ray.data.read_parquet(path)
+        # tasks of Ray run in another folder
+        dataset = ray.data.read_parquet(path if "://" in path else os.path.abspath(path))
         with stored.quiet():
             return Found(found, dataset, pa.schema(dataset.schema().base_schema))
     if found == "tfrecord":
@@ -134,7 +136,9 @@ def roles(found: Found, given: Mapping[str, Any], image: tuple[int, int, int] | 
         labels = known[0] if labels is None and len(known) == 1 else labels
         features = "image" if images else _features(found.schema, [labels, given["sample_weights"]])
         logger.info(f"--features {_names(features)} --labels {_names(labels)}, as no features are given")
-    if (images or image) and isinstance(features, str) and (features == "image" or not images):
+    if image and not isinstance(features, str):
+        raise ConfigError("--image-size is for a single feature", _names(features), "Name one by --features")
+    if image or (images and features == "image"):
         if image is None:
             (data,) = found.dataset.select_columns(["image"]).take(1)
             image = in_task(_shape_of, data["image"])

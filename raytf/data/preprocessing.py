@@ -15,6 +15,7 @@ import keras
 import numpy as np
 import pyarrow as pa
 import tensorflow as tf
+from ray.data import Dataset
 
 from raytf.data import gather, partitions, stored
 from raytf.data.columns import Columns, ColumnSpec
@@ -23,7 +24,7 @@ from raytf.errors import ConfigError
 _HALF = np.uint32(16)  # bits of a float32 that are counted in each of two passes
 
 
-def adapt(layer, dataset, column: ColumnSpec | None = None):
+def adapt(layer: keras.layers.Layer, dataset: Dataset, column: ColumnSpec | None = None) -> keras.layers.Layer:
     """Adapts a preprocessing layer to a column of a Ray Dataset, as `layer.adapt` does to all of its rows at once.
 
     The dataset is streamed and its size is not limited. Results do not depend on its blocks: vocabularies and bin

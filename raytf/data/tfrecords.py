@@ -37,7 +37,7 @@ def read_tfrecords(
     *,
     sequence_schema: Mapping[str, Any] | None = None,
     filesystem: fs.FileSystem | None = None,
-):
+) -> ray.data.Dataset:
     """Returns a Ray Dataset of TFRecord files, with a column for each feature, in the order of files and records.
 
     The files are indexed once, and parsed by TensorFlow in batches, only for the columns that are used. Trainers take

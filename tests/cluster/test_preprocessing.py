@@ -124,7 +124,7 @@ def test_what_is_refused(rows):
 def test_adapted_layers_train_resume_load_and_are_exported(rows, tmp_path):
     """The model function uses the layers themselves; a run that loses a worker equals one that does not."""
     word = raytf.adapt(keras.layers.StringLookup(output_mode="multi_hot"), rows, "word")
-    text = raytf.adapt(keras.layers.TextVectorization(output_mode="multi_hot"), rows, "text")
+    text = raytf.adapt(keras.layers.TextVectorization(output_sequence_length=3), rows, "text")
     number = raytf.adapt(keras.layers.Normalization(), rows, "number")
     bins = raytf.adapt(keras.layers.Discretization(num_bins=5, output_mode="one_hot"), rows, "other")
     layers = {"word": word, "text": text, "number": number, "other": bins}
@@ -134,7 +134,7 @@ def test_adapted_layers_train_resume_load_and_are_exported(rows, tmp_path):
 
         kinds = {"word": "string", "text": "string", "number": "float32", "other": "float32"}
         inputs = {name: keras.Input((1,), name=name, dtype=kind) for name, kind in kinds.items()}
-        encoded = [layers[name](value) for name, value in inputs.items()]
+        encoded = [keras.layers.Rescaling(1.0)(layers[name](value)) for name, value in inputs.items()]
         model = keras.Model(inputs, keras.layers.Dense(1)(keras.layers.Concatenate()(encoded)))
         model.compile("adam", "mse")
         return model
