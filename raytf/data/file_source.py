@@ -18,6 +18,7 @@ from ray.data.block import BlockMetadata
 
 from raytf.data.files import Files
 from raytf.errors import ConfigError
+from raytf.runtime.answers import collect
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,9 @@ def _called(function: Callable, arguments: Sequence):
 def in_tasks(function: Callable, arguments: Sequence[Sequence]) -> list:
     """Returns the results of function(*arguments) in Ray tasks, which request no CPU; raises their ConfigError."""
     with refused_in_task():
-        return ray.get([_called.remote(function, some) for some in arguments])
+        refs = [_called.remote(function, some) for some in arguments]
+        # no deadline: reading follows bytes, and a task that is lost ends the wait
+        return collect(refs, None, "tasks that read files", names=[f"task {i}" for i in range(len(refs))])
 
 
 def in_task(function: Callable, *arguments):

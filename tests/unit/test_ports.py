@@ -53,7 +53,7 @@ def test_a_worker_listens_at_the_address_that_was_kept_for_it(monkeypatch):
             assert translated.getsockname() == ("0.0.0.0", ports.split(first)[1])
     finally:
         ports.end_claims()
-    assert ports.split(ports.reserve_address(allowed))[1] in allowed
+    assert ports.split(ports.reserve_address(allowed))[1] in allowed.ports
     ports.end_claims()
 
 
