@@ -392,16 +392,14 @@ class _Kept:
         )
         if not named:
             return
-        chief = {"chief": session.rank == 0, "order": feed.order, "validates": bool(others)}
-        chief["told"] = None if place is None else place.agreed["kept"]
-        self.steps = [
-            within_epoch.StepCheckpointCallback(work.every, session.keep, self.position, self.report, **chief)
-        ]
+        more = {"order": feed.order, "validates": bool(others)}
+        more["told"] = None if place is None else place.agreed["kept"]
+        self.steps = [within_epoch.StepCheckpointCallback(work.every, session, self.position, self.report, **more)]
 
     def _keep(self, metrics: dict, moment) -> None:
         """Saves the end of an epoch in the same way as its steps."""
         if self._session.rank == 0:
-            self._session.keep(step_folders.name_of(moment.state.step), moment.model, moment.parts())
+            self._session.save_step(step_folders.name_of(moment.state.step), moment.model, moment.parts())
 
     def going_on(self) -> tuple[dict, list, list]:
         """Returns (arguments of `fit`, callbacks before and after the others)."""

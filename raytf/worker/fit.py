@@ -38,7 +38,7 @@ from raytf.worker import (
 from raytf.worker.callback_state import CallbackStates
 from raytf.worker.ending import STOP, MovedError, StopTraining
 from raytf.worker.job import TrainJob
-from raytf.worker.session import Holders, RaySession, TrialSession
+from raytf.worker.session import Holders
 from raytf.worker.writers import Writers
 
 
@@ -61,7 +61,7 @@ def train(task: TrainJob, session) -> dict | None:
         state = checkpoint.read_state(folder) if folder else None
         if job.ended(state, task):
             return None
-        heals = task.heals and isinstance(session, (RaySession, TrialSession))
+        heals = task.heals and session.recovers
         model = built(task, distribution)
         static = context.uses_tpu()
         replacement_state, agreed = healing.here.place, {}
@@ -106,7 +106,7 @@ def train(task: TrainJob, session) -> dict | None:
             send_report = functools.partial(session.report, keep=True)
             (every, needed), last = task.report_steps, state.history[-1] if state and state.history else None
             fit_callbacks.append(callbacks.StepReportCallback(every, session.report, needed, last))
-        writers = Writers(session) if isinstance(session, RaySession) and session.size > 1 else None
+        writers = Writers(session) if session.shares_writing else None
         steps = lambda: position.step
         report = report_callback(task, datasets["train"], states, state, send_report, steps=steps, writers=writers)
         order = feeds["train"].order
@@ -133,7 +133,7 @@ def train(task: TrainJob, session) -> dict | None:
             session,
             users,
             steps=task.report_steps is None,
-            ends=isinstance(session, RaySession),  # a trial pauses at each report
+            ends=session.numbers_reports,
         )
         try:
             with recoverable:
@@ -172,7 +172,7 @@ def within_epochs(
     task: TrainJob, feeds: dict[str, Feed], position, report, session, writers: Writers | None = None, told=None
 ) -> list:
     """Returns the callback that saves checkpoints within epochs, in a list that is empty if the run cannot have any."""
-    if session.keep is None:
+    if not session.saves:
         return []
     if task.memory_every is not None and context.uses_tpu():
         raise ConfigError(
@@ -187,17 +187,14 @@ def within_epochs(
         )
     saver = within_epoch.StepCheckpointCallback(
         task.checkpoint_every,
-        session.keep,
+        session,
         position,
         report,
-        chief=session.rank == 0,
         order=feeds["train"].order,
         validates="validation" in feeds,
         memory_every=task.memory_every,
-        hold=session.hold if holders.mine else None,
-        peer=holders.peer,
+        holders=holders,
         writers=writers,
-        keep_part=None if writers is None else session.keep_part,
         told=told,
     )
     return [saver]

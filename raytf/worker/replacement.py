@@ -64,7 +64,7 @@ def survivable(
         report: The `callbacks.ReportCallback`.
         agreed: Callbacks with state that all workers share, by name; `told()` of each returns that state.
         order: `Feed.order` of the training rows.
-        session: Session of the run: it counts reports, receives losses, and may save checkpoints (`keep_now`).
+        session: Session of the run: it counts reports, receives losses, and may save checkpoints (`save_now`).
         users: The user's callbacks.
         steps: Whether a loss between two steps of an epoch is recoverable, too: there are no reports in between.
         ends: Whether a loss between the last step of an epoch and the next step is recoverable, too: the session counts
@@ -106,7 +106,7 @@ def survivable(
         logs = metrics.logs_of(model, known) if epoch_complete else {}
         own_state.put(model, values)  # this worker makes no further step
         step = recovery.step
-        session.keep_now(
+        session.save_now(
             step_folders.name_of(step, copy=holder.ring.rank > 0), model, parts_of(lambda v: known[id(v)], logs)
         )
         return step
@@ -159,9 +159,10 @@ def survivable(
 
         return refused
 
-    can_keep = hasattr(session, "keep_now")
     size = sum(map(communicator.bytes_of, [*model.variables, *model_optimizers.variables(model)]))
-    recovery.arm(listen, image, session.tell_of_loss, position.step, keep if can_keep else None, note, ends, size)
+    recovery.arm(
+        listen, image, session.report_loss, position.step, keep if session.saves_at_loss else None, note, ends, size
+    )
     try:
         yield
     finally:

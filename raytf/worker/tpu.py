@@ -13,6 +13,7 @@ import tensorflow as tf
 from ray.train.collective import broadcast_from_rank_zero
 
 from raytf.errors import ConfigError
+from raytf.worker.session import Session
 
 # Port of the TPU runtime on each host.
 RUNTIME_PORT = 8470
@@ -56,18 +57,17 @@ def check_batch(batch: int, rows: int, replicas: int) -> None:
         )
 
 
-class _LedSession:
+class _LedSession(Session):
     """Session of the coordinator; signals the workers on the other hosts when to report."""
 
-    rank, size = 0, 1  # the coordinator feeds all chips
+    def __init__(self, session: Session):
+        super().__init__()  # the coordinator feeds all chips
+        self._session, self.storage, self.saves = session, session.storage, session.saves
+        self.checkpoint, self.ready, self.save_step = session.checkpoint, session.ready, session.save_step
 
-    def __init__(self, session):
-        self._session, self.storage, self.checkpoint = session, session.storage, session.checkpoint
-        self.keep = session.keep
-
-    def report(self, metrics: dict, write):
+    def report(self, metrics: dict, moment, keep: bool = False):
         broadcast_from_rank_zero(True)
-        return self._session.report(metrics, write)
+        return self._session.report(metrics, moment, keep)
 
 
 @contextlib.contextmanager

@@ -30,6 +30,7 @@ from raytf.worker import checkpoint_every, ending, random_state, snapshot_parts
 from raytf.worker.callback_state import CallbackStates
 from raytf.worker.callbacks import FeedCallback, ReportCallback
 from raytf.worker.checkpoint_every import Clock, Every
+from raytf.worker.session import Holders, Session
 from raytf.worker.writers import Writers
 
 
@@ -47,18 +48,14 @@ class StepCheckpointCallback(keras.callbacks.Callback):
 
     Args:
         every: Interval, which may be none within epochs.
-        keep: Function `keep(name, model, parts) -> bool`, whether it was saved. The chief calls it, see
-            `RaySession.keep`.
+        session: Session of the run, which saves them.
         position: Callback that counts the steps.
         report: Callback that collects the parts of a checkpoint.
-        chief: Whether this worker is the chief, which saves them.
         order: `Feed.order` of the training rows.
         validates: Whether a validation, which may take long, is between the last step of an epoch and its end.
         memory_every: Interval in steps of checkpoints in memory, or None.
-        hold: Function `hold(name, model, parts)` on workers that keep checkpoints in memory; None on others.
-        peer: Whether another worker than the chief keeps checkpoints in memory.
+        holders: Workers that keep checkpoints in memory.
         writers: Agrees on the workers that write a checkpoint. None: the chief.
-        keep_part: Function `keep_part(name, model, writers)`, which other workers call if several write.
         told: `told()` of another worker whose training this worker joins, or None.
 
     Attributes:
@@ -75,26 +72,22 @@ class StepCheckpointCallback(keras.callbacks.Callback):
     def __init__(
         self,
         every: Every,
-        keep: Callable,
+        session: Session,
         position: FeedCallback,
         report: ReportCallback,
         *,
-        chief: bool,
         order: Mapping,
         validates: bool,
         memory_every: int | None = None,
-        hold: Callable | None = None,
-        peer: bool = False,
+        holders: Holders = Holders(mine=False, peer=False),  # noqa: B008 - it is frozen
         writers: Writers | None = None,
-        keep_part: Callable | None = None,
         told: Mapping | None = None,
     ):
         super().__init__()
         self._told = told
-        self._memory_every, self._hold, self._peer = memory_every, hold, peer
-        self._writers, self._keep_part = writers, keep_part
-        self._every, self._keep, self._position, self._report = every, keep, position, report
-        self._chief, self._order, self._validates = chief, dict(order), validates
+        self._memory_every, self._holders, self._writers = memory_every, holders, writers
+        self._every, self._session, self._position, self._report = every, session, position, report
+        self._order, self._validates = dict(order), validates
 
     def on_train_begin(self, logs=None):
         self._waits = self._holds = False  # whether one is due as soon as all workers have the same weights
@@ -192,7 +185,7 @@ class StepCheckpointCallback(keras.callbacks.Callback):
 
     def _save(self, logs, kept: bool, held: bool) -> None:
         """Saves a checkpoint, or keeps it in memory, or both. Every worker calls it at the same step."""
-        strategy, step = self.model.distribute_strategy, self._position.step
+        strategy, step, session = self.model.distribute_strategy, self._position.step, self._session
         self.kept_step = step if kept else self.kept_step
         self.held_step = step if held else self.held_step
         assign = held or self._every.steps is not None
@@ -200,18 +193,19 @@ class StepCheckpointCallback(keras.callbacks.Callback):
         if assign:
             own_state.averaged(self.model)
         with _holding(averages):
-            parts = self._parts(values, logs) if self._chief else {}
+            chief = session.rank == 0
+            parts = self._parts(values, logs) if chief else {}
             writers = self._writers.count(self.model) if kept and self._writers is not None else 1
-            if self._chief and kept:
-                self._keep(step_folders.name_of(step), self.model, parts, *([writers] if writers > 1 else []))
+            if chief and kept:
+                session.save_step(step_folders.name_of(step), self.model, parts, writers)
             elif writers > 1:
-                self._keep_part(step_folders.name_of(step), self.model, writers)
-            elif self._chief:
-                self._hold(step_folders.name_of(step), self.model, parts)
-            if held and self._peer:
+                session.save_part(step_folders.name_of(step), self.model, writers)
+            elif chief:
+                session.hold(step_folders.name_of(step), self.model, parts)
+            if held and self._holders.peer:
                 parts = snapshot_parts.from_chief(strategy, parts)
-                if self._hold is not None and not self._chief:
-                    self._hold(step_folders.name_of(step, copy=True), self.model, parts)
+                if self._holders.mine and not chief:
+                    session.hold(step_folders.name_of(step, copy=True), self.model, parts)
 
     def _parts(self, values: list, logs: Mapping) -> dict:
         """Returns the parts of a checkpoint of this step, without the model."""
