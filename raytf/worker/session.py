@@ -147,7 +147,7 @@ class Reports:
 
 
 class Session:
-    """Connects a training on this worker to its run. Of this class it stands for no run: nothing is stored or read.
+    """Connects a training on this worker to its run. This base class is for a training without a run.
 
     Args:
         rank: Rank of this worker.
@@ -483,7 +483,7 @@ class Within:
 
 @dataclasses.dataclass(frozen=True)
 class Reported:
-    """Files that a train loop of the user's has reported as a checkpoint, in the place of a `Moment`.
+    """Files that a train loop of the user's has reported as a checkpoint, instead of a `Moment`.
 
     Args:
         folder: Folder with a copy of the files, which the next report replaces.

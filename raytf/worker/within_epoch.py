@@ -12,30 +12,29 @@ import functools
 import math
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import keras
 import numpy as np
 
 from raytf import activity
 from raytf.collectives import communicator
 from raytf.compat import keras_objects
-from raytf.data import worker_part
-from raytf.parallel import epoch_iterator, local_sgd, metrics, model_optimizers, own_state
+from raytf.data import sampling, worker_part
+from raytf.errors import ConfigError
+from raytf.parallel import local_sgd, metrics, model_optimizers, own_state
 from raytf.storage import step_folders
-from raytf.storage.checkpoint_files import CheckpointState
 from raytf.worker import checkpoint as checkpoints
-from raytf.worker import checkpoint_every, ending, random_state, snapshot_parts
-from raytf.worker.callback_state import CallbackStates
-from raytf.worker.callbacks import FeedCallback, ReportCallback
+from raytf.worker import checkpoint_every, context, ending, random_state, snapshot_parts
+from raytf.worker.callbacks import EpochReports, FeedCallback, ReportCallback
 from raytf.worker.checkpoint_every import Clock, Every
+from raytf.worker.part import Training, TrainingPart
 from raytf.worker.session import Holders, Session
 from raytf.worker.writers import Writers
 
 
-class StepCheckpointCallback(keras.callbacks.Callback):
-    """Saves checkpoints within epochs, and one when the training is requested to stop; put it last.
+class StepCheckpointCallback(TrainingPart):
+    """Saves checkpoints within epochs, and one when the training is requested to stop.
 
     Every worker needs it, as metrics are summed over all.
 
@@ -56,7 +55,6 @@ class StepCheckpointCallback(keras.callbacks.Callback):
         memory_every: Interval in steps of checkpoints in memory, or None.
         holders: Workers that keep checkpoints in memory.
         writers: Agrees on the workers that write a checkpoint. None: the chief.
-        told: `told()` of another worker whose training this worker joins, or None.
 
     Attributes:
         stood: Seconds for which the training has paused for a checkpoint before this callback is called for its step.
@@ -64,7 +62,6 @@ class StepCheckpointCallback(keras.callbacks.Callback):
         held_step: Number of steps at the last checkpoint in memory; 0 without one.
     """
 
-    raytf_local_batches = True
     raytf_after_agreement = True
     stood = 0.0
     kept_step = held_step = 0
@@ -81,35 +78,60 @@ class StepCheckpointCallback(keras.callbacks.Callback):
         memory_every: int | None = None,
         holders: Holders = Holders(mine=False, peer=False),  # noqa: B008 - it is frozen
         writers: Writers | None = None,
-        told: Mapping | None = None,
     ):
         super().__init__()
-        self._told = told
+        self._state: Mapping | None = None
         self._memory_every, self._holders, self._writers = memory_every, holders, writers
         self._every, self._session, self._position, self._report = every, session, position, report
         self._order, self._validates = dict(order), validates
+
+    @classmethod
+    def of(cls, training: Training) -> StepCheckpointCallback | None:
+        session, options = training.session, training.options
+        if not session.saves:
+            return None
+        in_memory = options.memory_every is not None
+        if in_memory and context.uses_tpu():
+            raise ConfigError(
+                "memory_every needs workers each of which holds the whole model", "TPUs", "Use checkpoint_every"
+            )
+        holders = session.holders() if in_memory else Holders(mine=False, peer=False)
+        if session.rank == 0 and in_memory and context.servers() is None and not holders.peer:
+            warnings.warn(
+                "All workers are on one host: what memory_every holds there outlives a worker, and not the host",
+                stacklevel=2,
+            )
+        session.ready(training.model, in_memory)
+        return cls(
+            options.checkpoint_every,
+            session,
+            training.position,
+            training.parts[EpochReports],
+            order=training.order,
+            validates="validation" in training.feeds,
+            memory_every=options.memory_every,
+            holders=holders,
+            writers=Writers(session) if session.shares_writing else None,
+        )
 
     def on_train_begin(self, logs=None):
         self._waits = self._holds = False  # whether one is due as soon as all workers have the same weights
         self._seen = self._next_look = self._position.step
         self._clock = Clock(self._every, time.monotonic(), self._position.step)
         self._local_steps = local_sgd.every(self.model.distribute_strategy)
-        shared_state, self._told = self._told, None
-        if shared_state is not None:
-            vars(self).update(shared_state["own"])
-        ending.gate.begin(None if shared_state is None else shared_state["gate"])
+        state, self._state = self._state, None
+        if state is not None:
+            vars(self).update(state["own"])
+        ending.gate.begin(None if state is None else state["gate"])
 
-    def told(self) -> dict[str, Any]:
-        """Returns the state for a replacement worker."""
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._state = state
+
+    def state_dict(self) -> dict[str, Any]:
         own = {name: getattr(self, name) for name in ("_waits", "_holds", "_seen", "_next_look")}
         return {"own": own, "gate": ending.gate.told()}
 
-    def meets(self, step: int) -> bool:
-        """Whether it may exchange something with other workers after a step.
-
-        Args:
-            step: Number of steps in all.
-        """
+    def exchanges(self, step: int) -> bool:
         if self._waits or self._holds or ending.gate.why is not None:
             return True
         steps = [number for number in (self._every.steps, self._memory_every) if number is not None]
@@ -227,143 +249,132 @@ def _holding(pairs):
             variable.assign(value)
 
 
-class Resumption:
-    """Resumes a training after some steps of an epoch, with two callbacks before and after all others.
+class BeforeResumption(TrainingPart):
+    """Holds, for `Resumption`, the restored values of a training that resumes within an epoch. Put it first.
 
     Args:
-        folder: Folder of the checkpoint.
-        state: State of the checkpoint.
-        states: `callback_state.CallbackStates` of the user's callbacks.
-        position: Callback that counts the steps, and sets the position of the feed of training rows.
-        iterator: Function that returns the iterator, whose `begin_at(step, dataset)` sets the first step.
-        first: Number of steps of a replacement worker's first execution. None: no replacement; if no step remains, the
-            logs of the checkpoint are those of the epoch.
-        begin: Tuple (step, skipped rows of it) if it differs from the checkpoint's step, see `sampling.regrouped`.
-        begun: Whether the saved state is from after callbacks' `on_train_batch_begin` of the first execution.
-
-    Attributes:
-        first: Callback before all others.
-        last: Callback after all others except those that report.
+        training: The training.
+        begin: (epoch's next step, rows of it that were trained on before), see `sampling.regrouped`.
     """
 
-    def __init__(
-        self,
-        folder: str,
-        state: CheckpointState,
-        states: CallbackStates,
-        position: FeedCallback,
-        iterator: Callable = epoch_iterator.newest_iterator,
-        first: int | None = None,
-        begin: tuple[int, int] | None = None,
-        begun: bool = False,
-    ):
-        self._first_steps, self._begun = first, begun
-        self._again: tuple | None = None
-        self._epoch, self._logs = state.epoch, state.logs
-        self._step, self._skip = begin or (state.epoch_step, 0)
-        self._metrics, self._names = checkpoints.metrics_of(folder), state.metrics
-        self._states, self._position, self._newest = states, position, iterator
-        self._late: dict[int, list[np.ndarray]] = {}
-        self.first, self.last = _First(self), _Last(self)
+    def __init__(self, training: Training, begin: tuple[int, int]):
+        super().__init__()
+        self._training, self.begin = training, begin
+        self._begins = True
 
-    def before_all(self, model) -> None:
-        """Saves the restored values, before callbacks begin the training."""
+    @classmethod
+    def of(cls, training: Training) -> BeforeResumption | None:
+        """Returns the part if the training resumes after some steps of an epoch, or joins others in an epoch.
+
+        If steps have another number of rows now, as that scales with the number of workers, it resumes after the rows
+        of earlier steps.
+        """
+        state = training.state
+        if state is None or (training.place is None and not state.epoch_step):
+            return None
+        begin = state.epoch_step, 0
+        differs = None if training.place else sampling.differences(state.order, training.order)
+        if differs:
+            scaled = state.batch_scale != training.options.scale
+            begin = sampling.regrouped(state.order, training.order, state.epoch_step) if scaled else None
+        if begin is None:
+            warnings.warn(
+                f"Epoch {state.epoch + 1} starts again, with weights that have seen {state.epoch_step} of its steps: "
+                f"these would have other rows now ({differs})",
+                stacklevel=2,
+            )
+            return None
+        return cls(training, begin)
+
+    def on_train_begin(self, logs=None):
+        model = self.model
         variables = [*model.variables, *keras_objects.seeds_of(model), *model_optimizers.variables(model)]
         counted = {id(v) for v in model.metrics_variables}
-        self._variables = [(v, np.array(v)) for k, v in {id(v): v for v in variables}.items() if k not in counted]
-        self._iterator = self._newest()
+        self.variables = [(v, np.array(v)) for k, v in {id(v): v for v in variables}.items() if k not in counted]
+        self.iterator = self._training.iterator()
 
-    def before_epoch(self) -> None:
-        """Saves the state of callbacks, before their `on_epoch_begin`."""
-        self._held, self._random = self._states.held(), random_state.taken()
+    def on_epoch_begin(self, epoch, logs=None):
+        if self._begins:
+            self._begins = False
+            self.held, self.random = self._training.states.held(), random_state.taken()
 
-    def begin(self, model, epoch: int) -> None:
-        """Restores metrics and what callbacks have changed, and makes the epoch begin at its step.
+
+class Resumption(TrainingPart):
+    """Resumes a training after some steps of an epoch; put it after all callbacks except those that report.
+
+    Args:
+        training: The training, with a checkpoint.
+        before: Holds the restored values.
+    """
+
+    raytf_after_agreement = True
+
+    def __init__(self, training: Training, before: BeforeResumption):
+        super().__init__()
+        self._before: BeforeResumption | None = before
+        self._again: tuple | None = None
+        self._place, self._position, self._states = training.place, training.position, training.states
+        self._epoch, self._logs, self._names = training.state.epoch, training.state.logs, training.state.metrics
+        self._step, self._skip = before.begin
+        self._metrics = checkpoints.metrics_of(training.folder)
+        self._late: dict[int, list[np.ndarray]] = {}
+
+    @classmethod
+    def of(cls, training: Training) -> Resumption | None:
+        before = training.parts.get(BeforeResumption)
+        return None if before is None else cls(training, before)
+
+    def on_epoch_begin(self, epoch, logs=None):
+        """Restores metrics and what callbacks have changed, and makes the first epoch begin at its step.
 
         A callback may have chosen another epoch than the checkpoint's: that one begins with its first step.
         """
-        held, variables, iterator = self._held, self._variables, self._iterator
-        del self._held, self._variables, self._iterator
-        if epoch != self._epoch:
+        before, self._before = self._before, None
+        if before is None or epoch != self._epoch:
             return
-        self._hold(held, variables)
-        self._again = (held, variables) if self._begun else None
+        self._restore(before.held, before.variables, before.random)
+        if self._place is not None and not self._place.behind:  # callbacks had the begin of the execution's batch
+            self._again = before.held, before.variables, before.random
         try:
-            self._late = {i: self._metrics[i] for i in metrics.go_on(model, self._metrics, self._names)}
+            self._late = {i: self._metrics[i] for i in metrics.go_on(self.model, self._metrics, self._names)}
         except ValueError as error:  # with resume=True the model may have other metrics
             warnings.warn(
                 f"The metrics of epoch {epoch + 1} count the steps after its first {self._step} alone, as the "
                 f"checkpoint knows others: {error}",
                 stacklevel=2,
             )
-        self._place(iterator, epoch)
-        if self._first_steps is None and self._step >= self._position.steps:
-            metrics.finish_logs(model, self._logs)
+        self._begin_at(before.iterator, epoch)
+        if self._place is None and self._step >= self._position.steps:  # the epoch's logs are the checkpoint's
+            metrics.finish_logs(self.model, self._logs)
 
-    def _hold(self, held: Sequence[tuple], variables: Sequence[tuple]) -> None:
+    def _restore(self, held: Sequence[tuple], variables: Sequence[tuple], random: Mapping) -> None:
         for variable, value in variables:
             if not np.array_equal(np.asarray(variable), value):
                 variable.assign(value)
         self._states.put_back(held)
-        random_state.give_back(self._random)
+        random_state.give_back(random)
 
-    def batch_begun(self, model) -> None:
-        """Reverts, after all callbacks, their second `on_train_batch_begin` of the first execution."""
-        replay, self._again = self._again, None
-        if replay is not None:
-            held, variables = replay
-            own = {id(v) for v in own_state.variables_of(model)}  # the worker's own, which were restored since
-            self._hold(held, [pair for pair in variables if id(pair[0]) not in own])
-
-    def _place(self, iterator, epoch: int) -> None:
+    def _begin_at(self, iterator, epoch: int) -> None:
         dataset = self._position.go_on(epoch, self._step, self._skip)
-        first = 1 if self._skip else self._first_steps
+        first = 1 if self._skip else None
+        if self._place is not None:  # the other workers may be within an execution of several steps
+            first = max(1, self.model.steps_per_execution - self._place.within)
         if first is None or self._step + first >= self._position.steps:
             iterator.begin_at(self._step, dataset)
             return
         remaining = functools.partial(self._position.go_on, epoch, self._step + first)
         iterator.begin_at(self._step, worker_part.mark_worker_part(dataset.take(first)), (first, remaining))
 
-    def stepped(self, model) -> None:
-        """Restores metrics that were created in the first execution; called after each one."""
-        late, self._late = self._late, {}
-        if late:
-            metrics.add(model, late)
-
-
-class _First(keras.callbacks.Callback):
-    raytf_local_batches = True
-
-    def __init__(self, resumption: Resumption):
-        super().__init__()
-        self._resumption = resumption
-        self._begins = True
-
-    def on_train_begin(self, logs=None):
-        self._resumption.before_all(self.model)
-
-    def on_epoch_begin(self, epoch, logs=None):
-        if self._begins:
-            self._begins = False
-            self._resumption.before_epoch()
-
-
-class _Last(keras.callbacks.Callback):
-    raytf_local_batches = True
-    raytf_after_agreement = True
-
-    def __init__(self, resumption: Resumption):
-        super().__init__()
-        self._resumption = resumption
-        self._begins = True
-
-    def on_epoch_begin(self, epoch, logs=None):
-        if self._begins:
-            self._begins = False
-            self._resumption.begin(self.model, epoch)
-
     def on_train_batch_begin(self, batch, logs=None):
-        self._resumption.batch_begun(self.model)
+        """Reverts, after all callbacks, their second `on_train_batch_begin` of the first execution."""
+        again, self._again = self._again, None
+        if again is not None:
+            held, variables, random = again
+            own = {id(v) for v in own_state.variables_of(self.model)}  # the worker's own, which were restored since
+            self._restore(held, [pair for pair in variables if id(pair[0]) not in own], random)
 
     def on_train_batch_end(self, batch, logs=None):
-        self._resumption.stepped(self.model)
+        """Restores metrics that were created in the first execution."""
+        late, self._late = self._late, {}
+        if late:
+            metrics.add(self.model, late)
