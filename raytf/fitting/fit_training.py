@@ -42,16 +42,12 @@ class OwnValues(TrainingPart):
     """Gives the values of callbacks' own variables to a replacement worker.
 
     Args:
-        own: Objects that came with the callbacks.
+        training: The training.
     """
 
-    def __init__(self, own):
+    def __init__(self, training: FitTraining):
         super().__init__()
-        self._own = own
-
-    @classmethod
-    def of(cls, training: FitTraining) -> OwnValues:
-        return cls(training.own)
+        self._own = training.own
 
     def state_dict(self) -> dict[str, Any]:
         # copies, as they may be sent while the next step writes into the variables
@@ -73,10 +69,6 @@ class EpochReport(TrainingPart):
     def __init__(self, training: FitTraining):
         super().__init__()
         self._session, self._everything = training.session, training.everything
-
-    @classmethod
-    def of(cls, training: FitTraining) -> EpochReport:
-        return cls(training)
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:

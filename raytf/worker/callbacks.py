@@ -230,7 +230,7 @@ class EpochReports(ReportCallback, TrainingPart):
             seed=training.seed,
             build=training.build,
             callbacks=training.states,
-            history=training.state.history if training.state else (),
+            history=training.history,
             report=training.report or (functools.partial(session.report, keep=True) if keep else session.report),
             identity=options.identity,
             steps=lambda: position.step,
@@ -242,24 +242,20 @@ class EpochReports(ReportCallback, TrainingPart):
 class StepReportCallback(TrainingPart):
     """Reports the global metrics of the epoch so far every few steps, with those of the last complete epoch.
 
+    There is no report without the metric of `report_steps`: validation metrics begin with the first epoch's end.
+
     Args:
-        every: Interval in steps.
-        report: Function `report(metrics, write)`, which is called with None for `write`.
-        needed: Name of a metric without which there is no report: validation metrics begin with the first epoch's end.
-        last: Metrics of the last epoch, if a training resumes.
+        training: The training.
     """
 
-    def __init__(self, every: int, report, needed: str, last: Mapping[str, Any] | None = None):
+    def __init__(self, training: Training):
         super().__init__()
-        self._every, self._to, self._needed = every, report, needed
-        self._last: dict = dict(last or {})
+        (self._every, self._needed), self._session = training.options.report_steps, training.session
+        self._last: dict = dict(training.history[-1]) if training.history else {}
 
     @classmethod
     def of(cls, training: Training) -> StepReportCallback | None:
-        if training.options.report_steps is None:
-            return None
-        (every, needed), history = training.options.report_steps, training.state.history if training.state else ()
-        return cls(every, training.session.report, needed, history[-1] if history else None)
+        return None if training.options.report_steps is None else cls(training)
 
     def on_epoch_begin(self, epoch, logs=None):
         self._epoch, self._next = epoch, 0
@@ -275,7 +271,7 @@ class StepReportCallback(TrainingPart):
         self._next = done + self._every
         metrics = self._last | _numbers(keras_objects.epoch_logs(self.model, logs))
         if self._needed in metrics:
-            self._to({**metrics, "epoch": self._epoch, "step": done}, None)
+            self._session.report({**metrics, "epoch": self._epoch, "step": done}, None)
 
     def on_epoch_end(self, epoch, logs=None):
         self._last = _numbers(logs)
@@ -285,16 +281,15 @@ class WarmupCallback(TrainingPart):
     """Raises the learning rate linearly from 0 to the optimizer's over the first steps of a training.
 
     Args:
-        steps: Number of steps, at least 1.
-        model: Model that was just built; its learning rate is the final one.
-        done: Number of steps before this training.
+        training: The training, with a model that was just built: its learning rate is the final one.
 
     Raises:
         ConfigError: The optimizer has a learning rate schedule, or is not the only one.
     """
 
-    def __init__(self, steps: int, model, done: int = 0):
+    def __init__(self, training: Training):
         super().__init__()
+        model = training.model
         additional = [name for name in model_optimizers.of(model) if name != "optimizer"]
         if additional:
             raise ConfigError(
@@ -310,12 +305,12 @@ class WarmupCallback(TrainingPart):
                 f"a schedule of type {type(keras_objects.rate_of(optimizer)).__name__}",
                 "Give the optimizer config['learning_rate'], or put the warm-up into the schedule",
             )
-        self._steps, self._rate, self._done, self._begin = steps, float(rate), done, 0
+        self._steps, self._rate = training.options.warmup_steps, float(rate)
+        self._done, self._begin = training.position.step, 0
 
     @classmethod
     def of(cls, training: Training) -> WarmupCallback | None:
-        steps = training.options.warmup_steps
-        return cls(steps, training.model, training.position.step) if steps else None
+        return cls(training) if training.options.warmup_steps else None
 
     def state_dict(self) -> dict[str, int]:
         return {"done": self._done, "begin": self._begin}
@@ -344,7 +339,7 @@ class RestoreCallback(TrainingPart):
 
     def __init__(self, training: Training):
         super().__init__()
-        self._folder, self._states, self._history = training.folder, training.states, training.state.history
+        self._folder, self._states, self._history = training.folder, training.states, training.history
         self._chief = training.session.rank == 0
 
     @classmethod
@@ -484,16 +479,12 @@ class UsersCallbacks(TrainingPart):
     """Puts the user's callbacks into the order of parts.
 
     Args:
-        users: The user's callbacks.
+        training: The training.
     """
 
-    def __init__(self, users: Sequence[keras.callbacks.Callback]):
+    def __init__(self, training: Training):
         super().__init__()
-        self._users = users
-
-    @classmethod
-    def of(cls, training: Training) -> UsersCallbacks:
-        return cls(training.users)
+        self._users = training.users
 
     @property
     def callbacks(self) -> list[keras.callbacks.Callback]:

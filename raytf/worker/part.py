@@ -27,10 +27,13 @@ class TrainingPart(keras.callbacks.Callback):
 
     raytf_local_batches = True
 
+    def __init__(self, training: Training | None = None):
+        super().__init__()
+
     @classmethod
     def of(cls, training: Training) -> TrainingPart | None:
         """Returns the part of a training, or None if it needs none. The parts before it in the table exist."""
-        return cls()
+        return cls(training)
 
     @property
     def callbacks(self) -> list[keras.callbacks.Callback]:
@@ -116,6 +119,11 @@ class Training:
         if self.state is not None:
             self.state = dataclasses.replace(self.state, epoch=self.first_epoch + self.state.epoch)
             self.initial_epoch = self.epochs if self.state.stopped else self.state.epoch
+
+    @property
+    def history(self) -> Sequence[Mapping[str, Any]]:
+        """Returns the metrics of the epochs before this training."""
+        return self.state.history if self.state is not None else ()
 
     @property
     def global_batch(self) -> int:

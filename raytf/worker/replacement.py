@@ -155,10 +155,6 @@ class RecoveryCallback(TrainingPart):
         super().__init__()
         self._training, self._position, self._place = training, training.position, training.place
 
-    @classmethod
-    def of(cls, training: Training) -> RecoveryCallback:
-        return cls(training)
-
     def state_dict(self) -> dict[str, Any]:
         return {"steps_per_execution": self._training.model.steps_per_execution}
 

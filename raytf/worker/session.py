@@ -57,6 +57,9 @@ class Holders:
     peer: bool
 
 
+NO_HOLDERS = Holders(mine=False, peer=False)
+
+
 class Pending:
     """A checkpoint that must be whole before its report and before the next one. Threads of their own wait for it.
 
@@ -214,7 +217,7 @@ class Session:
 
     def holders(self) -> Holders:
         """Returns who keeps checkpoints in memory."""
-        return Holders(mine=False, peer=False)
+        return NO_HOLDERS
 
     def stop_request(self) -> str | None:
         """Returns why the training is requested to stop, see `ending.Gate`, or None."""

@@ -26,10 +26,10 @@ from raytf.parallel import local_sgd, metrics, model_optimizers, own_state
 from raytf.storage import step_folders
 from raytf.worker import checkpoint as checkpoints
 from raytf.worker import checkpoint_every, context, ending, random_state, snapshot_parts
-from raytf.worker.callbacks import EpochReports, FeedCallback, ReportCallback
-from raytf.worker.checkpoint_every import Clock, Every
+from raytf.worker.callbacks import EpochReports
+from raytf.worker.checkpoint_every import Clock
 from raytf.worker.part import Training, TrainingPart
-from raytf.worker.session import Holders, Session
+from raytf.worker.session import NO_HOLDERS, Holders
 from raytf.worker.writers import Writers
 
 
@@ -46,15 +46,8 @@ class StepCheckpointCallback(TrainingPart):
     state that only the chief has.
 
     Args:
-        every: Interval, which may be none within epochs.
-        session: Session of the run, which saves them.
-        position: Callback that counts the steps.
-        report: Callback that collects the parts of a checkpoint.
-        order: `Feed.order` of the training rows.
-        validates: Whether a validation, which may take long, is between the last step of an epoch and its end.
-        memory_every: Interval in steps of checkpoints in memory, or None.
+        training: The training, with a session that saves them.
         holders: Workers that keep checkpoints in memory.
-        writers: Agrees on the workers that write a checkpoint. None: the chief.
 
     Attributes:
         stood: Seconds for which the training has paused for a checkpoint before this callback is called for its step.
@@ -66,24 +59,14 @@ class StepCheckpointCallback(TrainingPart):
     stood = 0.0
     kept_step = held_step = 0
 
-    def __init__(
-        self,
-        every: Every,
-        session: Session,
-        position: FeedCallback,
-        report: ReportCallback,
-        *,
-        order: Mapping,
-        validates: bool,
-        memory_every: int | None = None,
-        holders: Holders = Holders(mine=False, peer=False),  # noqa: B008 - it is frozen
-        writers: Writers | None = None,
-    ):
+    def __init__(self, training: Training, holders: Holders):
         super().__init__()
+        options, session, self._holders = training.options, training.session, holders
+        self._every, self._memory_every = options.checkpoint_every, options.memory_every
+        self._session, self._position, self._report = session, training.position, training.parts[EpochReports]
+        self._order, self._validates = dict(training.order), "validation" in training.feeds
+        self._writers = Writers(session) if session.shares_writing else None
         self._state: Mapping | None = None
-        self._memory_every, self._holders, self._writers = memory_every, holders, writers
-        self._every, self._session, self._position, self._report = every, session, position, report
-        self._order, self._validates = dict(order), validates
 
     @classmethod
     def of(cls, training: Training) -> StepCheckpointCallback | None:
@@ -95,24 +78,14 @@ class StepCheckpointCallback(TrainingPart):
             raise ConfigError(
                 "memory_every needs workers each of which holds the whole model", "TPUs", "Use checkpoint_every"
             )
-        holders = session.holders() if in_memory else Holders(mine=False, peer=False)
+        holders = session.holders() if in_memory else NO_HOLDERS
         if session.rank == 0 and in_memory and context.servers() is None and not holders.peer:
             warnings.warn(
                 "All workers are on one host: what memory_every holds there outlives a worker, and not the host",
                 stacklevel=2,
             )
         session.ready(training.model, in_memory)
-        return cls(
-            options.checkpoint_every,
-            session,
-            training.position,
-            training.parts[EpochReports],
-            order=training.order,
-            validates="validation" in training.feeds,
-            memory_every=options.memory_every,
-            holders=holders,
-            writers=Writers(session) if session.shares_writing else None,
-        )
+        return cls(training, holders)
 
     def on_train_begin(self, logs=None):
         self._waits = self._holds = False  # whether one is due as soon as all workers have the same weights
