@@ -205,7 +205,7 @@ def fit(
         arguments = {"epochs": epochs, "initial_epoch": initial_epoch, "validation_freq": validation_freq}
         more |= {"heals": workers.num_workers > 1 and goes_on == "step", "nan": nan}
         if goes_on == "epoch" and checkpoint_every == "auto" and keeping is not None:
-            more["every"] = Every()
+            more["checkpoint_every"] = Every()
         work = call.work("fit", batches, seed, order, arguments, drops, **more)
         return call.fit(work, users, verbose)
 
