@@ -7,6 +7,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import ray
+import tensorflow as tf
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 
 import raytf
@@ -95,8 +96,6 @@ def test_a_feature_space(rows):
         kinds = {"word": "string_categorical", "id": "integer_categorical", "number": "float_normalized"}
         return keras.utils.FeatureSpace(kinds, output_mode="concat")
 
-    import tensorflow as tf
-
     found, expected = raytf.adapt(made(), rows), made()
     data = {name: DATA[name] for name in ("word", "id", "number")}
     expected.adapt(tf.data.Dataset.from_tensor_slices(data).batch(ROWS))
@@ -121,6 +120,7 @@ def test_what_is_refused(rows):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_adapted_layers_train_resume_load_and_are_exported(rows, tmp_path):
     """The model function uses the layers themselves; a run that loses a worker equals one that does not."""
     word = raytf.adapt(keras.layers.StringLookup(output_mode="multi_hot"), rows, "word")
@@ -160,15 +160,13 @@ def test_adapted_layers_train_resume_load_and_are_exported(rows, tmp_path):
         return [models.kill_once(str(tmp_path / "marker"), 1, 1, 2)]
 
     whole, killed = train("whole"), train("killed", kill, 1)
-    few = {name: DATA[name][:20, None] for name in layers}
+    few = {name: tf.constant(DATA[name][:20, None]) for name in layers}
     loaded = [raytf.load_model(result) for result in (whole, killed)]
     expected = loaded[0].predict(few, verbose=0)
     np.testing.assert_allclose(loaded[1].predict(few, verbose=0), expected, rtol=1e-5, atol=1e-6)
     names = [layer for layer in loaded[0].layers if isinstance(layer, keras.layers.StringLookup)]
     assert names[0].get_vocabulary() == word.get_vocabulary()
-    import tensorflow as tf
-
     served = tf.saved_model.load(raytf.export(killed, tmp_path / "served"))
-    answer = served.serve({name: tf.constant(values) for name, values in few.items()})
+    answer = served.serve({name: tf.cast(v, "float32") if v.dtype.is_floating else v for name, v in few.items()})
     np.testing.assert_allclose(answer, expected, rtol=1e-5, atol=1e-5)
     assert train("whole").metrics == whole.metrics, "the run has ended, and is known again"

@@ -63,7 +63,7 @@ def test_a_table_is_shown_and_trains(folder):
     shown = command("plan", folder)
     assert "CSV file(s) with the columns a float, b float, y int64; --types" in shown
     assert "--features a,b --labels y, as no features are given" in shown
-    assert shown.count("\nrow ") == 3 and "steps" in shown
+    assert shown.count("\nrow  ") == 3 and "steps" in shown
     assert "train: 20 rows" in command("table", folder)
 
 
