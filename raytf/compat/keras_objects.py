@@ -114,9 +114,12 @@ def build_for(model, data_batch) -> None:
     import keras
 
     symbol = lambda t: t if t is None or not len(t.shape) else keras.KerasTensor((None, *t.shape[1:]), t.dtype)
+    unbuilt = [part for part in compiled_parts(model) if part is not None and not part.built]
     try:
         model._symbolic_build(data_batch=keras.tree.map_structure(symbol, data_batch))
     except Exception:
+        for part in unbuilt:
+            part.built = False  # Keras takes a loss that failed for built, and would not try it again
         model._symbolic_build(data_batch=data_batch)
 
 
