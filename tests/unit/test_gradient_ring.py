@@ -13,29 +13,34 @@ COPIES = 4000
 
 
 @pytest.fixture(scope="module")
-def sums():
+def on_each():
+    """on_each(work): what work(place) gives for each of three members of a ring, in threads of their own."""
+    listeners = [Listener("127.0.0.1") for _ in range(3)]
+    addresses = [(one.host, one.port) for one in listeners]
+    with ThreadPoolExecutor(3) as pool:
+        places = list(pool.map(lambda i: listeners[i].join(i, addresses, bytes(TOKEN_BYTES), 20.0, 20.0), range(3)))
+        yield lambda work: list(pool.map(work, places))
+        for place in places:
+            place.close()
+
+
+@pytest.fixture(scope="module")
+def sums(on_each):
     """sums(gradients of each worker, rows of each or None, wire dtype): what each worker gets."""
     import tensorflow as tf
 
     from raytf.collectives.gradient_ring import GradientRing
 
-    listeners = [Listener("127.0.0.1") for _ in range(3)]
-    addresses = [(one.host, one.port) for one in listeners]
-    with ThreadPoolExecutor(3) as pool:
-        places = list(pool.map(lambda i: listeners[i].join(i, addresses, bytes(TOKEN_BYTES), 20.0, 20.0), range(3)))
+    def make(gradients, rows, wire):
+        def work(place):
+            mine = None if rows is None else tf.constant(rows[place.rank])
+            ring = GradientRing(place, wire_dtype=None if wire is None else tf.as_dtype(wire))
+            found, _ = ring.sum([tf.constant(g) for g in gradients[place.rank]], mine)
+            return [g.numpy() for g in found]
 
-        def make(gradients, rows, wire):
-            def work(place):
-                mine = None if rows is None else tf.constant(rows[place.rank])
-                ring = GradientRing(place, wire_dtype=None if wire is None else tf.as_dtype(wire))
-                found, _ = ring.sum([tf.constant(g) for g in gradients[place.rank]], mine)
-                return [g.numpy() for g in found]
+        return on_each(work)
 
-            return list(pool.map(work, places))
-
-        yield make
-        for place in places:
-            place.close()
+    return make
 
 
 @pytest.mark.parametrize("wire", [None, "float16", "bfloat16"])
@@ -57,29 +62,22 @@ def test_gradients_larger_and_smaller_than_float16_can_be(sums, wire):
 
 
 @pytest.fixture(scope="module")
-def rows_of_tables():
+def rows_of_tables(on_each):
     """rows_of_tables(slices of each worker, rows of each or None, merge): (ids, values) of each table by worker."""
     import tensorflow as tf
 
     from raytf.collectives.gradient_ring import GradientRing
 
-    listeners = [Listener("127.0.0.1") for _ in range(3)]
-    addresses = [(one.host, one.port) for one in listeners]
-    with ThreadPoolExecutor(3) as pool:
-        places = list(pool.map(lambda i: listeners[i].join(i, addresses, bytes(TOKEN_BYTES), 20.0, 20.0), range(3)))
+    def make(tables, rows, merge):
+        def work(place):
+            mine = None if rows is None else tf.constant(rows[place.rank])
+            slices = [tf.IndexedSlices(tf.constant(v), tf.constant(i), (9, 2)) for i, v in tables[place.rank]]
+            ring = GradientRing(place)
+            return [(g.indices.numpy(), g.values.numpy()) for g in ring.sum_rows(slices, mine, merge)]
 
-        def make(tables, rows, merge):
-            def work(place):
-                mine = None if rows is None else tf.constant(rows[place.rank])
-                slices = [tf.IndexedSlices(tf.constant(v), tf.constant(i), (9, 2)) for i, v in tables[place.rank]]
-                ring = GradientRing(place)
-                return [(g.indices.numpy(), g.values.numpy()) for g in ring.sum_rows(slices, mine, merge)]
+        return on_each(work)
 
-            return list(pool.map(work, places))
-
-        yield make
-        for place in places:
-            place.close()
+    return make
 
 
 @pytest.mark.parametrize("kind", [np.float64, np.float32, np.float16])
