@@ -13,15 +13,13 @@ from typing import Any
 
 import keras
 import numpy as np
-import pyarrow as pa
 import tensorflow as tf
 from ray.data import Dataset
 
-from raytf.data import gather, partitions, stored
+from raytf.data import block_statistics as statistics
+from raytf.data import partitions, stored
 from raytf.data.columns import Columns, ColumnSpec
 from raytf.errors import ConfigError
-
-_HALF = np.uint32(16)  # bits of a float32 that are counted in each of two passes
 
 
 def adapt(layer: keras.layers.Layer, dataset: Dataset, column: ColumnSpec | None = None) -> keras.layers.Layer:
@@ -89,13 +87,6 @@ def adapt(layer: keras.layers.Layer, dataset: Dataset, column: ColumnSpec | None
     return layer
 
 
-def _values(table: pa.Table, columns: Columns) -> np.ndarray:
-    """Returns the rows of a table, (rows, *shape); single values have the shape (1,), as in a model."""
-    rows = np.arange(len(table))
-    (values,) = gather.source([table], columns).gather(gather.Places(np.zeros(len(table), np.int64), rows))
-    return values[:, None] if values.ndim == 1 else values
-
-
 def _streamed(dataset, specs: dict[str, Columns]) -> Iterator[dict[str, np.ndarray]]:
     """Yields the values of the columns, block by block."""
     dataset = partitions.unbound(stored.projected(dataset, specs))
@@ -104,7 +95,7 @@ def _streamed(dataset, specs: dict[str, Columns]) -> Iterator[dict[str, np.ndarr
         for table in dataset.iter_batches(batch_size=None, batch_format="pyarrow"):
             if table.num_rows:
                 empty = False
-                yield {name: _values(table, columns) for name, columns in specs.items()}
+                yield {name: statistics.values_of(table, columns) for name, columns in specs.items()}
     if empty:
         raise _without_rows()
 
@@ -116,7 +107,10 @@ def _without_rows() -> ConfigError:
 def _reduced(dataset, columns: Columns, function: Callable[[np.ndarray], Any]) -> list:
     """Returns function(values) of each block, computed in the task that reads it."""
     mapped = stored.projected(dataset, {"column": columns}).map_batches(
-        functools.partial(_reduce, columns, function), batch_format="pyarrow", batch_size=None, zero_copy_batch=True
+        functools.partial(statistics.reduce, columns, function),
+        batch_format="pyarrow",
+        batch_size=None,
+        zero_copy_batch=True,
     )
     mapped = partitions.unbound(mapped)
     with stored.unwrapped(mapped.context):
@@ -127,18 +121,13 @@ def _reduced(dataset, columns: Columns, function: Callable[[np.ndarray], Any]) -
     return found
 
 
-def _reduce(columns: Columns, function: Callable, table: pa.Table) -> pa.Table:
-    found = [pickle.dumps(function(_values(table, columns)))] if table.num_rows else []
-    return pa.table({"found": pa.array(found, pa.large_binary())})
-
-
 # ------------------------------------------------------------------------------------------ mean and variance
 
 
 def _of_equal_moments(dataset, columns: Columns, axis: tuple[int, ...]) -> np.ndarray:
     """Returns two rows with the mean and the variance of all rows, over all axes but `axis`."""
     count, mean, squares = 0, np.zeros(()), np.zeros(())
-    for n, block_mean, block_squares in _reduced(dataset, columns, functools.partial(_moments, axis)):
+    for n, block_mean, block_squares in _reduced(dataset, columns, functools.partial(statistics.moments, axis)):
         if count and mean.shape != block_mean.shape:
             shapes = f"{mean.shape[1:]} and {block_mean.shape[1:]}"
             raise ConfigError("All rows of a column need one shape", shapes, "Resize or pad them")
@@ -150,20 +139,6 @@ def _of_equal_moments(dataset, columns: Columns, axis: tuple[int, ...]) -> np.nd
     return np.concatenate([mean - deviation, mean + deviation])
 
 
-def _moments(axis: tuple[int, ...], values: np.ndarray) -> tuple[int, np.ndarray, np.ndarray]:
-    """Returns (number of values, their mean, their sum of squared deviations), broadcast to a row's shape."""
-    values = values.astype(np.float64)
-    kept = {a % values.ndim for a in axis}
-    axes = tuple(d for d in range(values.ndim) if d not in kept)
-    if 0 in kept:
-        raise ConfigError("axis of a Normalization must not be that of the rows", repr(axis), "Use -1, or None")
-    mean = values.mean(axes, keepdims=True)
-    squares = ((values - mean) ** 2).sum(axes, keepdims=True)
-    row = (1, *values.shape[1:])
-    number = int(np.prod([values.shape[d] for d in axes]))
-    return number, np.broadcast_to(mean, row), np.broadcast_to(squares, row)
-
-
 # ------------------------------------------------------------------------------------------ quantiles
 
 
@@ -173,7 +148,7 @@ def _summary(dataset, columns: Columns, epsilon: float) -> np.ndarray:
     A first pass counts values by the upper half of their bits, a second one by the lower half where values are picked.
     """
     counts = np.zeros(1 << 16, np.int64)
-    for upper, number in _reduced(dataset, columns, _count_upper):
+    for upper, number in _reduced(dataset, columns, statistics.count_upper):
         counts[upper] += number
     ends = counts.cumsum()
     step = max(int(ends[-1]) / (1.0 / epsilon), 1)
@@ -181,33 +156,15 @@ def _summary(dataset, columns: Columns, epsilon: float) -> np.ndarray:
     picked = np.searchsorted(ends, ranks, side="right")
     chosen, place = np.unique(picked, return_inverse=True)
     lower_counts = np.zeros((len(chosen), 1 << 16), np.int64)
-    for upper, lower, number in _reduced(dataset, columns, functools.partial(_count_lower, chosen)):
+    for upper, lower, number in _reduced(dataset, columns, functools.partial(statistics.count_lower, chosen)):
         lower_counts[np.searchsorted(chosen, upper), lower] += number
     ranks = ranks - (ends - counts)[picked]
     lower = [
         np.searchsorted(lower_counts[i].cumsum(), rank, side="right") for i, rank in zip(place, ranks, strict=True)
     ]
-    keys = (picked.astype(np.uint32) << _HALF) | np.array(lower, np.uint32)
+    keys = (picked.astype(np.uint32) << statistics.HALF) | np.array(lower, np.uint32)
     values = np.where(keys >> 31, keys & np.uint32(0x7FFFFFFF), ~keys).view(np.float32)
     return np.stack([values, np.ones_like(values) * step])
-
-
-def _keys(values: np.ndarray) -> np.ndarray:
-    """Returns integers that are ordered as the values are, in float32; NaN comes last."""
-    numbers = values.astype(np.float32).ravel()
-    numbers[np.isnan(numbers)] = np.nan
-    bits = numbers.view(np.uint32)
-    return np.where(bits >> 31, ~bits, bits | np.uint32(0x80000000))
-
-
-def _count_upper(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    return np.unique(_keys(values) >> _HALF, return_counts=True)
-
-
-def _count_lower(chosen: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    keys = _keys(values)
-    keys, number = np.unique(keys[np.isin(keys >> _HALF, chosen)], return_counts=True)
-    return keys >> _HALF, keys & np.uint32(0xFFFF), number
 
 
 # ------------------------------------------------------------------------------------------ FeatureSpace

@@ -13,6 +13,7 @@ WITHOUT = {
     "raytf.collectives.lookout",
     "raytf.collectives.ring",
     "raytf.collectives.scaled_float16",
+    "raytf.data.block_statistics",
     "raytf.data.columns",
     "raytf.data.file_source",
     "raytf.data.files",
