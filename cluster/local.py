@@ -334,7 +334,8 @@ def _start(cluster: Cluster, role: list[str], options: Sequence[str], host: Host
     """Starts one more node."""
     index = len(cluster.nodes)
     command = _on(host, [str(_ray()), "start", "--block", *role, f"--num-cpus={cluster.cpus}"])
-    command += [] if host is None else [f"--node-ip-address={host.address}"]
+    # the others take the address that reaches the head
+    command += [f"--node-ip-address={host.address}"] if host is not None and index == 0 else []
     # Each node would count all GPUs as its own.
     command += ["--num-gpus=0", f"--object-store-memory={OBJECT_STORE_BYTES}", "--dashboard-agent-listen-port=0"]
     # A folder for each node: in a common one, nodes that start together pick the same socket names.

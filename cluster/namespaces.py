@@ -26,13 +26,15 @@ class Host:
 
     Args:
         name: of the namespace.
-        address: IPv4 address under which the others know it.
+        address: address under which the others know it.
         link: the other end of its cable.
+        further: addresses on further networks, on the interfaces net1, net2, ...
     """
 
     name: str
     address: str
     link: str
+    further: tuple[str, ...] = ()
 
     def command(self, command: list[str]) -> list[str]:
         """The command that runs another in this namespace."""
@@ -58,12 +60,14 @@ def available() -> str | None:
 
 
 @contextlib.contextmanager
-def hosts(count: int, rate: str | None = None) -> Iterator[list[Host]]:
-    """Namespaces on one bridge, which end with the block.
+def hosts(count: int, rate: str | None = None, networks: int = 1, ipv6: bool = False) -> Iterator[list[Host]]:
+    """Namespaces on one bridge or several, which end with the block.
 
     Args:
         count: how many, 2 to 200.
         rate: of each one's link in either direction, as `tc` writes it ("100mbit"), or None for no limit.
+        networks: how many each is on, 1 to 9.
+        ipv6: whether they have IPv6 alone, but for 127.0.0.1.
 
     Raises:
         ConfigError: namespaces cannot be had here.
@@ -71,32 +75,45 @@ def hosts(count: int, rate: str | None = None) -> Iterator[list[Host]]:
     why = available()
     if why is not None:
         raise ConfigError("Namespaces need root and iproute2", why, "Run it as root, with iproute2")
-    mark = secrets.token_hex(2)
-    net = f"10.{200 + secrets.randbelow(50)}.{secrets.randbelow(250)}"
-    bridge, made = f"rtb{mark}", []
+    mark, made, bridges = secrets.token_hex(2), [], []
+    nets = [_net(ipv6) for _ in range(networks)]
     try:
-        _ip("link", "add", bridge, "type", "bridge")
-        _ip("link", "set", bridge, "up")
+        for k in range(networks):
+            bridges.append(f"rtb{mark}{k}")
+            _ip("link", "add", bridges[-1], "type", "bridge")
+            _ip("link", "set", bridges[-1], "up")
         for i in range(count):
             name = f"raytf{mark}-{i}"
-            outside, inside = f"rto{mark}{i}", f"rti{mark}{i}"
             _ip("netns", "add", name)
-            made.append(Host(name, f"{net}.{i + 1}", outside))
-            _ip("link", "add", outside, "type", "veth", "peer", "name", inside)
-            _ip("link", "set", outside, "master", bridge, "up")
-            _ip("link", "set", inside, "netns", name)
-            _ip("-n", name, "addr", "add", f"{net}.{i + 1}/24", "dev", inside)
-            _ip("-n", name, "link", "set", inside, "up")
+            addresses = [f"{net}{i + 1}" for net in nets]
+            made.append(Host(name, addresses[0], f"rto{mark}{i}", tuple(addresses[1:])))
+            for k, address in enumerate(addresses):
+                outside, inside = (f"rtn{mark}{k}{i}", f"net{k}") if k else (f"rto{mark}{i}", f"rti{mark}{i}")
+                _ip("link", "add", outside, "type", "veth", "peer", "name", inside, "netns", name)
+                _ip("link", "set", outside, "master", bridges[k], "up")
+                # nodad: it need not wait to see whether another host has the same address
+                prefix = ["/64", "nodad"] if ipv6 else ["/24"]
+                _ip("-n", name, "addr", "add", address + prefix[0], *prefix[1:], "dev", inside)
+                _ip("-n", name, "link", "set", inside, "up")
             _ip("-n", name, "link", "set", "lo", "up")
             if rate is not None:
                 limit = ["root", "tbf", "rate", rate, "burst", _BURST, "latency", _LATENCY]
-                _run("tc", "qdisc", "add", "dev", outside, *limit)
+                _run("tc", "qdisc", "add", "dev", made[-1].link, *limit)
+                inside = made[-1].link.replace("rto", "rti")
                 _run(*made[-1].command(["tc", "qdisc", "add", "dev", inside, *limit]))
         yield made
     finally:
         for host in made:
             subprocess.run(["ip", "netns", "del", host.name], capture_output=True)
-        subprocess.run(["ip", "link", "del", bridge], capture_output=True)
+        for bridge in bridges:
+            subprocess.run(["ip", "link", "del", bridge], capture_output=True)
+
+
+def _net(ipv6: bool) -> str:
+    """A network's part of its addresses."""
+    if ipv6:
+        return f"fd{secrets.token_hex(1)}:{secrets.token_hex(2)}::"
+    return f"10.{200 + secrets.randbelow(50)}.{secrets.randbelow(250)}."
 
 
 def _ip(*arguments: str) -> None:

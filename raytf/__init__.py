@@ -4,7 +4,7 @@
 * A run that is stored, resumes and survives failures: `KerasTrainer`; many runs: `sweep`; its resource needs: `plan`.
 * A custom train loop: `TensorflowTrainer`, `get_strategy`, `get_dataset`, `Position`, `ReportCallback`.
 * The model of a run: `load_model`, `export`; the events of a run: `run_events`.
-* Data and set-up: `Column`, `TFData`, `TensorflowConfig`, `on_chief`.
+* Data and set-up: `read_tfrecords`, `adapt`, `Column`, `TFData`, `TensorflowConfig`, `on_chief`.
 * Errors: `ConfigError`, `TrainingError`, `StoppedError`.
 
 Example:
@@ -24,7 +24,9 @@ if TYPE_CHECKING:  # the names of `_PLACES`, for type checkers and editors
 
     from raytf.collectives.ring import keep_token as keep_token
     from raytf.data.columns import Column as Column
+    from raytf.data.preprocessing import adapt as adapt
     from raytf.data.tf_data import TFData as TFData
+    from raytf.data.tfrecords import read_tfrecords as read_tfrecords
     from raytf.errors import ConfigError as ConfigError
     from raytf.errors import RaytfError as RaytfError
     from raytf.errors import StoppedError as StoppedError
@@ -58,6 +60,7 @@ _PLACES = {
     "ReportCallback": "raytf.worker.callbacks",
     "ReportCheckpointCallback": "ray.train.tensorflow.keras",
     "TensorflowCheckpoint": "ray.train.tensorflow",
+    "adapt": "raytf.data.preprocessing",
     "evaluate": "raytf.fitting.calls",
     "export": "raytf.worker.export",
     "fit": "raytf.fitting.calls",
@@ -70,6 +73,7 @@ _PLACES = {
     "Position": "raytf.worker.dataset",
     "Predictor": "raytf.fitting.predictor",
     "plan": "raytf.train.plan",
+    "read_tfrecords": "raytf.data.tfrecords",
     "run_events": "raytf.events",
     "prepare_dataset_shard": "ray.train.tensorflow",
     "show_result": "raytf.train.results",

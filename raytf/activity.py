@@ -18,13 +18,13 @@ from typing import Any
 from raytf import procfs
 
 # Phases of a worker. BEGIN: it has not made a step, or its loop is the user's own; END: its loop has returned.
-BEGIN, INPUT, STEP, CALLBACKS, CHECKPOINT, CONTROLLER, VALIDATION, END = (
+BEGIN, INPUT, STEP, CALLBACKS, CHECKPOINT, DRIVER, VALIDATION, END = (
     "begin",
     "input",
     "step",
     "callbacks",
     "checkpoint",
-    "controller",
+    "driver",
     "validation",
     "end",
 )

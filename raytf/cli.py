@@ -18,8 +18,10 @@ from raytf.cli_parts import (
     checked,
     columns,
     given,
+    image_size,
     option,
     options,
+    pairs,
     path,
     wrong_options,
 )
@@ -56,17 +58,60 @@ def _check_memory_every(text: str) -> None:
 
 
 _TRAINING = options(
-    option("--data", "train", to="datasets", required=True, metavar="PATH", help="Folder or URI of Parquet files."),
-    option("--validation", to="datasets", metavar="PATH", help="Folder or URI of Parquet files to validate on."),
+    option(
+        "--data",
+        "train",
+        to="datasets",
+        required=True,
+        metavar="PATH",
+        help="Folder or URI of Parquet, CSV or TFRecord files, or images in a folder for each class.",
+    ),
+    option("--validation", to="datasets", metavar="PATH", help="The same, to validate on."),
     option(
         "--features",
         to="trainer",
         callback=columns,
-        required=True,
         metavar="COLUMN[,COLUMN...]",
-        help="A column; several are stacked into a float vector.",
+        help="A column; several are stacked into a float vector.  [default: all but the labels]",
     ),
-    option("--labels", to="trainer", callback=columns, metavar="COLUMN", help="The column of labels."),
+    option(
+        "--labels",
+        to="trainer",
+        callback=columns,
+        metavar="COLUMN",
+        help="The column of labels.  [default, without --features: one named label, target, class or y]",
+    ),
+    option(
+        "--format",
+        to="data",
+        default="auto",
+        type=click.Choice(["auto", *validation.FORMATS]),
+        show_default=True,
+        help="Format of the files; auto goes by their names.",
+    ),
+    option(
+        "--types",
+        to="data",
+        callback=pairs,
+        metavar="COLUMN=TYPE[,...]",
+        help="Arrow types of CSV columns, as age=float32.  [default: by the first rows]",
+    ),
+    option(
+        "--unreadable",
+        to="data",
+        default="refuse",
+        type=click.Choice(validation.UNREADABLE),
+        show_default=True,
+        help="What to do with images that cannot be decoded.",
+    ),
+    option(
+        "--image-size",
+        "image",
+        to="columns",
+        callback=image_size,
+        metavar="HEIGHTxWIDTH[xCHANNELS]",
+        help="Decode the one feature as an image of this size.  [default, for images: that of the first]",
+    ),
     option(
         "--sample-weights", to="trainer", callback=columns, metavar="COLUMN", help="A column of weights for each row."
     ),
@@ -147,7 +192,7 @@ _CHECKPOINT_EVERY = option(
 )
 
 
-@main.command(short_help="Train a model on Parquet files.")
+@main.command(short_help="Train a model on files.")
 @click.argument("model", metavar="MODULE:FUNCTION")
 @_TRAINING
 @option(
@@ -174,7 +219,7 @@ _CHECKPOINT_EVERY = option(
 )
 @click.pass_context
 def train(ctx, model, **_):
-    """Train the model that FUNCTION(config) of MODULE builds, on Parquet files.
+    """Train the model that FUNCTION(config) of MODULE builds, on Parquet, CSV or TFRecord files, or on images.
 
     MODULE is imported from the current folder. FUNCTION takes the config, a dict with batch_size, epochs,
     learning_rate and the entries of --set, and returns a compiled keras.Model.
@@ -201,7 +246,8 @@ def train(ctx, model, **_):
 def plan(ctx, model, **_):
     """Show what `train` with these options would do: strategy, batches, steps, traffic and memory.
 
-    It builds the model and times a few steps on the data's first rows on one core. Nothing is trained.
+    It builds the model and times a few steps on the data's first rows on one core, and shows three of these. Nothing is
+    trained.
 
     \b
     Example:
@@ -210,8 +256,10 @@ def plan(ctx, model, **_):
     from raytf.train.plan import plan as make
 
     trainer = _trainer(ctx)
+    from raytf.data import formats
+
     with _wrong_values():
-        lines = make(trainer).lines()
+        lines = [*make(trainer).lines(), *(("row", row) for row in formats.preview(trainer.datasets["train"]))]
     width = max(len(name) for name, _ in lines)
     for name, value in lines:
         click.echo(f"{name:<{width}}  {value}")
@@ -349,6 +397,7 @@ def _written(space: str | None, domains: Collection[str]) -> dict[str, Any]:
 @click.option("--gpus-per-worker", default=0, show_default=True, help="GPUs of each worker; servers get none.")
 @click.option("--max-restarts", default=0, show_default=True, help="How often failed processes are restarted.")
 @click.option("--ports", default="20000-31999", show_default=True, metavar="FIRST-LAST", help="Where processes listen.")
+@click.option("--network", help="Interface (eth1) or network (10.1.0.0/16) on which they listen.  [default: Ray's]")
 @click.option(
     "--frozen-after",
     default=10.0,
@@ -437,6 +486,7 @@ def _tell_of_options_behind(arguments) -> None:
 @click.option("--address", help="Of the Ray cluster; local starts one here.  [default: RAY_ADDRESS, or this machine's]")
 @click.option("--storage", callback=path, metavar="PATH_OR_URI", help="Storage that all nodes are to share.")
 @click.option("--ports", default="20000-31999", show_default=True, metavar="FIRST-LAST", help="Where nodes listen.")
+@click.option("--network", help="Interface (eth1) or network (10.1.0.0/16) to examine.  [default: Ray's]")
 @click.option("--no-training", "training", flag_value=False, default=True, help="Make no steps of Keras.")
 @click.option("--seconds", default=55.0, show_default=True, help="Deadline for all of it.")
 @click.option("--json", "as_json", is_flag=True, help="Print the findings as JSON.")
@@ -540,8 +590,8 @@ def _trainer(ctx: click.Context, largest=lambda: 1, space: Collection[str] | Non
         # workers import the model function from the current folder of the command
         environment = {"env_vars": {"PYTHONPATH": os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")])}}
         connect([{"CPU": cpus}] * processes, logging_level=logging.ERROR, runtime_env=environment)
-        datasets = {name: read_parquet(path) for name, path in paths.items()}
     with wrong_options():
+        datasets, roles = _datasets(values, paths)
         return KerasTrainer(
             build_model,
             config=config,
@@ -552,8 +602,19 @@ def _trainer(ctx: click.Context, largest=lambda: 1, space: Collection[str] | Non
                 resources_per_worker={"CPU": cpus} | ({"GPU": gpus} if gpus else {}),
             ),
             run_config=run_config,
-            **values["trainer"],
+            **(values["trainer"] | roles),
         )
+
+
+def _datasets(values, paths: dict[str, str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns the datasets of paths, and the features and labels that are given or can be known."""
+    from raytf.data import formats
+
+    found: dict[str, Any] = {}
+    for name, place in paths.items():
+        found[name] = formats.read(name, place, **values["data"], like=found.get("train"))
+    roles = formats.roles(found["train"], values["trainer"], values["columns"]["image"])
+    return {name: data.dataset for name, data in found.items()}, roles
 
 
 def parse_settings(settings) -> dict:
@@ -607,16 +668,6 @@ def parse_ports(given: str) -> tuple[int, int]:
     if not (first.isdecimal() and last.isdecimal()):
         raise ConfigError("--ports takes FIRST-LAST", repr(given), "For example 20000-31999")
     return int(first), int(last)
-
-
-def read_parquet(path: str):
-    """Returns a `ray.data.Dataset` of Parquet files."""
-    import os
-
-    import ray.data
-
-    # workers of Ray run in another folder
-    return ray.data.read_parquet(path if "://" in path else os.path.abspath(path))
 
 
 if __name__ == "__main__":

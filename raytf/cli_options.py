@@ -12,6 +12,7 @@ from typing import Any
 from raytf import validation
 from raytf.compat import legacy_keras
 from raytf.data.columns import check_names, of_dataset, parse
+from raytf.data.files import find
 from raytf.errors import ConfigError
 from raytf.identity import config_keys
 from raytf.runtime.topology import per_replica_batch, pick_strategy
@@ -82,7 +83,10 @@ def check_training(
     pick_strategy(trainer["strategy"], workers=count, devices=devices, tpu=False)
     per_replica_batch(config["batch_size"], 1 if trainer["num_ps"] else count * max(1, devices))
     for name, path in paths.items():
-        check_columns(name, path, {role: trainer[role] for role in ("features", "labels", "sample_weights")})
+        if "://" in path:  # read when Ray is started
+            continue
+        if find(name, path, given["data"]["format"])[0] == "parquet":
+            check_columns(name, path, {role: trainer[role] for role in ("features", "labels", "sample_weights")})
 
 
 def check_config_keys(build_model: Callable, known: Collection[str], params: Sequence[Any]) -> None:

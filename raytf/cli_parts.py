@@ -65,7 +65,8 @@ class Option(click.Option):
 
     Args:
         to: Receiver of the value, as an argument of the option's name. One of "config" (of the model function, only if
-            the option is given), "datasets" (by name), "trainer", "workers", "run" and "sweep".
+            the option is given), "datasets" (by name), "data" (of `formats.read`), "columns" (of `formats.roles`),
+            "trainer", "workers", "run" and "sweep".
     """
 
     def __init__(self, *args, to: str, **settings):
@@ -135,6 +136,25 @@ class Which(click.ParamType):
 def columns(ctx, param, text: str | None) -> str | list[str] | None:
     """Returns one column, or a list of those between commas."""
     return text.split(",") if text and "," in text else text
+
+
+def pairs(ctx, param, text: str | None) -> dict[str, str]:
+    """Returns {"a": "int64"} from "a=int64", with more after commas."""
+    given = [pair.partition("=") for pair in text.split(",")] if text else []
+    if not all(name and value for name, _, value in given):
+        raise click.BadParameter(f"{text!r} is not COLUMN=TYPE[,COLUMN=TYPE...].", ctx, param)
+    return {name: value for name, _, value in given}
+
+
+def image_size(ctx, param, text: str | None) -> tuple[int, int, int] | None:
+    """Returns (height, width, channels) from "224x224" or "28x28x1"; there are 3 channels unless given."""
+    if text is None:
+        return None
+    parts = text.lower().split("x")
+    if len(parts) not in (2, 3) or not all(part.isdecimal() and int(part) for part in parts):
+        raise click.BadParameter(f"{text!r} is not HEIGHTxWIDTH[xCHANNELS].", ctx, param)
+    height, width, channels = (*map(int, parts), 3)[:3]
+    return height, width, channels
 
 
 def path(ctx, param, text: str | None) -> str | None:

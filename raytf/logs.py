@@ -1,4 +1,4 @@
-"""What raytf reports, through `logging`: the loggers are named as the modules are, such as `raytf.train.startup`.
+"""What raytf reports, through `logging`: the loggers are named as the modules are, such as `raytf.train.engine`.
 
 A process that has set up none of them shows messages from INFO upwards on stderr, each begins with `raytf: `.
 """

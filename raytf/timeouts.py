@@ -56,7 +56,7 @@ class Timeouts:
         sign_of_life: Sign of life from the live workers, when one sends none.
         silent_worker: Sign of life from a silent worker, or proof that it is gone. Others' failures are then its own.
         joiner_ready: Start of the processes that join an elastic run, which continues without them meanwhile.
-        workers_leave: End of workers after a step, for another number of them. Later Ray Train ends them.
+        workers_leave: End of workers after a step, for another number of them. Later they are ended.
         workers_stay: End of the trainings in processes that stay, when their group has ended.
         standby_start: Import of TensorFlow by a standby worker that has begun it. Later the worker is of no use.
         host_silent: Answer of a host, or of the process monitor there. Later the host counts as gone.
@@ -79,9 +79,8 @@ class Timeouts:
         note_removal: Removal of a note from the storage.
         lock_silent: Renewal of a run folder's lock by its owner; longer than a slow upload, shorter than a night.
         lock_release: Release of the lock of a run's folder.
-        lock_taking: Takeover of a lock, which is a few lines of code. An older mark is from a dead process.
-        reports_listed: List of a resumed run's reports, from the controller.
-        report_old: Receipt of a report by the controller. Older ones are waited for.
+        reports_listed: List of a resumed run's reports, from the driver.
+        report_old: Receipt of a report by the driver. Older ones are waited for.
         report_taken: Wait for such a report, which may wait for a checkpoint; longer than `checkpoint_write`.
         stop_answer: Answer of a worker to a stop request. It comes at once, unless the worker is frozen.
         stop_step: Message to a stopping worker after which step it ends.
@@ -163,7 +162,6 @@ class Timeouts:
     note_removal: float = 5.0
     lock_silent: float = 60.0
     lock_release: float = 30.0
-    lock_taking: float = 60.0
     reports_listed: float = 60.0
     report_old: float = 60.0
     report_taken: float = 1000.0

@@ -14,6 +14,9 @@ from raytf.errors import ConfigError
 SCHEDULERS = ("fifo", "asha", "hyperband", "median", "pbt")
 SEARCHES = ("random", "optuna")
 MODES = ("min", "max")
+# Formats of `--data`, and what to do with images that cannot be decoded.
+FORMATS = ("parquet", "csv", "tfrecord", "images")
+UNREADABLE = ("refuse", "skip")
 # Words in names of metrics whose smaller, or larger, values are better.
 _SMALL = "(loss|mae|mse|rmse|msle|mape|error|crossentropy|hinge|divergence|perplexity|wer|cer)"
 _LARGE = "(acc|accuracy|auc|precision|recall|f1|f1_score|fbeta_score|iou|io_u|r2|r2_score|dice|ndcg|bleu)"

@@ -192,8 +192,7 @@ def claims_of_ports():
     """Closes those that this process has made: they end with it, and Python warns of what nobody closed."""
     yield
     if (ports := sys.modules.get("raytf.runtime.ports")) is not None:
-        while ports._claims:
-            ports._claims.pop().close()
+        ports.end_claims()
 
 
 @pytest.fixture(autouse=True)

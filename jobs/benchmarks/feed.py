@@ -6,6 +6,10 @@ python jobs/benchmarks/feed.py             # data in the object store; every way
 same counting `tf.data` reduction in TensorFlow's graph, as `fit` takes batches. "pyarrow" hands out the same batches as
 NumPy arrays and does nothing with them: out of Parquet in the page cache, with images as binary of a fixed size, which
 it reads fastest; or cut from the blocks in memory, each copied, as its memory is not TensorFlow's to keep.
+
+TFRecord: `raytf.read_tfrecords`, with its index and all that Ray needs to start, as one pass into the object store and
+out of it; in a later epoch, which is read from there; and in an epoch of a stream. Against `TFRecordDataset` with
+`parse_example` of batches, in parallel; and against `ray.data.read_tfrecords` with `to_tf`.
 """
 
 from __future__ import annotations
@@ -25,6 +29,10 @@ BARS = {("columns", 64): 10, ("columns", 1024): 15, ("images", 32): 12, ("images
 RATIOS = [("raytf", "to_tf"), ("raytf", "to_tf shuffled"), ("raytf unshuffled", "to_tf")]
 RATIOS += [("raytf unshuffled", "pyarrow, Parquet"), ("raytf unshuffled", "pyarrow, memory")]
 BLOCK_ROWS = 50_000
+RECORD_FILES = {"numbers": 8, "bytes": 8}  # of BLOCK_ROWS each: 32 floats, or 784 bytes; and a label
+RAY_ROWS = 10_000
+RECORD_WAYS = ("tf.data", "Ray to_tf", "raytf, first epoch", "raytf, later", "raytf, streamed")
+RECORD_RATIOS = [(way, "tf.data") for way in RECORD_WAYS[2:]] + [("raytf, first epoch", "Ray to_tf")]
 
 
 def tables(kind: str, rows: int) -> list:
@@ -170,15 +178,104 @@ def once(kind: str, batch: str, repeats: str, scale: str, address: str, ways: st
         "raytf": lambda: common.count_rows(ready["raytf"]()),
     }
     runs = {way: run for way, run in runs.items() if way in ways.split(";")}
+    _measure(f"{kind} {batch}", runs, repeats)
+    folder.cleanup()
+
+
+def _write_records(folder: str, kind: str, rows: int) -> list[str]:
+    """Files that are copies of one, as writing takes longer than reading."""
+    import os
+    import shutil
+
+    import numpy as np
+    import tensorflow as tf
+
+    rng = np.random.default_rng(0)
+    first = os.path.join(folder, "0.tfrecord")
+    with tf.io.TFRecordWriter(first) as writer:
+        for i in range(rows):
+            if kind == "numbers":
+                x = tf.train.Feature(float_list=tf.train.FloatList(value=rng.random(32)))
+            else:
+                x = tf.train.Feature(bytes_list=tf.train.BytesList(value=[rng.bytes(784)]))
+            label = tf.train.Feature(int64_list=tf.train.Int64List(value=[i % 10]))
+            features = tf.train.Features(feature={"x": x, "label": label})
+            writer.write(tf.train.Example(features=features).SerializeToString())
+    paths = [first, *(os.path.join(folder, f"{i}.tfrecord") for i in range(1, RECORD_FILES[kind]))]
+    for path in paths[1:]:
+        shutil.copy(first, path)
+    return paths
+
+
+def once_records(kind: str, batch: str, repeats: str, scale: str, address: str) -> None:
+    """Every way of reading TFRecord files, in a process of its own."""
+    import os
+    import tempfile
+
+    import ray
+    import tensorflow as tf
+    from ray.train import ScalingConfig
+
+    import raytf
+    from raytf.data import ingest, streamed
+    from raytf.data.batch_spec import BatchSpec
+    from raytf.data.feed import Feed
+    from raytf.data.sampling import Sampling
+
+    batch, repeats = int(batch), int(repeats)
+    common.connect(address)
+    folder = tempfile.TemporaryDirectory(prefix="raytf_records_")
+    paths = _write_records(folder.name, kind, int(BLOCK_ROWS * float(scale)))
+    x = tf.io.FixedLenFeature([32], tf.float32) if kind == "numbers" else tf.io.FixedLenFeature([], tf.string)
+    schema = {"x": x, "label": tf.io.FixedLenFeature([], tf.int64)}
+    spec = BatchSpec.parsed("x", "label")
+
+    def plain():
+        data = tf.data.TFRecordDataset(paths).batch(batch)
+        data = data.map(lambda rows: tf.io.parse_example(rows, schema), num_parallel_calls=tf.data.AUTOTUNE)
+        return common.count_rows(data.map(lambda row: (row["x"], row["label"])).prefetch(tf.data.AUTOTUNE))
+
+    few = os.path.join(folder.name, "few")  # Ray's reader is slow
+    os.mkdir(few)
+    small = _write_records(few, kind, int(RAY_ROWS * float(scale)))[:1]
+
+    def rays():
+        return common.count_rows(ray.data.read_tfrecords(small).to_tf("x", "label", batch_size=batch))
+
+    def feed(materialize: bool):
+        data = {"train": raytf.read_tfrecords(paths, schema)}
+        read = ingest.read_all(data, materialize, ScalingConfig(num_workers=1), spec.roles)
+        return read, Feed(read["train"], spec, Sampling(global_batch=batch, shuffle="window"))
+
+    (_, kept), (read, stream) = feed(True), feed(False)
+    runs = dict(
+        zip(
+            RECORD_WAYS,
+            (
+                plain,
+                rays,
+                lambda: common.count_rows(feed(True)[1].dataset()),
+                lambda: common.count_rows(kept.dataset()),
+                lambda: common.count_rows(stream.dataset()),
+            ),
+            strict=True,
+        )
+    )
+    _measure(f"TFRecord {kind} {batch}", runs, repeats)
+    streamed.close(read)
+    folder.cleanup()
+
+
+def _measure(title: str, runs: dict, repeats: int) -> None:
+    """Prints rows a second of each way, in turn."""
     found = {way: [] for way in runs}
     for repeat in range(repeats + 1):
         for way, run in runs.items():
             began = time.perf_counter()
             count = run()
-            print(f"{kind} {batch} {way}: {count} rows in {time.perf_counter() - began:.2f} s", file=sys.stderr)
+            print(f"{title} {way}: {count} rows in {time.perf_counter() - began:.2f} s", file=sys.stderr)
             if repeat:  # the first warms up
                 found[way].append(count / (time.perf_counter() - began))
-    folder.cleanup()
     common.give(found)
 
 
@@ -191,11 +288,12 @@ def main(arguments=None):
 
     parser = common.parser(__doc__)
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
+    parser.add_argument("--only-tfrecord", action="store_true", help="leave out what is not of TFRecord files")
     options = parser.parse_args(arguments)
     repeats, scale = (1, 0.05) if options.smoke else (options.repeats, 1)
     figures, rows = {}, []
     with common.ray_cluster(store_bytes=3 << 30) as address:
-        for kind, batch in CASES:
+        for kind, batch in () if options.only_tfrecord else CASES:
             arguments = (kind, str(batch), str(repeats), str(scale), address, ";".join(options.ways))
             # the allocator as on raytf's workers, for all ways
             found = common.measure(__file__, "--once", *arguments, environment=allocator(1))
@@ -212,11 +310,36 @@ def main(arguments=None):
     ratios = [*(f"{way} / {other}" for way, other in RATIOS), "bar of to_tf"]
     title = f"Feed: 1000 rows/s into the step, median of {repeats}"
     shown = common.table(title, ["rows, batch", *WAYS, *ratios], rows)
+    shown += "\n" + _records(options, repeats, scale, figures)
     common.finish(options, "feed", shown, figures)
+
+
+def _records(options, repeats: int, scale: float, figures: dict) -> str:
+    """Measures TFRecord files, and returns their table."""
+    from raytf.runtime.allocator import allocator
+
+    rows = []
+    with common.ray_cluster(store_bytes=3 << 30) as address:
+        for kind in RECORD_FILES:
+            arguments = ("--records", kind, "128", str(repeats), str(scale), address)
+            found = figures[f"TFRecord {kind} 128"] = common.measure(__file__, *arguments, environment=allocator(1))
+            middle = {way: common.spread(rates)[0] for way, rates in found.items()}
+            rows.append(
+                [
+                    f"{kind}, 128",
+                    *(f"{middle[way] / 1000:,.1f}" for way in RECORD_WAYS),
+                    *(_ratio(middle, *pair) for pair in RECORD_RATIOS),
+                ]
+            )
+    ratios = [f"{way} / {other}" for way, other in RECORD_RATIOS]
+    title = f"TFRecord: 1000 rows/s into the step, median of {repeats}"
+    return common.table(title, ["rows, batch", *RECORD_WAYS, *ratios], rows)
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--once"]:
         once(*sys.argv[2:8])
+    elif sys.argv[1:2] == ["--records"]:
+        once_records(*sys.argv[2:7])
     else:
         main()

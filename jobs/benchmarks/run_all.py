@@ -26,6 +26,7 @@ ALL = (
     "stream",
     "stream_scale",
     "step",
+    "embedding",
     "scaling",
     "sweep",
     "seek",

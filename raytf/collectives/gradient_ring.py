@@ -12,6 +12,7 @@ import bisect
 import dataclasses
 import functools
 import itertools
+import math
 import time
 import warnings
 import weakref
@@ -22,7 +23,7 @@ import tensorflow as tf
 
 from raytf import activity
 from raytf.collectives import exchange, ring, scaled_float16
-from raytf.collectives.exchange import ALIGNED, Exchange, empty
+from raytf.collectives.exchange import ALIGNED, Exchange, bytes_of, empty
 from raytf.collectives.healing import Detached
 from raytf.collectives.ring import Listener, Ring
 from raytf.compat.tensorflow import giving_memory
@@ -112,6 +113,51 @@ class GradientRing(Exchange):
             if len(packs) > 1:
                 result = [tf.identity(value) for value in result]
         return result, None if rows is None else total
+
+    def sum_rows(
+        self, gradients: Sequence[tf.IndexedSlices], rows: tf.Tensor | None, merge: bool
+    ) -> list[tf.IndexedSlices]:
+        """Sums gradients of some rows of tables over the workers in one exchange, in a replica context.
+
+        Args:
+            gradients: Floating slices, of the same tables on all workers.
+            rows: As for `sum`.
+            merge: Whether ids are unique on each worker, and shall be in the result; otherwise it has all slices, by
+                rank.
+        """
+        flat = [part for g in gradients for part in (tf.cast(g.indices, tf.int64), g.values)]
+        own_rows = tf.cast(-1 if rows is None else rows, tf.float64)
+        gather = functools.partial(self._sum_rows, merge)
+        found = self._ordered(gather, [own_rows, *flat], [part.dtype for part in flat])
+        results = []
+        for g, ids, values in zip(gradients, found[::2], found[1::2], strict=True):
+            ids.set_shape([None])
+            values.set_shape([None, *g.values.shape[1:]])
+            results.append(tf.IndexedSlices(values, tf.cast(ids, g.indices.dtype), g.dense_shape))
+        return results
+
+    def _sum_rows(self, merge: bool, rows: np.ndarray, *flat: np.ndarray) -> list[np.ndarray]:
+        header = np.array([rows, *map(len, flat[::2])], np.float64)
+        (gathered,) = self._gather_arrays([np.concatenate([bytes_of(part) for part in (header, *flat)])])
+        begin = 0
+
+        def take(count: int, like: np.ndarray) -> np.ndarray:
+            nonlocal begin
+            first, begin = begin, begin + count * like.itemsize * math.prod(like.shape[1:])
+            return gathered[first:begin].view(like.dtype).reshape(count, *like.shape[1:])
+
+        workers = []
+        while begin < gathered.size:
+            own_rows, *counts = take(header.size, header)
+            workers.append((own_rows, [take(int(counts[i // 2]), part) for i, part in enumerate(flat)]))
+        total = max(sum(own_rows for own_rows, _ in workers), 1.0)
+        results = []
+        for i, part in enumerate(flat[1::2]):
+            used = next((parts[2 * i][0] for n, parts in workers if n and parts[2 * i].size), 0)
+            ids = [parts[2 * i] if n else np.full_like(parts[2 * i], used) for n, parts in workers]  # of placeholders
+            weighted = [_weighted(parts[2 * i + 1], n / total if n >= 0 else 1.0) for n, parts in workers]
+            results += _merged(ids, weighted, part.dtype) if merge else _joined(ids, weighted, part.dtype)
+        return results
 
     def _packs(self, gradients: Sequence[tf.Tensor]) -> list[list[int]]:
         packs: list[list[int]] = []
@@ -209,6 +255,27 @@ class GradientRing(Exchange):
         for begin in range(0, len(numbers), _BLOCKS_AT_ONCE):
             part = slice(begin, begin + _BLOCKS_AT_ONCE)
             scaled_float16.decode(coded[part], numbers[part])
+
+
+def _weighted(values: np.ndarray, weight: float) -> np.ndarray:
+    wide = values.astype(np.float32) if values.dtype.itemsize == 2 else values
+    result = empty(wide.size, wide.dtype)
+    _put(wide.reshape(-1), weight, result)
+    return result.reshape(wide.shape)
+
+
+def _joined(ids: Sequence[np.ndarray], values: Sequence[np.ndarray], dtype: np.dtype) -> list[np.ndarray]:
+    """Returns the (ids, values) of all workers, by rank."""
+    return [np.concatenate(ids), np.concatenate(values).astype(dtype, copy=False)]
+
+
+def _merged(ids: Sequence[np.ndarray], values: Sequence[np.ndarray], dtype: np.dtype) -> list[np.ndarray]:
+    """Returns (sorted ids, sums of their values); each worker's ids are unique."""
+    unique = np.unique(np.concatenate(ids))
+    sums = np.zeros((len(unique), *values[0].shape[1:]), values[0].dtype)
+    for own_ids, own_values in zip(ids, values, strict=True):
+        sums[np.searchsorted(unique, own_ids)] += own_values
+    return [unique, sums.astype(dtype, copy=False)]
 
 
 def _same(gradient: tf.Tensor | tf.IndexedSlices) -> tf.Tensor | tf.IndexedSlices:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import threading
 from typing import Any
@@ -105,8 +106,21 @@ def takes_training(layer) -> bool:
 
 @uses("keras.src.trainers.trainer:Trainer._symbolic_build")
 def build_for(model, data_batch) -> None:
-    """Builds model, loss and metrics for a batch; `build` accepts shapes and omits loss and metrics."""
-    model._symbolic_build(data_batch=data_batch)
+    """Builds model, loss and metrics for a batch; `build` accepts shapes and omits loss and metrics.
+
+    Its number of rows is unknown, as in a step: a loss may need more than an example has. A model that needs it known
+    gets the number of the example.
+    """
+    import keras
+
+    symbol = lambda t: t if t is None or not len(t.shape) else keras.KerasTensor((None, *t.shape[1:]), t.dtype)
+    unbuilt = [part for part in compiled_parts(model) if part is not None and not part.built]
+    try:
+        model._symbolic_build(data_batch=keras.tree.map_structure(symbol, data_batch))
+    except Exception:
+        for part in unbuilt:
+            part.built = False  # Keras takes a loss that failed for built, and would not try it again
+        model._symbolic_build(data_batch=data_batch)
 
 
 @uses("keras.src.trainers.data_adapters.generator_data_adapter:GeneratorDataAdapter._first_batches")
@@ -225,6 +239,30 @@ def decay_as(optimizer, included) -> None:
 def key_of(optimizer, variable):
     """Returns the key of an optimizer's state for a variable; it differs in another process."""
     return optimizer._var_key(variable)
+
+
+@uses("keras.src.optimizers.base_optimizer:BaseOptimizer._get_variable_index")
+def slots_of(optimizer, variable) -> dict[str, Any]:
+    """Returns an optimizer's variables with the shape of a trained variable, for that one, by their lists' names."""
+    index, trained = optimizer._get_variable_index(variable), trained_by(optimizer)
+    lists = {name: item for name, item in vars(optimizer).items() if isinstance(item, list) and item is not trained}
+    return {
+        name: item[index]
+        for name, item in lists.items()
+        if len(item) == len(trained) and getattr(item[index], "shape", None) == variable.shape
+    }
+
+
+@contextlib.contextmanager
+@uses("keras.src.optimizers.base_optimizer:BaseOptimizer._get_variable_index")
+def slots_are(optimizer, variable, slots: dict[str, Any]):
+    """Within it these objects are the slots of a trained variable, by the names of `slots_of`."""
+    index, lists = optimizer._get_variable_index(variable), {name: vars(optimizer)[name] for name in slots}
+    vars(optimizer).update({name: [*lists[name][:index], slots[name], *lists[name][index + 1 :]] for name in slots})
+    try:
+        yield
+    finally:
+        vars(optimizer).update(lists)
 
 
 # ------------------------------------------------------------------------------------------ variables, graphs, losses

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
+from tensorflow.python import pywrap_tfe  # lets tapes record in an init_scope: no public API
 from tensorflow.python.data.ops.cache_op import gen_dataset_ops  # creates the operations of datasets
 from tensorflow.python.data.ops.iterator_ops import OwnedIterator  # its methods are timed, for the wait for a batch
 from tensorflow.python.distribute import distribute_lib, mirrored_run  # a merge call of one replica is a plain call
@@ -297,6 +298,16 @@ def autograph_loader():
     from tensorflow.python.autograph.pyct import loader  # imported late: a process without AutoGraph does not need it
 
     return loader
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[None]:
+    """Lets tapes record within a `tf.init_scope`, which stops also those that are made in it."""
+    pywrap_tfe.TFE_Py_TapeSetRestartOnThread()
+    try:
+        yield
+    finally:
+        pywrap_tfe.TFE_Py_TapeSetStopOnThread()
 
 
 def may_record() -> bool:

@@ -51,7 +51,7 @@ def say_who(name: str) -> None:
 
 
 def say_check() -> None:
-    """Names a process that may become a worker, unless it is one: the controller may call before the driver."""
+    """Names a process that may become a worker, unless it is one: it may be one by then."""
     if not _names:
         say_who(_CHECK)
 

@@ -5,6 +5,7 @@ It does not import Ray, whose import is a part of the first phase.
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
@@ -13,10 +14,8 @@ import time
 _WORTH_A_LINE = 1.0
 _FRAMES, _PLAIN_FRAMES, _FRAMES_A_SECOND = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏", "|/-\\", 5
 # The phases before a run's first step, and after its last epoch.
-STARTING_RAY, READING, TRYING, WORKERS = "starting Ray", "reading data", "trying the model", "starting workers"
+READING, TRYING, WORKERS = "reading data", "trying the model", "starting workers"
 FIRST_STEP, ENDING = "compiling and making the first step", "keeping the last checkpoint and ending workers"
-
-
 COMPARING = "comparing the run, which has ended, with what is asked for"
 
 
@@ -26,8 +25,11 @@ def starting(finished: str | None = None) -> str:
     Args:
         finished: Clause for a run that has already ended, or None.
     """
-    is_connected = "ray" in sys.modules and sys.modules["ray"].is_initialized()
-    phase = "looking at the cluster" if is_connected else STARTING_RAY
+    if "ray" in sys.modules and sys.modules["ray"].is_initialized():
+        phase = "looking at the cluster"
+    else:
+        is_named = os.environ.get("RAY_ADDRESS", "local") != "local"
+        phase = "connecting to Ray" if is_named else "finding or starting Ray"
     return phase if finished is None else f"{finished}; {phase} to see that it is this run"
 
 

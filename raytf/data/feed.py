@@ -84,6 +84,10 @@ class Feed:
         """Returns the settings that decide which rows a step has, see `BatchSpec.order`."""
         return self._batch.order(self._order)
 
+    def state_dict(self) -> dict[str, int]:
+        """Returns the state for a replacement worker, which needs none: what there is follows from the arguments."""
+        return {}
+
     @property
     def row_bytes(self) -> float:
         """Returns the approximate size of a row in bytes."""

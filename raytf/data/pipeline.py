@@ -102,7 +102,7 @@ class PipelineFeed:
 
         Args:
             strategy: Strategy of the workers; None for a single process, with any shard.
-            told: Result of `told` on another worker, for a replacement worker, which then exchanges nothing; or None.
+            told: `state_dict()` of another worker, for a replacement worker, which then exchanges nothing; or None.
 
         Returns:
             This feed.
@@ -154,7 +154,7 @@ class PipelineFeed:
                 )
         return self
 
-    def told(self) -> dict[str, int]:
+    def state_dict(self) -> dict[str, int]:
         """Returns the state for a replacement worker."""
         return {"steps": self.steps}
 

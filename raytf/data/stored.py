@@ -22,7 +22,7 @@ from raytf.compat.ray_data import AbstractFrom, InputData, PandasBlockSchema, la
 from raytf.console.quiet import at_levels
 from raytf.data import columns as columns_module
 from raytf.data import gather
-from raytf.errors import ConfigError
+from raytf.data.file_source import refused_in_task
 
 _FIRST_ROWS = 1000
 
@@ -80,7 +80,7 @@ def read(dataset, specs: Mapping | None = None, prepare: Callable | None = None)
         dataset.context.execution_options.preserve_order = True
         dataset.context.enable_progress_bars = False
         limit_footer_readers(dataset)
-        with _refused_here(dataset.context):
+        with unwrapped(dataset.context):
             materialized = dataset.materialize()
         blocks = [block for bundle in materialized.iter_internal_ref_bundles() for block in bundle.blocks]
         blocks = [block for block in blocks if block.metadata.num_rows]
@@ -191,15 +191,12 @@ def _prepared(specs: Mapping, table: pa.Table) -> pa.Table:
 
 
 @contextlib.contextmanager
-def _refused_here(context):
+def unwrapped(context):
     """Raises a task's ConfigError unwrapped."""
     previous, context.raise_original_map_exception = context.raise_original_map_exception, True
     try:
-        yield
-    except ray.exceptions.RayTaskError as error:
-        if isinstance(error.cause, ConfigError):
-            raise error.cause from None
-        raise
+        with refused_in_task():
+            yield
     finally:
         context.raise_original_map_exception = previous
 

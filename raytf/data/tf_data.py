@@ -9,6 +9,7 @@ dataset is one stream, divided into epochs. An in-memory `cache()` is kept betwe
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
@@ -86,7 +87,6 @@ class TFData:
         class_weight: Dict of weights by class, as in `model.fit`.
         resume: Unit at which a training resumes, "step" or "epoch". "auto" is "step", or "epoch" if the pipeline may
             have a state (Python code, a tf.data service).
-        looked: Internal to raytf.
 
     Raises:
         ConfigError: An argument is wrong.
@@ -112,7 +112,7 @@ class TFData:
     uneven: str = "pad"
     class_weight: Mapping[int, float] | None = None
     resume: str = "auto"
-    looked: Looked | None = field(default=None, repr=False)
+    looked: Looked | None = field(default=None, init=False, repr=False)  # the result of `with_look`
 
     def __post_init__(self):
         if not callable(self.make_dataset):
@@ -137,6 +137,12 @@ class TFData:
         """Returns the name of the function, for messages."""
         function = getattr(self.make_dataset, "func", self.make_dataset)  # of a `functools.partial`
         return getattr(function, "__name__", type(function).__name__)
+
+    def with_look(self, looked: Looked) -> TFData:
+        """Returns a copy with the result of an inspection; internal to raytf."""
+        made = copy.copy(self)
+        object.__setattr__(made, "looked", looked)
+        return made
 
     def first(self) -> TFData:
         """Returns itself, as it contains no rows; has the interface of `StoredDataset.first`."""

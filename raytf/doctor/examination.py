@@ -18,13 +18,13 @@ from raytf import timeouts
 from raytf.collectives import ring
 from raytf.compat import versions
 from raytf.doctor import probe
-from raytf.doctor.findings import Finding, Measurements, examine, hinders_training
+from raytf.doctor.findings import Finding, Measurements, address_of, examine, hinders_training
 from raytf.errors import ConfigError, first_line, in_a_line
 from raytf.launch.runner import TaskRunner
 from raytf.launch.spec import LaunchSpec
-from raytf.runtime import roles, shared_folders
+from raytf.runtime import networks, roles, shared_folders
 from raytf.runtime.connection import connect, located
-from raytf.runtime.settings import PORTS, check_ports
+from raytf.runtime.settings import PORTS, Listening, check_ports
 
 # Number of a node's links that are measured at a time.
 _THREADS = 8
@@ -58,6 +58,7 @@ def run(
     *,
     storage: str | None = None,
     ports: tuple[int, int] = PORTS,
+    network: str | None = None,
     training: bool = True,
     seconds: float = 55.0,
 ) -> ExaminationReport:
@@ -67,6 +68,7 @@ def run(
         address: Address of the cluster; None uses RAY_ADDRESS, or the newest of this machine; "local" starts one.
         storage: Absolute path or URI that all nodes should share; None checks none.
         ports: First and last port by which nodes should reach each other.
+        network: As `TensorflowConfig.network`.
         training: Whether to make two steps of Keras over all nodes.
         seconds: Deadline for the examination in seconds, at least 30.
 
@@ -74,6 +76,7 @@ def run(
         ConfigError: An argument is wrong, or no cluster answers.
     """
     check_ports(ports)
+    networks.check(network)
     if not seconds >= LEAST_TIME:
         raise ConfigError(f"An examination takes at least {LEAST_TIME:g} seconds", seconds, "Give it more")
     if storage is not None and "://" not in storage and not os.path.isabs(storage):
@@ -86,7 +89,7 @@ def run(
         )
     began = time.monotonic()
     connect([], address, logging_level=logging.ERROR, log_to_driver=False)
-    with _probes(ports, began + seconds) as cluster:
+    with _probes(Listening(ports, network), began + seconds) as cluster:
         cluster.ask_facts()
         cluster.ask_clocks()
         cluster.measure_network()
@@ -107,15 +110,15 @@ def run(
         nodes=measurements.nodes,
         findings=examine(measurements),
         left_out=left_out,
-        interfaces={node: facts["interface"] for node, facts in measurements.facts.items()},
+        interfaces={node: interface for node, (interface, _) in measurements.places.items()},
         seconds=round(time.monotonic() - began, 1),
     )
 
 
 @contextlib.contextmanager
-def _probes(ports: tuple[int, int], deadline: float):
+def _probes(listening: Listening, deadline: float):
     """Yields a cluster with a probe on each node, and closes it."""
-    cluster = _Cluster(ports, deadline)
+    cluster = _Cluster(listening, deadline)
     try:
         yield cluster
     finally:
@@ -125,28 +128,32 @@ def _probes(ports: tuple[int, int], deadline: float):
 class _Cluster:
     """Probes of a cluster, and their measurements."""
 
-    def __init__(self, ports: tuple[int, int], deadline: float):
-        self._ports, self._deadline = ports, deadline
+    def __init__(self, listening: Listening, deadline: float):
+        self._listening, self._deadline = listening, deadline
         nodes = _nodes()
         counted = {node["NodeID"]: node["Resources"].get("CPU", 0) for node in ray.nodes()}
         self.found = Measurements(
             nodes=list(nodes),
             tested=versions.TESTED,
-            ports=ports,
+            ports=listening.ports,
+            network=listening.network,
             counted={name: counted[node] for name, node in nodes.items()},
         )
         token, limits = secrets.token_bytes(32), timeouts.get()
         seconds = limits.link_step, limits.link, limits.name_lookup
         self._places = {name: NodeAffinitySchedulingStrategy(node, soft=False) for name, node in nodes.items()}
-        cloudpickle.register_pickle_by_value(probe)
+        by_value = probe, networks
+        for module in by_value:
+            cloudpickle.register_pickle_by_value(module)
         try:
             actor_class = ray.remote(num_cpus=0, max_restarts=0, max_concurrency=_THREADS)(probe.Probe)
             self._actors = {
-                name: actor_class.options(scheduling_strategy=strategy).remote(token, _address(name), ports, *seconds)
+                name: actor_class.options(scheduling_strategy=strategy).remote(token, listening.ports, *seconds)
                 for name, strategy in self._places.items()
             }
         finally:
-            cloudpickle.unregister_pickle_by_value(probe)
+            for module in by_value:
+                cloudpickle.unregister_pickle_by_value(module)
         self._runners: dict = {}
 
     def ask_facts(self) -> None:
@@ -155,6 +162,10 @@ class _Cluster:
         self._answers(started, timeouts.get().doctor_start, "a process of Ray's there")
         asked = {name: self._actors[name].facts.remote() for name in self._answering()}
         self.found.facts = self._answers(asked, timeouts.get().doctor_facts, "its versions, limits and disks")
+        self.found.places = {
+            name: networks.chosen(facts["interfaces"], self._listening.network, address_of(name))
+            for name, facts in self.found.facts.items()
+        }
 
     def ask_clocks(self) -> None:
         """Bounds the difference of clocks: a node's time is between request and answer, if clocks agree."""
@@ -167,13 +178,13 @@ class _Cluster:
 
     def measure_network(self) -> None:
         """Measures links, see `links_of`, and the rate to the next node, as in the ring of a training."""
-        asked = {name: self._actors[name].listen.remote() for name in self._answering()}
+        at = {name: address for name, (_, address) in self.found.places.items() if address is not None}
+        asked = {name: self._actors[name].listen.remote(at[name]) for name in self._answering() if name in at}
         open_at, errors = self._gathered(asked, timeouts.get().doctor_facts)
         names = list(open_at)
         pairs = links_of(names)
         links = {
-            (source, target): self._actors[source].reach.remote(_address(target), open_at[target])
-            for source, target in pairs
+            (source, target): self._actors[source].reach.remote(at[target], open_at[target]) for source, target in pairs
         }
         # Each node measures `_THREADS` links at a time, and each link may use its whole timeout.
         per_node = -(-len(pairs) // max(1, len(names)))
@@ -184,7 +195,7 @@ class _Cluster:
         rates = {}
         for source, target in zip(names, names[1:] + names[:1], strict=True):
             if source != target and self.found.links[source, target]["error"] is None:
-                rates[source, target] = self._actors[source].bandwidth.remote(_address(target), open_at[target][0])
+                rates[source, target] = self._actors[source].bandwidth.remote(at[target], open_at[target][0])
         for link, seen in self._measured(rates, _network()).items():
             error = seen.pop("error")
             self.found.links[link] |= seen if error is None else {"stalled": f"{error}, with 8 MiB on their way"}
@@ -222,7 +233,9 @@ class _Cluster:
         actor_class = ray.remote(num_cpus=0, max_restarts=0, max_concurrency=4)(TaskRunner)
         self._runners = {n: actor_class.options(scheduling_strategy=self._places[n]).remote() for n in names}
         folder = shared_folders.folder(os.getcwd())
-        asked = {n: runner.reserve.remote(folder, timeouts.get(), self._ports) for n, runner in self._runners.items()}
+        asked = {
+            n: runner.reserve.remote(folder, timeouts.get(), self._listening) for n, runner in self._runners.items()
+        }
         places, errors = self._gathered(asked, self._left())
         self.found.training = dict(errors)
         if errors:
@@ -328,10 +341,6 @@ def _nodes() -> dict[str, str]:
     return ids
 
 
-def _address(name: str) -> str:
-    return name.partition("#")[0]
-
-
 def show(report: ExaminationReport, say: Callable[[str], None]) -> None:
     """Prints a report: a line for each finding, and a summary."""
     for line in _lines(report):
@@ -341,9 +350,7 @@ def show(report: ExaminationReport, say: Callable[[str], None]) -> None:
 def _lines(report: ExaminationReport) -> Iterable[str]:
     yield from (finding.line() for finding in report.findings)
     yield from (f"left out: {text}." for text in report.left_out)
-    for interface in dict.fromkeys(report.interfaces.values()):
-        nodes = [node for node, name in report.interfaces.items() if name == interface]
-        yield f"network: workers exchange by {interface or 'an unknown interface'} on {', '.join(nodes)}"
+    yield from (f"network: {line}" for line in networks.lines(report.interfaces))
     wrong = f"{len(report.findings)} finding(s)" if report.findings else "healthy"
     yield f"{len(report.nodes)} node(s), {report.seconds:.0f} s: {wrong}"
 

@@ -8,6 +8,8 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 
+from raytf.runtime import networks
+
 # Limits: values below a minimum, or above a maximum, are findings.
 MIN_FILES = 4096
 MIN_SHM = 256 * 2**20
@@ -62,6 +64,8 @@ class Measurements:
         training: Error of the two steps, by node; None if they were not tried.
         tested: Minor versions that raytf is tested with, by package.
         ports: First and last port by which nodes should reach each other.
+        network: Network on which workers are to listen, as `TensorflowConfig.network`.
+        places: Interface and address on which workers listen, each None if there is none, by node.
     """
 
     nodes: list[str]
@@ -74,17 +78,20 @@ class Measurements:
     training: dict[str, str] | None = None
     tested: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     ports: tuple[int, int] = (20000, 31999)
+    network: str | None = None
+    places: dict[str, tuple[str | None, str | None]] = dataclasses.field(default_factory=dict)
 
 
 def examine(found: Measurements) -> list[Finding]:
     """Returns all findings, in the order in which to fix them."""
-    judges = (_silent, _versions, _limits, _containers, _space, _names, _tokens, _clocks, _links, _storage, _training)
+    judges = (_silent, _versions, _limits, _containers, _space, _names, _tokens, _clocks)
+    judges += (_networks, _links, _storage, _training)
     return [finding for judge in judges for finding in judge(found)]
 
 
 def hinders_training(findings: list[Finding]) -> bool:
     """Returns whether two steps over all nodes must fail, so that a trial would add nothing."""
-    return any(finding.check in ("answer", "versions", "ports") for finding in findings)
+    return any(finding.check in ("answer", "versions", "network", "ports") for finding in findings)
 
 
 def _silent(found: Measurements) -> Iterator[Finding]:
@@ -142,14 +149,15 @@ def _limits(found: Measurements) -> Iterator[Finding]:
 def _containers(found: Measurements) -> Iterator[Finding]:
     for node, facts in found.facts.items():
         box, counted = facts["container"], found.counted.get(node, 0)
+        whole = math.floor(box["cpus"] or 0)
         if box["cpus"] is not None and counted > box["cpus"] + 0.01:
             yield Finding(
                 check="cpu",
                 problem="Ray counts more CPUs than the container may use",
                 nodes=(node,),
                 measured=f"{counted:g} counted, {box['cpus']:g} allowed",
-                fix=f'In the pod set `resources: {{limits: {{cpu: "{math.ceil(counted)}"}}}}` (docker run --cpus), or '
-                f'start Ray with fewer, `rayStartParams: {{num-cpus: "{math.floor(box["cpus"])}"}}`',
+                fix=f'In the pod set `resources: {{limits: {{cpu: "{math.ceil(counted)}"}}}}` (docker run --cpus)'
+                + (f', or start Ray with fewer, `rayStartParams: {{num-cpus: "{whole}"}}`' if whole else ""),
             )
         if box["memory"] is not None and box["memory"] < MIN_MEMORY:
             yield Finding(
@@ -193,7 +201,7 @@ def _space(found: Measurements) -> Iterator[Finding]:
 
 
 def _names(found: Measurements) -> Iterator[Finding]:
-    several = len({node.split("#")[0] for node in found.nodes}) > 1
+    several = len({address_of(node) for node in found.nodes}) > 1
     for node, facts in found.facts.items() if several else ():
         host, addresses = facts["name"]["host"], facts["name"]["found"]
         if isinstance(addresses, str):
@@ -202,8 +210,20 @@ def _names(found: Measurements) -> Iterator[Finding]:
             problem, measured = "the host's own name is a loopback address", f"{host} is {', '.join(looped)}"
         else:
             continue
-        fix = f"Write `{node.split('#')[0]} {host}` into /etc/hosts there, instead of a line with 127.0.1.1"
+        fix = f"Write `{address_of(node)} {host}` into /etc/hosts there, instead of a line with 127.0.1.1"
         yield Finding(check="name", problem=problem, nodes=(node,), measured=measured, fix=fix)
+
+
+def _networks(found: Measurements) -> Iterator[Finding]:
+    for node, (_, address) in found.places.items():
+        if address is None:
+            yield Finding(
+                check="network",
+                problem=f"the node has no interface or address of {found.network!r}",
+                nodes=(node,),
+                measured=f"it has {networks.listed(found.facts[node]['interfaces'])}",
+                fix='Name an interface that all nodes have, or a network of their addresses ("10.1.0.0/16")',
+            )
 
 
 def _tokens(found: Measurements) -> Iterator[Finding]:
@@ -294,6 +314,11 @@ def _training(found: Measurements) -> Iterator[Finding]:
     for error, nodes in _by(found.training or {}).items():
         fix = "Put the other findings right first; else try `raytf run` with a script of two lines there"
         yield Finding(check="training", problem="two steps over all nodes fail", nodes=nodes, measured=error, fix=fix)
+
+
+def address_of(node: str) -> str:
+    """Returns the address of a node in Ray."""
+    return node.partition("#")[0]
 
 
 def _by(values: Mapping[str, object]) -> dict:

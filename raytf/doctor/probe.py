@@ -1,4 +1,4 @@
-"""Probe of a node: its facts, and its links to others. It is sent to nodes by value, and needs nothing of raytf.
+"""Probe of a node: its facts, and its links to others. It is sent to nodes by value, and needs nothing of raytf there.
 
 Sockets serve only peers that prove the examination's token, by HMAC over a new nonce for each connection. Each datagram
 contains a proof, too. Every wait has a deadline.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import fcntl
 import hashlib
 import hmac
 import importlib.metadata
@@ -28,13 +27,14 @@ import tempfile
 import threading
 import time
 
+from raytf.runtime.networks import interfaces
+
 PINGS, DATAGRAMS, AT_ONCE, LARGE = 20, 200, 50, 8
 BULK_BYTES, CHUNK = 8 * 2**20, bytes(2**16)
 # Connections that a probe serves at a time, which bounds the threads for other programs' connections.
 _SERVED = 256
 _MAC, _NONCE = 32, 16
-# From Linux' linux/sockios.h and linux/in.h.
-_SIOCGIFADDR = 0x8915
+# From Linux' linux/in.h.
 _MTU_DISCOVER, _PROBE, _MTU = 10, 3, 14
 _IP_UDP_HEADERS = 28
 # From Linux' linux/capability.h; and the value from which version 1 of control groups means no limit.
@@ -46,13 +46,13 @@ class Probe:
 
     Args:
         token: Secret token of the examination, which only its probes have.
-        address: Address of the node.
         ports: First and last port on which it may listen.
         step, link, name: Seconds, as `Timeouts.link_step`, `link` and `name_lookup`, which its node may not have.
     """
 
-    def __init__(self, token: bytes, address: str, ports: tuple[int, int], step: float, link: float, name: float):
-        self._token, self._address, self._ports = token, address, ports
+    def __init__(self, token: bytes, ports: tuple[int, int], step: float, link: float, name: float):
+        self._token, self._ports = token, ports
+        self._address = ""  # any, until it listens at one
         self._step, self._link, self._name = step, link, name
         self._sockets: list[socket.socket] = []
         self._places = threading.BoundedSemaphore(_SERVED)
@@ -66,7 +66,7 @@ class Probe:
             "disks": {path: _free(path) for path in _folders()},
             "name": _resolved(self._name),
             "token": _token_file(),
-            "interface": interface(self._address),
+            "interfaces": interfaces(),
             "container": cgroup_limits() | {"traces": _traces()},
         }
 
@@ -74,8 +74,9 @@ class Probe:
         """Returns the seconds since 1970."""
         return time.time()
 
-    def listen(self) -> tuple[int, int]:
-        """Opens the node's sockets; returns their ports: TCP, UDP."""
+    def listen(self, address: str) -> tuple[int, int]:
+        """Opens sockets at an address of the node; returns their ports: TCP, UDP."""
+        self._address = address
         family = socket.AF_INET6 if ":" in self._address else socket.AF_INET
         tcp, udp = (
             _bound(family, kind, self._address, self._ports) for kind in (socket.SOCK_STREAM, socket.SOCK_DGRAM)
@@ -349,22 +350,6 @@ def _free(path: str) -> tuple[int, int] | None:
     except OSError:
         return None
     return status.f_bavail * status.f_frsize, status.f_blocks * status.f_frsize
-
-
-def interface(address: str) -> str | None:
-    """Returns the name of this host's network interface with an address; None if unknown, such as with NAT."""
-    for _, name in socket.if_nameindex():
-        if ":" not in address:
-            with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
-                answer = fcntl.ioctl(asked, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-                if socket.inet_ntoa(answer[20:24]) == address:
-                    return name
-    with contextlib.suppress(OSError, ValueError):
-        wanted = socket.inet_pton(socket.AF_INET6, address.partition("%")[0]).hex()
-        for line in pathlib.Path("/proc/net/if_inet6").read_text().splitlines():
-            if line.startswith(wanted):
-                return line.split()[-1]
-    return None
 
 
 def cgroup_limits(root: pathlib.Path = pathlib.Path("/")) -> dict[str, float | None]:

@@ -33,7 +33,7 @@ from raytf.data.sampling import Sampling
 from raytf.data.stored import StoredDataset
 from raytf.data.tf_data import TFData
 from raytf.errors import ConfigError, StoppedCallError, StoppedError, TrainingError, plain
-from raytf.fitting import arrays, fit_worker, transport, warm
+from raytf.fitting import arrays, fit_training, fit_worker, transport, warm
 from raytf.fitting.keeping import Keeping, identity
 from raytf.fitting.proving import Proving
 from raytf.parallel import model_optimizers
@@ -235,7 +235,10 @@ class Call:
             print(f"run     {self._keeping.where}", flush=True)
         run_identity = identity(self._model, self._parts, rows, batch, arguments)
         self._files, state = self._keeping.newest(run_identity)
-        return (seed if state is None else state.seed), {"every": self._keeping.every, "identity": run_identity}
+        return (seed if state is None else state.seed), {
+            "checkpoint_every": self._keeping.every,
+            "identity": run_identity,
+        }
 
     def work(
         self, do: str, batches: dict, seed: int, shuffle: str, arguments: dict, drops: bool = False, **more
@@ -258,7 +261,7 @@ class Call:
         self._sending = {"key": key, "values": self._values, "settings": settings, "folder": os.getcwd()}
         steps = self._model.steps_per_execution if self._model.compiled else 1
         self._work = {"do": do, "callbacks": self._callbacks, "rows": rows, "seed": seed, "arguments": arguments}
-        return self._work | {"steps_per_execution": steps, **more}
+        return self._work | {"compiled_steps": steps, **more}
 
     def reports(self, work: dict, board=None):
         """Sends the work and yields each worker's reports until it ends; keeps the workers for the next call.
@@ -353,8 +356,8 @@ class Call:
         """Returns a worker's state after the last complete epoch; None if there is none, or no such worker remains."""
         size = sum(getattr(value, "nbytes", 0) for value in self._values.values())
         seconds = timeouts.deadline(timeouts.get().last_epoch, size)
-        for rank, worker in enumerate(self._group.worker_group.workers[: fit_worker.HOLD_LAST]):
-            call = worker.execute.remote(fit_worker.last_epoch)
+        for rank, worker in enumerate(self._group.worker_group.workers[: fit_training.HOLD_LAST]):
+            call = worker.execute.remote(fit_training.last_epoch)
             with contextlib.suppress(ray.exceptions.RayError, answers.NoAnswerError):
                 (state,) = answers.collect([call], seconds, "the last epoch's weights", names=[f"worker {rank}"])
                 if state:

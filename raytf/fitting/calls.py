@@ -205,7 +205,7 @@ def fit(
         arguments = {"epochs": epochs, "initial_epoch": initial_epoch, "validation_freq": validation_freq}
         more |= {"heals": workers.num_workers > 1 and goes_on == "step", "nan": nan}
         if goes_on == "epoch" and checkpoint_every == "auto" and keeping is not None:
-            more["every"] = Every()
+            more["checkpoint_every"] = Every()
         work = call.work("fit", batches, seed, order, arguments, drops, **more)
         return call.fit(work, users, verbose)
 
@@ -234,7 +234,7 @@ def evaluate(
         x: Features, or a `raytf.TFData`, as in `raytf.fit`.
         y: Labels, as in `raytf.fit`.
         batch_size: Rows of the **global** batch; 32 by default.
-        verbose: 0 shows nothing; else terminals show what the call waits for.
+        verbose: 0 shows nothing; otherwise the call shows what it waits for.
         sample_weight: Array of weights by row, or the name of a column.
         steps: Number of batches, at least 1; all by default.
         callbacks: List of Keras callbacks, which run on every worker.
@@ -269,9 +269,7 @@ def evaluate(
     batch = _check_batch(batch_size, workers, "batch_size")
     users = _callbacks(callbacks)
     data = _looked(_steps(arrays_module.of(x, y, sample_weight, None, features, labels), steps, batch), batch, "train")
-    with Call(
-        model, workers, run_config, {"train": data}, phases=phases(bool(verbose), only_in_terminals=True)
-    ) as call:
+    with Call(model, workers, run_config, {"train": data}, phases=phases(bool(verbose))) as call:
         call.build("evaluate")
         call.pack(users)
         (reports,) = call.reports(call.work("evaluate", {"train": batch}, make_default_seed(), "none", {}))
@@ -299,7 +297,7 @@ def predict(
         model: A `keras.Model`, compiled or not.
         x: Features, as in `raytf.fit`.
         batch_size: Rows of the **global** batch; 32 by default.
-        verbose: 0 shows nothing; else terminals show what the call waits for.
+        verbose: 0 shows nothing; otherwise the call shows what it waits for.
         steps: Number of batches, at least 1; all by default.
         callbacks: Refused, as workers predict different rows at different times.
         features: Columns of `x` that are features, as in `raytf.fit`.
@@ -338,9 +336,7 @@ def predict(
             "Pass arrays, or use a raytf.Predictor in ray.data.Dataset.map_batches",
         )
     data = _steps(arrays_module.of(x, None, None, None, features, None), steps, batch)
-    with Call(
-        model, workers, run_config, {"train": data}, phases=phases(bool(verbose), only_in_terminals=True)
-    ) as call:
+    with Call(model, workers, run_config, {"train": data}, phases=phases(bool(verbose))) as call:
         row_bytes = call.build("predict")
         call.pack(())
         chunk = max(1, int(_CHUNK_BYTES / max(1.0, row_bytes * batch / workers.num_workers)))
@@ -513,7 +509,7 @@ def _looked(data: arrays_module.Data, batch: int, name: str, verbose: str | int 
     source = data.dataset
     if not isinstance(source, TFData):
         return data
-    source = dataclasses.replace(source, looked=pipeline.look(source, Sampling(global_batch=batch), name))
+    source = source.with_look(pipeline.look(source, Sampling(global_batch=batch), name))
     if verbose:
         print(ingest.describe(name, source, "none"))
     return dataclasses.replace(data, dataset=source)

@@ -149,7 +149,7 @@ class ScriptCluster:
         """Starts tasks: all with new addresses, or one at its former address."""
         if len(tasks) == len(self._tasks):
             folder = shared_folders.folder(os.getcwd())
-            wanted = timeouts.get(), self._script.ports, self._script.to_claim()
+            wanted = timeouts.get(), self._script.listening(), self._script.to_claim()
             refs = [self._runners[task].reserve.remote(folder, *wanted) for task in tasks]
             locations = self._answers(tasks, refs, timeouts.get().process_start, "the start of its process")
             self._places = dict(zip(tasks, locations, strict=True))

@@ -24,6 +24,7 @@ from raytf.liveness import LOOK_INTERVAL, StopWatch
 from raytf.procfs import look
 from raytf.runtime import cores, ports, process_monitor, shared_folders
 from raytf.runtime.roles import Exit
+from raytf.runtime.settings import Listening
 from raytf.runtime.shared_folders import Folder
 from raytf.timeouts import Timeouts
 
@@ -67,17 +68,17 @@ class TaskRunner:
         self._number = 0
         self._place: TaskLocation | None = None
 
-    def reserve(self, folder: Folder, its: Timeouts, allowed: tuple[int, int], count: int = 0) -> TaskLocation:
+    def reserve(self, folder: Folder, its: Timeouts, allowed: Listening, count: int = 0) -> TaskLocation:
         """Reserves a port for this task, and cores, during the life of this process.
 
         Args:
             folder: Folder for the script; if this host does not see it, Ray's copy is used.
             its: Timeouts of the driver.
-            allowed: First and last port on which the task's processes may listen.
+            allowed: Where the task's processes may listen.
             count: Number of cores.
         """
         timeouts.put_in_force(its)
-        self._ports = allowed
+        self._ports = allowed.ports
         self._place = TaskLocation(
             address=ports.reserve_address(allowed),
             folder=folder.path if shared_folders.is_seen(folder) else os.getcwd(),

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from raytf.compat import legacy_keras
 from raytf.errors import ConfigError
 from raytf.liveness import STOPPED_INTERVAL
-from raytf.runtime import roles, settings
+from raytf.runtime import networks, roles, settings
 from raytf.runtime.allocator import allocator
 from raytf.runtime.roles import Task
 from raytf.validation import check_whole
@@ -52,6 +52,7 @@ class LaunchSpec:
         gpus_per_worker: GPUs of each worker and of the evaluator; other tasks have CPUs only.
         max_restarts: Largest number of restarts after failures.
         ports: First and last port on which tasks listen.
+        network: Network interface on which they listen, see `TensorflowConfig.network`.
         frozen_after: Seconds for which a process may be stopped (by SIGSTOP, or a debugger) before it has failed; 0
             waits forever.
         hang_timeout: Seconds after which the task that others wait for is named, see `TensorflowConfig.hang_timeout_s`;
@@ -77,6 +78,7 @@ class LaunchSpec:
     gpus_per_worker: int = 0
     max_restarts: int = 0
     ports: tuple[int, int] = settings.PORTS
+    network: str | None = None
     frozen_after: float = STOPPED_INTERVAL
     hang_timeout: float = 10.0
     pin_cpus: bool = False
@@ -90,6 +92,7 @@ class LaunchSpec:
             check_whole(name, getattr(self, name), least)
         self.tasks()
         settings.check_ports(self.ports)
+        networks.check(self.network)
         for cpus in (self.cpus_per_worker, *(role.cpus for role in self.of_roles.values())):
             if not 0 < cpus < math.inf:
                 raise ConfigError("cpus_per_worker must be more than 0", cpus, "Raise it")
@@ -121,6 +124,10 @@ class LaunchSpec:
         """Returns the script's arguments in a task's process."""
         own = self.of_roles.get(task.role)
         return self.arguments if own is None else own.arguments
+
+    def listening(self) -> settings.Listening:
+        """Returns where tasks listen."""
+        return settings.Listening(self.ports, self.network)
 
     def to_claim(self) -> int:
         """Returns how many cores each process claims."""

@@ -7,19 +7,21 @@ cannot compile, or computes differently (random numbers), use Keras' operations.
 from __future__ import annotations
 
 import collections
-import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 
 import keras
 import tensorflow as tf
 
+from raytf import logs
 from raytf.collectives.communicator import local_replicas, many_replicas
 from raytf.compat import keras_objects
+from raytf.compat.keras import BaseOptimizer
+from raytf.compat.patching import patch
 from raytf.compat.tensorflow import call_with_captures, is_stateful, traced_apart, try_to_compile, without_captures
 from raytf.parallel import step as step_module
 
-_logger = logging.getLogger(__name__)
+logger = logs.get_logger(__name__)
 _STRATEGIES = (
     tf.distribute.MirroredStrategy,
     tf.distribute.MultiWorkerMirroredStrategy,
@@ -36,6 +38,9 @@ _NEED_NO_TRIAL = _VARIABLES | frozenset(
         *("Placeholder", "Pow", "RealDiv", "Sign", "Sqrt", "Square", "Sub"),
     )
 )
+# Optimizers that update each variable by itself, and the number of variables up to which they are compiled together.
+_APART = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "Ftrl", "Lamb", "Lion", "RMSprop", "SGD")
+_MOST_TOGETHER = 16
 # The functions in use, by content: TensorFlow compiles each of them once.
 _known: weakref.WeakValueDictionary = weakref.WeakValueDictionary()
 # Kept for the next model of a warm worker, which often has the same update; a few, as each holds its machine code.
@@ -60,33 +65,106 @@ def made(optimizer, update: Callable, gradients: Sequence, variables: Sequence) 
     pairs = [(g, v) for g, v in zip(gradients, variables, strict=True) if g is not None]
     why = _hindrance(pairs, optimizer)
     if why is None:
-        given = [g if g.shape.is_fully_defined() else tf.ensure_shape(g, v.shape) for g, v in pairs]
-        specs = [tf.TensorSpec(g.shape, g.dtype) for g in given]
-
-        stepping = getattr(optimizer, "inner_optimizer", optimizer)
-        rate = stepping.learning_rate  # of a schedule: its functions of float32 are not rounded alike by XLA
+        given = _with_shapes(pairs)
 
         def whole(*its):
             left = iter(its)
-            with step_module.within(compiles=True, has_rows=False), keras_objects.rate_is(stepping, rate):
-                update([None if g is None else next(left) for g in gradients])
+            update([None if g is None else next(left) for g in gradients])
 
         try:
-            traced = traced_apart(whole, jit_compile=True, autograph=False).get_concrete_function(*specs)
-            graph = traced.graph.as_graph_def()
-            why = _refused(graph)
-            if why is None:
-                key = _content(graph.node, {f.signature.name: f for f in graph.library.function})
-                if key not in _known and not operation_types(graph) <= _NEED_NO_TRIAL:
-                    try_to_compile(traced, specs)
-                function = _known.setdefault(key, without_captures(traced))
-                _recent.append(function)
-                call_with_captures(function, given, traced.captured_inputs)
-                return True
+            function, captures = _compiled(optimizer, whole, given)
+            call_with_captures(function, given, captures)
+            return True
         except Exception as error:  # a user's error is raised again by Keras' operations
             why = f"{type(error).__name__}: {error}"
-    _logger.debug("%s: the update is not compiled by XLA, but made by Keras' operations: %s", optimizer.name, why)
+    _log(optimizer, why)
     return False
+
+
+def updates_apart(optimizer, gradients: Sequence) -> bool:
+    """Whether to compile one update for all variables of a shape: one for each variable would take seconds."""
+    return (
+        enabled
+        and not tf.executing_eagerly()
+        and sum(g is not None for g in gradients) > _MOST_TOGETHER
+        and type(optimizer) in [getattr(keras.optimizers, name) for name in _APART]
+        and not (optimizer.use_ema or optimizer.gradient_accumulation_steps or optimizer.global_clipnorm)
+    )
+
+
+@patch((BaseOptimizer, "_backend_apply_gradients"))
+def apply_gradients_apart(original, self, grads, trainable_variables):
+    """Replaces `BaseOptimizer._backend_apply_gradients`: one compiled function for all variables of a shape."""
+    if not getattr(step_module.state, "apart", False):
+        return original(self, grads, trainable_variables)
+    pairs = list(zip(grads, trainable_variables, strict=True))
+    why = _hindrance(pairs, self)
+    if why is not None:
+        _log(self, why)
+        return original(self, grads, trainable_variables)
+    alike: dict[tuple, list[int]] = {}
+    for i, (g, v) in enumerate(pairs):
+        alike.setdefault((g.dtype, v.dtype, tuple(v.shape), keras_objects.decays(self, v)), []).append(i)
+    given = _with_shapes(pairs)
+    for first, *others in alike.values():
+        variable = trainable_variables[first]
+        update = lambda gradient, variable=variable: original(self, [gradient], [variable])
+        try:
+            function, captures = _compiled(self, update, [given[first]])
+        except Exception as error:
+            _log(self, f"{type(error).__name__}: {error}")
+            indices = [first, *others]
+            original(self, [grads[i] for i in indices], [trainable_variables[i] for i in indices])
+            continue
+        handles = _handles(self, variable)
+        for i in (first, *others):
+            new = dict(zip(map(id, handles), _handles(self, trainable_variables[i]), strict=True))
+            call_with_captures(function, [given[i]], [new.get(id(captured), captured) for captured in captures])
+
+
+def _handles(optimizer, variable) -> list:
+    """Returns the handles of a variable and its slots in this process."""
+    strategy = tf.distribute.get_strategy()
+    held = [keras_objects.held_by(v) for v in (variable, *keras_objects.slots_of(optimizer, variable).values())]
+    return [strategy.experimental_local_results(v)[0].handle for v in held]
+
+
+def _with_shapes(pairs: Sequence) -> list[tf.Tensor]:
+    return [g if g.shape.is_fully_defined() else tf.ensure_shape(g, v.shape) for g, v in pairs]
+
+
+def _compiled(optimizer, update: Callable, gradients: Sequence[tf.Tensor]) -> tuple:
+    """Returns (a compiled function of gradients, captures of its trace).
+
+    Raises:
+        ValueError: XLA lacks an operation.
+        Exception: The user's or XLA's.
+    """
+    specs = [tf.TensorSpec(g.shape, g.dtype) for g in gradients]
+    stepping = getattr(optimizer, "inner_optimizer", optimizer)
+    rate = stepping.learning_rate  # of a schedule: its functions of float32 are not rounded alike by XLA
+
+    def whole(*its):
+        with (
+            step_module.within(compiles=True, has_rows=False, apart=False),
+            keras_objects.rate_is(stepping, rate),
+        ):
+            update(*its)
+
+    traced = traced_apart(whole, jit_compile=True, autograph=False).get_concrete_function(*specs)
+    graph = traced.graph.as_graph_def()
+    if (why := _refused(graph)) is not None:
+        raise ValueError(why)
+    key = _content(graph.node, {f.signature.name: f for f in graph.library.function})
+    if key not in _known and not operation_types(graph) <= _NEED_NO_TRIAL:
+        try_to_compile(traced, specs)
+    function = _known.setdefault(key, without_captures(traced))
+    _recent.append(function)
+    return function, traced.captured_inputs
+
+
+def _log(optimizer, why: str) -> None:
+    logger.debug("%s: the update is not compiled by XLA, but made by Keras' operations: %s", optimizer.name, why)
 
 
 def is_within() -> bool:

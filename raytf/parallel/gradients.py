@@ -20,12 +20,11 @@ from raytf.collectives.communicator import all_sum, local_replicas, wide
 from raytf.compat import keras_objects
 from raytf.compat.patching import patch
 from raytf.compat.tensorflow import may_record
-from raytf.parallel import local_sgd, own_loops
+from raytf.parallel import local_sgd, own_loops, sparse_rows
 from raytf.parallel import step as step_module
 
 # Operations that are searched between a gradient's sum and the optimizer; beyond them it is summed again.
 _MOST_OPERATIONS = 100_000
-_READS = ("ReadVariableOp", "ResourceGather")
 _CALLS = ("If", "While", "Case", "StatefulPartitionedCall")
 
 
@@ -117,7 +116,7 @@ def _differentiable_mean(gradients: Sequence) -> list:
             tf.IndexedSlices(c, g.indices, g.dense_shape) if isinstance(g, tf.IndexedSlices) else c
             for c, g in zip(contents, gradients, strict=True)
         ]
-        averaged = mean(given)
+        averaged = mean(given, merge=False)
 
         def back(*upstream):
             flowing = _differentiable_mean(upstream[: len(averaged)])
@@ -232,7 +231,7 @@ def follows_rows(value) -> bool:
             continue
         seen.add(id(tensor))
         operation = tensor.op
-        if operation.type in _READS:
+        if operation.type in own_loops.READS:
             continue
         inputs = list(operation.inputs) if operation.type in _CALLS else _inputs_of(tensor)
         if inputs is None:
@@ -249,7 +248,7 @@ def _inputs_of(tensor) -> list | None:
     if operation.type == "Placeholder":
         outer = [external for external, internal in getattr(tensor.graph, "captures", ()) if internal is tensor]
         return outer or None
-    if operation.op_def.is_stateful and operation.type not in _READS:
+    if operation.op_def.is_stateful and operation.type not in own_loops.READS:
         return None
     return list(operation.inputs)
 
@@ -276,24 +275,37 @@ def for_optimizer(grads: Sequence, weights: Sequence) -> list:
     return results
 
 
-def mean(grads: Sequence) -> list:
-    """Returns gradients of the global batch: the mean over rows in a step of `fit`, otherwise the sum over replicas."""
+def mean(grads: Sequence, merge: bool = True) -> list:
+    """Returns gradients of the global batch: the mean over rows in a step of `fit`, otherwise the sum over replicas.
+
+    Args:
+        grads: Gradients; some may be None.
+        merge: Whether slices may be merged, so that ids are unique.
+    """
     step = step_module.current()
+    merge = merge and sparse_rows.lazy
+    if merge:
+        grads = [sparse_rows.of_this_worker(g, step) if isinstance(g, tf.IndexedSlices) else g for g in grads]
     ring = gradient_ring.of(tf.distribute.get_strategy())
-    in_ring = [i for i, g in enumerate(grads) if ring is not None and isinstance(g, tf.Tensor) and g.dtype.is_floating]
-    in_collectives = [i for i, g in enumerate(grads) if g is not None and i not in in_ring]
+    floating = [i for i, g in enumerate(grads) if ring is not None and g is not None and g.dtype.is_floating]
+    in_ring = [i for i in floating if isinstance(grads[i], tf.Tensor)]
+    slices = [i for i in floating if isinstance(grads[i], tf.IndexedSlices)]
+    in_collectives = [i for i, g in enumerate(grads) if g is not None and i not in floating]
     reduced = list(grads)
-    rows = None
+    rows, own_rows = None, None if step is None else step.rows
     if in_ring:
-        summed, rows = ring.sum(
-            [grads[i] for i in in_ring], None if step is None else step.rows, last=not in_collectives
-        )
+        summed, rows = ring.sum([grads[i] for i in in_ring], own_rows, last=not (slices or in_collectives))
         for i, g in zip(in_ring, summed, strict=True):
             reduced[i] = g
+    if slices:
+        for i, g in zip(slices, ring.sum_rows([grads[i] for i in slices], own_rows, merge), strict=True):
+            reduced[i] = g
+            if merge and step is not None:
+                step.note_merged(g)
     if in_collectives:
         for i, g in zip(in_collectives, _in_collectives([grads[i] for i in in_collectives], step, rows), strict=True):
             reduced[i] = g
-    if ring is not None and in_collectives:
+    if ring is not None and (slices or in_collectives):
         given = [i for i, g in enumerate(reduced) if g is not None]
         for i, g in zip(given, ring.commit([reduced[i] for i in given]), strict=True):
             reduced[i] = g
@@ -341,4 +353,6 @@ def of_this_worker(grads: Sequence) -> list:
     step = step_module.current()
     if step is None:
         return list(grads)
+    if sparse_rows.lazy:
+        grads = [sparse_rows.of_this_worker(g, step) if isinstance(g, tf.IndexedSlices) else g for g in grads]
     return [g if g is None else _map_dense(lambda d: _of_rows(d, step), g) for g in grads]

@@ -17,6 +17,7 @@ import numpy as np
 import tensorflow as tf
 from keras import tree
 
+from raytf.compat.tensorflow import recording
 from raytf.parallel import step as step_module
 
 # Rows of a tried batch; its halves suit functions that use rows in twos or threes.
@@ -82,7 +83,7 @@ def outcome(
     """
     outcomes: list[Outcome] = []
     error: Exception | None = None
-    with tf.init_scope(), step_module.within(step=None, whole_batch=None, trial=True):
+    with tf.init_scope(), recording(), step_module.within(step=None, whole_batch=None, trial=True):
         for kind in range(3):
             try:
                 outcomes.append(_tried(function, given, rows, kind, draws))
@@ -191,9 +192,11 @@ def _tried(
     cut = lambda leaf, made, start, stop: made[start:stop] if has_rows(leaf, rows) else leaf
     part = lambda start, stop: tree.map_structure(lambda *pair: cut(*pair, start, stop), given, whole)
     half = count // 2
-    with keras.StatelessScope():
-        value = _values(function(part(0, count)))
-        again = _values(function(part(0, count))) if draws else value
+    with keras.StatelessScope():  # each call begins with the same state
+        value = again = _values(function(part(0, count)))
+    if draws:
+        with keras.StatelessScope(), step_module.within(draws_other=True):
+            again = _values(function(part(0, count)))
     if not all(map(_alike, value, again)):
         return Outcome(why="")
     halves = []

@@ -62,33 +62,34 @@ def loss_call(original, self, y_true, y_pred, sample_weight=None):
         return original(self, y_true, y_pred, sample_weight)
     given = y_true, y_pred, sample_weight
     call = lambda args: original(self, *args)
-    if _is_by_row(step, self, y_true, y_pred):
+    found = _tried(step, self, y_true, y_pred)
+    if found.unknown or found.rows:
         with step_module.within(scalar=False):
             value = original(self, *given)
             scalar = step_module.state.scalar
         if not scalar:
+            _warn_if_unknown(found, f"The loss {self.name!r}")
             return value
     return whole_batch.computed(step, call, given)
 
 
-def _is_by_row(step: step_module.Step, loss, y_true, y_pred) -> bool:
-    """Whether a loss has a value for each row that needs no other row, or this cannot be determined."""
+def _tried(step: step_module.Step, loss, y_true, y_pred) -> halves.Outcome:
+    """Returns whether a loss has a value for each row that needs no other row."""
     function = getattr(loss, "fn", None)
     keras_own = lambda it: (getattr(it, "__module__", None) or "").startswith("keras.")
     known = keras_own(type(loss)) and (function is None or keras_own(function))
     if known and getattr(function, "__name__", "") not in _COMPARING:
-        return True
+        return halves.Outcome(rows=True)
     as_tensor = lambda t: None if t is None else keras.ops.convert_to_tensor(t, dtype=loss.dtype)
 
     def call(given):
         return loss.call(*tree.map_structure(as_tensor, given))
 
     missing = halves.Missing(y_true, [loss, loss.call, function])
-    result = halves.known(step, loss, call, (y_true, y_pred), missing=missing)
-    return _taken_as_by_row(result, f"The loss {loss.name!r}")
+    return halves.known(step, loss, call, (y_true, y_pred), missing=missing)
 
 
-def _taken_as_by_row(found: halves.Outcome, what: str) -> bool:
+def _warn_if_unknown(found: halves.Outcome, what: str) -> None:
     if found.why:
         warnings.warn(
             f"{what} could not be tried on rows that are made up ({found.why}), so that it is not known whether it "
@@ -96,7 +97,6 @@ def _taken_as_by_row(found: halves.Outcome, what: str) -> bool:
             "(keras.ops.mean), and it is computed on the rows of all workers",
             stacklevel=2,
         )
-    return found.unknown or found.rows
 
 
 class _UserLoss:
@@ -121,7 +121,7 @@ class _UserLoss:
         value = self.loss(*given)
         if len(value.shape) == 0:
             return whole_batch.computed(step, function, given)
-        _taken_as_by_row(result, f"The loss {getattr(self.loss, 'name', None) or type(self.loss).__name__!r}")
+        _warn_if_unknown(result, f"The loss {getattr(self.loss, 'name', None) or type(self.loss).__name__!r}")
         return value
 
 

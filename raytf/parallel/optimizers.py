@@ -15,7 +15,7 @@ from raytf.compat.keras import BaseOptimizer, TFOptimizer, backend_nn, seed_modu
 from raytf.compat.patching import patch
 from raytf.compat.tensorflow import mirrored_replica_context, plain_merge_call
 from raytf.errors import ConfigError
-from raytf.parallel import compiled_update, gradients, local_sgd, own_loops
+from raytf.parallel import compiled_update, gradients, local_sgd, own_loops, sparse_rows
 from raytf.parallel import step as step_module
 
 # Distance of the replicas' seeds, so large that no two are equal: a seed counts up by one for each draw.
@@ -50,17 +50,21 @@ def apply(original, self, grads, trainable_variables=None):
 
 def _updated(original, optimizer, grads, variables):
     """Calls `apply`, compiled by XLA if possible."""
-    if tf.executing_eagerly() or tf.distribute.in_cross_replica_context():
+    if tf.distribute.in_cross_replica_context():
         return original(optimizer, grads, variables)
-    if not optimizer.built and variables:
+    if not optimizer.built and variables and not tf.executing_eagerly():
         with step_module.outside(), keras.name_scope(optimizer.name, caller=optimizer):
             optimizer.build(variables)
         optimizer.built = True
     update = lambda values: original(optimizer, values, variables)
-    if any(isinstance(g, tf.IndexedSlices) for g in grads):
-        with step_module.within(has_rows=True):
-            return update(grads)
     trained = variables or keras_objects.trained_by(optimizer)
+    if any(isinstance(g, tf.IndexedSlices) for g in grads):
+        grads, tables = sparse_rows.prepared(optimizer, grads, trained)
+        with step_module.within(has_rows=True, tables=tables):
+            return update(grads)
+    if compiled_update.updates_apart(optimizer, grads):
+        with step_module.within(apart=True):
+            return update(grads)
     return None if compiled_update.made(optimizer, update, grads, trained) else update(grads)
 
 
@@ -68,15 +72,22 @@ def _updated(original, optimizer, grads, variables):
 def distributed_update_step(original, self, distribution, grads_and_vars, learning_rate):
     """Replaces `TFOptimizer._distributed_tf_update_step`: compiles the update of variables with dense gradients.
 
-    Keras' operations update tables with gradients of some rows.
+    Tables with gradients of some rows are updated by Keras' operations, or see `sparse_rows`.
     """
+    if not getattr(step_module.state, "has_rows", False):
+        return original(self, distribution, grads_and_vars, learning_rate)
     dense = [pair for pair in grads_and_vars if not isinstance(pair[0], tf.IndexedSlices)]
-    if dense and getattr(step_module.state, "has_rows", False):
+    by_rows = [pair for pair in grads_and_vars if isinstance(pair[0], tf.IndexedSlices)]
+    if dense:
         grads, variables = zip(*dense, strict=True)
         update = lambda values: original(self, distribution, list(zip(values, variables, strict=True)), learning_rate)
-        if compiled_update.made(self, update, grads, variables):
-            grads_and_vars = [pair for pair in grads_and_vars if isinstance(pair[0], tf.IndexedSlices)]
-    original(self, distribution, grads_and_vars, learning_rate)
+        if not compiled_update.made(self, update, grads, variables):
+            update(grads)
+    if not sparse_rows.lazy:
+        return original(self, distribution, by_rows, learning_rate)
+    of_rows = functools.partial(sparse_rows.update, self)
+    for gradient, variable in by_rows:
+        distribution.extended.update(variable, of_rows, args=(gradient, learning_rate), group=False)
 
 
 @patch((keras.optimizers.LossScaleOptimizer, "_tf_apply"))
@@ -125,6 +136,8 @@ def merge_call(original, self, fn, args, kwargs):
 def seed_next(original, self, ordered=True):
     """Advances seeds equally on all workers, while each replica draws from its own stream."""
     seed = original(self, ordered)
+    if getattr(step_module.state, "draws_other", False):  # a trial that finds out whether a function draws
+        return seed + tf.constant([_REPLICA_SEED, 0], seed.dtype)
     if not step_module.in_replica_of_many():
         return seed
     replica = tf.cast(tf.distribute.get_replica_context().replica_id_in_sync_group, seed.dtype)

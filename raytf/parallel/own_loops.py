@@ -16,7 +16,8 @@ import tensorflow as tf
 from raytf.compat.patching import patch
 from raytf.parallel import step as step_module
 
-_READS = ("ReadVariableOp", "ResourceGather")
+# Operations that read a variable, without another effect.
+READS = ("ReadVariableOp", "ResourceGather")
 _TAPED, _ALIKE = "taped", "alike"
 # Number of operations beyond which a gradient is summed unchanged.
 _MOST_OPERATIONS = 50_000
@@ -165,7 +166,7 @@ class _Way:
                 self.taped.append(tensor)
             elif kind == _ALIKE:
                 summed = True
-            elif tensor.op.type not in _READS:
+            elif tensor.op.type not in READS:
                 seen.add(tensor.op.name)
                 unknown |= tensor.op.op_def.is_stateful or tensor.op.type == "Placeholder"
                 left += tensor.op.inputs

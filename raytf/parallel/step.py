@@ -31,6 +31,7 @@ class Step:
         self.states = states  # a `joined_state.States`, or None to warn of no states
         self._global_rows: list[tf.Tensor] = []
         self._alike: dict[int, object] = {}  # by id: tensors with equal values on all workers
+        self._merged: dict[int, object] = {}  # by id: indices of gradients with unique ids
         self._graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
 
     def note_alike(self, tensor) -> None:
@@ -40,6 +41,14 @@ class Step:
     def is_alike(self, tensor) -> bool:
         """Whether a tensor was recorded as equal on all workers."""
         return id(tensor) in self._alike
+
+    def note_merged(self, gradient: tf.IndexedSlices) -> None:
+        """Records that the ids of a gradient are unique."""
+        self._merged[id(gradient.indices)] = gradient.indices
+
+    def is_merged(self, gradient: tf.IndexedSlices) -> bool:
+        """Whether the ids of a gradient were recorded as unique."""
+        return id(gradient.indices) in self._merged
 
     def is_nested(self) -> bool:
         """Whether the code that is traced is in a function, condition or loop within the step."""

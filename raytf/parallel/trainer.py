@@ -38,6 +38,7 @@ from raytf.compat.tensorflow import DistributedVariable, traced_apart
 from raytf.errors import ConfigError, UnsupportedVersionError, with_cause
 from raytf.parallel import callbacks as callbacks_module
 from raytf.parallel import (
+    compiled_update,
     epoch_iterator,
     gradients,
     iterator_ends,
@@ -51,6 +52,7 @@ from raytf.parallel import (
     own_loops,
     own_state,
     python_arrays,
+    sparse_rows,
     step_logs,
     verbosity,
 )
@@ -58,6 +60,7 @@ from raytf.parallel import step as step_module
 
 # Modules that replace functions of Keras, in addition to this one.
 REPLACING = (
+    compiled_update,
     epoch_iterator,
     gradients,
     iterator_ends,
@@ -66,6 +69,7 @@ REPLACING = (
     optimizers,
     own_loops,
     python_arrays,
+    sparse_rows,
     step_module,
 )
 _installed: list[bool] = []

@@ -9,9 +9,11 @@ plain Keras model with the servers' values.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import time
 import warnings
+from collections.abc import Sequence
 
 import keras
 import numpy as np
@@ -25,11 +27,13 @@ from raytf.parallel import callbacks as callbacks_module
 from raytf.parameter_server import rows
 from raytf.parameter_server.remote_model import RemoteModel
 from raytf.parameter_server.servers import ServerGroup, ServerLostError
-from raytf.worker import callbacks, checkpoint, context, epoch_checks, figures
-from raytf.worker.callback_state import CallbackStates
+from raytf.worker import checkpoint, context, loop
+from raytf.worker.callbacks import ProgressCallback
 from raytf.worker.ending import StopTraining
-from raytf.worker.fit import build_from_data, report_callback, restored, resumed, users_callbacks, within_epochs
+from raytf.worker.fit import build_from_data, described, users_callbacks
 from raytf.worker.job import ended
+from raytf.worker.part import Training, TrainingPart
+from raytf.worker.parts import PARTS
 from raytf.worker.within_epoch import StepCheckpointCallback
 
 logger = logs.get_logger(__name__)
@@ -41,7 +45,7 @@ _POLL_INTERVAL = 0.05
 _SPANS_AHEAD, _AHEAD_INTERVAL = 2, 0.5
 
 
-class StepCounter:
+class StepCounter(TrainingPart):
     """Counts steps instead of `callbacks.FeedCallback`, which other strategies use.
 
     Args:
@@ -56,7 +60,11 @@ class StepCounter:
     steps = math.inf
 
     def __init__(self, step: int = 0):
+        super().__init__()
         self.step, self.epoch_step = step, 0
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.epoch_step = 0
 
     def go_on(self, epoch: int, step: int, skip: int = 0) -> None:
         """Resumes an epoch after some steps, see `FeedCallback.go_on`; it skips no row, as batches stay the same."""
@@ -248,7 +256,7 @@ def train(task, session) -> dict[str, int] | None:
     the last checkpoint. Another process has that copy, so that it survives the coordinator. Such a copy is of all
     servers at once, while no step runs: only rows of repeated steps are used again.
     """
-    config, strategy, servers = task.config, context.get_strategy(), context.servers()
+    strategy, servers = context.get_strategy(), context.servers()
     with session.checkpoint() as folder:
         state = checkpoint.read_state(folder) if folder else None
         if ended(state, task):
@@ -258,34 +266,90 @@ def train(task, session) -> dict[str, int] | None:
         feeds = {name: Feed(**given, shapes_only=True) for name, given in arguments.items()}
         data = feeds["train"].dataset()
         keras.utils.set_random_seed(task.sampling.seed % 2**32)
-        model = task.build_model(dict(config))
+        model = task.build_model(dict(task.config))
         build_from_data(model, data)
         users = users_callbacks(task, session)
-        states = CallbackStates(users)
         _warn_of_batches(users)
-        position = StepCounter(state.step if state else 0)
-        checks = epoch_checks.EpochChecks(task.nan, users)
-        fit_callbacks = [*users, checks, *restored(folder, state, model, task, states, session)]
-        workers = servers.plan.num_workers
-        fit_callbacks += figures.of_run(session.storage, position, config["batch_size"], 0, workers, users, None)
-        report = report_callback(task, data, states, state, session.report, steps=lambda: position.step)
-        first_callbacks, last_callbacks = resumed(
-            folder, state, states, position, feeds["train"].order, lambda: position
+        training = CoordinatorTraining(
+            options=task,
+            seed=task.sampling.seed,
+            session=session,
+            folder=folder,
+            state=state,
+            model=model,
+            feeds=feeds,
+            datasets={},
+            users=users,
+            position=StepCounter(state.step if state else 0),
+            waited=None,
+            epochs=task.config["epochs"],
+            build=described(task, data),
+            workers=servers.plan.num_workers,
+            strategy=strategy,
+            servers=servers,
         )
-        step_checkpoints = within_epochs(task, feeds, position, report, session)
-        steps = None if task.steps_per_execution == "auto" else task.steps_per_execution
-        trainer = EpochRunner(model, strategy, servers, feeds, task.variable_partitioner, steps)
-        progress = callbacks.ProgressCallback(task.board, config["batch_size"], None) if task.board else None
-        hooks = [*first_callbacks, *fit_callbacks, *last_callbacks, report, *step_checkpoints]
         try:
-            _fit(trainer, hooks, position, progress, state.epoch if state else 0, config["epochs"])
+            loop.run(training, PARTS)
         except StopTraining as stop:
             return {"step": stop.step}
         except ServerLostError as error:
-            why = f"{error}. {_restored_from(position, step_checkpoints[0] if step_checkpoints else None)}"
+            why = f"{error}. {_restored_from(training.position, training.parts.get(StepCheckpointCallback))}"
             logger.error(why)
             raise ServerLostError(why) from error
     return None
+
+
+@dataclasses.dataclass(kw_only=True, eq=False)
+class CoordinatorTraining(Training):
+    """A training whose steps are made by the workers of a ParameterServerStrategy.
+
+    Args:
+        strategy: The `tf.distribute.ParameterServerStrategy`.
+        servers: Its servers.
+    """
+
+    strategy: tf.distribute.Strategy
+    servers: ServerGroup
+
+    def iterator(self) -> StepCounter:
+        """Returns the counter of steps, by which the coordinator requests them."""
+        return self.position
+
+    def fit(self, callbacks: Sequence[keras.callbacks.Callback]) -> keras.callbacks.History:
+        """Runs the remaining epochs, and calls callbacks at epochs."""
+        task, model, position = self.options, self.model, self.position
+        steps = None if task.steps_per_execution == "auto" else task.steps_per_execution
+        runner = EpochRunner(model, self.strategy, self.servers, self.feeds, task.variable_partitioner, steps)
+        kept, progress = self.parts.get(StepCheckpointCallback), self.parts.get(ProgressCallback)
+        report_progress = progress and (lambda done: progress.on_train_batch_end(done - 1))
+        hooks = keras.callbacks.CallbackList(
+            list(callbacks),
+            add_history=True,
+            model=model,
+            epochs=self.epochs,
+            steps=runner.steps("train"),
+            verbose=0,
+        )
+        model.stop_training = False
+        hooks.on_train_begin()
+        for epoch in range(self.initial_epoch, self.epochs):
+            model.reset_metrics()
+            hooks.on_epoch_begin(epoch)
+            runner.push()
+            logs = runner.train(epoch, position, kept, report_progress)
+            validated: dict[str, float] = {}
+            if runner.steps("validation"):
+                hooks.on_test_begin()
+                validated = runner.validate()
+            runner.pull()
+            if validated:
+                hooks.on_test_end(validated)
+            logs |= {f"val_{name}": value for name, value in validated.items()}
+            hooks.on_epoch_end(epoch, logs)
+            if model.stop_training:
+                break
+        hooks.on_train_end()
+        return model.history
 
 
 def _restored_from(position: StepCounter, kept: StepCheckpointCallback | None) -> str:
@@ -309,33 +373,3 @@ def _warn_of_batches(users: list) -> None:
             f"{', '.join(names)} will see no batches",
             stacklevel=2,
         )
-
-
-def _fit(trainer: EpochRunner, given: list, position: StepCounter, progress, first: int, epochs: int) -> None:
-    kept = given[-1] if isinstance(given[-1], StepCheckpointCallback) else None
-    model, steps = trainer.model, trainer.steps("train")
-    shown = [progress] if progress else []
-    hooks = keras.callbacks.CallbackList(
-        [*given, *shown], add_history=True, model=model, epochs=epochs, steps=steps, verbose=0
-    )
-    model.stop_training = False
-    hooks.on_train_begin()
-    for epoch in range(first, epochs):
-        position.epoch_step = 0
-        model.reset_metrics()
-        hooks.on_epoch_begin(epoch)
-        trainer.push()
-        report_progress = progress and (lambda done: progress.on_train_batch_end(done - 1))
-        logs = trainer.train(epoch, position, kept, report_progress)
-        validated: dict[str, float] = {}
-        if trainer.steps("validation"):
-            hooks.on_test_begin()
-            validated = trainer.validate()
-        trainer.pull()
-        if validated:
-            hooks.on_test_end(validated)
-        logs |= {f"val_{name}": value for name, value in validated.items()}
-        hooks.on_epoch_end(epoch, logs)
-        if model.stop_training:
-            break
-    hooks.on_train_end()

@@ -62,12 +62,12 @@ class ServerSpec:
         cpus = {"CPU": self.worker_resources.get("CPU", 1)}
         return dict(self.worker_resources) if task.role == "worker" else cpus
 
-    def start(self, chief: str, allowed: tuple[int, int]) -> ServerGroup:
+    def start(self, chief: str, allowed: settings.Listening) -> ServerGroup:
         """Starts the servers.
 
         Args:
             chief: "host:port" of the coordinator, which is this process.
-            allowed: First and last port on which they may listen.
+            allowed: Where they may listen.
         """
         return ServerGroup(self, chief, allowed)
 
@@ -75,8 +75,8 @@ class ServerSpec:
 class ServerActor:
     """Ray actor with one worker or parameter server."""
 
-    def reserve(self, its: Timeouts, allowed: tuple[int, int]) -> tuple[str, process_monitor.ProcessLocation]:
-        """Returns ("host:port", location of this process); `allowed` are the first and the last port."""
+    def reserve(self, its: Timeouts, allowed: settings.Listening) -> tuple[str, process_monitor.ProcessLocation]:
+        """Returns ("host:port", location of this process); `allowed` is where it may listen."""
         timeouts.put_in_force(its)
         return ports.reserve_address(allowed), process_monitor.here()
 
@@ -132,8 +132,8 @@ class ServerGroup:
         lost: Why the cluster ended, or None.
     """
 
-    def __init__(self, plan: ServerSpec, chief: str, allowed: tuple[int, int] = settings.PORTS):
-        self.plan, self._ports = plan, allowed
+    def __init__(self, plan: ServerSpec, chief: str, allowed: settings.Listening):
+        self.plan, self._allowed = plan, allowed
         self.changed, self.lost = threading.Event(), None
         self._feeds: dict[str, dict] = {}
         self._closed, self._context = False, None
@@ -153,7 +153,7 @@ class ServerGroup:
     def _start(self, chief: str) -> None:
         for task in self._tasks:
             self._actors[task] = self._actor(task)
-        pending = [actor.reserve.remote(timeouts.get(), self._ports) for actor in self._actors.values()]
+        pending = [actor.reserve.remote(timeouts.get(), self._allowed) for actor in self._actors.values()]
         reservations = self._collect(
             pending, timeouts.get().process_start, "the processes of workers and parameter servers"
         )
@@ -266,7 +266,7 @@ class ServerGroup:
         with contextlib.suppress(RayActorError):  # it died again; the next iteration of `_watch` replaces it
             purpose, names, limits = "a worker in place of one that died", [str(task)], timeouts.get()
             ((address, location),) = collect(
-                [self._actors[task].reserve.remote(limits, self._ports)], limits.process_start, purpose, names=names
+                [self._actors[task].reserve.remote(limits, self._allowed)], limits.process_start, purpose, names=names
             )
             self.cluster[task.role][task.index] = address
             self._watchdog.watch(task, location)

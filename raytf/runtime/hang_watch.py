@@ -196,10 +196,13 @@ class HangWatch:
 
     @staticmethod
     def _answer(ref) -> Mapping[str, Any] | None:
-        """Returns a worker's snapshot; None if it was not polled; empty if its process died, which Ray reports."""
+        """Returns a worker's snapshot; empty if its process died, which Ray reports; None without an answer."""
         with contextlib.suppress(ray.exceptions.RayError):
-            return ray.get(ref)
-        return {}
+            try:
+                return ray.get(ref)
+            except ray.exceptions.ActorDiedError:
+                return {}
+        return None
 
     def _idle_silent(self) -> tuple[dict[int, float], dict[int, str]]:
         """Returns (seconds without an answer and without processor use, by rank; how the kernel stops some of them)."""

@@ -23,7 +23,7 @@ _ENDS, _ENDS_LATE = 3.0, 30.0
 # less.
 _WORKS, _WORKED_INTERVAL = 0.2, 4.0
 # Phases for which no other worker waits, and in which a worker may hang.
-_STILL = (activity.INPUT, activity.CALLBACKS, activity.CHECKPOINT, activity.CONTROLLER)
+_STILL = (activity.INPUT, activity.CALLBACKS, activity.CHECKPOINT, activity.DRIVER)
 # Seconds after which a worker counts as waiting: longer than messages and polls take.
 _WAITS_INTERVAL = 1.5
 
@@ -238,7 +238,7 @@ def describe(its: Mapping[str, Any]) -> str:
         # outside of known hooks Keras resets metrics, traces the first step of a validation, or calls a callback
         activity.CALLBACKS: f"is {'in ' + its['hook'] if its['hook'] else 'between two steps,'} after step {step}",
         activity.CHECKPOINT: f"writes a checkpoint after step {step}",
-        activity.CONTROLLER: f"waits after step {step} for Ray Train's controller, which takes no report",
+        activity.DRIVER: f"waits after step {step} for the driver, which takes no report",
         activity.VALIDATION: f"is in a step of the validation after step {step} and does not use its processors",
         activity.END: f"has left the training after step {step}, so that it makes another number of steps",
     }[its["phase"]]

@@ -15,8 +15,8 @@ import ray.util
 
 from raytf import liveness, procfs
 from raytf.errors import ConfigError
-from raytf.runtime import packet_filter
-from raytf.runtime.settings import PORTS
+from raytf.runtime import networks, packet_filter
+from raytf.runtime.settings import Listening
 
 # Not Python's own generator: Keras draws its seeds from it, and the user has seeded it.
 _RANDOM = random.SystemRandom()
@@ -24,23 +24,39 @@ _RANDOM = random.SystemRandom()
 _reserved: list[socket.socket] = []
 
 
-def reserve_address(ports: tuple[int, int] = PORTS) -> str:
-    """Returns this worker's "host:port", on a port that no other raytf process of the host uses during this one's life.
+def reserve_address(allowed: Listening) -> str:
+    """Returns this worker's "host:port", on a port that no other raytf process of the host uses until `end_claims`.
 
     Args:
-        ports: First and last port of the allowed range.
+        allowed: Allowed ports, and the network of the address.
 
     Raises:
-        ConfigError: No port is free.
+        ConfigError: No port is free, or this host is not in the network.
     """
     release_port()
-    host = ray.util.get_node_ip_address()
+    host = _own_address(allowed.network)
     # on all interfaces, as TensorFlow listens
-    held, claim = _bound("::" if ":" in host else "", ports)
+    held, claim = _bound("::" if ":" in host else "", allowed.ports)
     _reserved[:] = [held]
     _claims.append(claim)
     port = held.getsockname()[1]
     return joined(host, port)
+
+
+def _own_address(network: str | None) -> str:
+    """Returns the address of this host on which a worker listens.
+
+    NCCL chooses an interface by itself, unless the user has named one for it: it gets the worker's.
+
+    Raises:
+        ConfigError: The host has none in `network`.
+    """
+    node = ray.util.get_node_ip_address()
+    if network is None:
+        return node
+    interface, address = networks.places({node: networks.interfaces()}, network)[node]
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
+    return address
 
 
 def _bound(host: str, ports: tuple[int, int]) -> tuple[socket.socket, socket.socket]:
@@ -211,3 +227,10 @@ def release_port() -> None:
     """Frees the reserved port, just before TensorFlow binds it."""
     while _reserved:
         _reserved.pop().close()
+
+
+def end_claims() -> None:
+    """Lets other processes use this one's ports, at the end of a training."""
+    release_port()
+    while _claims:
+        _claims.pop().close()

@@ -7,13 +7,14 @@ import math
 from collections.abc import Collection
 
 import ray
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from raytf import logs
+from raytf import logs, timeouts
 from raytf.compat import ray_configs, ray_core
 from raytf.compat.ray_core import gcs_pb2
 from raytf.errors import ResourceError
-from raytf.runtime import ports
+from raytf.runtime import networks, ports
+from raytf.runtime.answers import collect
 
 logger = logs.get_logger(__name__)
 
@@ -84,6 +85,29 @@ def silent(nodes: Collection[str]) -> set[str]:
         and node["Alive"]
         and not ports.answers(ports.joined(node["NodeManagerAddress"], node["NodeManagerPort"]))
     }
+
+
+def interfaces(scaling_config, network: str | None) -> dict[str, tuple[str | None, str]]:
+    """Returns (interface, address) on which workers will listen, by the address in Ray of each node that fits one.
+
+    Args:
+        scaling_config: A `ray.train.ScalingConfig`.
+        network: As `TensorflowConfig.network`.
+
+    Raises:
+        ConfigError: A node is not in the network.
+    """
+    needed = per_worker(scaling_config)
+    nodes = {
+        node["NodeManagerAddress"]: node["NodeID"]
+        for node in ray.nodes()
+        if node["Alive"] and (not needed or count_fitting([node["Resources"]], needed))
+    }
+    ask, seconds = ray.remote(num_cpus=0)(networks.interfaces), timeouts.get().process_start
+    on = [NodeAffinitySchedulingStrategy(node, soft=False) for node in nodes.values()]
+    refs = [ask.options(scheduling_strategy=strategy).remote() for strategy in on]
+    found = collect(refs, seconds, "its network interfaces", names=list(nodes))
+    return networks.places(dict(zip(nodes, found, strict=True)), network)
 
 
 def likely_nodes(scaling_config, workers: int) -> list[str]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from raytf import timeouts
 from raytf.errors import ConfigError
+from raytf.runtime import networks
 from raytf.timeouts import Timeouts
 
 _IMPLEMENTATIONS = ("auto", "ring", "nccl")
@@ -18,6 +19,13 @@ PORTS = (20_000, 31_999)
 SERVER_THREADS = 8
 # Seconds until all workers have made a step, in which graphs are compiled.
 FIRST_STEP_TIMEOUT = 300.0
+
+
+class Listening(NamedTuple):
+    """Where processes of a run listen: `ports` and `network` of `TensorflowConfig`."""
+
+    ports: tuple[int, int] = PORTS
+    network: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +41,9 @@ class TensorflowConfig:
         sync_every: Number of steps between averages of the parameters, at least 1. 1 all-reduces the gradients of each
             step. With more each worker makes steps on its own rows in between: less traffic for slow networks, and
             other results than one process has.
+        sparse_updates: "lazy": an optimizer updates only the rows of an `Embedding` that a batch uses, and the moments
+            of these. A step's time depends on these rows, and not on the table. For Keras' SGD, Adam, AdamW, Adagrad
+            and Ftrl; the results differ from Keras' own, see `docs/guides/strategies.md`. None: as Keras does.
         timeout_s: Timeout in seconds of a collective of TensorFlow that a worker does not join. None waits forever.
         hang_timeout_s: Seconds after which a line names the worker that the others wait for, its phase and its Python
             stack; at least 2. 30 times the usual step if that is more. The run ends after three times as long; or after
@@ -68,6 +79,9 @@ class TensorflowConfig:
         ports: Tuple of the first and the last port that workers listen on, for raytf's ring and TensorFlow, with at
             least one port per worker of a host. Reserve them for raytf; see `docs/guides/cluster.md`. None: any free
             port.
+        network: Name of the network interface on which workers listen and exchange ("eth1"), or the network of its
+            addresses ("10.1.0.0/16") if hosts name it differently. NCCL uses it, too, unless NCCL_SOCKET_IFNAME is set.
+            None: the interface with the address of the host in Ray, which is the one that reaches Ray's head.
         legacy_keras: Whether `tf.keras` of the workers is Keras 2 (the package tf_keras), as under Ray's own trainer;
             for a `TensorflowTrainer`. raytf's support for Keras 3 is then off. TF_USE_LEGACY_KERAS=1 in the driver's
             environment, or in a runtime environment of Ray, has the same effect.
@@ -85,6 +99,7 @@ class TensorflowConfig:
     communication: str = "auto"
     gradient_dtype: str | None = None
     sync_every: int = 1
+    sparse_updates: Literal["lazy"] | None = None
     timeout_s: float | None = None
     hang_timeout_s: float | None = 10.0
     first_step_timeout_s: float = FIRST_STEP_TIMEOUT
@@ -97,6 +112,7 @@ class TensorflowConfig:
     memory_growth: bool = True
     renew_worker_mb: float | None = 4000.0
     ports: tuple[int, int] = PORTS
+    network: str | None = None
     seed: int | None = None
     legacy_keras: bool = False
 
@@ -123,10 +139,13 @@ class TensorflowConfig:
                 f"gradient_dtype={self.gradient_dtype!r} with sync_every={self.sync_every}",
                 "Leave one of them out",
             )
-        if self.legacy_keras and (self.gradient_dtype is not None or self.sync_every > 1):
+        if self.sparse_updates not in (None, "lazy"):
+            raise ConfigError('sparse_updates must be "lazy" or None', repr(self.sparse_updates), "Choose one of them")
+        if self.legacy_keras and (self.gradient_dtype or self.sync_every > 1 or self.sparse_updates):
             raise ConfigError(
-                "gradient_dtype and sync_every are for Keras 3",
-                f"gradient_dtype={self.gradient_dtype!r}, sync_every={self.sync_every} with legacy_keras=True",
+                "gradient_dtype, sync_every and sparse_updates are for Keras 3",
+                f"gradient_dtype={self.gradient_dtype!r}, sync_every={self.sync_every}, "
+                f"sparse_updates={self.sparse_updates!r} with legacy_keras=True",
                 "Leave them out, or use Keras 3",
             )
         if self.timeout_s is not None and not self.timeout_s > 0:
@@ -155,9 +174,15 @@ class TensorflowConfig:
         if self.renew_worker_mb is not None and not self.renew_worker_mb >= 1:
             raise ConfigError("renew_worker_mb must be at least 1 megabyte, or None", self.renew_worker_mb, "Raise it")
         check_ports(self.ports)
+        networks.check(self.network)
         for name in ("intra_op_threads", "inter_op_threads"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, or None", getattr(self, name), "Raise it")
+
+    @property
+    def listening(self) -> Listening:
+        """Returns where workers listen."""
+        return Listening(self.ports, self.network)
 
 
 @dataclass(frozen=True, kw_only=True)

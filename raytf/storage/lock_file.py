@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import time
 
-from raytf import timeouts
 from raytf.storage import stored_json
 
 # Seconds by which the writes of two concurrent drivers to an object store may differ, with a margin.
@@ -29,24 +28,18 @@ class MountedFile:
 
     def replace(self, text: str, seen: str | None) -> bool:
         """Replaces a dead owner's file; returns False if another driver was faster."""
-        taking = f"{self._path}.taking"
+        taken = f"{self._path}.{self._own}"
         try:
-            os.close(_exclusive(taking))
-        except FileExistsError:
-            if self._since(taking) <= timeouts.get().lock_taking:
-                return False
-            os.unlink(taking)  # its writer died within the next few lines
-            os.close(_exclusive(taking))
-        try:
-            if self.read() != seen:
-                return False
-            new = f"{self._path}.{self._own}"
-            self._fd = _exclusive(new)
-            self._write(text)
-            os.replace(new, self._path)
-            return True
-        finally:
-            os.unlink(taking)
+            os.rename(self._path, taken)  # of several drivers one gets the file
+        except FileNotFoundError:
+            return False
+        with open(taken, "rb") as file:
+            is_dead_ones = _text(file.read()) == seen
+        if not is_dead_ones:  # it was replaced before the rename: it stays with that driver
+            os.rename(taken, self._path)
+            return False
+        os.unlink(taken)
+        return self.create(text)
 
     def settle(self) -> None:
         """Returns at once: creation is exclusive."""

@@ -272,6 +272,20 @@ def check_scalable(identity: Mapping[str, Any]) -> None:
         )
 
 
+def check_sparse(config: TensorflowConfig | None, strategy: str, scaling_config: ScalingConfig) -> None:
+    """Raises ConfigError if a run cannot update some rows of a table."""
+    if (
+        config is not None
+        and config.sparse_updates
+        and (strategy in ("parameter_server", "tpu") or scaling_config.use_tpu)
+    ):
+        raise ConfigError(
+            "sparse_updates is for workers that train in step, on CPUs or GPUs",
+            f"sparse_updates={config.sparse_updates!r} with strategy={strategy!r}, use_tpu={scaling_config.use_tpu}",
+            "Leave it out",
+        )
+
+
 def check_servers(strategy: str, num_ps: int, scaling_config: ScalingConfig) -> None:
     """Raises ConfigError if parameter servers and their strategy are not used together, or do not fit the workers."""
     validation.check_num_ps(strategy, num_ps)

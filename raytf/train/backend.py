@@ -93,7 +93,7 @@ def spoken(chief: bool, board):
     return verbosity.of(chief, line)
 
 
-def reserve(allowed: tuple[int, int], count: int) -> tuple[str, bool]:
+def reserve(allowed: settings.Listening, count: int) -> tuple[str, bool]:
     """Reserves an address, and claims `count` cores.
 
     Returns:

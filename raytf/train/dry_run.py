@@ -270,16 +270,12 @@ def _in_a_copy(answer):
         finally:
             os._exit(0)
     os.close(writer)
-    with os.fdopen(reader, "rb") as file:
-        poll = select.poll()
-        poll.register(file, select.POLLIN)
-        readable = poll.poll(1e3 * timeouts.get().dry_run)
-        if not readable:
-            os.kill(child, signal.SIGKILL)
-        result = file.read()
+    result = _read(reader, time.monotonic() + timeouts.get().dry_run)
+    if result is None:
+        os.kill(child, signal.SIGKILL)
     _, status, used = os.wait4(child, 0)
     status = os.waitstatus_to_exitcode(status)
-    if not readable:
+    if result is None:
         answer = _unexpected(f"no end after {timeouts.get().dry_run:g} s")
     elif status < 0:  # its result may be incomplete
         answer = _ended_by(-status, used.ru_maxrss << 10)
@@ -290,6 +286,19 @@ def _in_a_copy(answer):
             file.seek(0)
             sys.stderr.write(file.read().decode(errors="replace"))
     return answer
+
+
+def _read(reader: int, deadline: float) -> bytes | None:
+    """Returns all that other processes write into a pipe, and closes it; None if it has no end by the deadline."""
+    parts = []
+    with os.fdopen(reader, "rb", buffering=0) as file:
+        poll = select.poll()
+        poll.register(file, select.POLLIN)
+        while poll.poll(1e3 * max(0.0, deadline - time.monotonic())):
+            parts.append(file.read(1 << 20))
+            if not parts[-1]:
+                return b"".join(parts)
+    return None
 
 
 def _ended_by(number: int, most: int) -> ConfigError:

@@ -36,6 +36,7 @@ PREFIX = "eval_"
 # Tries for a checkpoint whose evaluation kills the process, and number of such checkpoints in a row after which the
 # evaluator gives up: their memory and time belong to the training.
 _TRIES, _CHECKPOINTS_IN_A_ROW = 2, 2
+_GIVEN_UP = f"the evaluator was given up, as it died or did not start for {_CHECKPOINTS_IN_A_ROW} checkpoints in a row"
 _LOOK_INTERVAL = 2.0
 
 
@@ -96,21 +97,21 @@ class Record:
     def found(self, epoch: int, metrics: dict[str, float]) -> None:
         """Stores the metrics of the checkpoint at the end of an epoch."""
         self.entries.put(f"epoch/{epoch}", {"metrics": metrics})
-        self.entries.put("deaths", 0)
+        self.entries.put("failures", 0)
 
     def missing(self, epoch: int, why: str) -> None:
         """Stores why an epoch has no metrics, as a clause."""
         self.entries.put(f"epoch/{epoch}", {"why": why})
 
-    def died(self) -> int:
-        """Counts a checkpoint that killed two evaluator processes; returns the number of such checkpoints in a row."""
-        deaths = (self.entries.get("deaths") or 0) + 1
-        self.entries.put("deaths", deaths)
-        return deaths
+    def failed(self) -> int:
+        """Counts a checkpoint for which the process died twice, or did not start; returns their number in a row."""
+        failures = (self.entries.get("failures") or 0) + 1
+        self.entries.put("failures", failures)
+        return failures
 
     def given_up(self) -> bool:
-        """Whether the evaluator died too often to be called again."""
-        return (self.entries.get("deaths") or 0) >= _CHECKPOINTS_IN_A_ROW
+        """Whether the evaluator died, or did not start, too often to be called again."""
+        return (self.entries.get("failures") or 0) >= _CHECKPOINTS_IN_A_ROW
 
     def results(self) -> tuple[dict[int, dict[str, float]], dict[int, str]]:
         """Returns (metrics by epoch, reasons for missing metrics by epoch)."""
@@ -196,7 +197,7 @@ def _ask(record: Record, checkpoint: Checkpoint) -> dict[str, float]:
     """Returns the metrics of a checkpoint; {} if there are none, with the reason in the record."""
     epoch = _epoch(checkpoint)
     if record.given_up():
-        record.missing(epoch, f"the evaluator was given up, as it died of {_CHECKPOINTS_IN_A_ROW} checkpoints in a row")
+        record.missing(epoch, _GIVEN_UP)
         return {}
     why = ""
     for _ in range(_TRIES):
@@ -216,7 +217,7 @@ def _ask(record: Record, checkpoint: Checkpoint) -> dict[str, float]:
             record.found(epoch, metrics)
             return metrics
     record.missing(epoch, why)
-    if record.died() >= _CHECKPOINTS_IN_A_ROW:
+    if record.failed() >= _CHECKPOINTS_IN_A_ROW:
         _end(record)
     return {}
 

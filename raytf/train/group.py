@@ -24,7 +24,7 @@ from raytf.runtime.hang_watch import HangWatch
 from raytf.runtime.process_monitor import ProcessLocation, Watchdog
 from raytf.train import backend, decisions
 from raytf.train.decisions import Decisions, Do, Lost, WorkerState
-from raytf.train.healing import TAKES_ITS_PLACE, Healing, Recovery
+from raytf.train.healing import STARTS_ANEW, TAKES_ITS_PLACE, Healing, Recovery
 from raytf.worker.ending import MovedError
 
 # Seconds between two checks of all that sends no event.
@@ -131,7 +131,7 @@ class EventGroup:
 
     def _reserve(self) -> tuple[list[str], list[bool]]:
         """Returns the address of each worker, and whether it has cores of its own."""
-        calls = [actor.reserve.remote(timeouts.get(), self.config.ports, self.cores) for actor in self.actors]
+        calls = [actor.reserve.remote(timeouts.get(), self.config.listening, self.cores) for actor in self.actors]
         reserved = self._answers(calls, timeouts.get().process_start, "the start of its process")
         for rank, (_, _, place) in enumerate(reserved):
             self._see(rank, place)
@@ -240,7 +240,7 @@ class EventGroup:
             events.emit(RunEvent(kind=Kind.ENDED_AFTER_STEP, step=moved.step, why=str(moved)))
             return
         kind = Kind.WORKER_LOST if isinstance(event, Lost) else Kind.WORKER_FAILED
-        more = TAKES_ITS_PLACE if action.do is Do.RECOVER else ""
+        more = {Do.RECOVER: TAKES_ITS_PLACE, Do.RESTART: STARTS_ANEW}.get(action.do, "")
         for rank in sorted(action.ranks or event.ranks):
             why = in_a_line(cause_of(self._errors[rank]))
             events.emit(RunEvent(kind=kind, ranks=(rank,), why=why, more=more))

@@ -35,6 +35,8 @@ _ROOM_INTERVAL = 0.5
 
 # Addition to the event of a worker's loss, if the worker is replaced.
 TAKES_ITS_PLACE = ". A replacement worker is started; the other workers wait in their step"
+# ... and if all workers restart.
+STARTS_ANEW = ". All workers restart from the last checkpoint; steps after it are made again"
 
 
 class NotHealedError(RaytfError, RuntimeError):
@@ -282,7 +284,7 @@ class Healing:
             taken = dataclasses.replace(place, own=owned[rank], agreed=agreed)
             calls.append(worker.actor.execute.remote(healing.take, taken))
         self._ask(calls, "a place in the training", self._pace.deadline(timeouts.get().recovery_answer, copies=1))
-        allowed, cores = self._group.config.ports, self._group.cores
+        allowed, cores = self._group.config.listening, self._group.cores
         asked = timeouts.under, timeouts.get(), backend.reserve, allowed, cores
         calls = [worker.actor.execute.remote(*asked) for worker in self._made.values()]
         reserved = dict(zip(self._made, self._ask(calls, "an address"), strict=True))

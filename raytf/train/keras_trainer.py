@@ -209,6 +209,7 @@ class KerasTrainer:
         ray_config.check_local(*given, self.num_ps, self.validation_config, self.evaluator)
         ray_config.check_validation(self.validation_config, self.evaluator)
         arguments.check_servers(self.strategy, self.num_ps, self.scaling_config)
+        arguments.check_sparse(self.tensorflow_config, self.strategy, self.scaling_config)
         validation.check_config(self.config)
         arguments.check_workers(self.scaling_config)
         arguments.check_strategy(self.strategy, self.scaling_config)
@@ -382,6 +383,8 @@ class KerasTrainer:
     def _identity(self, found: dict, model: dict[str, Any], data: dict[str, Any]) -> dict[str, Any]:
         """Returns the identity of this run for read data and a tried model, see `same_run.py`."""
         settings = {name: getattr(self.tensorflow_config, name) for name in ("sync_every", "gradient_dtype")}
+        if self.tensorflow_config.sparse_updates:
+            settings["sparse_updates"] = self.tensorflow_config.sparse_updates
         if self.elastic_batch != "keep":
             settings["elastic_batch"] = self.elastic_batch
         columns_of = {name: fingerprint.of_columns(spec) for name, spec in self.batch.roles.items()}
@@ -566,7 +569,7 @@ class KerasTrainer:
         found = processes.ask(inspect, pickled, blocks["train"].first(), rows, order, validation)
         if isinstance(found, Exception):
             raise found
-        blocks.update({name: dataclasses.replace(blocks[name], looked=seen) for name, seen in found.looked.items()})
+        blocks.update({name: blocks[name].with_look(seen) for name, seen in found.looked.items()})
         if found.warning is not None:
             print(found.warning, file=sys.stderr)
         if found.unread:

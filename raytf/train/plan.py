@@ -12,7 +12,7 @@ from raytf.console import phases as phases_module
 from raytf.data import ingest, partitions, stored, streamed
 from raytf.data.tf_data import TFData
 from raytf.errors import ResourceError
-from raytf.runtime import resources
+from raytf.runtime import networks, resources
 from raytf.runtime.processes import Process, WarmPool
 from raytf.runtime.topology import per_replica_batch, pick_strategy
 from raytf.train import arguments
@@ -55,6 +55,8 @@ class Plan:
             was not measured.
         room_bytes: Bytes of memory of a worker, or None if unknown.
         data: Tuple with a line for each pipeline.
+        networks: The network interface on which workers of each node exchange, None if unknown, by the node's address;
+            empty without exchange.
     """
 
     strategy: str
@@ -75,6 +77,7 @@ class Plan:
     step_seconds: float | None
     room_bytes: float | None
     data: tuple[str, ...] = ()
+    networks: dict[str, str | None] = dataclasses.field(default_factory=dict)
 
     @property
     def memory_bytes(self) -> int:
@@ -107,6 +110,7 @@ class Plan:
             ("memory on each device", f"{self._memory()} and activations"),
             *([("memory on each server", f"about {_bytes(self.server_bytes)}")] if self.num_ps else []),
             ("sent by a worker in a step", _bytes(self.wire_bytes) if self.wire_bytes else "nothing"),
+            *(("network", line) for line in networks.lines(self.networks)),
             ("row of the data", _bytes(self.row_bytes)),
             *(("data", line) for line in self.data),
         ]
@@ -180,6 +184,8 @@ def _plan(trainer: KerasTrainer, phases: phases_module.Phases) -> Plan:
         facts = trainer.try_model(training.processes, sources, trainer.config, batch[0]).facts
         rows = _rows(trainer, sources["train"])
     name = pick_strategy(trainer.strategy, workers=workers, devices=devices, tpu=bool(scaling.use_tpu))
+    sent = wire_bytes(facts, name, workers, trainer.tensorflow_config)
+    places = resources.interfaces(scaling, trainer.tensorflow_config.network) if sent else {}
     result = Plan(
         strategy="one process" if name == "default" else name,
         why=_why(trainer.strategy, name, workers, devices),
@@ -195,7 +201,8 @@ def _plan(trainer: KerasTrainer, phases: phases_module.Phases) -> Plan:
         optimizer_bytes=facts.optimizer_bytes,
         gradient_bytes=facts.gradient_bytes,
         start_bytes=start_bytes(facts, name, workers),
-        wire_bytes=wire_bytes(facts, name, workers, trainer.tensorflow_config),
+        wire_bytes=sent,
+        networks={node: interface for node, (interface, _) in places.items()},
         row_bytes=facts.row_bytes,
         step_seconds=facts.step_seconds,
         room_bytes=_room(scaling, workers),

@@ -12,16 +12,29 @@ from raytf.runtime.connection import connect
 from raytf.runtime.processes import WarmPool
 
 
-def placed(scaling_config: ScalingConfig, bundles: list[dict[str, float]], *, keep_idle: bool = False) -> ScalingConfig:
+def placed(
+    scaling_config: ScalingConfig,
+    bundles: list[dict[str, float]],
+    network: str | None = None,
+    *,
+    keep_idle: bool = False,
+) -> ScalingConfig:
     """Connects to the cluster. Returns the ScalingConfig of a run there, as processes may have to share cores.
 
     Args:
         scaling_config: The user's ScalingConfig.
         bundles: Resources of each of the run's processes.
+        network: `TensorflowConfig.network`.
         keep_idle: As in `connect`.
+
+    Raises:
+        ConfigError: A node that fits a worker is not in the network.
     """
     connect(bundles, keep_idle=keep_idle)
-    return resources.sharing(scaling_config, bundles)
+    scaling_config = resources.sharing(scaling_config, bundles)
+    if network is not None:
+        resources.interfaces(scaling_config, network)
+    return scaling_config
 
 
 def place(trainer) -> ScalingConfig:
@@ -38,7 +51,8 @@ def place(trainer) -> ScalingConfig:
         evaluator = resources.per_worker(trainer.scaling_config) if trainer.evaluator else None
         return *trainer.servers(), evaluator
 
-    trainer.scaling_config = placed(trainer.scaling_config, resources.bundles(*processes()))
+    network = trainer.tensorflow_config.network
+    trainer.scaling_config = placed(trainer.scaling_config, resources.bundles(*processes()), network)
     resources.check_cluster(trainer.scaling_config)
     inner, servers, evaluator = processes()
     resources.check_servers(inner, servers, extra=evaluator)

@@ -32,6 +32,7 @@ from raytf.runtime import process_monitor
 from raytf.runtime.failures import cause_of, is_consequence
 from raytf.runtime.process_monitor import ProcessLocation
 from raytf.runtime.processes import Process
+from raytf.runtime.settings import Listening
 from raytf.timeouts import Timeouts
 from raytf.train import backend
 from raytf.train.group import LoopEnded, Report, Wait, Woken
@@ -265,7 +266,7 @@ class RunWorker(Process):
         self._channel: Channel | None = None
         self._error: Exception | None = None
 
-    def reserve(self, limits: Timeouts, allowed: tuple[int, int], count: int) -> tuple[str, bool, ProcessLocation]:
+    def reserve(self, limits: Timeouts, allowed: Listening, count: int) -> tuple[str, bool, ProcessLocation]:
         """Returns its "host:port", whether it has claimed cores, and its process."""
         timeouts.put_in_force(limits)
         return *backend.reserve(allowed, count), process_monitor.here()

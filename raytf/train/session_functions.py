@@ -21,7 +21,7 @@ from ray.train import CheckpointUploadMode, DataConfig
 from raytf.compat import ray_core
 from raytf.compat.ray_train import LocalTrainContext, PreemptionInfo, StorageContext, TrainFnUtils
 from raytf.errors import ConfigError
-from raytf.worker.session import TrialSession
+from raytf.worker.session import Reported, TrialSession
 
 # Seconds between two checks for drained nodes.
 _LOOK_INTERVAL = 1.0
@@ -107,18 +107,15 @@ class TrialTrainFnUtils(TrainFnUtils):
             ConfigError: An argument sets how Ray Train stores or validates checkpoints.
         """
         _check_report(checkpoint_dir_name, checkpoint_upload_mode, checkpoint_upload_fn, validation)
-        write = None
+        files = None
         if checkpoint is not None:
             kept = os.path.join(self._folder, "reported")
             shutil.rmtree(kept, ignore_errors=True)
             checkpoint.to_directory(kept)
             if delete_local_checkpoint_after_upload:
                 checkpoint.filesystem.delete_dir(checkpoint.path)
-
-            def write(folder):
-                shutil.copytree(kept, folder, dirs_exist_ok=True)
-
-        self._session.report(metrics, write, everyone=True)
+            files = Reported(kept)
+        self._session.report(metrics, files)
 
     def get_checkpoint(self):
         folder = self._session.folder  # the loop's own files

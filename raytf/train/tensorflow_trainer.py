@@ -89,6 +89,7 @@ class TensorflowTrainer(EngineTrainer):
         ray_config.check_local(scaling_config, run_config, tensorflow_config, num_ps, validation_config)
         arguments.check_strategy(strategy, scaling_config)
         arguments.check_servers(strategy, num_ps, scaling_config)
+        arguments.check_sparse(tensorflow_config, strategy, scaling_config)
         validation.check_run_name(None if run_config is None else run_config.name)
         run_config = None if run_config is None else run_folder.located(run_config)
         self._workers, self.num_ps = scaling_config, num_ps
@@ -155,6 +156,8 @@ class TensorflowTrainer(EngineTrainer):
         resources.check_servers(self.scaling_config, self._servers)
         setup, board = self.backend_config, progress.Board()
         user = setup.config
+        if user.network is not None:
+            resources.interfaces(self._workers, user.network)
         seed = secrets.randbelow(2**31) if user.seed is None else user.seed
         self.backend_config = dataclasses.replace(
             setup,

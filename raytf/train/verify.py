@@ -249,6 +249,7 @@ class Following:
 
     def __enter__(self) -> Following:
         if self._running is not None:
+            self._processes.compares = True
             self._thread.start()
         return self
 
@@ -269,8 +270,10 @@ class Following:
                 (proof,) = collect([call], seconds + limits.verify_answer, "what came of verify", names=["a process"])
             proof = proof or NOT_IN_TIME
         except (ray.exceptions.RayError, NoAnswerError) as error:
-            proof = NOT_IN_TIME if self._ends.is_set() else Proof(failed=f"its process has gone: {in_a_line(error)}")
+            ends = self._ends.wait(limits.verify_parting)  # the workers end a moment before the training does
+            proof = NOT_IN_TIME if ends else Proof(failed=f"its process has gone: {in_a_line(error)}")
         finally:
+            self._processes.compares = False
             self._processes.end_asked()
         if self._well or proof is not NOT_IN_TIME:
             tell(proof, "warn")
@@ -470,7 +473,7 @@ class _Gap:
     """Difference of two runs in one value.
 
     Args:
-        kind: "log", "weight" or "state".
+        kind: "log", "weight", "state", "slot" or "rate".
         gap, scale: The difference, and the scale that it is relative to.
         shown: Text with both values.
         how: Aggregation of the variable, if `kind` is "state".
@@ -489,9 +492,7 @@ def _gaps(one: Mapping[str, Any], two: Mapping[str, Any]) -> dict[str, _Gap]:
         if name not in one["logs"] or name not in two["logs"]:
             gaps[f"log {name}"] = _Gap("log", np.inf, 1.0, "there on one of them alone")
             continue
-        a, b = (np.asarray(run["logs"][name], np.float64) for run in (one, two))
-        shown = f"{a.ravel()[0]:.6g} on one device, {b.ravel()[0]:.6g} on two workers" if a.size else ""
-        gaps[f"log {name}"] = _Gap("log", _most(a - b, a, b), float(np.max(np.abs(a), initial=1e-6)), shown)
+        gaps[f"log {name}"] = _gap_of("log", *(run["logs"][name] for run in (one, two)))
     for (path, initial, single), (_, _, double) in zip(one["weights"], two["weights"], strict=True):
         initial, single, double = (np.asarray(value, np.float64) for value in (initial, single, double))
         moved, distance = (
@@ -502,10 +503,17 @@ def _gaps(one: Mapping[str, Any], two: Mapping[str, Any]) -> dict[str, _Gap]:
         shown = f"apart by {distance / max(moved, 1e-30):.2g} times what the two steps change"
         gaps[f"weight {path}"] = _Gap("weight", distance, moved + floor, shown)
     for (path, single, how), (_, double, _) in zip(one["states"], two["states"], strict=True):
-        a, b = np.asarray(single, np.float64), np.asarray(double, np.float64)
-        shown = f"{a.ravel()[0]:.6g} on one device, {b.ravel()[0]:.6g} on two workers" if a.size else ""
-        gaps[f"state {path}"] = _Gap("state", _most(a - b, a, b), float(np.max(np.abs(a), initial=1e-6)), shown, how)
+        gaps[f"state {path}"] = _gap_of("state", single, double, how)
+    for kind in ("slot", "rate"):
+        for (path, single), (_, double) in zip(one[f"{kind}s"], two[f"{kind}s"], strict=True):
+            gaps[f"{kind} {path}"] = _gap_of(kind, single, double)
     return gaps
+
+
+def _gap_of(kind: str, single, double, how: str = "") -> _Gap:
+    a, b = np.asarray(single, np.float64), np.asarray(double, np.float64)
+    shown = f"{a.ravel()[0]:.6g} on one device, {b.ravel()[0]:.6g} on two workers" if a.size else ""
+    return _Gap(kind, _most(a - b, a, b), float(np.max(np.abs(a), initial=1e-6)), shown, how)
 
 
 def _norm(values: np.ndarray) -> float:
@@ -539,14 +547,23 @@ def judged(one: dict, two: dict, again: dict, suspects: Sequence[str], alike: bo
     traits, differences = one["traits"], []
     if not alike:
         differences.append(
-            "the two workers have other weights than each other after two steps: a step draws numbers or reads a clock "
-            "that seeds do not set, or changes weights without an optimizer. Let the optimizer change them"
+            "the two workers have other weights than each other, or another state of the optimizer, after two steps: a "
+            "step draws numbers or reads a clock that seeds do not set, or changes weights without an optimizer. Let "
+            "the optimizer change them"
         )
-    logs = [name for name in real if gaps[name].kind == "log"]
-    weights = [name for name in real if gaps[name].kind == "weight"]
-    differences += [_of_state(name, gaps[name]) for name in real if gaps[name].kind == "state"]
+    logs, weights, states, slots, rates = (
+        [name for name in real if gaps[name].kind == kind] for kind in ("log", "weight", "state", "slot", "rate")
+    )
+    differences += [_of_state(name, gaps[name]) for name in states]
     if weights:
         differences.append(_of_weights(weights, gaps, traits))
+    elif slots:
+        worst = max(slots, key=lambda name: gaps[name].gap / gaps[name].scale)
+        what = f"the optimizer's state, most of all {worst.removeprefix('slot ')}: {gaps[worst].shown}"
+        differences.append(f"{what}; later steps depend on it. {_why_weights(traits)}")
+    for name in rates:
+        what = f"the learning rate of {name.removeprefix('rate ')}: {gaps[name].shown}"
+        differences.append(f"{what}. Let it depend on the step alone, or on what all workers know alike")
     differences += [_of_log(name.removeprefix("log "), gaps[name], traits, bool(weights)) for name in logs]
     return Proof(differences=tuple(differences), random=random)
 

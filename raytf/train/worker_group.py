@@ -33,6 +33,7 @@ from raytf.runtime.failures import WorkerFrozenError
 from raytf.runtime.process_monitor import ProcessLocation
 from raytf.runtime.processes import Process
 from raytf.runtime.resources import placed_actor
+from raytf.runtime.settings import Listening
 from raytf.storage import scratch
 from raytf.timeouts import Timeouts
 from raytf.train import backend, ends
@@ -414,7 +415,7 @@ class GroupWorker(Process):
         self._failed: Exception | None = None
         self._told: tuple = ()
 
-    def reserve(self, its: Timeouts, allowed: tuple[int, int], count: int) -> tuple[str, bool, ProcessLocation]:
+    def reserve(self, its: Timeouts, allowed: Listening, count: int) -> tuple[str, bool, ProcessLocation]:
         """Returns its "host:port", whether it has claimed cores for the life of the group, and its process."""
         timeouts.put_in_force(its)
         return *backend.reserve(allowed, count), process_monitor.here()

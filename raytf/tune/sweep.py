@@ -183,7 +183,8 @@ def sweep(
     bundles = [resources.per_worker(trainer.scaling_config)] * _largest(trainer.scaling_config, given)
     trainer = copy.copy(trainer)
     with phases(progress, starting()):
-        trainer.scaling_config = placed(trainer.scaling_config, bundles)
+        tensorflow = trainer.tensorflow_config if isinstance(trainer, KerasTrainer) else trainer.backend_config.config
+        trainer.scaling_config = placed(trainer.scaling_config, bundles, tensorflow.network)
     largest, room = _check_room(trainer.scaling_config, given)
     trials = space.count(given, num_samples)
     groups = min(room / largest, trials or math.inf, max_concurrent_trials or math.inf)

@@ -22,22 +22,28 @@ from raytf.compat import keras as compat_keras
 from raytf.compat import keras_objects, legacy_keras
 from raytf.console import phases
 from raytf.errors import ConfigError, first_line
-from raytf.parallel import callbacks as callbacks_module
+from raytf.identity import same_run
 from raytf.parallel import model_optimizers
+from raytf.parallel.callbacks import settable_rate
 from raytf.storage.snapshots import NotKeptError
 from raytf.worker import checkpoint as checkpoints
 from raytf.worker import session
 from raytf.worker.callback_state import CallbackStates
+from raytf.worker.part import Training, TrainingPart, shared_states
 from raytf.worker.writers import Writers
 
 
-class FeedCallback(keras.callbacks.Callback):
-    """Sets the epoch of feeds, and counts steps; put it first.
+def feed_state(name: str) -> dict | None:
+    """Returns the state of a feed on the other workers, for a replacement worker that opens it; None on others."""
+    return shared_states().get(FeedCallback.__name__, {}).get(name)
+
+
+class FeedCallback(TrainingPart):
+    """Sets the epoch of feeds, and counts steps.
 
     Args:
-        feed: `feed.Feed` of the training rows.
+        feeds: Feeds by name: "train", and maybe "validation", whose batches may also differ in each epoch.
         step: Number of steps before this training.
-        others: Feeds of the validation, whose batches may also differ in each epoch.
 
     Attributes:
         step: Number of steps in all.
@@ -45,12 +51,17 @@ class FeedCallback(keras.callbacks.Callback):
         skipped: Rows that the next step skips, as they were trained on before; see `sampling.regrouped`.
     """
 
-    raytf_local_batches = True
-
-    def __init__(self, feed, step: int = 0, others: Sequence = ()):
+    def __init__(self, feeds: Mapping[str, Any], step: int = 0):
         super().__init__()
-        self._feed, self.step, self.epoch_step, self._others = feed, step, 0, others
+        self._feeds, self._feed, self.step, self.epoch_step = feeds, feeds["train"], step, 0
         self.skipped = 0
+
+    @classmethod
+    def of(cls, training: Training) -> TrainingPart:
+        return training.position
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: feed.state_dict() for name, feed in self._feeds.items()}
 
     @property
     def steps(self) -> int:
@@ -67,7 +78,7 @@ class FeedCallback(keras.callbacks.Callback):
         return self._feed.step_without(skip) if skip else self._feed.dataset()
 
     def on_epoch_begin(self, epoch, logs=None):
-        for feed in (self._feed, *self._others):
+        for feed in self._feeds.values():
             feed.set_epoch(epoch)
         self.epoch_step = 0
 
@@ -208,22 +219,43 @@ class ReportCallback(keras.callbacks.Callback):
         )
 
 
-class StepReportCallback(keras.callbacks.Callback):
+class EpochReports(ReportCallback, TrainingPart):
+    """Reports ends of epochs to the session of a training, see `ReportCallback`."""
+
+    @classmethod
+    def of(cls, training: Training) -> EpochReports:
+        session, options, position = training.session, training.options, training.position
+        keep = options.report_steps is not None
+        return cls(
+            seed=training.seed,
+            build=training.build,
+            callbacks=training.states,
+            history=training.history,
+            report=training.report or (functools.partial(session.report, keep=True) if keep else session.report),
+            identity=options.identity,
+            steps=lambda: position.step,
+            writers=Writers(session) if session.shares_writing else None,
+            batch_scale=options.scale,
+        )
+
+
+class StepReportCallback(TrainingPart):
     """Reports the global metrics of the epoch so far every few steps, with those of the last complete epoch.
 
+    There is no report without the metric of `report_steps`: validation metrics begin with the first epoch's end.
+
     Args:
-        every: Interval in steps.
-        report: Function `report(metrics, write)`, which is called with None for `write`.
-        needed: Name of a metric without which there is no report: validation metrics begin with the first epoch's end.
-        last: Metrics of the last epoch, if a training resumes.
+        training: The training.
     """
 
-    raytf_local_batches = True
-
-    def __init__(self, every: int, report, needed: str, last: Mapping[str, Any] | None = None):
+    def __init__(self, training: Training):
         super().__init__()
-        self._every, self._to, self._needed = every, report, needed
-        self._last: dict = dict(last or {})
+        (self._every, self._needed), self._session = training.options.report_steps, training.session
+        self._last: dict = dict(training.history[-1]) if training.history else {}
+
+    @classmethod
+    def of(cls, training: Training) -> StepReportCallback | None:
+        return None if training.options.report_steps is None else cls(training)
 
     def on_epoch_begin(self, epoch, logs=None):
         self._epoch, self._next = epoch, 0
@@ -239,29 +271,25 @@ class StepReportCallback(keras.callbacks.Callback):
         self._next = done + self._every
         metrics = self._last | _numbers(keras_objects.epoch_logs(self.model, logs))
         if self._needed in metrics:
-            self._to({**metrics, "epoch": self._epoch, "step": done}, None)
+            self._session.report({**metrics, "epoch": self._epoch, "step": done}, None)
 
     def on_epoch_end(self, epoch, logs=None):
         self._last = _numbers(logs)
 
 
-class WarmupCallback(keras.callbacks.Callback):
+class WarmupCallback(TrainingPart):
     """Raises the learning rate linearly from 0 to the optimizer's over the first steps of a training.
 
     Args:
-        steps: Number of steps, at least 1.
-        model: Model that was just built; its learning rate is the final one.
-        done: Number of steps before this training.
-        told: `told()` of another worker whose training this worker joins, or None.
+        training: The training, with a model that was just built: its learning rate is the final one.
 
     Raises:
         ConfigError: The optimizer has a learning rate schedule, or is not the only one.
     """
 
-    raytf_local_batches = True
-
-    def __init__(self, steps: int, model, done: int = 0, told: Mapping | None = None):
+    def __init__(self, training: Training):
         super().__init__()
+        model = training.model
         additional = [name for name in model_optimizers.of(model) if name != "optimizer"]
         if additional:
             raise ConfigError(
@@ -269,7 +297,7 @@ class WarmupCallback(keras.callbacks.Callback):
                 f"a model that has other optimizers ({', '.join(additional)})",
                 "Put the warm-up into their schedules",
             )
-        rate = callbacks_module.settable_rate(model.optimizer)
+        rate = settable_rate(model.optimizer)
         if rate is None:
             optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
             raise ConfigError(
@@ -277,12 +305,18 @@ class WarmupCallback(keras.callbacks.Callback):
                 f"a schedule of type {type(keras_objects.rate_of(optimizer)).__name__}",
                 "Give the optimizer config['learning_rate'], or put the warm-up into the schedule",
             )
-        self._steps, self._rate = steps, float(rate)
-        self._done, self._begin = (done, 0) if told is None else (told["done"], told["begin"])
+        self._steps, self._rate = training.options.warmup_steps, float(rate)
+        self._done, self._begin = training.position.step, 0
 
-    def told(self) -> dict[str, int]:
-        """Returns the state for a replacement worker."""
+    @classmethod
+    def of(cls, training: Training) -> WarmupCallback | None:
+        return cls(training) if training.options.warmup_steps else None
+
+    def state_dict(self) -> dict[str, int]:
         return {"done": self._done, "begin": self._begin}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        self._done, self._begin = state["done"], state["begin"]
 
     def on_train_batch_begin(self, batch, logs=None):
         if self._done < self._steps:
@@ -296,40 +330,70 @@ class WarmupCallback(keras.callbacks.Callback):
                 self.model.optimizer.learning_rate = self._rate
 
 
-class RestoreCallback(keras.callbacks.Callback):
-    """Restores the state of callbacks and random number generators when a run resumes; put it after the callbacks.
+class RestoreCallback(TrainingPart):
+    """Restores a training from a checkpoint: first the model, and then callbacks, random numbers and the History.
 
     Args:
-        folder: Folder of the checkpoint.
-        states: A `callback_state.CallbackStates`.
-        chief: Whether this worker is the chief, which writes the files.
-        history: Metrics of the epochs before, for the History of `fit`.
+        training: The training, with a checkpoint. Its metrics of earlier epochs go into the History of `fit`.
     """
 
-    def __init__(self, folder: str, states, chief: bool = True, history: Sequence[Mapping[str, float]] = ()):
+    def __init__(self, training: Training):
         super().__init__()
-        self._folder, self._states, self._chief, self._history = folder, states, chief, history
+        self._folder, self._states, self._history = training.folder, training.states, training.history
+        self._chief = training.session.rank == 0
+
+    @classmethod
+    def of(cls, training: Training) -> RestoreCallback | None:
+        """Restores the model at once, as later parts and `fit` begin with it."""
+        model, state, options = training.model, training.state, training.options
+        if state is None:
+            scale_rate(model, options.scale)
+            return None
+        rate = settable_rate(model.optimizer)
+        built_rate = None if rate is None else float(rate)
+        is_new = checkpoints.restore(training.folder, model, training.build[1] if training.build else None)
+        if built_rate is not None and same_run.rates_differ(state.identity, options.identity):
+            model.optimizer.learning_rate = built_rate  # the user saw this difference, and passed resume=True
+            is_new = True
+        scale_rate(model, options.scale if is_new else options.scale / state.batch_scale)
+        if training.session.rank == 0:
+            continue_logs(training.users, state.epoch)
+        return cls(training)
 
     def on_train_begin(self, logs=None):
         checkpoints.restore_callbacks(self._folder, self._states, self._chief)
         checkpoints.restore_random(self._folder)
 
     def on_epoch_begin(self, epoch, logs=None):
+        self._put_back()  # not earlier: the History resets its epochs after all other callbacks
+
+    def on_train_end(self, logs=None):
+        self._put_back()  # if no epoch was left
+
+    def _put_back(self) -> None:
         history, rows, self._history = self.model.history, self._history, ()
-        put_back(history, rows)  # not earlier: the History resets its epochs after all other callbacks
+        for row in rows:
+            history.epoch.append(row["epoch"] - 1)
+            for name in row.keys() - {"epoch"}:
+                history.history.setdefault(name, []).append(row[name])
 
 
-def put_back(history: keras.callbacks.History, rows: Sequence[Mapping[str, float]]) -> None:
-    """Inserts epochs of earlier runs into the History of `fit`.
+def scale_rate(model, factor: float) -> None:
+    """Multiplies the learning rate of a model by the scale of its batch.
 
-    Args:
-        history: The History.
-        rows: Dict for each epoch with its number from 1 ("epoch"), and its metrics.
+    Raises:
+        ConfigError: The optimizer has a learning rate schedule.
     """
-    for row in rows:
-        history.epoch.append(row["epoch"] - 1)
-        for name in row.keys() - {"epoch"}:
-            history.history.setdefault(name, []).append(row[name])
+    if factor == 1:
+        return
+    rate = settable_rate(model.optimizer)
+    if rate is None:
+        raise ConfigError(
+            'elastic_batch="scale" needs an optimizer with a number for its learning rate',
+            "a schedule",
+            'Set the rate in a callback, by epochs, or use elastic_batch="keep"',
+        )
+    model.optimizer.learning_rate = float(rate) * factor
 
 
 def continue_logs(callbacks, epoch: int) -> None:
@@ -353,7 +417,7 @@ def continue_logs(callbacks, epoch: int) -> None:
             callback.append = True
 
 
-class ProgressCallback(keras.callbacks.Callback):
+class ProgressCallback(TrainingPart):
     """Sends the position of the chief's training to the driver's progress line, at most once in `every` seconds.
 
     Between the ends of epochs loss and accuracy are those of the chief's own rows.
@@ -365,12 +429,16 @@ class ProgressCallback(keras.callbacks.Callback):
         every: Shortest interval in seconds.
     """
 
-    raytf_local_batches = True
-
     def __init__(self, board, global_batch: int, waited, every: float = 0.2):
         super().__init__()
         self._board, self._batch, self._waited, self._every = board, global_batch, waited, every
         self._sent = 0.0
+
+    @classmethod
+    def of(cls, training: Training) -> ProgressCallback | None:
+        board = training.options.board
+        shown = board is not None and training.session.rank == 0
+        return cls(board, training.global_batch, training.waited) if shown else None
 
     def on_train_begin(self, logs=None):
         self._board.begin(phases.FIRST_STEP)
@@ -405,6 +473,22 @@ class ProgressCallback(keras.callbacks.Callback):
         if self._waited is None:
             return None
         return (self._waited() - self._began[1]) / max(1e-9, time.monotonic() - self._began[0])
+
+
+class UsersCallbacks(TrainingPart):
+    """Puts the user's callbacks into the order of parts.
+
+    Args:
+        training: The training.
+    """
+
+    def __init__(self, training: Training):
+        super().__init__()
+        self._users = training.users
+
+    @property
+    def callbacks(self) -> list[keras.callbacks.Callback]:
+        return list(self._users)
 
 
 def tensorboard(storage, callbacks, rank: int) -> list:

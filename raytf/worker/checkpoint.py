@@ -99,7 +99,12 @@ class Moment:
         build: See `parts`.
         writers: Number of workers that write it together, at least 1.
         agreed: Function `agreed(name)` that broadcasts the chief's name to all workers; needed with several writers.
+
+    Attributes:
+        everyone: Whether each worker has files of its own; only the chief has.
     """
+
+    everyone = False
 
     model: Any
     state: CheckpointState
@@ -107,6 +112,11 @@ class Moment:
     build: tuple | None = None
     writers: int = 1
     agreed: Callable[[str], str] | None = None
+
+    @property
+    def step(self) -> int:
+        """Returns the number of steps in all."""
+        return self.state.step
 
     def __call__(self, folder: str) -> None:
         save(folder, self.model, self.state, self.states, self.build)

@@ -45,9 +45,10 @@ def prepared(setup: WorkerSetup):
     """
     timeouts.put_in_force(setup.timeouts)
     if not legacy_keras.is_on():
-        from raytf.parallel import trainer
+        from raytf.parallel import sparse_rows, trainer
 
         trainer.install()
+        sparse_rows.lazy = setup.config.sparse_updates == "lazy"
     if setup.config.seed is not None:
         tf.random.set_seed(setup.config.seed)
     context = Context(setup)
@@ -57,7 +58,7 @@ def prepared(setup: WorkerSetup):
             yield
         finally:
             cores.release()
-            ports.release_port()
+            ports.end_claims()
             if context.servers is not None:
                 context.servers.close()
             _current.clear()

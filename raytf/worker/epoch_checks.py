@@ -15,6 +15,7 @@ from raytf.collectives import communicator
 from raytf.collectives.communicator import spans_workers
 from raytf.parallel import local_sgd, model_optimizers, own_state
 from raytf.parallel.callbacks import settable_rate
+from raytf.worker.part import Training, TrainingPart
 
 # Losses that are read at once, and delay of a read in steps, after which they are computed in any case. A loss is a
 # mean since the epoch's begin. So the last one is enough; the others are read if it is not finite.
@@ -25,7 +26,7 @@ _AGREE_STEPS = 100
 _CHECKED_BYTES = 4 << 20
 
 
-class EpochChecks(keras.callbacks.Callback):
+class EpochChecks(TrainingPart):
     """Warns of a loss that is NaN or infinite, with its first step, and of workers with different weights or rates.
 
     Args:
@@ -35,7 +36,6 @@ class EpochChecks(keras.callbacks.Callback):
         size: Number of workers.
     """
 
-    raytf_local_batches = True
     raytf_after_agreement = True
 
     def __init__(self, nan: str, users: Sequence = (), rank: int = 0, size: int = 1):
@@ -47,6 +47,10 @@ class EpochChecks(keras.callbacks.Callback):
         self._warned = self._told_diverged = False
         self._since = True  # whether the first step is known
         self._executed = 0
+
+    @classmethod
+    def of(cls, training: Training) -> EpochChecks:
+        return cls(training.options.nan, training.users, training.session.rank, training.session.size)
 
     def on_epoch_begin(self, epoch, logs=None):
         self._epoch, self._step, self._executed = epoch, -1, 0

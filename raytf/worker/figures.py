@@ -17,6 +17,7 @@ import tensorflow as tf
 
 from raytf import activity, procfs
 from raytf.errors import first_line
+from raytf.worker.part import Training, TrainingPart
 
 # Folder in the run's folder, with a file of JSON lines for each rank.
 FOLDER = "figures"
@@ -35,7 +36,7 @@ _SHOWN = (
 )
 
 
-class FiguresCallback(keras.callbacks.Callback):
+class FiguresCallback(TrainingPart):
     """Records figures of this worker at the end of each epoch; costs nothing in steps.
 
     Args:
@@ -47,8 +48,6 @@ class FiguresCallback(keras.callbacks.Callback):
             run the steps: then waits and communication are not known in this process.
         write: Functions that are called with the figures, and with None at the end; see `Lines` and `events_writer`.
     """
-
-    raytf_local_batches = True
 
     def __init__(
         self,
@@ -62,6 +61,18 @@ class FiguresCallback(keras.callbacks.Callback):
         super().__init__()
         self._position, self._batch, self._waited, self._write = position, global_batch, waited, list(write)
         self._worker = {"rank": rank, "workers": size, "host": socket.gethostname(), "pid": os.getpid()}
+
+    @classmethod
+    def of(cls, training: Training) -> FiguresCallback | None:
+        """Returns the part if anything shows its figures: `raytf report`, or the user's TensorBoard callback."""
+        session, storage = training.session, training.session.storage
+        files = [] if storage is None else [storage.storage_filesystem, storage.experiment_fs_path]
+        write: list = [Lines(*files, session.rank)] if files else []
+        events = events_writer(training.users) if session.rank == 0 else None
+        write += [] if events is None else [events]
+        size = training.workers or session.size
+        args = training.position, training.global_batch, session.rank, size, training.waited, write
+        return cls(*args) if write else None
 
     def on_train_begin(self, logs=None):
         self._last = self._began = self._now()
@@ -174,26 +185,6 @@ class Lines:
             return b""
         with self._filesystem.open_input_stream(self._path) as file:
             return file.read()
-
-
-def of_run(
-    storage, position, global_batch: int, rank: int, size: int, users: Sequence, waited: Callable[[], float] | None
-) -> list[FiguresCallback]:
-    """Returns the callback that records figures of this worker, in a list that is empty if nothing shows them.
-
-    Args:
-        storage: Ray Train's storage of the run, where `raytf report` reads them, or None.
-        position: See `FiguresCallback`.
-        global_batch: See `FiguresCallback`.
-        rank: See `FiguresCallback`.
-        size: See `FiguresCallback`.
-        users: The user's callbacks. With a TensorBoard callback, the chief also writes its figures as events.
-        waited: See `FiguresCallback`.
-    """
-    write: list = [] if storage is None else [Lines(storage.storage_filesystem, storage.experiment_fs_path, rank)]
-    events = events_writer(users) if rank == 0 else None
-    write += [] if events is None else [events]
-    return [FiguresCallback(position, global_batch, rank, size, waited, write)] if write else []
 
 
 def events_writer(callbacks: Sequence[keras.callbacks.Callback]) -> Callable[[Mapping[str, Any] | None], None] | None:

@@ -1,48 +1,30 @@
-"""The training of one worker of a KerasTrainer: strategy, model, data, restore, fit, report."""
+"""The training of one worker of a KerasTrainer: builds the model, opens the data, and runs the loop."""
 
 from __future__ import annotations
 
-import functools
 import logging
-import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import keras
 import tensorflow as tf
 
-from raytf.collectives import healing
-from raytf.collectives.healing import ReplacementState
 from raytf.compat import keras_objects, loggers
-from raytf.data import sampling
-from raytf.data.feed import Feed, open_feed
-from raytf.data.pipeline import PipelineFeed
+from raytf.data.feed import open_feed
 from raytf.errors import ConfigError
-from raytf.identity import same_run
 from raytf.parallel import model_optimizers
-from raytf.parallel.callbacks import settable_rate
 from raytf.runtime.topology import Shard
+from raytf.storage.checkpoint_files import CheckpointState
 from raytf.validation import is_callback
-from raytf.worker import (
-    callbacks,
-    checkpoint,
-    context,
-    epoch_checks,
-    figures,
-    input_wait,
-    job,
-    replacement,
-    steps_per_execution,
-    tpu,
-    within_epoch,
-)
-from raytf.worker.callback_state import CallbackStates
+from raytf.worker import callbacks, checkpoint, context, input_wait, job, loop, tpu
+from raytf.worker.callbacks import FeedCallback
 from raytf.worker.ending import STOP, MovedError, StopTraining
 from raytf.worker.job import TrainJob
-from raytf.worker.session import Holders, RaySession, TrialSession
-from raytf.worker.writers import Writers
+from raytf.worker.part import Training
+from raytf.worker.parts import PARTS
+from raytf.worker.session import Session
 
 
-def train(task: TrainJob, session) -> dict | None:
+def train(task: TrainJob, session: Session) -> dict | None:
     """Trains on one worker, as a plain Keras training to the user's code. Every worker calls it.
 
     Args:
@@ -55,105 +37,14 @@ def train(task: TrainJob, session) -> dict | None:
     Raises:
         MovedError: The training was stopped for the run to continue with other workers.
     """
-    distribution = context.get_strategy()
+    context.get_strategy()
     task = task.of(session.size)
     with session.checkpoint() as folder, input_wait.measure_input_wait() as waited:
         state = checkpoint.read_state(folder) if folder else None
         if job.ended(state, task):
             return None
-        heals = task.heals and isinstance(session, (RaySession, TrialSession))
-        model = built(task, distribution)
-        static = context.uses_tpu()
-        replacement_state, agreed = healing.here.place, {}
-        shared_state = replacement_state.agreed if replacement_state is not None else {}
-        feeds = {
-            name: _open(task, name, session, static and name == "train", distribution, shared_state.get(f"feed {name}"))
-            for name in task.used()
-        }
-        agreed |= {f"feed {name}": feed for name, feed in feeds.items() if isinstance(feed, PipelineFeed)}
-        if static:
-            tpu.check_batch(task.config["batch_size"], feeds["train"].rows, distribution.num_replicas_in_sync)
-            if task.steps_per_execution == "auto" and model.steps_per_execution == 1:
-                model.steps_per_execution = min(tpu.STEPS_PER_EXECUTION, feeds["train"].steps)
-        datasets = {name: feed.dataset() for name, feed in feeds.items()}
-        with distribution.scope():
-            build_from_data(model, datasets["train"])
-        if task.steps_per_execution != "auto":
-            model.steps_per_execution = task.steps_per_execution
-        users = users_callbacks(task, session)
-        states = CallbackStates(users)
-        validation_feeds = [feed for name, feed in feeds.items() if name != "train"]
-        position = callbacks.FeedCallback(feeds["train"], state.step if state else 0, validation_feeds)
-        fit_callbacks = [position, *users, epoch_checks.EpochChecks(task.nan, users, session.rank, session.size)]
-        if replacement_state is not None:
-            model.steps_per_execution = shared_state["steps_per_execution"]
-        if task.steps_per_execution == "auto" and not static:
-            agreed["execution"] = steps_per_execution.ExecutionCallback(users, shared_state.get("execution"))
-            fit_callbacks.insert(0, agreed["execution"])
-        if task.warmup_steps:
-            agreed["warmup"] = callbacks.WarmupCallback(
-                task.warmup_steps, model, position.step, shared_state.get("warmup")
-            )
-            fit_callbacks.append(agreed["warmup"])
-        fit_callbacks += restored(folder, state, model, task, states, session)
-        if session.rank == 0 and task.board is not None:
-            fit_callbacks.append(callbacks.ProgressCallback(task.board, task.config["batch_size"], waited))
-        fit_callbacks += figures.of_run(
-            session.storage, position, task.config["batch_size"], session.rank, session.size, users, waited
-        )
-        send_report = session.report
-        if task.report_steps is not None:
-            send_report = functools.partial(session.report, keep=True)
-            (every, needed), last = task.report_steps, state.history[-1] if state and state.history else None
-            fit_callbacks.append(callbacks.StepReportCallback(every, session.report, needed, last))
-        writers = Writers(session) if isinstance(session, RaySession) and session.size > 1 else None
-        steps = lambda: position.step
-        report = report_callback(task, datasets["train"], states, state, send_report, steps=steps, writers=writers)
-        order = feeds["train"].order
-        first_callbacks, last_callbacks = resumed(
-            folder,
-            state,
-            states,
-            position,
-            order,
-            place=replacement_state,
-            regroups=state is not None and _is_scaled(state, task),
-        )
-        step_checkpoints = within_epochs(task, feeds, position, report, session, writers, shared_state.get("kept"))
-        if step_checkpoints:
-            agreed["kept"] = step_checkpoints[0]
-            session.ready(model, task.memory_every is not None)
-        recoverable = replacement.survivable(
-            heals,
-            model,
-            position,
-            report,
-            agreed,
-            order,
-            session,
-            users,
-            steps=task.report_steps is None,
-            ends=isinstance(session, RaySession),  # a trial pauses at each report
-        )
         try:
-            with recoverable:
-                model.fit(
-                    datasets["train"],
-                    validation_data=datasets.get("validation"),
-                    epochs=task.config["epochs"],
-                    initial_epoch=state.epoch if state else 0,
-                    callbacks=[
-                        replacement.First(),
-                        *first_callbacks,
-                        *fit_callbacks,
-                        *last_callbacks,
-                        report,
-                        *step_checkpoints,
-                        replacement.RecoveryCallback(position, replacement_state),
-                    ],
-                    verbose=0,
-                    shuffle=False,  # the feed does
-                )
+            loop.run(prepared(task, session, waited, callbacks.feed_state, folder, state), PARTS)
         except StopTraining as stop:
             if stop.why != STOP:
                 raise _moved(stop) from None
@@ -168,105 +59,51 @@ def _moved(ended: StopTraining) -> MovedError:
     return error
 
 
-def within_epochs(
-    task: TrainJob, feeds: dict[str, Feed], position, report, session, writers: Writers | None = None, told=None
-) -> list:
-    """Returns the callback that saves checkpoints within epochs, in a list that is empty if the run cannot have any."""
-    if session.keep is None:
-        return []
-    if task.memory_every is not None and context.uses_tpu():
-        raise ConfigError(
-            "memory_every needs workers each of which holds the whole model", "TPUs", "Use checkpoint_every"
-        )
-    holders = session.holders() if task.memory_every is not None else Holders(mine=False, peer=False)
-    on_one_host = context.servers() is None and not holders.peer
-    if session.rank == 0 and task.memory_every is not None and on_one_host:
-        warnings.warn(
-            "All workers are on one host: what memory_every holds there outlives a worker, and not the host",
-            stacklevel=2,
-        )
-    saver = within_epoch.StepCheckpointCallback(
-        task.checkpoint_every,
-        session.keep,
-        position,
-        report,
-        chief=session.rank == 0,
-        order=feeds["train"].order,
-        validates="validation" in feeds,
-        memory_every=task.memory_every,
-        hold=session.hold if holders.mine else None,
-        peer=holders.peer,
-        writers=writers,
-        keep_part=None if writers is None else session.keep_part,
-        told=told,
-    )
-    return [saver]
+def prepared(
+    task: TrainJob,
+    session: Session,
+    waited: Callable[[], float],
+    feed_state: Callable[[str], Mapping | None],
+    folder: str | None = None,
+    state: CheckpointState | None = None,
+) -> Training:
+    """Returns the training of a task: builds the model, and opens the feeds.
 
-
-def resumed(
-    folder: str | None,
-    state,
-    states,
-    position,
-    order,
-    *iterator: Callable,
-    place: ReplacementState | None = None,
-    regroups: bool = False,
-) -> tuple[list, list]:
-    """Returns callbacks to run before and after the others, for a training that resumes within an epoch.
-
-    A replacement worker with `place` resumes where the others are, also in the first step of an epoch. If the run
-    `regroups` rows, as steps have another number of them now, it resumes after the rows of earlier steps. See
-    `Resumption`.
+    Args:
+        task: The task for this number of workers.
+        session: Session of the run.
+        waited: See `Training`.
+        feed_state: Function that returns the state of a feed by name on other workers, or None, see `Feed.state_dict`.
+        folder: Folder of the checkpoint to resume from, or None.
+        state: State of that checkpoint, or None.
     """
-    begin = None
-    if place is None:
-        if state is None or not state.epoch_step:
-            return [], []
-        differs = sampling.differences(state.order, order)
-        if differs and regroups:
-            begin = sampling.regrouped(state.order, order, state.epoch_step)
-        if differs and begin is None:
-            warnings.warn(
-                f"Epoch {state.epoch + 1} starts again, with weights that have seen {state.epoch_step} of its steps: "
-                f"these would have other rows now ({differs})",
-                stacklevel=2,
-            )
-            return [], []
-    first = None if place is None else replacement.first_execution(place)
-    begun = place is not None and not place.behind
-    resumption = within_epoch.Resumption(
-        folder, state, states, position, *iterator, first=first, begin=begin, begun=begun
+    strategy, static = context.get_strategy(), context.uses_tpu()
+    model, shard = built(task, strategy), Shard(session.rank, session.size)
+    feeds = {}
+    for name in task.used():
+        arguments = task.feed(name, drop_remainder=static and name == "train")
+        more = {"name": name, "strategy": strategy, "static": static and name == "train", "told": feed_state(name)}
+        feeds[name] = open_feed(**arguments, shard=shard, **more)
+    if static:
+        task = tpu.settled(task, model, feeds["train"])
+    datasets = {name: feed.dataset() for name, feed in feeds.items()}
+    with strategy.scope():
+        build_from_data(model, datasets["train"])
+    return Training(
+        options=task,
+        seed=task.sampling.seed,
+        session=session,
+        folder=folder,
+        state=state,
+        model=model,
+        feeds=feeds,
+        datasets=datasets,
+        users=users_callbacks(task, session),
+        position=FeedCallback(feeds, state.step if state else 0),
+        waited=waited,
+        epochs=task.config["epochs"],
+        build=described(task, datasets["train"]),
     )
-    return [resumption.first], [resumption.last]
-
-
-def _is_scaled(state, task: TrainJob) -> bool:
-    """Whether steps have another number of rows than before, as that scales with the number of workers."""
-    return state.batch_scale != task.scale
-
-
-def scale_rate(model, factor: float) -> None:
-    """Multiplies the learning rate of a model by the scale of its batch.
-
-    Raises:
-        ConfigError: The optimizer has a learning rate schedule.
-    """
-    if factor == 1:
-        return
-    rate = settable_rate(model.optimizer)
-    if rate is None:
-        raise ConfigError(
-            'elastic_batch="scale" needs an optimizer with a number for its learning rate',
-            "a schedule",
-            'Set the rate in a callback, by epochs, or use elastic_batch="keep"',
-        )
-    model.optimizer.learning_rate = float(rate) * factor
-
-
-def _open(task: TrainJob, name: str, session, static: bool, strategy, told: dict | None) -> Feed | PipelineFeed:
-    shard, given = Shard(session.rank, session.size), task.feed(name, drop_remainder=static)
-    return open_feed(**given, shard=shard, static=static, name=name, strategy=strategy, told=told)
 
 
 def built(task: TrainJob, distribution):
@@ -331,59 +168,9 @@ def users_callbacks(task: TrainJob, session) -> list:
     return users + callbacks.tensorboard(session.storage, users, session.rank)
 
 
-def restored(folder: str | None, state, model, task: TrainJob, states, session) -> list:
-    """Restores a built model from a checkpoint, if there is one. Returns callbacks that restore the user's callbacks.
-
-    Args:
-        folder: Folder of the checkpoint, or None.
-        state: State of the checkpoint, or None.
-        model: The built model.
-        task: Task from the trainer.
-        states: `callback_state.CallbackStates` of the user's callbacks.
-        session: Session of the run.
-    """
-
-    if folder is None:
-        scale_rate(model, task.scale)
-        return []
-    rate = settable_rate(model.optimizer)
-    built_rate = None if rate is None else float(rate)
-    is_new = checkpoint.restore(folder, model, task.config)
-    if built_rate is not None and same_run.rates_differ(state.identity, task.identity):
-        model.optimizer.learning_rate = built_rate  # the user saw this difference, and passed resume=True
-        is_new = True
-    scale_rate(model, task.scale if is_new else task.scale / state.batch_scale)
-    if session.rank == 0:
-        callbacks.continue_logs(states.callbacks, state.epoch)
-    return [callbacks.RestoreCallback(folder, states, session.rank == 0, state.history)]
-
-
-def report_callback(
-    task: TrainJob,
-    dataset,
-    states,
-    state,
-    to: Callable,
-    steps: Callable[[], int] | None = None,
-    writers: Writers | None = None,
-):
-    """Returns the callback that reports each epoch with `to(metrics, write)`; put it last."""
-
-    return callbacks.ReportCallback(
-        seed=task.sampling.seed,
-        build=(task.build_model, task.config, _inputs(dataset)),
-        callbacks=states,
-        history=state.history if state else (),
-        report=to,
-        identity=task.identity,
-        steps=steps,
-        writers=writers,
-        batch_scale=task.scale,
-    )
-
-
-def _inputs(dataset):
-
+def described(task: TrainJob, dataset) -> tuple:
+    """Returns what a checkpoint notes to build the model again: (build_model, config, inputs)."""
     spec = dataset.element_spec
     features = spec[0] if isinstance(spec, tuple) else spec
-    return tf.nest.map_structure(lambda s: (tuple(size or 1 for size in s.shape[1:]), s.dtype.name), features)
+    shape = lambda s: (tuple(size or 1 for size in s.shape[1:]), s.dtype.name)
+    return task.build_model, task.config, tf.nest.map_structure(shape, features)

@@ -15,7 +15,36 @@ from raytf.worker.checkpoint_every import Every
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TrainJob:
+class Options:
+    """Options of a training that its parts read, see `part.Part`.
+
+    Args:
+        steps_per_execution: "auto", or a number of steps, at least 1.
+        board: `progress.Board`, or None for no progress line.
+        warmup_steps: Number of steps in which the learning rate rises from 0.
+        report_steps: Tuple (interval in steps, metric that a report needs) for reports within epochs, or None.
+        identity: JSON values by name that identify the run.
+        checkpoint_every: When to save checkpoints within epochs.
+        memory_every: Interval in steps of checkpoints in memory, or None.
+        heals: Whether to replace a lost worker in place, if that is possible.
+        scale: Factor of batch_size and learning rate, see `TrainJob.of`.
+        nan: Reaction to a loss that is NaN or infinite, see `epoch_checks.EpochChecks`.
+    """
+
+    steps_per_execution: int | str = "auto"
+    board: Board | None = None
+    warmup_steps: int = 0
+    report_steps: tuple[int, str] | None = None
+    identity: dict[str, Any] = dataclasses.field(default_factory=dict)
+    checkpoint_every: Every = Every()  # noqa: RUF009 - it is frozen
+    memory_every: int | None = None
+    heals: bool = False
+    scale: float = 1.0
+    nan: str = "warn"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainJob(Options):
     """Arguments of a training, which a KerasTrainer sends to its workers.
 
     Args:
@@ -27,21 +56,11 @@ class TrainJob:
             "validation".
         sampling: Order of the training rows; weights and masks use its seed, too. The rows of a step come from
             the config, which a trial of a sweep may change.
-        steps_per_execution: "auto" or a number of steps, at least 1.
-        board: `progress.Board`, or None for no progress line.
-        warmup_steps: Number of steps in which the learning rate rises from 0.
-        report_steps: Tuple (interval in steps, metric that a report needs) for reports within epochs, or None.
         variable_partitioner: See `remote_model.RemoteModel`.
         evaluator: Whether an evaluator evaluates checkpoints, in parallel to a training without validation.
         validate: Whether each checkpoint calls the evaluator, or a function of the user's.
-        identity: JSON values by name that identify the run.
-        checkpoint_every: When to save checkpoints within epochs.
-        memory_every: Interval in steps of checkpoints in memory, or None.
-        heals: Whether to replace a lost worker in place, if that is possible.
         fewest: Number of workers that the config's batch_size and learning rate are for, if an elastic run scales them;
             else None.
-        scale: Factor of batch_size and learning rate, see `of`.
-        nan: Reaction to a loss that is NaN or infinite, see `epoch_checks.EpochChecks`.
     """
 
     build_model: Callable
@@ -50,20 +69,10 @@ class TrainJob:
     batch: BatchSpec
     datasets: dict[str, StoredDataset]
     sampling: Sampling
-    steps_per_execution: int | str
-    board: Board | None
-    warmup_steps: int = 0
-    report_steps: tuple[int, str] | None = None
     variable_partitioner: Callable | None = None
     evaluator: bool = False
     validate: bool = False
-    identity: dict[str, Any] = dataclasses.field(default_factory=dict)
-    checkpoint_every: Every = Every()  # noqa: RUF009 - it is frozen
-    memory_every: int | None = None
-    heals: bool = False
     fewest: int | None = None
-    scale: float = 1.0
-    nan: str = "warn"
 
     def of(self, workers: int) -> TrainJob:
         """Returns the job for a number of workers, with the scaled batch_size in the config."""

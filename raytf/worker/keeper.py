@@ -61,7 +61,7 @@ class Keeper:
             self._writer.ready(size + _OTHER_BYTES, held)
 
     def keep(self, name: str, model, parts: Mapping[str, Any], writers: int = 1, last: bool = False) -> bool:
-        """Saves a checkpoint, see `session.RaySession.keep`.
+        """Saves a checkpoint, see `session.Session.save_step`.
 
         Args:
             name: Name of the checkpoint's folder in the run's folder.
@@ -171,7 +171,7 @@ class Keeper:
         return contextlib.nullcontext() if self._writer is None else self._writer.held_up()
 
     def keep_now(self, name: str, model, parts: Mapping[str, Any]) -> None:
-        """Saves a checkpoint at once, see `session.RaySession.keep_now`."""
+        """Saves a checkpoint at once, see `session.RaySession.save_now`."""
         number = self._take(name, model, parts, pinned=True)
         with self._writer.held_up():
             self._writer.finish(self._last_seconds(), timeouts.get().checkpoint_failing, number)

@@ -6,17 +6,18 @@ warms up as the last of `workers` workers, without connections: sums are those o
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 
 from raytf.collectives import communicator, healing
 from raytf.data import worker_part
-from raytf.data.feed import open_feed
 from raytf.parallel import own_state
-from raytf.runtime.topology import Shard
 from raytf.storage import scratch
 from raytf.storage.checkpoint_files import CheckpointState
-from raytf.worker import checkpoint, context, fit
+from raytf.worker import checkpoint, fit, loop
 from raytf.worker.job import TrainJob
+from raytf.worker.session import Session
+from raytf.worker.steps_per_execution import ExecutionCallback
 
 # Larger models are not saved and restored in a warm-up: that takes longer than the imports that it saves.
 _MOST_BYTES = 64 << 20
@@ -28,27 +29,24 @@ def rehearse(task: TrainJob, workers: int) -> None:
     healing.here.rehearses = True
     healing.here.arm(no_op, no_op, no_op, step=0)
     try:
-        _step(task, Shard(workers - 1, workers))
+        _step(task, Session(workers - 1, workers))
     finally:
         healing.here.rehearses = False
         healing.here.disarm()
         gc.collect()
 
 
-def _step(task: TrainJob, shard: Shard) -> None:
-    distribution = context.get_strategy()
-    model = fit.built(task, distribution)
-    first = task.datasets["train"].first()
-    dataset = open_feed(**{**task.feed("train"), "dataset": first}, shard=shard, told={"steps": 1}).dataset()
-    with distribution.scope():
-        fit.build_from_data(model, dataset)
-    if task.steps_per_execution != "auto":
-        model.steps_per_execution = task.steps_per_execution
+def _step(task: TrainJob, session: Session) -> None:
+    first = {"train": task.datasets["train"].first()}
+    once = dataclasses.replace(task, datasets=first, callbacks=None, config={**task.config, "epochs": 1})
+    training = fit.prepared(once, session, lambda: 0.0, lambda name: {"steps": 1})
+    model = training.model
+    training.datasets["train"] = worker_part.mark_worker_part(training.datasets["train"].take(1))
     if sum(map(communicator.bytes_of, model.variables)) <= _MOST_BYTES:
         with scratch.folder() as folder:
             state = CheckpointState(epoch=0, step=0, seed=task.sampling.seed, stopped=False, history=[])
             checkpoint.save(folder, model, state)
             checkpoint.restore(folder, model)
-    model.fit(worker_part.mark_worker_part(dataset.take(1)), verbose=0, shuffle=False)
+    loop.run(training, [ExecutionCallback])  # no other part, as the others exchange data or write
     if own_state.bytes_of(model) is not None:
         own_state.take(model, own_state.content_of(model))

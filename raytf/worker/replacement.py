@@ -22,7 +22,6 @@ import tensorflow as tf
 from raytf import activity
 from raytf.collectives import communicator, gradient_ring, healing
 from raytf.collectives.healing import ReplacementState
-from raytf.collectives.ring import Listener
 from raytf.compat.keras import pythonify_logs
 from raytf.errors import RaytfError, in_a_line
 from raytf.parallel import (
@@ -37,135 +36,11 @@ from raytf.parallel import (
 )
 from raytf.storage import checkpoint_files, step_folders
 from raytf.worker import checkpoint
+from raytf.worker.callbacks import EpochReports
+from raytf.worker.part import Training, TrainingPart
 
 # Bytes of a row in `_number`.
 _ROW_BYTES = 1 << 13
-
-
-@contextlib.contextmanager
-def survivable(
-    heals: bool,
-    model,
-    position,
-    report,
-    agreed: dict[str, Any],
-    order: dict,
-    session,
-    users: Sequence[keras.callbacks.Callback],
-    steps: bool = True,
-    ends: bool = False,
-) -> Iterator[None]:
-    """Makes the loss of a worker in a step recoverable within it, if that is possible at all.
-
-    Args:
-        heals: Whether the run recovers lost workers in place.
-        model: The built model.
-        position: The `callbacks.FeedCallback`.
-        report: The `callbacks.ReportCallback`.
-        agreed: Callbacks with state that all workers share, by name; `told()` of each returns that state.
-        order: `Feed.order` of the training rows.
-        session: Session of the run: it counts reports, receives losses, and may save checkpoints (`keep_now`).
-        users: The user's callbacks.
-        steps: Whether a loss between two steps of an epoch is recoverable, too: there are no reports in between.
-        ends: Whether a loss between the last step of an epoch and the next step is recoverable, too: the session counts
-            reports.
-    """
-    recovery, holder = healing.here, gradient_ring.of(model.distribute_strategy)
-    refused = _refused(model, holder) if heals else "TensorflowConfig(heal=False)"
-    if refused is not None:
-        recovery.place = None
-        recovery.disarm(refused)
-        yield
-        return
-
-    chief_only = callbacks.held_by_chief(users)
-    collective_callbacks = [callback for callback in agreed.values() if hasattr(callback, "meets")]
-
-    def ahead() -> int:
-        """Returns the number of steps for which callbacks were not called yet."""
-        return recovery.step - position.step
-
-    def listen() -> Listener:
-        return gradient_ring.listener(gradient_ring.members(None))
-
-    def parts_of(value: Callable[[keras.Variable], np.ndarray], logs: Mapping[str, float]) -> dict[str, Any]:
-        named = {f"{i}.{j}": value(v) for i, metric in enumerate(model.metrics) for j, v in enumerate(metric.variables)}
-        epoch_step = position.epoch_step + ahead()
-        state = {"logs": logs, "metrics": metrics.described(model), "order": dict(order), "epoch_step": epoch_step}
-        return report.parts(named, ahead=ahead(), **state)
-
-    # If a worker is lost before it sends the state of its last step, the state of the step before is used. The metrics
-    # of the epoch then lack its rows of one step, and a warning reports it.
-    def keep(owned: Sequence[bytes], behind: Collection[int]) -> int:
-        if early := own_state.written_early(model):
-            raise RaytfError(f"its steps change {', '.join(early)} before gradients are summed, or after updates")
-        variables = own_state.variables_of(model)
-        values = metrics.together(model, variables, [own_state.values_of(model, content) for content in owned], behind)
-        known = {id(v): value for v, value in zip(variables, values, strict=True)}
-        epoch_complete = position.epoch_step + ahead() >= position.steps
-        logs = metrics.logs_of(model, known) if epoch_complete else {}
-        own_state.put(model, values)  # this worker makes no further step
-        step = recovery.step
-        session.keep_now(
-            step_folders.name_of(step, copy=holder.ring.rank > 0), model, parts_of(lambda v: known[id(v)], logs)
-        )
-        return step
-
-    def standing() -> dict[str, Any]:
-        """Returns the state that all workers share."""
-        shared_state = {name: callback.told() for name, callback in agreed.items()}
-        shared_state |= {"steps_per_execution": model.steps_per_execution, "reports": session.reports_made()}
-        return shared_state | {"looking": double_writes.looking()}
-
-    def nothing(variable: keras.Variable) -> np.ndarray:
-        return np.zeros(tuple(variable.shape), variable.dtype)
-
-    def check_chief() -> None:
-        """Raises RaytfError on other workers than the chief if a snapshot needs callbacks that only the chief has."""
-        if chief_only and holder.ring.rank > 0:
-            raise RaytfError(f"what {', '.join(chief_only)} held was the chief's alone")
-
-    def image() -> ReplacementState:
-        check_chief()
-        if position.skipped:
-            raise RaytfError("the other workers have made no step since they resumed with another batch")
-        files = checkpoint.files(model, parts_of(nothing, {}))
-        execution_steps, shared_state = recovery.within + recovery.begun, standing()
-        if recovery.at_end:
-            shared_state["last"] = metrics.last_logs(model, model.__dict__["_raytf_last"])
-        return ReplacementState(recovery.step, recovery.tag, execution_steps, recovery.at_end, files, b"", shared_state)
-
-    def note(epoch_ends: bool) -> Callable[[], ReplacementState] | None:
-        steps_made = position.epoch_step + ahead()
-        observed = steps and model.__dict__.get("_raytf_sync_batches")
-        if not ends and steps_made >= position.steps:
-            return None
-        if not (
-            epoch_ends
-            or observed
-            or (steps and any(callback.meets(recovery.step) for callback in collective_callbacks))
-        ):
-            return None
-        try:
-            check_chief()
-            return _Moment(model, parts_of(nothing, {}), standing(), recovery.step, recovery.tag, epoch_ends)
-        except RaytfError as error:
-            why = str(error)
-        except Exception as error:  # of a callback's `get_state`, which otherwise only the chief's checkpoint calls
-            why = f"what a replacement needs could not be recorded: {in_a_line(error)}"
-
-        def refused() -> ReplacementState:
-            raise RaytfError(why)
-
-        return refused
-
-    can_keep = hasattr(session, "keep_now")
-    size = sum(map(communicator.bytes_of, [*model.variables, *model_optimizers.variables(model)]))
-    recovery.arm(listen, image, session.tell_of_loss, position.step, keep if can_keep else None, note, ends, size)
-    try:
-        yield
-    finally:
-        recovery.disarm()
 
 
 def _refused(model, holder) -> str | None:
@@ -252,10 +127,8 @@ def _number(held: np.ndarray) -> int:
     return zlib.crc32(held[whole:], zlib.crc32(sums))
 
 
-class First(keras.callbacks.Callback):
+class CallbackPhases(TrainingPart):
     """Marks, before all other callbacks, the begin of a batch and the end of an epoch as phases with callbacks."""
-
-    raytf_local_batches = True
 
     def on_train_batch_begin(self, batch, logs=None):
         healing.here.begin_batch()
@@ -266,20 +139,129 @@ class First(keras.callbacks.Callback):
             own_state.check_alike(self.model)
 
 
-class RecoveryCallback(keras.callbacks.Callback):
-    """Marks, after all other callbacks, from when a loss is recoverable; sets up a replacement worker.
+class RecoveryCallback(TrainingPart):
+    """Makes the loss of a worker recoverable where it can be, and sets up a replacement worker. Put it last.
+
+    It marks, after all other callbacks, from when a loss is recoverable. Between two steps of an epoch that needs a
+    training without reports there; between an epoch and the next one a session that counts reports.
 
     Args:
-        position: The `callbacks.FeedCallback`.
-        place: State for this replacement worker, or None.
+        training: The training.
     """
 
-    raytf_local_batches = True
     raytf_after_agreement = True
 
-    def __init__(self, position, place: ReplacementState | None):
+    def __init__(self, training: Training):
         super().__init__()
-        self._position, self._place = position, place
+        self._training, self._position, self._place = training, training.position, training.place
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps_per_execution": self._training.model.steps_per_execution}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._training.model.steps_per_execution = state["steps_per_execution"]
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Allows recovery, if the training does, while it runs."""
+        training, recovery = self._training, healing.here
+        model, session = training.model, training.session
+        self._holder = gradient_ring.of(model.distribute_strategy)
+        allowed = training.options.heals and session.recovers
+        refused = _refused(model, self._holder) if allowed else "TensorflowConfig(heal=False)"
+        if refused is not None:
+            recovery.place = None
+            recovery.disarm(refused)
+            yield
+            return
+        self._chief_only = callbacks.held_by_chief(training.users)
+        listen = lambda: gradient_ring.listener(gradient_ring.members(None))
+        size = sum(map(communicator.bytes_of, [*model.variables, *model_optimizers.variables(model)]))
+        save = self._save if session.saves_at_loss else None
+        ends = session.numbers_reports
+        recovery.arm(listen, self._image, session.report_loss, self._position.step, save, self._note, ends, size)
+        try:
+            yield
+        finally:
+            recovery.disarm()
+
+    def _ahead(self) -> int:
+        """Returns the number of steps for which callbacks were not called yet."""
+        return healing.here.step - self._position.step
+
+    def _steps_made(self) -> int:
+        """Returns the number of steps of the epoch that are made."""
+        return self._position.epoch_step + self._ahead()
+
+    def _files(self, value: Callable[[keras.Variable], np.ndarray], logs: Mapping[str, float]) -> dict[str, Any]:
+        training = self._training
+        model, report = training.model, training.parts[EpochReports]
+        named = {f"{i}.{j}": value(v) for i, metric in enumerate(model.metrics) for j, v in enumerate(metric.variables)}
+        state = {"logs": logs, "metrics": metrics.described(model), "order": dict(training.order)}
+        return report.parts(named, ahead=self._ahead(), epoch_step=self._steps_made(), **state)
+
+    def _save(self, owned: Sequence[bytes], behind: Collection[int]) -> int:
+        """Saves a checkpoint of the last common step, see `Healer.arm`; this worker makes no further step.
+
+        If a worker is lost before it sends the state of its last step, the state of the step before is used. The
+        metrics of the epoch then lack its rows of one step, and a warning reports it.
+        """
+        model, session, step = self._training.model, self._training.session, healing.here.step
+        if early := own_state.written_early(model):
+            raise RaytfError(f"its steps change {', '.join(early)} before gradients are summed, or after updates")
+        variables = own_state.variables_of(model)
+        values = metrics.together(model, variables, [own_state.values_of(model, content) for content in owned], behind)
+        known = {id(v): value for v, value in zip(variables, values, strict=True)}
+        logs = metrics.logs_of(model, known) if self._steps_made() >= self._position.steps else {}
+        own_state.put(model, values)
+        name = step_folders.name_of(step, copy=self._holder.ring.rank > 0)
+        session.save_now(name, model, self._files(lambda v: known[id(v)], logs))
+        return step
+
+    def _shared(self) -> dict[str, Any]:
+        """Returns the state that all workers share."""
+        states = {kind.__name__: part.state_dict() for kind, part in self._training.parts.items()}
+        reports = self._training.session.reports_made()
+        return {"parts": states, "reports": reports, "looking": double_writes.looking()}
+
+    def _check_chief(self) -> None:
+        """Raises RaytfError on other workers than the chief if a snapshot needs callbacks that only the chief has."""
+        if self._chief_only and self._holder.ring.rank > 0:
+            raise RaytfError(f"what {', '.join(self._chief_only)} held was the chief's alone")
+
+    def _image(self) -> ReplacementState:
+        model, recovery = self._training.model, healing.here
+        self._check_chief()
+        if self._position.skipped:
+            raise RaytfError("the other workers have made no step since they resumed with another batch")
+        files = checkpoint.files(model, self._files(_zeros, {}))
+        execution_steps, shared_state = recovery.within + recovery.begun, self._shared()
+        if recovery.at_end:
+            shared_state["last"] = metrics.last_logs(model, model.__dict__["_raytf_last"])
+        return ReplacementState(recovery.step, recovery.tag, execution_steps, recovery.at_end, files, b"", shared_state)
+
+    def _note(self, epoch_ends: bool) -> Callable[[], ReplacementState] | None:
+        training, recovery = self._training, healing.here
+        steps = training.options.report_steps is None
+        observed = steps and training.model.__dict__.get("_raytf_sync_batches")
+        if not training.session.numbers_reports and self._steps_made() >= self._position.steps:
+            return None
+        exchanges = lambda: any(part.exchanges(recovery.step) for part in training.parts.values())
+        if not (epoch_ends or observed or (steps and exchanges())):
+            return None
+        try:
+            self._check_chief()
+            files = self._files(_zeros, {})
+            return _Moment(training.model, files, self._shared(), recovery.step, recovery.tag, epoch_ends)
+        except RaytfError as error:
+            why = str(error)
+        except Exception as error:  # of a callback's `get_state`, which otherwise only the chief's checkpoint calls
+            why = f"what a replacement needs could not be recorded: {in_a_line(error)}"
+
+        def refused() -> ReplacementState:
+            raise RaytfError(why)
+
+        return refused
 
     def on_epoch_begin(self, epoch, logs=None):
         replacement_state, self._place = self._place, None
@@ -324,6 +306,6 @@ class RecoveryCallback(keras.callbacks.Callback):
             healing.here.end_epoch()
 
 
-def first_execution(place: ReplacementState) -> int:
-    """Returns the number of steps of the first execution: the other workers may be within one of several steps."""
-    return max(1, place.agreed["steps_per_execution"] - place.within)
+def _zeros(variable: keras.Variable) -> np.ndarray:
+    """Returns zeros instead of a worker's own metrics, which a replacement gets from the lost one's successor."""
+    return np.zeros(tuple(variable.shape), variable.dtype)

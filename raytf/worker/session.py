@@ -1,6 +1,6 @@
 """Connects a train loop to its run: rank, checkpoint to resume from, reports. Runs on a worker.
 
-In `fit` the run is Ray Train's. In a sweep it is a worker group, which also implements Ray Train's own functions. So
+In `fit` the run is on `train.run_worker`. In a sweep it is a worker group. Both implement Ray Train's own functions. So
 train loops with `ray.train.report` and `ray.train.get_context` run unchanged (`session_functions.py`).
 """
 
@@ -38,9 +38,9 @@ from raytf.worker.keeper import Keeper
 
 # File in a trial's checkpoints with state of the sweep.
 TRIAL = "trial.json"
-# Pending reports to Ray Train's controller at which the training waits, up to a timeout; it also waits for an old one.
+# Pending reports to the driver at which the training waits, up to a timeout; it also waits for an old one.
 _MOST_REPORTS = 5
-# Reasons why a controller does not process reports, as a clause that follows "it" or "which".
+# Reasons why the driver does not process reports, as a clause that follows "it" or "which".
 _WAITS_FOR = "waits for its storage or in a callback of RunConfig, or has no processor"
 
 
@@ -55,6 +55,9 @@ class Holders:
 
     mine: bool
     peer: bool
+
+
+NO_HOLDERS = Holders(mine=False, peer=False)
 
 
 class Pending:
@@ -103,7 +106,7 @@ class Pending:
 
 
 class Reports:
-    """Queue of reports that another thread makes in order, as fast as Ray Train's controller processes them."""
+    """Queue of reports that another thread makes in order, as fast as the driver processes them."""
 
     def __init__(self):
         self._made: collections.deque[tuple[float, concurrent.futures.Future]] = collections.deque()
@@ -116,7 +119,7 @@ class Reports:
         """Blocks if many reports are pending, or one is old, as trials are judged and checkpoints deleted after them.
 
         Raises:
-            TimeoutError: The controller does not process reports.
+            TimeoutError: The driver does not process reports.
         """
         while self._made and self._made[0][1].done():
             self._made.popleft()
@@ -126,12 +129,11 @@ class Reports:
         added_at, oldest = self._made[0]
         if len(self._made) < _MOST_REPORTS and time.monotonic() - added_at < limits.report_old:
             return
-        with activity.here.within(activity.CONTROLLER):
+        with activity.here.within(activity.DRIVER):
             done, _ = concurrent.futures.wait([oldest], limits.report_taken)
         if not done:
             raise TimeoutError(
-                f"Ray Train's controller was to take a report within {limits.report_taken:g} s and has not: "
-                f"it {_WAITS_FOR}"
+                f"The driver was to take a report within {limits.report_taken:g} s and has not: it {_WAITS_FOR}"
             )
 
     def end(self) -> None:
@@ -140,23 +142,101 @@ class Reports:
         _, pending = concurrent.futures.wait([report for _, report in self._made], seconds)
         if pending:
             warnings.warn(
-                f"The training has ended, and {len(pending)} of its reports wait since {seconds:g} s for Ray Train's "
-                f"controller, which {_WAITS_FOR}",
+                f"The training has ended, and {len(pending)} of its reports wait since {seconds:g} s for the "
+                f"driver, which {_WAITS_FOR}",
                 stacklevel=2,
             )
 
 
-class RaySession:
-    """Session of a worker of Ray Train.
+class Session:
+    """Connects a training on this worker to its run. This base class is for a training without a run.
+
+    Args:
+        rank: Rank of this worker.
+        size: Number of workers.
+
+    Attributes:
+        storage: Ray Train's storage of the run, or None.
+        saves: Whether checkpoints within epochs have a place.
+        recovers: Whether lost workers can be replaced in place.
+        numbers_reports: Whether reports are only counted, so that a loss between two of them is recoverable.
+        saves_at_loss: Whether any worker can save a checkpoint with `save_now`.
+        shares_writing: Whether several workers can write a checkpoint together.
+    """
+
+    storage: Any = None
+    saves = recovers = numbers_reports = saves_at_loss = shares_writing = False
+
+    def __init__(self, rank: int = 0, size: int = 1):
+        self.rank, self.size = rank, size
+
+    @contextlib.contextmanager
+    def checkpoint(self) -> Iterator[str | None]:
+        """Yields the folder of the checkpoint to resume from, the same on every worker, or None without one."""
+        yield None
+
+    def report(self, metrics: dict, moment: Moment | Reported | None, keep: bool = False) -> Any:
+        """Reports metrics and, from the chief, a checkpoint. Every worker calls it.
+
+        Args:
+            metrics: Values by name.
+            moment: The checkpoint, see `Moment`, or None without one.
+            keep: Whether to copy it now, if it would be written only on request.
+
+        Returns:
+            None, or a function that blocks until the checkpoint is done, and returns the error or None.
+        """
+
+    def reports_made(self) -> int:
+        """Returns the number of reports of the run; the same on all workers within a step."""
+        return 0
+
+    def report_loss(self) -> None:
+        """Reports the loss of another worker to the driver, if that does not notice it at once."""
+
+    def ready(self, model, held: bool) -> None:
+        """Prepares the first checkpoint before the first step, on workers that save checkpoints or keep them in memory.
+
+        Args:
+            model: A compiled and built `keras.Model`.
+            held: Whether some checkpoints stay in memory.
+        """
+
+    def save_step(self, name: str, model, parts: Mapping[str, Any], writers: int = 1) -> None:
+        """Saves a checkpoint within an epoch; the chief calls it.
+
+        The writer process may be slower, and warns of checkpoints that it could not write.
+
+        Args:
+            name: Name of the checkpoint's folder in the run's folder, see `step_folders.name_of`.
+            model: A compiled and built `keras.Model`.
+            parts: Result of `checkpoint.parts`.
+            writers: Number of workers that write it together, each of which calls `save_part`.
+        """
+
+    def holders(self) -> Holders:
+        """Returns who keeps checkpoints in memory."""
+        return NO_HOLDERS
+
+    def stop_request(self) -> str | None:
+        """Returns why the training is requested to stop, see `ending.Gate`, or None."""
+        return ending.gate.why
+
+
+class RaySession(Session):
+    """Session of a worker of a run.
 
     Args:
         validate: Whether checkpoints are evaluated in parallel to the training.
     """
 
+    saves = recovers = numbers_reports = saves_at_loss = True
+
     def __init__(self, validate: bool = False):
         self._validate = validate
         context = ray.train.get_context()
-        self.rank, self.size = context.get_world_rank(), context.get_world_size()
+        super().__init__(context.get_world_rank(), context.get_world_size())
+        self.shares_writing = self.size > 1
         self.storage = context.get_storage()
         self._keeper = Keeper(self.storage.storage_filesystem, self.storage.experiment_fs_path)
         self._pending: Pending | None = None
@@ -217,11 +297,9 @@ class RaySession:
         self._reports.add(ray_train.report_later(metrics, lambda: kept))
 
     def reports_made(self) -> int:
-        """Returns the number of reports, see `ray_train.reports_made`."""
         return ray_train.reports_made()
 
-    def tell_of_loss(self) -> None:
-        """Reports the loss of a worker to the controller, see `ray_train.tell_of_loss`."""
+    def report_loss(self) -> None:
         ray_train.tell_of_loss()
 
     def _close(self, kind: type[BaseException] | None, *_) -> None:
@@ -261,31 +339,14 @@ class RaySession:
         path = posixpath.join(self.storage.experiment_fs_path, name)
         return ray.train.Checkpoint(path, filesystem=self.storage.storage_filesystem)
 
-    def keep(self, name: str, model, parts: Mapping[str, Any], writers: int = 1) -> bool:
-        """Saves a checkpoint within an epoch; the chief calls it.
-
-        Args:
-            name: Name of the checkpoint's folder in the run's folder, see `step_folders.name_of`.
-            model: A compiled and built `keras.Model`.
-            parts: Result of `checkpoint.parts`.
-            writers: Number of workers that write it together, each of which calls `keep_part`.
-
-        Returns:
-            True. The writer process may be slower, and warns of checkpoints that it could not write.
-        """
-        return self._keeper.keep(name, model, parts, writers, last=ending.gate.why is not None)
+    def save_step(self, name: str, model, parts: Mapping[str, Any], writers: int = 1) -> None:
+        self._keeper.keep(name, model, parts, writers, last=self.stop_request() is not None)
 
     def ready(self, model, held: bool) -> None:
-        """Prepares the first checkpoint before the first step, on workers that save checkpoints or keep them in memory.
-
-        Args:
-            model: A compiled and built `keras.Model`.
-            held: Whether some checkpoints stay in memory.
-        """
         if self.rank == 0 or (held and self.holders().mine):
             self._keeper.ready(model, held)
 
-    def keep_now(self, name: str, model, parts: Mapping[str, Any]) -> None:
+    def save_now(self, name: str, model, parts: Mapping[str, Any]) -> None:
         """Saves a checkpoint while the training waits, on any worker and in any thread. Returns when it is whole.
 
         Raises:
@@ -293,7 +354,7 @@ class RaySession:
         """
         self._keeper.keep_now(name, model, parts)
 
-    def keep_part(self, name: str, model, writers: int, pinned: bool = False) -> None:
+    def save_part(self, name: str, model, writers: int, pinned: bool = False) -> None:
         """Saves this worker's part of a checkpoint; all workers but the chief call it, see `Keeper.keep_part`."""
         if self.rank < writers:
             self._keeper.keep_part(name, model, self.rank, writers, pinned)
@@ -306,9 +367,9 @@ class RaySession:
         """Whether the chief must write alone, see `Keeper.writes_alone`."""
         return self._keeper.writes_alone()
 
-    def hold(self, name: str, model, parts: Mapping[str, Any]) -> bool:
-        """Keeps a checkpoint in this host's memory, with the arguments of `keep`; see `Keeper.hold`."""
-        return self._keeper.hold(name, model, parts)
+    def hold(self, name: str, model, parts: Mapping[str, Any]) -> None:
+        """Keeps a checkpoint in this host's memory, with the arguments of `save_step`; see `Keeper.hold`."""
+        self._keeper.hold(name, model, parts)
 
     def holders(self) -> Holders:
         """Returns who keeps checkpoints in memory: the chief, and the first worker of the second host, if any."""
@@ -316,7 +377,7 @@ class RaySession:
         peer = context.get_node_rank() == 1 and context.get_local_rank() == 0
         return Holders(self.rank == 0 or peer, context.get_local_world_size() < self.size)
 
-    def report(self, metrics: dict, moment: Moment | None) -> Callable[[], NotKeptError | None]:
+    def report(self, metrics: dict, moment: Any, keep: bool = False) -> Callable[[], NotKeptError | None]:
         """Reports metrics and, from the chief, a checkpoint. Every worker calls it, and none waits for its end.
 
         The report follows when the checkpoint is whole. The training waits for the checkpoint of the epoch before, as
@@ -339,7 +400,7 @@ class RaySession:
             return lambda: None
         if moment is None or self.rank != 0:
             if moment is not None and moment.agreed is not None:
-                self.keep_part(name, moment.model, moment.writers, pinned=True)
+                self.save_part(name, moment.model, moment.writers, pinned=True)
             self._report_kept(metrics, None)
             return lambda: None
         if self._whole is not None and self._whole[0] == moment.state.epoch:
@@ -422,7 +483,24 @@ class Within:
     reports: int
 
 
-class TrialSession:
+@dataclasses.dataclass(frozen=True)
+class Reported:
+    """Files that a train loop of the user's has reported as a checkpoint, instead of a `Moment`.
+
+    Args:
+        folder: Folder with a copy of the files, which the next report replaces.
+    """
+
+    folder: str
+    everyone = True
+    step = None
+
+    def files(self) -> dict[str, bytes]:
+        """Returns the files by relative path."""
+        return read_files(self.folder)
+
+
+class TrialSession(Session):
     """Session of a trial in a worker group: its thread pauses at each report until a command: go, save or stop.
 
     Args:
@@ -433,21 +511,18 @@ class TrialSession:
         within: Location of checkpoints within epochs, or None without any.
 
     Attributes:
-        keep: See `RaySession.keep`, or None.
         waits: Whether it pauses at a report.
     """
 
-    storage = None
+    recovers = True
 
     def __init__(self, rank: int, size: int, folder: str | None, name: str, within: Within | None = None):
-        self.rank, self.size, self.name = rank, size, name
-        self.folder = folder
-        self.keep = None if within is None else self._keep
+        super().__init__(rank, size)
+        self.name, self.folder, self.saves = name, folder, within is not None
         self._keeper = Keeper(within.filesystem, within.folder) if within is not None and rank == 0 else None
         self._reports = 0 if within is None else within.reports
-        self._write: Callable[[str], None] | None = None
+        self._moment: Moment | Reported | None = None
         self._taken: dict[str, bytes] | None = None  # files that were already written
-        self._mine = rank == 0  # whether this worker has its own files
         self.waits = False
         self.commands: queue.SimpleQueue = queue.SimpleQueue()
         self.events: queue.SimpleQueue = queue.SimpleQueue()
@@ -467,39 +542,27 @@ class TrialSession:
             yield self.folder
 
     def reports_made(self) -> int:
-        """Returns the number of the trial's reports; the same on all workers within a step."""
         return self._reports
 
-    def tell_of_loss(self) -> None:
-        """Does nothing: the trial's driver always waits for its workers, and notices a loss at once."""
-
-    def _keep(self, name: str, model, parts: Mapping[str, Any]) -> bool:
+    def save_step(self, name: str, model, parts: Mapping[str, Any], writers: int = 1) -> None:
         parts = {**parts, TRIAL: json.dumps({"reports": self._reports})}
-        return self._keeper.keep(name, model, parts, last=ending.gate.why is not None)
+        self._keeper.keep(name, model, parts, last=self.stop_request() is not None)
 
     def ready(self, model, held: bool) -> None:
-        """Prepares the first checkpoint, see `RaySession.ready`."""
         if self._keeper is not None:
             self._keeper.ready(model, held)
 
-    def report(
-        self, metrics: dict, write: Callable[[str], None] | None, keep: bool = False, everyone: bool = False
-    ) -> None:
+    def report(self, metrics: dict, moment: Moment | Reported | None, keep: bool = False) -> None:
         """Sends the metrics to the group, and waits for a command; a checkpoint is written only on request.
 
-        Args:
-            metrics: Values by name.
-            write: Function `write(folder)` that writes a checkpoint of this moment. None: an earlier report's
-                remains valid.
-            keep: Whether to write it now, as the request comes when this moment is over.
-            everyone: Whether the files of other workers than the chief belong to the checkpoint, too.
+        Without a `moment` an earlier report's remains valid.
         """
         self._reports += 1
         # a training that is requested to stop may end after this report, and nothing else saves it then
-        if self._keeper is not None and isinstance(write, Moment) and ending.gate.why is not None:
-            self._keep(step_folders.name_of(write.state.step), write.model, write.parts())
-        if write is not None:
-            self._write, self._mine, self._taken = write, everyone or self.rank == 0, None
+        if self._keeper is not None and moment is not None and moment.step is not None and self.stop_request():
+            self.save_step(step_folders.name_of(moment.step), moment.model, moment.parts())
+        if moment is not None:
+            self._moment, self._taken = moment, None
             if keep and self.rank == 0:
                 self._taken = self._files()
         self.events.put(("report", metrics))
@@ -521,15 +584,9 @@ class TrialSession:
 
     def _files(self) -> dict[str, bytes] | None:
         """Returns the files of a checkpoint of this moment, by name; None if the loop wrote none on this worker."""
-        if self._write is None or not self._mine:
+        if self._moment is None or not (self._moment.everyone or self.rank == 0):
             return None
-        if self._taken is not None:
-            return self._taken
-        if isinstance(self._write, Moment):
-            return self._write.files()
-        with scratch.folder() as folder:
-            self._write(folder)
-            return read_files(folder)
+        return self._moment.files() if self._taken is None else self._taken
 
 
 def read_files(folder: str) -> dict[str, bytes]:

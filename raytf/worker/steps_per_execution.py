@@ -9,13 +9,13 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-import keras
 import numpy as np
 
 from raytf import logs
 from raytf.collectives import communicator
 from raytf.parallel import callbacks as callbacks_module
 from raytf.parallel import epoch_iterator
+from raytf.worker.part import Training, TrainingPart
 
 logger = logs.get_logger(__name__)
 
@@ -49,7 +49,7 @@ def choose(between: float, within: float, first: float, steps_left: int) -> int:
     return number if saved > 2 * first else 1
 
 
-class ExecutionCallback(keras.callbacks.Callback):
+class ExecutionCallback(TrainingPart):
     """Measures the first steps and raises `steps_per_execution` if Python between steps is slow; put it first.
 
     All workers follow the chief, at the same step. If executions of several steps turn out slower, training returns to
@@ -58,15 +58,20 @@ class ExecutionCallback(keras.callbacks.Callback):
 
     Args:
         callbacks: The user's callbacks.
-        told: `told()` of another worker whose training this worker joins, or None.
     """
 
-    raytf_local_batches = True
-
-    def __init__(self, callbacks, told: Mapping | None = None):
+    def __init__(self, callbacks):
         super().__init__()
-        self._told = told
+        self._state: Mapping | None = None
         self._fixed = any(callbacks_module.looks_at_batches(c) for c in callbacks)
+
+    @classmethod
+    def of(cls, training: Training) -> ExecutionCallback | None:
+        """Sets the model's steps per execution; returns None if they are given, or if other processes make steps."""
+        steps = training.options.steps_per_execution
+        if steps != "auto":
+            training.model.steps_per_execution = steps
+        return cls(training.users) if steps == "auto" and training.waited is not None else None
 
     def on_train_begin(self, logs=None):
         model = self.model
@@ -79,24 +84,25 @@ class ExecutionCallback(keras.callbacks.Callback):
         self._start_over()
         self._left = None
         self._first = 0.0
-        if self._told is not None:
-            self._go_on(self._told)
-            self._told = None
+        if self._state is not None:
+            self._resume(self._state)
+            self._state = None
 
-    def told(self) -> dict[str, Any]:
-        """Returns the state for a replacement worker."""
+    def state_dict(self) -> dict[str, Any]:
         single = None if self._single is None else self._single[1]
         names = ("_looking", "_first", "_count", "_between", "_within")
         return {"single": single, **{name: copy.copy(getattr(self, name)) for name in names}}
 
-    def _go_on(self, told: Mapping) -> None:
-        for name in told.keys() - {"single"}:
-            setattr(self, name, told[name])
-        self._single = None if told["single"] is None else (None, told["single"])
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._state = state
+
+    def _resume(self, state: Mapping[str, Any]) -> None:
+        for name in state.keys() - {"single"}:
+            setattr(self, name, state[name])
+        self._single = None if state["single"] is None else (None, state["single"])
         self._iterator = epoch_iterator.newest_iterator() if self._looking else None
 
-    def meets(self, step: int) -> bool:
-        """Whether it may exchange something with other workers after the current execution."""
+    def exchanges(self, step: int) -> bool:
         return self._looking and (self._count + 1 in (_WARM_UP + _LOOKED_AT, self._judged_at()))
 
     def _judged_at(self) -> int:

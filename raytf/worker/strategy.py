@@ -138,7 +138,7 @@ def coordinate(setup: WorkerSetup):
         Tuple (strategy, `servers.ServerGroup`).
     """
     (address,) = _cluster()["worker"]
-    servers = setup.servers.start(address, setup.config.ports)
+    servers = setup.servers.start(address, setup.config.listening)
     ports.release_port()
     strategy = tf.distribute.ParameterServerStrategy(servers.resolver())
     _listen_only_here()

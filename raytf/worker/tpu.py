@@ -7,12 +7,16 @@ never run on a TPU: the tests replace TensorFlow's TPU functions.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Sequence
 
 import tensorflow as tf
 from ray.train.collective import broadcast_from_rank_zero
 
+from raytf.data.feed import Feed
 from raytf.errors import ConfigError
+from raytf.worker.job import TrainJob
+from raytf.worker.session import Session
 
 # Port of the TPU runtime on each host.
 RUNTIME_PORT = 8470
@@ -34,40 +38,47 @@ def connect(hosts: Sequence[str]) -> tf.distribute.Strategy:
     return tf.distribute.TPUStrategy(resolver)
 
 
-def check_batch(batch: int, rows: int, replicas: int) -> None:
-    """Raises ConfigError unless steps of `batch` rows can be compiled for the chips.
+def settled(task: TrainJob, model, feed: Feed) -> TrainJob:
+    """Returns a task with the number of steps of each call.
 
     Args:
-        batch: Number of rows of a step.
-        rows: Number of rows of an epoch.
-        replicas: Number of cores that train.
+        task: The task.
+        model: Its compiled model, whose own number of steps holds if it has one.
+        feed: Feed of its training rows.
+
+    Raises:
+        ConfigError: Its steps cannot be compiled for the chips.
     """
+    batch, replicas = feed.global_batch, model.distribute_strategy.num_replicas_in_sync
     if batch % replicas:
         raise ConfigError(
             "On TPUs every step has the same shape on each replica, so that batch_size must be a multiple of them",
             f"batch_size={batch} for {replicas} replicas",
             f"Use {batch // replicas * replicas or replicas} or {(batch // replicas + 1) * replicas}",
         )
-    if rows < batch:
+    if feed.rows < batch:
         raise ConfigError(
             "On TPUs an epoch's last step is left out where it is smaller, so that an epoch needs a whole one",
-            f"{rows} rows for batch_size={batch}",
+            f"{feed.rows} rows for batch_size={batch}",
             "Use a smaller batch_size",
         )
+    if task.steps_per_execution != "auto":
+        return task
+    own = model.steps_per_execution
+    return dataclasses.replace(task, steps_per_execution=own if own > 1 else min(STEPS_PER_EXECUTION, feed.steps))
 
 
-class _LedSession:
+class _LedSession(Session):
     """Session of the coordinator; signals the workers on the other hosts when to report."""
 
-    rank, size = 0, 1  # the coordinator feeds all chips
+    def __init__(self, session: Session):
+        super().__init__()  # the coordinator feeds all chips
+        self._session, self.storage, self.saves = session, session.storage, session.saves
+        self.checkpoint, self.ready, self.save_step = session.checkpoint, session.ready, session.save_step
 
-    def __init__(self, session):
-        self._session, self.storage, self.checkpoint = session, session.storage, session.checkpoint
-        self.keep = session.keep
-
-    def report(self, metrics: dict, write):
+    def report(self, metrics: dict, moment, keep: bool = False):
         broadcast_from_rank_zero(True)
-        return self._session.report(metrics, write)
+        return self._session.report(metrics, moment, keep)
 
 
 @contextlib.contextmanager

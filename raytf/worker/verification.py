@@ -22,6 +22,7 @@ import tensorflow as tf
 
 from raytf import timeouts
 from raytf.collectives import communicator, ring
+from raytf.collectives.exchange import NO_NUMBERS
 from raytf.compat import keras_objects
 from raytf.compat.patching import patched
 from raytf.data import pipeline
@@ -161,7 +162,8 @@ def _set_seeds(seed: int) -> None:
 def _trained(trial: VerificationTask, eagerly: bool, shard: Shard, begin: Callable) -> dict:
     """Returns the results of two steps by name, or {"skipped": reason}.
 
-    Results are "digest" and "rates"; on rank 0 also "logs", "weights", "states", "half"; on one device also "traits".
+    The result is "digest"; on rank 0 also "logs", "weights", "states", "slots", "rates" and "half"; on one device also
+    "traits".
     """
     tf.config.threading.set_intra_op_parallelism_threads(1)
     tf.config.threading.set_inter_op_parallelism_threads(2)
@@ -183,7 +185,7 @@ def _trained(trial: VerificationTask, eagerly: bool, shard: Shard, begin: Callab
         if size > trial.most_bytes:
             return {"skipped": f"a model of {size >> 20} MiB, more than {trial.most_bytes >> 20}"}
         variables = [*model.variables, *model_optimizers.variables(model)]
-        variables = [v for v in variables if tf.as_dtype(v.dtype) not in (tf.string, tf.resource, tf.variant)]
+        variables = list(filter(_is_number, variables))
         for optimizer in model_optimizers.of(model).values():
             if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
                 optimizer.initial_scale = _LOSS_SCALE
@@ -203,10 +205,11 @@ def _fitted(trial: VerificationTask, eagerly: bool, model, train, shard: Shard) 
     with constant_draws(), patched(compiled_update, "enabled", False):  # two steps do not pay for XLA's time
         history = model.fit(train, validation_data=trial.dataset(shard, validation=True), verbose=0, shuffle=False)
     weights = [np.asarray(v) for v in model.trainable_variables]
+    rates, slots = _rates_and_slots(model)
     crc = 0
-    for value in weights:
+    for value in [*weights, *(value for _, value in [*rates, *slots])]:
         crc = zlib.crc32(np.ascontiguousarray(value), crc)
-    results: dict[str, Any] = {"digest": crc, "rates": _rates(model)}
+    results: dict[str, Any] = {"digest": crc}
     if shard.index == 0:
         results |= {
             "logs": {name: np.asarray(values[0]) for name, values in history.history.items() if values},
@@ -214,6 +217,8 @@ def _fitted(trial: VerificationTask, eagerly: bool, model, train, shard: Shard) 
                 (v.path, old, new) for v, old, new in zip(model.trainable_variables, initial, weights, strict=True)
             ],
             "states": [(v.path, np.asarray(v), str(v.aggregation)) for v in states],
+            "slots": slots,
+            "rates": rates,
             "half": any("16" in str(layer.compute_dtype) for layer in keras_objects.layers_of(model)),
         }
     if shard.count > 1:
@@ -222,11 +227,17 @@ def _fitted(trial: VerificationTask, eagerly: bool, model, train, shard: Shard) 
     return results | {"traits": traits(model) | {"python": changed}}
 
 
-def _rates(model) -> list[float]:
-    optimizers = model_optimizers.of(model).values()
-    return [
-        float(np.asarray(optimizer.learning_rate)) for optimizer in optimizers if hasattr(optimizer, "learning_rate")
-    ]
+def _rates_and_slots(model) -> tuple[list[tuple[str, np.ndarray]], list[tuple[str, np.ndarray]]]:
+    """Returns the (name, value) of each optimizer's learning rate, and of each of its other variables."""
+    optimizers = model_optimizers.of(model)
+    rates = [(name, np.asarray(o.learning_rate)) for name, o in optimizers.items() if hasattr(o, "learning_rate")]
+    known = {id(keras_objects.rate_of(optimizer)) for optimizer in optimizers.values()}
+    slots = {id(v): v for v in model_optimizers.variables(model) if id(v) not in known and _is_number(v)}
+    return rates, [(v.path, np.asarray(v)) for v in slots.values()]
+
+
+def _is_number(variable) -> bool:
+    return tf.as_dtype(variable.dtype) not in NO_NUMBERS
 
 
 # ------------------------------------------------------------------------------------------ draws

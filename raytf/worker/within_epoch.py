@@ -12,29 +12,29 @@ import functools
 import math
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import keras
 import numpy as np
 
 from raytf import activity
 from raytf.collectives import communicator
 from raytf.compat import keras_objects
-from raytf.data import worker_part
-from raytf.parallel import epoch_iterator, local_sgd, metrics, model_optimizers, own_state
+from raytf.data import sampling, worker_part
+from raytf.errors import ConfigError
+from raytf.parallel import local_sgd, metrics, model_optimizers, own_state
 from raytf.storage import step_folders
-from raytf.storage.checkpoint_files import CheckpointState
 from raytf.worker import checkpoint as checkpoints
-from raytf.worker import checkpoint_every, ending, random_state, snapshot_parts
-from raytf.worker.callback_state import CallbackStates
-from raytf.worker.callbacks import FeedCallback, ReportCallback
-from raytf.worker.checkpoint_every import Clock, Every
+from raytf.worker import checkpoint_every, context, ending, random_state, snapshot_parts
+from raytf.worker.callbacks import EpochReports
+from raytf.worker.checkpoint_every import Clock
+from raytf.worker.part import Training, TrainingPart
+from raytf.worker.session import NO_HOLDERS, Holders
 from raytf.worker.writers import Writers
 
 
-class StepCheckpointCallback(keras.callbacks.Callback):
-    """Saves checkpoints within epochs, and one when the training is requested to stop; put it last.
+class StepCheckpointCallback(TrainingPart):
+    """Saves checkpoints within epochs, and one when the training is requested to stop.
 
     Every worker needs it, as metrics are summed over all.
 
@@ -46,20 +46,8 @@ class StepCheckpointCallback(keras.callbacks.Callback):
     state that only the chief has.
 
     Args:
-        every: Interval, which may be none within epochs.
-        keep: Function `keep(name, model, parts) -> bool`, whether it was saved. The chief calls it, see
-            `RaySession.keep`.
-        position: Callback that counts the steps.
-        report: Callback that collects the parts of a checkpoint.
-        chief: Whether this worker is the chief, which saves them.
-        order: `Feed.order` of the training rows.
-        validates: Whether a validation, which may take long, is between the last step of an epoch and its end.
-        memory_every: Interval in steps of checkpoints in memory, or None.
-        hold: Function `hold(name, model, parts)` on workers that keep checkpoints in memory; None on others.
-        peer: Whether another worker than the chief keeps checkpoints in memory.
-        writers: Agrees on the workers that write a checkpoint. None: the chief.
-        keep_part: Function `keep_part(name, model, writers)`, which other workers call if several write.
-        told: `told()` of another worker whose training this worker joins, or None.
+        training: The training, with a session that saves them.
+        holders: Workers that keep checkpoints in memory.
 
     Attributes:
         stood: Seconds for which the training has paused for a checkpoint before this callback is called for its step.
@@ -67,56 +55,56 @@ class StepCheckpointCallback(keras.callbacks.Callback):
         held_step: Number of steps at the last checkpoint in memory; 0 without one.
     """
 
-    raytf_local_batches = True
     raytf_after_agreement = True
     stood = 0.0
     kept_step = held_step = 0
 
-    def __init__(
-        self,
-        every: Every,
-        keep: Callable,
-        position: FeedCallback,
-        report: ReportCallback,
-        *,
-        chief: bool,
-        order: Mapping,
-        validates: bool,
-        memory_every: int | None = None,
-        hold: Callable | None = None,
-        peer: bool = False,
-        writers: Writers | None = None,
-        keep_part: Callable | None = None,
-        told: Mapping | None = None,
-    ):
+    def __init__(self, training: Training, holders: Holders):
         super().__init__()
-        self._told = told
-        self._memory_every, self._hold, self._peer = memory_every, hold, peer
-        self._writers, self._keep_part = writers, keep_part
-        self._every, self._keep, self._position, self._report = every, keep, position, report
-        self._chief, self._order, self._validates = chief, dict(order), validates
+        options, session, self._holders = training.options, training.session, holders
+        self._every, self._memory_every = options.checkpoint_every, options.memory_every
+        self._session, self._position, self._report = session, training.position, training.parts[EpochReports]
+        self._order, self._validates = dict(training.order), "validation" in training.feeds
+        self._writers = Writers(session) if session.shares_writing else None
+        self._state: Mapping | None = None
+
+    @classmethod
+    def of(cls, training: Training) -> StepCheckpointCallback | None:
+        session, options = training.session, training.options
+        if not session.saves:
+            return None
+        in_memory = options.memory_every is not None
+        if in_memory and context.uses_tpu():
+            raise ConfigError(
+                "memory_every needs workers each of which holds the whole model", "TPUs", "Use checkpoint_every"
+            )
+        holders = session.holders() if in_memory else NO_HOLDERS
+        if session.rank == 0 and in_memory and context.servers() is None and not holders.peer:
+            warnings.warn(
+                "All workers are on one host: what memory_every holds there outlives a worker, and not the host",
+                stacklevel=2,
+            )
+        session.ready(training.model, in_memory)
+        return cls(training, holders)
 
     def on_train_begin(self, logs=None):
         self._waits = self._holds = False  # whether one is due as soon as all workers have the same weights
         self._seen = self._next_look = self._position.step
         self._clock = Clock(self._every, time.monotonic(), self._position.step)
         self._local_steps = local_sgd.every(self.model.distribute_strategy)
-        shared_state, self._told = self._told, None
-        if shared_state is not None:
-            vars(self).update(shared_state["own"])
-        ending.gate.begin(None if shared_state is None else shared_state["gate"])
+        state, self._state = self._state, None
+        if state is not None:
+            vars(self).update(state["own"])
+        ending.gate.begin(None if state is None else state["gate"])
 
-    def told(self) -> dict[str, Any]:
-        """Returns the state for a replacement worker."""
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._state = state
+
+    def state_dict(self) -> dict[str, Any]:
         own = {name: getattr(self, name) for name in ("_waits", "_holds", "_seen", "_next_look")}
         return {"own": own, "gate": ending.gate.told()}
 
-    def meets(self, step: int) -> bool:
-        """Whether it may exchange something with other workers after a step.
-
-        Args:
-            step: Number of steps in all.
-        """
+    def exchanges(self, step: int) -> bool:
         if self._waits or self._holds or ending.gate.why is not None:
             return True
         steps = [number for number in (self._every.steps, self._memory_every) if number is not None]
@@ -192,7 +180,7 @@ class StepCheckpointCallback(keras.callbacks.Callback):
 
     def _save(self, logs, kept: bool, held: bool) -> None:
         """Saves a checkpoint, or keeps it in memory, or both. Every worker calls it at the same step."""
-        strategy, step = self.model.distribute_strategy, self._position.step
+        strategy, step, session = self.model.distribute_strategy, self._position.step, self._session
         self.kept_step = step if kept else self.kept_step
         self.held_step = step if held else self.held_step
         assign = held or self._every.steps is not None
@@ -200,18 +188,19 @@ class StepCheckpointCallback(keras.callbacks.Callback):
         if assign:
             own_state.averaged(self.model)
         with _holding(averages):
-            parts = self._parts(values, logs) if self._chief else {}
+            chief = session.rank == 0
+            parts = self._parts(values, logs) if chief else {}
             writers = self._writers.count(self.model) if kept and self._writers is not None else 1
-            if self._chief and kept:
-                self._keep(step_folders.name_of(step), self.model, parts, *([writers] if writers > 1 else []))
+            if chief and kept:
+                session.save_step(step_folders.name_of(step), self.model, parts, writers)
             elif writers > 1:
-                self._keep_part(step_folders.name_of(step), self.model, writers)
-            elif self._chief:
-                self._hold(step_folders.name_of(step), self.model, parts)
-            if held and self._peer:
+                session.save_part(step_folders.name_of(step), self.model, writers)
+            elif chief:
+                session.hold(step_folders.name_of(step), self.model, parts)
+            if held and self._holders.peer:
                 parts = snapshot_parts.from_chief(strategy, parts)
-                if self._hold is not None and not self._chief:
-                    self._hold(step_folders.name_of(step, copy=True), self.model, parts)
+                if self._holders.mine and not chief:
+                    session.hold(step_folders.name_of(step, copy=True), self.model, parts)
 
     def _parts(self, values: list, logs: Mapping) -> dict:
         """Returns the parts of a checkpoint of this step, without the model."""
@@ -233,143 +222,132 @@ def _holding(pairs):
             variable.assign(value)
 
 
-class Resumption:
-    """Resumes a training after some steps of an epoch, with two callbacks before and after all others.
+class BeforeResumption(TrainingPart):
+    """Holds, for `Resumption`, the restored values of a training that resumes within an epoch. Put it first.
 
     Args:
-        folder: Folder of the checkpoint.
-        state: State of the checkpoint.
-        states: `callback_state.CallbackStates` of the user's callbacks.
-        position: Callback that counts the steps, and sets the position of the feed of training rows.
-        iterator: Function that returns the iterator, whose `begin_at(step, dataset)` sets the first step.
-        first: Number of steps of a replacement worker's first execution. None: no replacement; if no step remains, the
-            logs of the checkpoint are those of the epoch.
-        begin: Tuple (step, skipped rows of it) if it differs from the checkpoint's step, see `sampling.regrouped`.
-        begun: Whether the saved state is from after callbacks' `on_train_batch_begin` of the first execution.
-
-    Attributes:
-        first: Callback before all others.
-        last: Callback after all others except those that report.
+        training: The training.
+        begin: (epoch's next step, rows of it that were trained on before), see `sampling.regrouped`.
     """
 
-    def __init__(
-        self,
-        folder: str,
-        state: CheckpointState,
-        states: CallbackStates,
-        position: FeedCallback,
-        iterator: Callable = epoch_iterator.newest_iterator,
-        first: int | None = None,
-        begin: tuple[int, int] | None = None,
-        begun: bool = False,
-    ):
-        self._first_steps, self._begun = first, begun
-        self._again: tuple | None = None
-        self._epoch, self._logs = state.epoch, state.logs
-        self._step, self._skip = begin or (state.epoch_step, 0)
-        self._metrics, self._names = checkpoints.metrics_of(folder), state.metrics
-        self._states, self._position, self._newest = states, position, iterator
-        self._late: dict[int, list[np.ndarray]] = {}
-        self.first, self.last = _First(self), _Last(self)
+    def __init__(self, training: Training, begin: tuple[int, int]):
+        super().__init__()
+        self._training, self.begin = training, begin
+        self._begins = True
 
-    def before_all(self, model) -> None:
-        """Saves the restored values, before callbacks begin the training."""
+    @classmethod
+    def of(cls, training: Training) -> BeforeResumption | None:
+        """Returns the part if the training resumes after some steps of an epoch, or joins others in an epoch.
+
+        If steps have another number of rows now, as that scales with the number of workers, it resumes after the rows
+        of earlier steps.
+        """
+        state = training.state
+        if state is None or (training.place is None and not state.epoch_step):
+            return None
+        begin = state.epoch_step, 0
+        differs = None if training.place else sampling.differences(state.order, training.order)
+        if differs:
+            scaled = state.batch_scale != training.options.scale
+            begin = sampling.regrouped(state.order, training.order, state.epoch_step) if scaled else None
+        if begin is None:
+            warnings.warn(
+                f"Epoch {state.epoch + 1} starts again, with weights that have seen {state.epoch_step} of its steps: "
+                f"these would have other rows now ({differs})",
+                stacklevel=2,
+            )
+            return None
+        return cls(training, begin)
+
+    def on_train_begin(self, logs=None):
+        model = self.model
         variables = [*model.variables, *keras_objects.seeds_of(model), *model_optimizers.variables(model)]
         counted = {id(v) for v in model.metrics_variables}
-        self._variables = [(v, np.array(v)) for k, v in {id(v): v for v in variables}.items() if k not in counted]
-        self._iterator = self._newest()
+        self.variables = [(v, np.array(v)) for k, v in {id(v): v for v in variables}.items() if k not in counted]
+        self.iterator = self._training.iterator()
 
-    def before_epoch(self) -> None:
-        """Saves the state of callbacks, before their `on_epoch_begin`."""
-        self._held, self._random = self._states.held(), random_state.taken()
+    def on_epoch_begin(self, epoch, logs=None):
+        if self._begins:
+            self._begins = False
+            self.held, self.random = self._training.states.held(), random_state.taken()
 
-    def begin(self, model, epoch: int) -> None:
-        """Restores metrics and what callbacks have changed, and makes the epoch begin at its step.
+
+class Resumption(TrainingPart):
+    """Resumes a training after some steps of an epoch; put it after all callbacks except those that report.
+
+    Args:
+        training: The training, with a checkpoint.
+        before: Holds the restored values.
+    """
+
+    raytf_after_agreement = True
+
+    def __init__(self, training: Training, before: BeforeResumption):
+        super().__init__()
+        self._before: BeforeResumption | None = before
+        self._again: tuple | None = None
+        self._place, self._position, self._states = training.place, training.position, training.states
+        self._epoch, self._logs, self._names = training.state.epoch, training.state.logs, training.state.metrics
+        self._step, self._skip = before.begin
+        self._metrics = checkpoints.metrics_of(training.folder)
+        self._late: dict[int, list[np.ndarray]] = {}
+
+    @classmethod
+    def of(cls, training: Training) -> Resumption | None:
+        before = training.parts.get(BeforeResumption)
+        return None if before is None else cls(training, before)
+
+    def on_epoch_begin(self, epoch, logs=None):
+        """Restores metrics and what callbacks have changed, and makes the first epoch begin at its step.
 
         A callback may have chosen another epoch than the checkpoint's: that one begins with its first step.
         """
-        held, variables, iterator = self._held, self._variables, self._iterator
-        del self._held, self._variables, self._iterator
-        if epoch != self._epoch:
+        before, self._before = self._before, None
+        if before is None or epoch != self._epoch:
             return
-        self._hold(held, variables)
-        self._again = (held, variables) if self._begun else None
+        self._restore(before.held, before.variables, before.random)
+        if self._place is not None and not self._place.behind:  # callbacks had the begin of the execution's batch
+            self._again = before.held, before.variables, before.random
         try:
-            self._late = {i: self._metrics[i] for i in metrics.go_on(model, self._metrics, self._names)}
+            self._late = {i: self._metrics[i] for i in metrics.go_on(self.model, self._metrics, self._names)}
         except ValueError as error:  # with resume=True the model may have other metrics
             warnings.warn(
                 f"The metrics of epoch {epoch + 1} count the steps after its first {self._step} alone, as the "
                 f"checkpoint knows others: {error}",
                 stacklevel=2,
             )
-        self._place(iterator, epoch)
-        if self._first_steps is None and self._step >= self._position.steps:
-            metrics.finish_logs(model, self._logs)
+        self._begin_at(before.iterator, epoch)
+        if self._place is None and self._step >= self._position.steps:  # the epoch's logs are the checkpoint's
+            metrics.finish_logs(self.model, self._logs)
 
-    def _hold(self, held: Sequence[tuple], variables: Sequence[tuple]) -> None:
+    def _restore(self, held: Sequence[tuple], variables: Sequence[tuple], random: Mapping) -> None:
         for variable, value in variables:
             if not np.array_equal(np.asarray(variable), value):
                 variable.assign(value)
         self._states.put_back(held)
-        random_state.give_back(self._random)
+        random_state.give_back(random)
 
-    def batch_begun(self, model) -> None:
-        """Reverts, after all callbacks, their second `on_train_batch_begin` of the first execution."""
-        replay, self._again = self._again, None
-        if replay is not None:
-            held, variables = replay
-            own = {id(v) for v in own_state.variables_of(model)}  # the worker's own, which were restored since
-            self._hold(held, [pair for pair in variables if id(pair[0]) not in own])
-
-    def _place(self, iterator, epoch: int) -> None:
+    def _begin_at(self, iterator, epoch: int) -> None:
         dataset = self._position.go_on(epoch, self._step, self._skip)
-        first = 1 if self._skip else self._first_steps
+        first = 1 if self._skip else None
+        if self._place is not None:  # the other workers may be within an execution of several steps
+            first = max(1, self.model.steps_per_execution - self._place.within)
         if first is None or self._step + first >= self._position.steps:
             iterator.begin_at(self._step, dataset)
             return
         remaining = functools.partial(self._position.go_on, epoch, self._step + first)
         iterator.begin_at(self._step, worker_part.mark_worker_part(dataset.take(first)), (first, remaining))
 
-    def stepped(self, model) -> None:
-        """Restores metrics that were created in the first execution; called after each one."""
-        late, self._late = self._late, {}
-        if late:
-            metrics.add(model, late)
-
-
-class _First(keras.callbacks.Callback):
-    raytf_local_batches = True
-
-    def __init__(self, resumption: Resumption):
-        super().__init__()
-        self._resumption = resumption
-        self._begins = True
-
-    def on_train_begin(self, logs=None):
-        self._resumption.before_all(self.model)
-
-    def on_epoch_begin(self, epoch, logs=None):
-        if self._begins:
-            self._begins = False
-            self._resumption.before_epoch()
-
-
-class _Last(keras.callbacks.Callback):
-    raytf_local_batches = True
-    raytf_after_agreement = True
-
-    def __init__(self, resumption: Resumption):
-        super().__init__()
-        self._resumption = resumption
-        self._begins = True
-
-    def on_epoch_begin(self, epoch, logs=None):
-        if self._begins:
-            self._begins = False
-            self._resumption.begin(self.model, epoch)
-
     def on_train_batch_begin(self, batch, logs=None):
-        self._resumption.batch_begun(self.model)
+        """Reverts, after all callbacks, their second `on_train_batch_begin` of the first execution."""
+        again, self._again = self._again, None
+        if again is not None:
+            held, variables, random = again
+            own = {id(v) for v in own_state.variables_of(self.model)}  # the worker's own, which were restored since
+            self._restore(held, [pair for pair in variables if id(pair[0]) not in own], random)
 
     def on_train_batch_end(self, batch, logs=None):
-        self._resumption.stepped(self.model)
+        """Restores metrics that were created in the first execution."""
+        late, self._late = self._late, {}
+        if late:
+            metrics.add(self.model, late)

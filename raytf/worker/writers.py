@@ -3,29 +3,18 @@
 from __future__ import annotations
 
 import warnings
-from typing import Protocol
 
 import numpy as np
 
 from raytf.collectives import communicator
 from raytf.parallel import model_optimizers
+from raytf.worker.session import RaySession
 
 # Bytes of a model's file for each writer; less is not worth another writer.
 LEAST_BYTES = 64 << 20
 # Minimum of writers: with fewer, each would need more than a tenth of the checkpoint in memory.
 FEWEST = 12
 _LONGEST_NAME = 128
-
-
-class Keeps(Protocol):
-    """Protocol of a session with its own storage, see `session.RaySession`."""
-
-    rank: int
-    size: int
-
-    def layout(self, model) -> int: ...
-
-    def writes_alone(self) -> bool: ...
 
 
 class Writers:
@@ -35,7 +24,7 @@ class Writers:
         session: Session of this worker.
     """
 
-    def __init__(self, session: Keeps):
+    def __init__(self, session: RaySession):
         self._session = session
         self._differs = False
 

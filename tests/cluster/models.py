@@ -281,3 +281,17 @@ def accumulating(config):
     optimizer = keras.optimizers.Adam(0.01, gradient_accumulation_steps=4)
     model.compile(optimizer, "sparse_categorical_crossentropy", metrics=["accuracy"], steps_per_execution=3)
     return model
+
+
+def tables(config):
+    """A float64 model of two tables; each of its inputs is an id from 0 to 19."""
+    import keras
+    from keras import layers
+
+    keras.config.set_floatx("float64")
+    ids = keras.Input((5,), dtype="int64")
+    parts = [layers.Flatten()(layers.Embedding(20, width)(ids)) for width in (4, 3)]
+    model = keras.Model(ids, layers.Dense(4)(layers.concatenate(parts)))
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.AdamW(0.05, weight_decay=0.1), loss)
+    return model

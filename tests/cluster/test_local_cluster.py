@@ -1,4 +1,4 @@
-"""cluster/local.py starts several nodes on this machine and ends exactly those; cluster/on-premises.yaml is valid."""
+"""cluster/local.py starts several nodes on this machine and ends exactly those."""
 
 from __future__ import annotations
 
@@ -177,22 +177,6 @@ def test_the_command_line_says_what_is_wrong_in_a_sentence(tmp_path, arguments, 
     assert run.returncode == 1
     assert sentence in run.stderr
     assert "Traceback" not in run.stderr
-
-
-def test_on_premises_yaml_is_what_ray_accepts():
-    import yaml
-    from ray.autoscaler._private.util import prepare_config, validate_config
-
-    text = (REPOSITORY / "cluster" / "on-premises.yaml").read_text()
-    config = prepare_config(yaml.safe_load(text))
-    validate_config(config)
-
-    (node_type,) = config["available_node_types"].values()
-    assert node_type["min_workers"] == node_type["max_workers"] == len(config["provider"]["worker_ips"])
-    assert any("constraints.txt" in command for command in config["head_setup_commands"])
-    assert config["head_setup_commands"] == config["worker_setup_commands"]
-    sources = [source for source in config["file_mounts"].values() if not source.startswith("~")]
-    assert sources and all((REPOSITORY / source).exists() for source in sources)
 
 
 CONNECTS = """

@@ -15,6 +15,9 @@ import sys
 
 import pytest
 
+from tests import waiting
+
+CPU_GROUPS = pathlib.Path("/sys/fs/cgroup/cpu")
 ROOT = pathlib.Path(__file__).parents[2]
 pytestmark = [
     pytest.mark.slow,
@@ -28,6 +31,7 @@ import numpy as np
 import ray
 import raytf
 from ray.train import RunConfig, ScalingConfig
+from raytf.doctor import probe
 
 
 def build_model(config):
@@ -48,10 +52,12 @@ result = raytf.KerasTrainer(
     scaling_config=ScalingConfig(num_workers=2, resources_per_worker={"CPU": 0.5}),
     run_config=RunConfig(name="sandboxed", storage_path="/tmp/runs"),
 ).fit()
+print("CPUs:", probe.cgroup_limits()["cpus"])
 print("trained", len(result.metrics_dataframe), os.getuid(), os.statvfs("/dev/shm").f_blocks * 4096 >> 20)
 """
 SANDBOX = """
 set -e
+[ ! "$CPU_GROUP" ] || echo 0 > "$CPU_GROUP/cgroup.procs"
 mount -t tmpfs -o size=64m none /dev/shm
 mount --bind {folder} /mnt
 mount -t tmpfs -o mode=1777 none /tmp
@@ -62,13 +68,38 @@ exec setpriv --reuid 54321 --regid 54321 --clear-groups --inh-caps=-all,+dac_rea
 """
 
 
+@pytest.fixture
+def half_a_cpu():
+    """A control group whose processes have half a CPU together."""
+    if not os.access(CPU_GROUPS / "cpu.cfs_quota_us", os.R_OK):
+        pytest.skip("needs the controller cpu of control groups, version 1")
+    group = CPU_GROUPS / f"raytf-{secrets.token_hex(4)}"
+    group.mkdir()
+    (group / "cpu.cfs_quota_us").write_text("50000")
+    yield group
+    waiting.until(lambda: not (group / "cgroup.procs").read_text())
+    group.rmdir()
+
+
+@pytest.mark.timeout(900)
+def test_a_training_in_a_sandbox_with_half_a_cpu(tmp_path, half_a_cpu):
+    assert "CPUs: 0.5" in trained(tmp_path, CPU_GROUP=str(half_a_cpu))
+
+
 @pytest.mark.timeout(600)
 def test_a_training_in_a_sandbox(tmp_path):
+    trained(tmp_path)
+
+
+def trained(tmp_path, **variables: str) -> str:
+    """What the training prints in the sandbox."""
     (tmp_path / "train.py").write_text(SCRIPT)
     environment = {name: value for name, value in os.environ.items() if not name.startswith("XDG")}
+    environment |= {"CPU_GROUP": ""} | variables
     environment |= {"HOME": "/nonexistent", "PYTHONPATH": str(ROOT), "RAY_ADDRESS": "local", "TMPDIR": "/tmp"}
     environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}  # as KubeRay gives pods
     command = ["unshare", "-m", "bash", "-c", SANDBOX.format(folder=tmp_path), "bash", sys.executable, "/mnt/train.py"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=800)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     assert "trained 2 54321 64" in done.stdout
+    return done.stdout

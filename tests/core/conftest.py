@@ -26,6 +26,14 @@ def ray_cluster():
     _wait_gone(processes, timeout=120)
 
 
+@pytest.fixture(scope="session")
+def undisturbed(ray_cluster, tmp_path_factory):
+    """The result of two workers to which nothing happens; rows of a table."""
+    from tests.cluster.test_trainer import trainer
+
+    return trainer(tmp_path_factory.mktemp("undisturbed"), shuffle="window").fit()
+
+
 def _start(ray) -> None:
     for left in reversed(range(_STARTS)):
         try:

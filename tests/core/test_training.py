@@ -23,12 +23,6 @@ pytestmark = [pytest.mark.usefixtures("ray_cluster"), pytest.mark.timeout(600)]
 STEPS = 12
 
 
-@pytest.fixture(scope="module")
-def undisturbed(ray_cluster, tmp_path_factory):
-    """Two workers to which nothing happens; rows of a table."""
-    return trainer(tmp_path_factory.mktemp("undisturbed"), shuffle="window").fit()
-
-
 def test_one_worker_that_reads_a_stream_equals_two_with_a_table(undisturbed, tmp_path):
     datasets = {"train": models.dataset(), "validation": models.dataset(41, 1)}
     for name, rows in datasets.items():

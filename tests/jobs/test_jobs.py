@@ -176,9 +176,11 @@ def test_more_processes_than_cores_share_them(tmp_path, warm_starts):
 def test_every_option_is_run():
     """An option that no test gives is one that nobody has seen work."""
     from raytf.cli import main
+    from tests.jobs import test_formats
 
     here = pathlib.Path(__file__).parent
-    texts = {name: " ".join(t for t in COMMANDS.values() if t.startswith(name + " ")) for name in main.commands}
+    commands = [*COMMANDS.values(), *test_formats.COMMANDS.values()]
+    texts = {name: " ".join(t for t in commands if t.startswith(name + " ")) for name in main.commands}
     texts["run"] += (here / "test_run.py").read_text().replace('"', " ")
     for name, made in main.commands.items():
         for option in made.params:
@@ -195,11 +197,11 @@ def test_every_option_is_run():
         ("json:dumps --data data --features a --set units", "--set takes NAME=VALUE"),
         ("mymodels:build_model --data nowhere --features a", "must be a folder or file that exists"),
         ("mymodels:build_model --data . --features a,x", "features must name columns .* received: 'x'"),
-        ("mymodels:build_model --data empty --features a", "must hold Parquet files; .*to_parquet"),
-        (
-            "mymodels:build_model --data space.yaml --features a",
-            "must hold Parquet files; received: 'space.yaml' .Parq",
-        ),
+        ("mymodels:build_model --data empty --features a", "There must be a file to read; received: 'empty'"),
+        ("mymodels:build_model --data space.yaml --features a", "files of one format.*'space.yaml' with none of these"),
+        ("mymodels:build_model --data space.yaml --features a --format parquet", "must hold Parquet files"),
+        ("mymodels:build_model --data data --types a=", "'a=' is not COLUMN=TYPE"),
+        ("mymodels:build_model --data data --image-size 3", "'3' is not HEIGHTxWIDTH"),
         (
             "mymodels:build_model --data data --features a --strategy foo",
             "Invalid value for '--strategy': 'foo' is not one of 'auto'",

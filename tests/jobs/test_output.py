@@ -31,7 +31,9 @@ EPOCH += r"(  \d:\d\d left)?"
 FIT = rf"epoch {{}}/5  step 36/36  loss {NUMBER}  mae {NUMBER}  val_loss {NUMBER}  val_mae {NUMBER}"
 FIT += r"(  [\d,]+ examples/s)?(  \d+% waiting for input)?(  \d:\d\d left)?"
 # What lasts for a second before the first step, or after the last epoch; in a terminal it moves, and goes.
-PHASES = "starting Ray|looking at the cluster|reading data|trying the model|starting workers"
+PHASES = (
+    "finding or starting Ray|connecting to Ray|looking at the cluster|reading data|trying the model|starting workers"
+)
 PHASES += "|compiling and making the first step|keeping the last checkpoint and ending workers"
 PHASE = re.compile(rf"({PHASES}) \.\.\.")
 # Of the first example, then of the second.

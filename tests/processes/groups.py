@@ -9,6 +9,7 @@ FLOAT64 = list(SCENARIOS)
 FLOAT32 = ["kinds_sgd", "kinds_adam", "kinds_adamw", "last_batch_smaller", "gan_dcgan", "gan_in_conditions"]
 FLOAT32 += ["circle_loss_with_weights", "metric_functions_that_reduce", "own_compute_loss"]  # which gather rows
 FLOAT32 += ["what_a_loop_exchanges", "gradients_halved_on_condition", "gradients_of_an_embedding_clipped"]
+FLOAT32 += ["used_rows_by_adam"]
 FLOAT32 += ["gradient_penalty", "states_that_say_how_they_are_joined", "callbacks_draw_in_epochs", "own_loop_with_clip"]
 THREE = [
     "kinds_adam",
@@ -29,7 +30,7 @@ THREE = [
     *("metric_functions_that_reduce", "logs_of_tensors"),
     *("gradients_clip_by_global_norm", "gradients_of_an_embedding_clipped", "gan_with_clip", "gradient_penalty"),
     *("gradient_penalty_of_an_embedding", "unreduced_losses", "states_that_say_how_they_are_joined"),
-    *("callbacks_draw_in_batches", "own_loop_with_clip"),
+    *("callbacks_draw_in_batches", "own_loop_with_clip", "used_rows_by_adam", "all_rows_by_adagrad"),
 ]
 # Two devices in one process: what reduces, divides and feeds; callbacks are one process' own matter.
 LOCAL = [
@@ -65,6 +66,12 @@ _LONG = [
     *("not_built_before_fit", "several_inputs_and_outputs", "backup_and_restore", "on_batch", "run_eagerly"),
     *("accumulation_in_long_executions", "masked_tokens", "gan_pix2pix", "vae_with_add_loss", "actor_critic"),
     *("distillation", "in_batch_contrastive_loss", "reduce_lr_on_plateau", "lora_frozen_accumulation_ema"),
+    *("local_steps_that_cannot_work", "jit_compile_is_refused_where_calls_exchange_or_add_losses", "global_dataset"),
+    *("clipnorm_ema_overwrite_and_weight_decay", "mixed_bfloat16", "learning_rate_scheduler", "terminate_on_nan"),
+    *("batch_callback_of_the_chief_alone", "train_step_OwnMean", "train_step_BareLogs", "one_own_loss"),
+    *("custom_loop", "custom_loop_with_two_optimizers", "gan_run_eagerly", "scaled_loss_without_rounding"),
+    *("chief_decides", "last_batch_smaller"),
+    *("used_rows_by_adam", "used_rows_by_adagrad", "all_rows_by_adagrad"),
 ]
 # Of what users write themselves, one of each kind.
 _KINDS = [

@@ -13,7 +13,7 @@ import tensorflow as tf
 from keras import layers, ops
 
 from raytf.compat.patching import patched
-from raytf.parallel import compiled_update
+from raytf.parallel import compiled_update, sparse_rows
 from tests.processes.scenarios import BATCH, SCENARIOS, classes, floats, mlp, scenario, vectors
 
 # In the last batch of an epoch one worker has one row, and the others have none.
@@ -508,3 +508,54 @@ def updates_are_compiled(p):
     for i, optimizer in enumerate(model.optimizers):
         out |= {f"optimizer{i}_{j}": np.asarray(v) for j, v in enumerate(optimizer.variables)}
     return out
+
+
+class Tables(keras.Model):
+    """Two tables and dense layers; ids come more than once in a batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.tables = [layers.Embedding(20, 4), layers.Embedding(20, 3, name="rare")]
+        self.flat, self.out = layers.Flatten(), layers.Dense(4)
+
+    def call(self, x):
+        return self.out(ops.concatenate([self.flat(table(x)) for table in self.tables], axis=-1))
+
+
+def _rows_only(p, make, rows=FEW, ids=20, **kwargs):
+    """Trains `Tables` with lazy updates: weights, and the optimizer's variables."""
+
+    def build():
+        model = Tables()
+        model.compile(make(), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        return model
+
+    tokens = np.random.default_rng(3).integers(0, ids, (rows, 5))
+    with patched(sparse_rows, "lazy", True):
+        model, out = p.fit(build, (tokens, classes(rows=rows)), epochs=2, **kwargs)
+    return out | {f"o{i}": np.asarray(v) for i, v in enumerate(model.optimizer.variables)}
+
+
+@scenario
+def used_rows_by_adam(p):
+    """In the last batch workers have no row, and their placeholder's id is not used."""
+    return _rows_only(p, lambda: keras.optimizers.AdamW(0.05, weight_decay=0.1, global_clipnorm=0.5), ids=12)
+
+
+@scenario
+def used_rows_by_adagrad(p):
+    return _rows_only(p, lambda: keras.optimizers.Adagrad(0.5), batch=11)
+
+
+@scenario
+def all_rows_by_adagrad(p):
+    """Exact: what Keras' Adagrad gives with dense gradients in one process."""
+    make = lambda: keras.optimizers.Adagrad(0.5)
+    if p.world > 1:
+        return _rows_only(p, make, batch=11)
+
+    class Dense(keras.optimizers.Adagrad):
+        def apply(self, grads, trainable_variables=None):
+            return super().apply([tf.convert_to_tensor(g) for g in grads], trainable_variables)
+
+    return _rows_only(p, lambda: Dense(0.5), batch=11)

@@ -30,6 +30,7 @@ from raytf.storage import step_folders
 from raytf.worker import checkpoint, fit
 from raytf.worker.checkpoint_every import parse
 from raytf.worker.job import TrainJob
+from raytf.worker.session import Session
 from tests.processes import optimizer_scenarios
 from tests.processes.scenarios import Place
 
@@ -146,16 +147,12 @@ def stored(rows, seed=0):
     return StoredDataset(blocks, [len(b) for b in blocks], whole.column_names)
 
 
-class Session:
+class Stored(Session):
     """The run around a training, in a folder."""
 
-    storage = None
-
     def __init__(self, place: Place, begins: str | None, kept: str | None):
-        self.rank, self.size = place.rank, place.world
-        self._begins, self._kept, self.reports = begins, kept, []
-        if kept is None:
-            self.keep = None
+        super().__init__(place.rank, place.world)
+        self._begins, self._kept, self.reports, self.saves = begins, kept, [], kept is not None
 
     @contextlib.contextmanager
     def checkpoint(self):
@@ -163,17 +160,13 @@ class Session:
             checkpoint.check(self._begins)
         yield self._begins
 
-    def report(self, metrics, write):
+    def report(self, metrics, moment, keep=False):
         self.reports.append(metrics)
 
-    def ready(self, model, held):
-        """Nothing is to be made ready."""
-
-    def keep(self, name, model, parts):
+    def save_step(self, name, model, parts, writers=1):
         folder = os.path.join(self._kept, name)
         os.makedirs(folder)
         checkpoint.write(folder, model, parts, 3)
-        return True
 
 
 def newest(folder: str, before: float = np.inf) -> str:
@@ -199,7 +192,7 @@ def train(
     def callbacks(config):
         return [counts, *case.callbacks(), *([Stop(*stop)] if stop else [])]
 
-    session = Session(place, begins, kept)
+    session = Stored(place, begins, kept)
     datasets = {"train": stored(case.rows)} | ({"validation": stored(41, 1)} if case.validation else {})
     task = TrainJob(
         build_model=build,

@@ -17,6 +17,7 @@ import pytest
 
 from cluster import namespaces
 from raytf.doctor.findings import Measurements, examine
+from raytf.runtime import networks
 from tests.faulty_hosts import own, plant_in_the_network
 
 WHY_NOT = namespaces.available()
@@ -29,7 +30,7 @@ class Remote:
     def __init__(self, host, environment):
         self.address = host.address
         self._process = subprocess.Popen(
-            host.command([sys.executable, "-m", "tests.processes.doctor_host", host.address]),
+            host.command([sys.executable, "-m", "tests.processes.doctor_host"]),
             env=os.environ | environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -55,7 +56,7 @@ def measured(hosts, storage, environment) -> Measurements:
         pool = stack.enter_context(ThreadPoolExecutor(len(remotes)))
         found = Measurements(nodes=[host.address for host in hosts], tested={"keras": ("3.14", "3.15")})
         found.facts = dict(zip(found.nodes, pool.map(lambda r: r("facts"), remotes), strict=True))
-        ports = dict(zip(found.nodes, (remote("listen") for remote in remotes), strict=True))
+        ports = dict(zip(found.nodes, (remote("listen", remote.address) for remote in remotes), strict=True))
 
         def reach(one):
             return {
@@ -97,7 +98,8 @@ def test_nothing_is_found_on_healthy_hosts(tmp_path, token):
         found = measured(own(hosts, tmp_path), tmp_path, {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)})
     assert [finding.line() for finding in examine(found)] == []
     inside = [host.link.replace("rto", "rti") for host in hosts]
-    assert [facts["interface"] for facts in found.facts.values()] == inside
+    chosen = [networks.chosen(facts["interfaces"], None, node) for node, facts in found.facts.items()]
+    assert chosen == list(zip(inside, found.nodes, strict=True))
     assert len(found.links) == 6 and all("rtt" in seen and "large" in seen for seen in found.links.values())
 
 

@@ -228,6 +228,87 @@ def rate_by_its_loss():
     return plain(kind=Bold)
 
 
+def slow_weights():
+    """An optimizer, as Lookahead's, that uses in its fifth step what it noted of the losses."""
+    import keras
+
+    class Cautious(keras.optimizers.SGD):
+        def build(self, variables):
+            super().build(variables)
+            self.noted = self.add_variable((), name="noted", initializer="zeros")
+
+        def update_step(self, gradient, variable, learning_rate):
+            late = keras.ops.cast(self.iterations >= 4, "float32")
+            super().update_step(gradient / (1 + late * self.noted), variable, learning_rate)
+
+    class Noting(keras.Model):
+        def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+            loss = super().compute_loss(x, y, y_pred, sample_weight)
+            if training:
+                self.optimizer.noted.assign_add(keras.ops.cast(loss, "float32"))
+            return loss
+
+    return plain(kind=Noting, optimizer=Cautious(0.01))
+
+
+def set_by_the_first_batch():
+    """Weights that the first batch sets, as Glow's ActNorm has them."""
+    import keras
+
+    class ActNorm(keras.layers.Layer):
+        def build(self, shape):
+            self.shift = self.add_weight(shape=shape[1:], initializer="zeros", name="shift")
+            self.known = self.add_weight(shape=(), initializer="zeros", trainable=False, name="known")
+
+        def call(self, x, training=False):
+            if training:
+                self.shift.assign(self.shift - (1 - self.known) * keras.ops.mean(x, 0))
+                self.known.assign(keras.ops.ones(()))
+            return x + self.shift
+
+    return plain(ActNorm())
+
+
+def balances_experts():
+    """A mixture of experts with the load-balancing loss of Switch transformers, a product of two means."""
+    import keras
+    from keras import ops
+
+    class Experts(keras.layers.Layer):
+        def build(self, shape):
+            self.gate = keras.layers.Dense(4, "softmax")
+            self.gate.build(shape)
+            self.of_each = self.add_weight(shape=(4, shape[-1], 3), name="experts")
+
+        def call(self, x):
+            shares = self.gate(x)
+            chosen = ops.one_hot(ops.argmax(shares, -1), 4, dtype=shares.dtype)
+            self.add_loss(2.0 * ops.sum(ops.mean(chosen, 0) * ops.mean(shares, 0)))
+            return ops.einsum("bi,eio,be->bo", x, self.of_each, chosen * shares)
+
+    return plain(Experts())
+
+
+def rate_by_rows():
+    """A schedule whose rate falls after ten rows, of which each worker counts its own."""
+    import keras
+    import tensorflow as tf
+
+    rows = tf.Variable(0, trainable=False)
+
+    class ByRows(keras.optimizers.schedules.LearningRateSchedule):
+        def __call__(self, step):
+            return tf.where(rows >= 10, 0.001, 0.01)
+
+    class Counting(keras.Model):
+        def train_step(self, data):
+            logs = super().train_step(data)
+            rows.assign_add(tf.shape(data[0])[0])
+            return logs
+
+    return plain(kind=Counting, optimizer=keras.optimizers.SGD(ByRows()))
+
+
 def numbers_of_a_clock():
     """What no seed sets, and each worker has for itself."""
     import os

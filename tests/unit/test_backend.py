@@ -19,9 +19,10 @@ CHILD = """
 import ray.util
 ray.util.get_node_ip_address = lambda: "127.0.0.1"
 from raytf.runtime import ports
+from raytf.runtime.settings import Listening
 import sys
 try:
-    print(ports.reserve_address((int(sys.argv[1]), int(sys.argv[2]))), flush=True)
+    print(ports.reserve_address(Listening((int(sys.argv[1]), int(sys.argv[2])))), flush=True)
 except Exception as error:
     print(error, flush=True)
 input()
@@ -92,6 +93,10 @@ def test_communication_options():
         ({"ports": (20_000, 70_000)}, r"ports must be the first and the last .* received: \(20000, 70000\)"),
         ({"ports": (30_000, 20_000)}, "ports must be the first and the last"),
         ({"ports": "20000-30000"}, "ports must be the first and the last"),
+        ({"network": ""}, "network must be the name of a network interface, .* received: ''"),
+        ({"network": "10.1.0.0/160"}, "network must be the name of a network interface"),
+        ({"network": "an-interface-of-too-long-a-name"}, "network must be the name of a network interface"),
+        ({"network": 5}, "network must be the name of a network interface, .* received: 5"),
         ({"pin_cpus": True}, 'pin_cpus must be "auto" or False; received: True'),
         ({"pin_cpus": 0}, 'pin_cpus must be "auto" or False; received: 0'),
         ({"spares": -1}, "spares must be a number of processes, at least 0; received: -1"),

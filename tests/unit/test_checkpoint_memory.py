@@ -165,6 +165,7 @@ def test_a_pinned_one_takes_the_place_of_one_that_the_storage_does_not_take(larg
     check(tmp_path / "run" / name_of(2), 2, 100_000)
 
 
+@pytest.mark.slow
 def test_a_pinned_one_for_which_no_place_comes_says_so_and_the_writer_stays(tmp_path, monkeypatch, set_timeouts):
     monkeypatch.setattr(snapshots, "_FEW_BYTES", 0)
     set_timeouts(checkpoint_write=0.5)

@@ -13,6 +13,7 @@ from ray.train import RunConfig
 
 import raytf
 from raytf import cli, cli_parts
+from raytf.data import formats
 
 
 def given(command: str, *arguments: str) -> dict:
@@ -29,6 +30,8 @@ def test_every_option_is_an_argument_of_what_takes_it(command):
         "sweep": inspect.signature(raytf.sweep).parameters,
         "run": {"max_failures", *(field.name for field in dataclasses.fields(RunConfig))},
         "datasets": ("train", "validation"),
+        "data": inspect.signature(formats.read).parameters,
+        "columns": inspect.signature(formats.roles).parameters,
         "workers": ("num_workers", "gpus_per_worker", "cpus_per_worker"),
         "config": ("batch_size", "epochs", "learning_rate"),
     }

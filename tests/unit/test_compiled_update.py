@@ -235,3 +235,14 @@ def test_what_is_compiled_goes_with_the_model():
     trained(MADE["momentum"], compiled=True)
     gc.collect()
     assert len(compiled_update._known) <= before
+
+
+@pytest.mark.parametrize("name", ["adamw", pytest.param("momentum", marks=pytest.mark.slow)])
+def test_many_variables_have_one_computation_for_each_shape(name):
+    """XLA would take seconds for hundreds of variables."""
+    count = compiled_update._MOST_TOGETHER
+    weights = lambda: [v for _ in range(count) for v in variables()]
+    draw = lambda step: [g * (i + 1) for i, g in enumerate(gradients(step) * count)]
+    with patched(compiled_update, "_known", {}) as _:
+        check(MADE[name], calls=2 * count, draw=draw, weights=weights)
+        assert len(compiled_update._known) == len(SHAPES)

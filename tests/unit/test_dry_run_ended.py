@@ -27,3 +27,20 @@ def test_what_had_been_said_in_part_is_no_answer():
             return int, ()
 
     assert "SIGKILL" in str(dry_run._in_a_copy(lambda: [bytes(1 << 20), Halted()]))
+
+
+def test_the_limit_covers_the_whole_result(set_timeouts):
+    """Another process keeps the pipe open, as a server that build_model has started."""
+    set_timeouts(dry_run=0.5)
+    reader, writer = os.pipe()
+
+    def answer():
+        if not os.fork():
+            os.close(writer)
+            os.read(reader, 1)  # until this test closes its end
+            os._exit(0)
+        return 1
+
+    assert "no end after 0.5 s" in str(dry_run._in_a_copy(answer))
+    os.close(reader)
+    os.close(writer)

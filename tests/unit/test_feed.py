@@ -169,6 +169,7 @@ def test_strings_reach_the_model_whole():
         assert [t.decode() for t in text.numpy()] == [words[i] for i in ids.numpy()]
 
 
+@pytest.mark.slow
 def test_augmentation_depends_on_seed_epoch_and_row_alone():
     def augment(x, y, seeds):
         noise = tf.map_fn(lambda s: tf.random.stateless_uniform([], s), seeds, fn_output_signature=tf.float32)

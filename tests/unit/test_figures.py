@@ -46,6 +46,7 @@ def lines(tmp_path, rank=0):
     return [json.loads(line) for line in text.splitlines()]
 
 
+@pytest.mark.slow
 def test_an_epoch_has_a_line_of_each_worker_and_another_start_adds_its_own(tmp_path):
     for rank in (0, 1):
         trained(tmp_path, rank=rank)

@@ -13,29 +13,34 @@ COPIES = 4000
 
 
 @pytest.fixture(scope="module")
-def sums():
+def on_each():
+    """on_each(work): what work(place) gives for each of three members of a ring, in threads of their own."""
+    listeners = [Listener("127.0.0.1") for _ in range(3)]
+    addresses = [(one.host, one.port) for one in listeners]
+    with ThreadPoolExecutor(3) as pool:
+        places = list(pool.map(lambda i: listeners[i].join(i, addresses, bytes(TOKEN_BYTES), 20.0, 20.0), range(3)))
+        yield lambda work: list(pool.map(work, places))
+        for place in places:
+            place.close()
+
+
+@pytest.fixture(scope="module")
+def sums(on_each):
     """sums(gradients of each worker, rows of each or None, wire dtype): what each worker gets."""
     import tensorflow as tf
 
     from raytf.collectives.gradient_ring import GradientRing
 
-    listeners = [Listener("127.0.0.1") for _ in range(3)]
-    addresses = [(one.host, one.port) for one in listeners]
-    with ThreadPoolExecutor(3) as pool:
-        places = list(pool.map(lambda i: listeners[i].join(i, addresses, bytes(TOKEN_BYTES), 20.0, 20.0), range(3)))
+    def make(gradients, rows, wire):
+        def work(place):
+            mine = None if rows is None else tf.constant(rows[place.rank])
+            ring = GradientRing(place, wire_dtype=None if wire is None else tf.as_dtype(wire))
+            found, _ = ring.sum([tf.constant(g) for g in gradients[place.rank]], mine)
+            return [g.numpy() for g in found]
 
-        def make(gradients, rows, wire):
-            def work(place):
-                mine = None if rows is None else tf.constant(rows[place.rank])
-                ring = GradientRing(place, wire_dtype=None if wire is None else tf.as_dtype(wire))
-                found, _ = ring.sum([tf.constant(g) for g in gradients[place.rank]], mine)
-                return [g.numpy() for g in found]
+        return on_each(work)
 
-            return list(pool.map(work, places))
-
-        yield make
-        for place in places:
-            place.close()
+    return make
 
 
 @pytest.mark.parametrize("wire", [None, "float16", "bfloat16"])
@@ -54,6 +59,50 @@ def test_gradients_larger_and_smaller_than_float16_can_be(sums, wire):
         np.testing.assert_allclose(got, exact, atol=2e30 * 2.0**-24, rtol=2e-3)
     else:
         np.testing.assert_allclose(got, exact, rtol=2e-2 if wire else 1e-6)
+
+
+@pytest.fixture(scope="module")
+def rows_of_tables(on_each):
+    """rows_of_tables(slices of each worker, rows of each or None, merge): (ids, values) of each table by worker."""
+    import tensorflow as tf
+
+    from raytf.collectives.gradient_ring import GradientRing
+
+    def make(tables, rows, merge):
+        def work(place):
+            mine = None if rows is None else tf.constant(rows[place.rank])
+            slices = [tf.IndexedSlices(tf.constant(v), tf.constant(i), (9, 2)) for i, v in tables[place.rank]]
+            ring = GradientRing(place)
+            return [(g.indices.numpy(), g.values.numpy()) for g in ring.sum_rows(slices, mine, merge)]
+
+        return on_each(work)
+
+    return make
+
+
+@pytest.mark.parametrize("kind", [np.float64, np.float32, np.float16])
+def test_rows_of_tables_are_summed_by_their_ids(rows_of_tables, kind):
+    """A worker without rows counts for nothing, whatever it has, and one may have used no row of a table."""
+    values = lambda *numbers: np.array([[n, 2 * n] for n in numbers], kind).reshape(-1, 2)
+    tables = [
+        [(np.int64([5, 1]), values(1, 2)), (np.int32([8]), values(3))],
+        [(np.int64([1]), values(np.nan)), (np.int32([8]), values(np.inf))],
+        [(np.int64([1, 7, 0]), values(4, 8, 16)), (np.int32([]), values())],
+    ]
+    found = rows_of_tables(tables, [1, 0, 3], True)
+    for ids_and_values in found:
+        (ids, sums), (others, other_sums) = ids_and_values
+        assert (ids.dtype, others.dtype, sums.dtype) == (np.int64, np.int32, kind)
+        assert ids.tolist() == [0, 1, 5, 7]
+        np.testing.assert_array_equal(sums, values(12, 3.5, 0.25, 6))
+        assert others.tolist() == [8]
+        np.testing.assert_array_equal(other_sums, values(0.75))
+    (ids, parts), _ = rows_of_tables(tables, [1, 0, 3], False)[2]
+    assert ids.tolist() == [5, 1, 5, 1, 7, 0]  # a placeholder's id is not used
+    np.testing.assert_array_equal(parts, values(0.25, 0.5, 0, 3, 6, 12))
+    (ids, sums), _ = rows_of_tables(tables[::2] + tables[:1], None, True)[1]
+    assert ids.tolist() == [0, 1, 5, 7]
+    np.testing.assert_array_equal(sums, values(16, 8, 2, 8))
 
 
 @pytest.mark.parametrize("copies", [1, COPIES])

@@ -26,7 +26,21 @@ COMPARING = {
     "of a part": lambda y, p: tf.boolean_mask(p[:, 0], p[:, 0] > 0.5),
     "one for all": lambda y, p: ops.mean(y - p)[None],
 }
-MEANS = {"mean": lambda y, p: ops.mean(ops.square(y - p)), "mean and more": lambda y, p: 3 + ops.mean(y - p)}
+
+
+def slope(y, p):
+    """The derivative of a function of the rows, as a physics-informed loss has it."""
+    with tf.GradientTape() as tape:
+        tape.watch(p)
+        values = ops.sum(p**3)
+    return ops.mean(ops.square(tape.gradient(values, p)))
+
+
+MEANS = {
+    "slope": slope,
+    "mean": lambda y, p: ops.mean(ops.square(y - p)),
+    "mean and more": lambda y, p: 3 + ops.mean(y - p),
+}
 SUMS = {"sum": lambda y, p: ops.sum(ops.square(y - p)), "scaled": lambda y, p: ops.sum(y - p) / 50}
 NEITHER = {
     "root": lambda y, p: ops.sqrt(ops.mean(ops.square(y - p))),
@@ -147,6 +161,7 @@ def test_what_has_no_rows_is_given_as_it_is():
 
 
 def test_noise_and_what_cannot_be_tried_are_told_apart():
+    trainer.install()
     noisy = tried(lambda y, p: ops.mean(p + keras.random.normal((3,))), 3)
     assert noisy.unknown and not noisy.why
     failed = tried(lambda y, p: ops.mean(p) + undefined, 3)  # noqa: F821
@@ -215,3 +230,16 @@ def test_losses_that_were_added_stay_when_others_are_tried():
     with stepping():
         model(tf.ones((8, 3)))
         assert [float(loss) for loss in model.losses] == [1.0, 2.0]
+
+
+def test_a_state_that_a_function_keeps_is_no_random_number():
+    trainer.install()
+    mean, seeds = keras.Variable(1.0, trainable=False), keras.random.SeedGenerator(1)
+
+    def relative(y, p):
+        mean.assign(0.9 * mean + 0.1 * ops.mean(p))
+        return p[:, 0] / mean
+
+    found = tried(relative, 3)
+    assert not found.rows and found.why is None and float(mean) == 1.0
+    assert tried(lambda y, p: p[:, 0] + keras.random.normal((), seed=seeds), 3).why == ""

@@ -71,7 +71,7 @@ def seconds_until(judge, workers, most=1000, ends=False):
         ({"phase": activity.CALLBACKS, "hook": "Mine.on_epoch_end"}, "is in Mine.on_epoch_end after step 17"),
         ({"phase": activity.CHECKPOINT}, "writes a checkpoint after step 17"),
         ({"phase": activity.CHECKPOINT, "failing": "No space left"}, "that its storage does not take (No space left)"),
-        ({"phase": activity.CONTROLLER}, "waits after step 17 for Ray Train's controller, which takes no report"),
+        ({"phase": activity.DRIVER}, "waits after step 17 for the driver, which takes no report"),
         ({"phase": activity.STEP}, "is in step 18 and does not use its processors"),
         ({"phase": activity.END}, "has left the training after step 17"),
     ],

@@ -154,7 +154,7 @@ keys = st.text(min_size=1, max_size=8)
 arrays = st.lists(st.floats(-1e9, 1e9), max_size=5).map(np.array)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=20)
 @given(st.dictionaries(keys, st.text(max_size=30) | st.dictionaries(keys, arrays, max_size=3), max_size=4))
 def test_parts_travel_as_they_are(parts):
     found = snapshot_parts.unpack(snapshot_parts.pack(parts))

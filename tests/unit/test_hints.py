@@ -240,6 +240,7 @@ def test_a_loss_or_metric_that_keras_does_not_know(wrong):
     assert re.match(r"compile must name losses and metrics that Keras has.*(msee|acuracy)", said), said
 
 
+@pytest.mark.slow
 def test_a_long_phase_is_one_line_in_a_log():
     out = io.StringIO()
     with phases.Phases(rich.console.Console(file=out, width=40), "a phase " * 9) as shown:

@@ -41,7 +41,7 @@ def keep(keeper, model, step):
     assert keeper.keep(name_of(step), model, checkpoint.parts(model, state, build=(functional, {}, ((3,), "float32"))))
 
 
-@pytest.mark.parametrize("build", [functional, subclassed])
+@pytest.mark.parametrize("build", [pytest.param(functional, marks=pytest.mark.slow), subclassed])
 def test_what_is_kept_is_restored_to_the_bit(tmp_path, keeper, build):
     model, x = trained(build)
     for step in (3, 6):

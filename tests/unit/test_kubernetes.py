@@ -182,6 +182,7 @@ def test_image_and_scripts_are_linted(tmp_path):
     assert "SC2086" in lint("shellcheck", str(tmp_path / "drain.sh"))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="processes of its own need root")
 @pytest.mark.parametrize("ends", [True, False])
 def test_a_pod_waits_until_its_ray_node_has_ended_or_its_time_is_over(tmp_path, ends):

@@ -9,6 +9,7 @@ import sys
 import pytest
 
 
+@pytest.mark.slow
 def test_it_is_a_callback_of_keras_2():
     pytest.importorskip("tf_keras")
     script = "import tf_keras, raytf; assert issubclass(raytf.ReportCallback, tf_keras.callbacks.Callback)"

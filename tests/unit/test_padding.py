@@ -59,7 +59,10 @@ def test_each_worker_knows_the_longest_list_of_each_global_batch(
         assert len(tags) == count
 
 
-@pytest.mark.parametrize(("shuffle", "bucket", "superbatch"), [("full", False, 1), ("window", True, 1 << 20)])
+@pytest.mark.parametrize(
+    ("shuffle", "bucket", "superbatch"),
+    [pytest.param("full", False, 1, marks=pytest.mark.slow), ("window", True, 1 << 20)],
+)
 def test_workers_pad_to_the_longest_list_of_the_global_batch(shuffle, bucket, superbatch, monkeypatch):
     """The batches of all workers, one below the other, are those of one process: shapes, too."""
     monkeypatch.setattr(feed_module, "SUPERBATCH", superbatch)

@@ -41,7 +41,7 @@ def epoch(feed, number=0, first=0):
     return [batch.tolist() for batch in feed.dataset().as_numpy_iterator()]
 
 
-@pytest.mark.parametrize("rows", [False, True])
+@pytest.mark.parametrize("rows", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_workers_cut_the_same_global_batches(rows):
     make = (lambda context: tf.data.Dataset.range(ROWS).shuffle(50)) if rows else numbers
     alone = epoch(opened(TFData(make, rows=rows)))
@@ -91,6 +91,7 @@ def test_an_epoch_that_ends_early_is_an_error_and_no_wait():
         epoch(feed, 1)
 
 
+@pytest.mark.slow
 def test_epochs_follow_the_seed_and_go_on_at_any_step():
     def make(context):
         noise = lambda x: (x, tf.random.uniform([]), np.random.random())
@@ -118,6 +119,7 @@ def test_the_seeds_of_a_function_are_its_own():
     assert [tf.random.uniform([]).numpy(), np.random.random()] == before
 
 
+@pytest.mark.slow
 def test_what_is_cached_stays_and_is_that_of_the_first_epoch():
     calls = []
 
@@ -156,6 +158,7 @@ def test_batches_of_another_size_are_told_of():
     assert "a batch has 10 rows, and batch_size is 24" in told.text and told.steps == 11
 
 
+@pytest.mark.slow
 def test_an_endless_dataset_is_one_stream():
     def make(context):
         return tf.data.Dataset.range(ROWS).repeat().batch(context.batch)
@@ -202,7 +205,10 @@ class Batches(keras.utils.PyDataset):
         return {"x": rows, "half": rows / 2}, rows
 
 
-@pytest.mark.parametrize(("workers", "processes"), [(1, False), (3, False), (2, True)])
+@pytest.mark.parametrize(
+    ("workers", "processes"),
+    [(1, False), pytest.param(3, False, marks=pytest.mark.slow), pytest.param(2, True, marks=pytest.mark.slow)],
+)
 def test_a_py_dataset_with_workers_of_its_own(workers, processes):
     source = TFData(lambda context: Batches(context.batch, workers=workers, use_multiprocessing=processes))
     for number in range(2):

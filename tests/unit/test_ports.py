@@ -11,6 +11,7 @@ import pytest
 from raytf import cli
 from raytf.errors import ConfigError
 from raytf.runtime import packet_filter, ports
+from raytf.runtime.settings import Listening
 
 
 def test_hanging_up_ends_a_connection_and_leaves_no_descriptor():
@@ -29,11 +30,11 @@ def test_hanging_up_ends_a_connection_and_leaves_no_descriptor():
 
 def test_a_worker_listens_at_the_address_that_was_kept_for_it(monkeypatch):
     monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "127.0.0.1")
-    allowed = (31_910, 31_911)
+    allowed = Listening((31_910, 31_911))
     first = ports.reserve_address(allowed)
     try:
         second = ports.reserve_address(allowed)  # another's
-        assert {ports.split(first)[1], ports.split(second)[1]} == set(allowed)
+        assert {ports.split(first)[1], ports.split(second)[1]} == set(allowed.ports)
         with pytest.raises(ConfigError, match=r"a free port.*none of 31910 to 31911 is free.*ports=\(first"):
             ports.reserve_address(allowed)
         with ports.own(second) as ring:
@@ -51,8 +52,9 @@ def test_a_worker_listens_at_the_address_that_was_kept_for_it(monkeypatch):
         with ports.own(f"192.0.2.1:{ports.split(first)[1]}") as translated:  # not this host's, as behind NAT
             assert translated.getsockname() == ("0.0.0.0", ports.split(first)[1])
     finally:
-        ports._claims.pop().close()
-        ports._claims.pop().close()
+        ports.end_claims()
+    assert ports.split(ports.reserve_address(allowed))[1] in allowed.ports
+    ports.end_claims()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a filter of Linux")
@@ -95,7 +97,6 @@ def test_a_port_takes_nothing_from_the_users_random_numbers(monkeypatch):
     """Keras draws seeds from Python's own: a loop that builds its strategy had other weights than its seed says."""
     monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "127.0.0.1")
     before = random.getstate()
-    ports.reserve_address()
-    ports.release_port()
-    ports._claims.pop().close()
+    ports.reserve_address(Listening())
+    ports.end_claims()
     assert random.getstate() == before

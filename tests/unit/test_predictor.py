@@ -50,6 +50,7 @@ def save(folder, model, features=None, loss=0.5, step=3, **more):
     return str(folder)
 
 
+@pytest.mark.slow
 def test_a_run_names_its_columns_and_its_best_is_chosen(tmp_path):
     features = columns.parse(FEATURES, "features")
     models = [build({"seed": seed}) for seed in (0, 1)]

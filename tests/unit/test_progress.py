@@ -1,4 +1,5 @@
 import io
+import sys
 import threading
 import time
 
@@ -148,3 +149,12 @@ def test_no_time_is_left_when_the_last_epoch_has_ended():
     assert "left" not in describe(update(4, 10, ended=True), 10.0, 0.0)
     assert describe(update(2, 10, ended=True), 10.0, 20.0).endswith("0:20 left")
     assert describe(update(2, 10), 10.0, 7509.0).endswith("  2:05:09 left")
+
+
+def test_the_first_phase_is_a_connection_where_a_cluster_is_named(monkeypatch):
+    monkeypatch.delitem(sys.modules, "ray", raising=False)  # another test may have started it
+    monkeypatch.setenv("RAY_ADDRESS", "head:6379")
+    assert phases_module.starting() == "connecting to Ray"
+    assert phases_module.starting("It has ended").startswith("It has ended; connecting to Ray to see")
+    monkeypatch.setenv("RAY_ADDRESS", "local")
+    assert phases_module.starting() == "finding or starting Ray"

@@ -123,7 +123,8 @@ def test_a_callback_that_needs_to_be_told_of_a_batch_from_its_begin_is_named(mod
             return self.began + batch
 
     model.__dict__["_raytf_callbacks"] = [keras.callbacks.Callback(), timing := Timing()]
-    last = replacement.RecoveryCallback(types.SimpleNamespace(epoch_step=3, steps=3), None)
+    position = types.SimpleNamespace(epoch_step=3, steps=3)
+    last = replacement.RecoveryCallback(types.SimpleNamespace(position=position, place=None))
     last.set_model(model)
     with pytest.raises(
         RaytfError, match=r"accept the end of a batch .* Timing with AttributeError: .*began.* get_state"
@@ -151,10 +152,17 @@ def test_what_callbacks_did_at_the_begin_of_a_step_is_not_done_twice(model, tmp_
     parts = checkpoint.parts(model, state, states, metrics={})
     checkpoint.write(str(tmp_path), model, parts, checkpoint_files.VERSION)
     model.optimizer.learning_rate = 0.25
-    position = types.SimpleNamespace(steps=9, go_on=lambda *_: None)
-    iterator = types.SimpleNamespace(begin_at=lambda *_: None)
-    resumption = within_epoch.Resumption(str(tmp_path), state, states, position, lambda: iterator, begun=begun)
-    callbacks = keras.callbacks.CallbackList([resumption.first, counting, resumption.last], model=model)
+    training = types.SimpleNamespace(
+        folder=str(tmp_path),
+        state=state,
+        states=states,
+        position=types.SimpleNamespace(steps=9, go_on=lambda *_: tf.data.Dataset.range(9)),
+        iterator=lambda: types.SimpleNamespace(begin_at=lambda *_: None),
+        place=types.SimpleNamespace(behind=not begun, within=0),
+    )
+    before = within_epoch.BeforeResumption.of(training)
+    after = within_epoch.Resumption(training, before)
+    callbacks = keras.callbacks.CallbackList([before, counting, after], model=model)
     callbacks.on_train_begin()
     callbacks.on_epoch_begin(0)
     callbacks.on_train_batch_begin(4)

@@ -193,13 +193,12 @@ def test_a_storage_that_cannot_be_written_is_said(tmp_path):
         RunLock(pyarrow.fs.LocalFileSystem(), str(tmp_path / "file" / "run")).acquire()
 
 
-def test_what_was_left_by_one_that_died_while_taking_over(tmp_path):
-    place = pyarrow.fs.LocalFileSystem(), str(tmp_path)
-    left_by(place, started="0")
-    (tmp_path / f"{LOCK}.taking").write_text("")
-    with pytest.raises(ConfigError, match="takes one driver at a time"):
-        RunLock(*place).acquire()
-    os.utime(tmp_path / f"{LOCK}.taking", (0, 0))
-    with RunLock(*place):
-        pass
-    assert os.listdir(tmp_path) == []
+def test_a_late_takeover_leaves_the_file_to_the_faster_driver(tmp_path):
+    path = tmp_path / LOCK
+    path.write_text("dead")
+    fast, late = (lock_file.MountedFile(None, str(path), name) for name in ("fast", "late"))
+    assert fast.replace("of the fast one", "dead")
+    assert not late.replace("of the late one", "dead")
+    assert fast.beat("of the fast one") and path.read_text() == "of the fast one"
+    assert os.listdir(tmp_path) == [LOCK]
+    fast.close()

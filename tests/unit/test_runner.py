@@ -54,6 +54,7 @@ def follow(runner, number, seconds=30.0):
     raise AssertionError(f"no end; {lines}")
 
 
+@pytest.mark.slow
 def test_the_end_does_not_wait_for_what_a_script_left_behind(runner, tmp_path):
     out, _, end = follow(runner, start(runner, tmp_path, LEAVES.format(then="sys.exit(3)")))
     os.kill(int(out[0]), signal.SIGKILL)
@@ -133,6 +134,7 @@ def test_a_script_that_goes_on_in_time_is_left_alone(runner, tmp_path):
     assert (out, end.code) == (["on"], 0)
 
 
+@pytest.mark.slow
 def test_a_script_that_closes_its_pipes_is_followed_to_its_end(runner, tmp_path):
     number = start(runner, tmp_path, "import os, time\nos.close(1)\nos.close(2)\ntime.sleep(1)\nos._exit(4)")
     assert follow(runner, number)[2].code == 4

@@ -306,6 +306,7 @@ def test_two_that_are_pinned_are_both_written(writer, tmp_path):
         check(tmp_path / "run" / name_of(step), step)
 
 
+@pytest.mark.slow
 def test_one_that_is_no_longer_pinned_gives_way_to_a_newer_one(writer, tmp_path):
     (tmp_path / "run").write_text("in the way")
     pin = writer.write(name_of(1), parts_of(1), pinned=True)

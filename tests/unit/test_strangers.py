@@ -21,6 +21,7 @@ from raytf.collectives import ring, signed
 from raytf.collectives.ring import TOKEN_BYTES, Listener
 from raytf.errors import RaytfError
 from raytf.runtime import cores, ports
+from raytf.runtime.settings import Listening
 from raytf.storage import snapshots
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="abstract sockets are Linux'")
@@ -120,10 +121,9 @@ def test_ports_that_a_stranger_claims_are_taken_all_the_same(stranger, monkeypat
         port = free.getsockname()[1]
     stranger(f"\0raytf/{port}")
     try:
-        assert ports.reserve_address((port, port)) == f"127.0.0.1:{port}"
+        assert ports.reserve_address(Listening((port, port))) == f"127.0.0.1:{port}"
     finally:
-        ports.release_port()
-        ports._claims.pop().close()
+        ports.end_claims()
 
 
 def test_a_strangers_door_is_not_waited_at(stranger, monkeypatch):

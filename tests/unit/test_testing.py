@@ -267,6 +267,7 @@ def test_a_write_that_nobody_makes_is_said_at_the_end(tmp_path):
     assert planted.taken() == []
 
 
+@pytest.mark.slow
 def test_planted_writes_fail_in_the_process_that_writes_and_are_tried_again(tmp_path):
     writer = SnapshotWriter(pyarrow.fs.LocalFileSystem(), str(tmp_path / "run"))
     try:

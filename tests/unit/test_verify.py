@@ -66,6 +66,10 @@ def test_what_differs_is_named_with_its_cause(tmp_path):
         "mixes_rows": ("all weights", "Mixes (models_to_verify.py, line "),
         "compares_in_its_step": ("all weights", "train_step (models_to_verify.py, line "),
         "rate_by_its_loss": ("all weights", "compute_loss (models_to_verify.py, line "),
+        "slow_weights": ("the optimizer's state, most of all ", "/noted: ", "compute_loss (models_to_verify.py, line "),
+        "rate_by_rows": ("the learning rate of optimizer: 0.001 on one device, 0.01 on two workers",),
+        "set_by_the_first_batch": ("other weights than each other",),
+        "balances_experts": ("Experts (models_to_verify.py, line ", "pass means to add_loss"),
         "numbers_of_a_clock": ("other weights than each other",),
     }
     proofs = proofs_of(wanted, tmp_path)

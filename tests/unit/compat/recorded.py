@@ -12,6 +12,7 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
     "keras.src.backend.tensorflow.nn:_get_logits": ("(output, from_logits, op_type, fn_name)",),
     "keras.src.backend.tensorflow.optimizer:TFOptimizer": ("(*args, **kwargs)",),
     "keras.src.backend.tensorflow.optimizer:TFOptimizer._all_reduce_sum_gradients": ("(self, grads_and_vars)",),
+    "keras.src.backend.tensorflow.optimizer:TFOptimizer._apply_weight_decay": ("(self, variables)",),
     "keras.src.backend.tensorflow.optimizer:TFOptimizer._distributed_tf_update_step": (
         "(self, distribution, grads_and_vars, learning_rate)",
     ),
@@ -41,6 +42,7 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
     "keras.src.backend:get_keras_mask": ("(x)",),
     "keras.src.backend:set_keras_mask": ("(x, mask)",),
     "keras.src.callbacks.backup_and_restore:BackupAndRestore.on_train_begin": ("(self, logs=)",),
+    "keras.src.layers.core.embedding:Embedding.call": ("(self, inputs)",),
     "keras.src.layers.layer:Layer.__call__": ("(self, *args, **kwargs)",),
     "keras.src.layers.layer:Layer._clear_losses": ("(self)",),
     "keras.src.layers.layer:Layer._flatten_layers": ("(self, include_self=, recursive=)",),
@@ -58,6 +60,10 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
     "keras.src.optimizers.base_optimizer:BaseOptimizer": (
         "(learning_rate, weight_decay=, clipnorm=, clipvalue=, global_clipnorm=, use_ema=, ema_momentum=, ema_overwrite_frequency=, loss_scale_factor=, gradient_accumulation_steps=, name=, **kwargs)",
     ),
+    "keras.src.optimizers.base_optimizer:BaseOptimizer._backend_apply_gradients": (
+        "(self, grads, trainable_variables)",
+    ),
+    "keras.src.optimizers.base_optimizer:BaseOptimizer._clip_gradients": ("(self, grads)",),
     "keras.src.optimizers.base_optimizer:BaseOptimizer._get_current_learning_rate": ("(self)",),
     "keras.src.optimizers.base_optimizer:BaseOptimizer._get_variable_index": ("(self, variable)",),
     "keras.src.optimizers.base_optimizer:BaseOptimizer._use_weight_decay": ("(self, variable)",),

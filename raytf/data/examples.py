@@ -1,0 +1,199 @@
+"""Parses records of TFRecord files with TensorFlow, in batches, to Arrow tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import pyarrow as pa
+import tensorflow as tf
+from google.protobuf.message import DecodeError
+from pyarrow import fs
+
+from raytf.data.records import PIECE_BYTES, Feature, Records, local
+from raytf.errors import ConfigError, in_a_line
+
+_KINDS = {"int64_list": "int64", "float_list": "float32", "bytes_list": "string"}
+_FIX = "Correct the record, or pass read_tfrecords a schema that it fits"
+
+
+def read(filesystem: fs.FileSystem, piece: Records, features: Sequence[Feature]) -> Iterator[pa.Table]:
+    """Yields tables of a piece's rows.
+
+    Raises:
+        ConfigError: A record does not fit the features, or is damaged.
+    """
+    batch = max(1, piece.rows * PIECE_BYTES // max(1, piece.stop - piece.start))
+    read_rows = 0
+    with local(filesystem, piece) as path:
+        records = _records(piece, path)
+        try:
+            for serialized in records.batch(batch):
+                table = parse(serialized, features)
+                yield table
+                read_rows += table.num_rows
+        except (tf.errors.OpError, ValueError) as error:
+            raise _refused(records.skip(read_rows), piece, read_rows, features, error) from None
+    if read_rows != piece.rows:
+        raise ConfigError(
+            "Files must stay as they were when read_tfrecords has indexed them",
+            f"{piece.path!r} with {read_rows} of {piece.rows} records",
+            "Call read_tfrecords again",
+        )
+
+
+def _records(piece: Records, path: str) -> tf.data.Dataset:
+    """Returns a dataset of the serialized records, without tf.data's tuning, which costs more than it gains."""
+    options = tf.data.Options()
+    options.autotune.enabled = False
+    options.experimental_optimization.apply_default_optimizations = False
+    return tf.data.TFRecordDataset(path, piece.compression).take(piece.rows).with_options(options)
+
+
+def _refused(records, piece: Records, read_rows: int, features: Sequence[Feature], error: Exception) -> ConfigError:
+    """Returns the error of the first record that cannot be read or parsed."""
+    iterator = iter(records)
+    for number in range(piece.first + read_rows, piece.first + piece.rows):
+        try:
+            parse(tf.expand_dims(next(iterator), 0), features)
+        except tf.errors.DataLossError as damage:
+            return ConfigError(
+                "Records must be whole, as their checksums say",
+                f"record {number} of {piece.path!r} ({in_a_line(damage)})",
+                "Write the file again, or leave it out",
+            )
+        except (tf.errors.OpError, ValueError) as misfit:
+            return ConfigError(
+                "Records must fit the schema", f"record {number} of {piece.path!r}: {in_a_line(misfit)}", _FIX
+            )
+        except StopIteration:
+            break
+    return ConfigError("Records must fit the schema", f"{piece.path!r}: {in_a_line(error)}", _FIX)
+
+
+# ------------------------------------------------------------------------------------------ parsing
+
+
+def parse(serialized: tf.Tensor, features: Sequence[Feature]) -> pa.Table:
+    """Returns the table of serialized records.
+
+    Raises:
+        ValueError: A record does not fit the features, or TensorFlow's error.
+    """
+    context = {f.name: _spec(f) for f in features if not f.sequence}
+    steps = {f.name: _spec(f) for f in features if f.sequence}
+    if steps:
+        found, of_steps, lengths = tf.io.parse_sequence_example(serialized, context or None, steps)
+        found = {**found, **of_steps}
+    else:
+        found, lengths = tf.io.parse_example(serialized, context), {}
+    columns = [_column(found[f.name], f, lengths.get(f.name)) for f in features]
+    return pa.Table.from_arrays(columns, schema=pa.schema([(f.name, f.type) for f in features]))
+
+
+def _spec(feature: Feature):
+    dtype = tf.as_dtype(feature.dtype)
+    if feature.sequence and feature.lists == 1:
+        return tf.io.FixedLenSequenceFeature(feature.shape, dtype, allow_missing=bool(feature.default))
+    if feature.lists:
+        return tf.io.RaggedFeature(dtype, value_key=feature.key, row_splits_dtype=tf.int32)
+    return tf.io.FixedLenFeature(feature.shape, dtype, feature.default)
+
+
+def _column(value, feature: Feature, lengths) -> pa.Array:
+    if isinstance(value, tf.RaggedTensor):
+        values, splits = value.flat_values.numpy(), [part.numpy() for part in value.nested_row_splits]
+        if feature.shape:
+            size = int(np.prod(feature.shape))
+            if np.any(splits[-1] % size):
+                raise ValueError(f"{feature.name!r} must have a multiple of {size} values")
+            splits[-1] //= size
+    elif lengths is not None:  # padded to the longest list
+        few = lengths.numpy().astype(np.int32)
+        values = value.numpy()
+        values = values[np.arange(values.shape[1]) < few[:, None]]
+        splits = [np.concatenate([[0], np.cumsum(few)]).astype(np.int32)]
+    else:
+        values, splits = value.numpy(), []
+    if feature.is_tensor:
+        return pa.FixedShapeTensorArray.from_numpy_ndarray(values)
+    array = pa.array(values.reshape(-1), pa.binary() if feature.dtype == "string" else None)
+    for size in reversed(feature.shape):
+        array = pa.FixedSizeListArray.from_arrays(array, size)
+    for offsets in reversed(splits):
+        array = pa.ListArray.from_arrays(offsets, array)
+    return array
+
+
+# ------------------------------------------------------------------------------------------ inference
+
+
+def inferred(filesystem: fs.FileSystem, pieces: Sequence[Records]) -> list[Feature]:
+    """Returns the features that the records have: one value, as many as all have, or a list of any length.
+
+    Raises:
+        ConfigError: Files have other features or types, or their records are no `tf.train.Example`.
+    """
+    seen: dict[tuple[bool, str], dict[str, set]] = {}
+    present: dict[str, list[set]] = {}
+    for piece in pieces:
+        with local(filesystem, piece) as path:
+            for i, record in enumerate(_records(piece, path).as_numpy_iterator()):
+                place = f"record {piece.first + i} of {piece.path!r}"
+                try:
+                    example = tf.train.SequenceExample.FromString(record)
+                except DecodeError as error:
+                    raise ConfigError("Records must be of tf.train.Example", place, "Use raytf.TFData") from error
+                present.setdefault(piece.path, []).append(_look(example, place, seen))
+    _check_alike(present)
+    if not seen:
+        raise ConfigError("Records must have features", f"none in {next(iter(present))!r}", "Use raytf.TFData")
+    names = set.union(*(keys for rows in present.values() for keys in rows))
+    always = {key for key in names if all(key in keys for rows in present.values() for keys in rows)}
+    return [_guess(key, sequence, found, key in always) for (sequence, key), found in sorted(seen.items())]
+
+
+def _look(example, place: str, seen: dict) -> set:
+    """Notes types and lengths of a record's features, and returns their keys."""
+    parts = [(False, key, [feature]) for key, feature in example.context.feature.items()]
+    parts += [(True, key, list(steps.feature)) for key, steps in example.feature_lists.feature_list.items()]
+    keys = set()
+    for sequence, key, values in parts:
+        found = seen.setdefault((sequence, key), {"kinds": {}, "sizes": set()})
+        for feature in values:
+            kind = feature.WhichOneof("kind")
+            if kind is None:
+                continue
+            found["kinds"].setdefault(_KINDS[kind], place)
+            found["sizes"].add(len(getattr(feature, kind).value))
+            keys.add(key)
+        if len(found["kinds"]) > 1:
+            (one, first), (other, second) = found["kinds"].items()
+            raise ConfigError(
+                "A feature must have one type in all files",
+                f"{key!r} is {one} in {first} and {other} in {second}",
+                "Write the files alike, or leave some out",
+            )
+    return keys
+
+
+def _check_alike(present: dict[str, list[set]]) -> None:
+    """Raises ConfigError for a feature that all records of one file have, and none of another."""
+    for path, rows in present.items():
+        for other, others in present.items():
+            missing = set.intersection(*rows) - set.union(*others)
+            if missing:
+                raise ConfigError(
+                    "All files must have the same features, unless a schema says what is optional",
+                    f"{', '.join(map(repr, sorted(missing)))} in {path!r} and not in {other!r}",
+                    "Pass schema= with a default_value, or leave files out",
+                )
+
+
+def _guess(key: str, sequence: bool, found: dict, always: bool) -> Feature:
+    dtype = next(iter(found["kinds"]), "float32")
+    size = next(iter(found["sizes"])) if len(found["sizes"]) == 1 else None
+    shape = () if size in (None, 0, 1) else (size,)
+    if sequence:
+        return Feature(key, key, dtype, shape if size else (), 1 if size else 2, not always, True)
+    return Feature(key, key, dtype, shape if always and size else (), 0 if always and size else 1)

@@ -1,0 +1,153 @@
+"""Files of a dataset: local paths, folders, patterns and URIs, and the format of files by their names.
+
+Needs neither Ray nor TensorFlow.
+"""
+
+from __future__ import annotations
+
+import os
+import posixpath
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import fsspec
+import pyarrow as pa
+from pyarrow import fs
+
+from raytf.errors import ConfigError
+
+CSV_ENDINGS = (".csv", ".csv.gz")
+_IMAGE_ENDINGS = (".jpg", ".jpeg", ".png", ".gif", ".bmp")
+
+
+@dataclass(frozen=True)
+class Files:
+    """Files on one file system, in the order in which they are read.
+
+    Args:
+        filesystem: Their file system.
+        paths: Their paths.
+        sizes: Bytes of each.
+        root: The folder that contains them all.
+    """
+
+    filesystem: fs.FileSystem
+    paths: tuple[str, ...]
+    sizes: tuple[int, ...]
+    root: str
+
+    def only(self, wanted: Callable[[str], bool]) -> Files:
+        """Returns the files whose names, in lower case, `wanted` accepts; in the same order."""
+        kept = [i for i, path in enumerate(self.paths) if wanted(posixpath.basename(path).lower())]
+        return replace(self, paths=tuple(self.paths[i] for i in kept), sizes=tuple(self.sizes[i] for i in kept))
+
+
+def listed(paths: str | os.PathLike | Sequence, filesystem: fs.FileSystem | None = None) -> Files:
+    """Returns the files below paths: those of a folder or a pattern sorted by name, without hidden ones.
+
+    Args:
+        paths: A path or URI of a file or folder, a pattern (`*` in a name, `**` for any folders), or a list of these.
+        filesystem: A `pyarrow.fs.FileSystem`, on which the paths are. By default the URI names it.
+
+    Raises:
+        ConfigError: There are no such files, or they are on several file systems.
+    """
+    given = [paths] if isinstance(paths, str | os.PathLike) else list(paths) if isinstance(paths, Sequence) else []
+    if not given or not all(isinstance(path, str | os.PathLike) for path in given):
+        raise ConfigError("Data is named by a path, a URI, or a list of these", repr(paths), "Name files or a folder")
+    found: list[fs.FileInfo] = []
+    roots: list[str] = []
+    system: Any = filesystem
+    for path in given:
+        own, root, files = _below(os.fspath(path), filesystem)
+        if system is not None and not own.equals(system):
+            raise ConfigError(
+                "All files must be on one file system", repr(given), "Read them one by one, and join them"
+            )
+        system = own
+        roots.append(root)
+        found += files
+    if not found:
+        raise ConfigError("There must be a file to read", ", ".join(map(repr, given)), "Check the path")
+    sizes = tuple(int(info.size or 0) for info in found)
+    return Files(system, tuple(info.path for info in found), sizes, posixpath.commonpath(roots))
+
+
+def located(path: str, filesystem: fs.FileSystem | None = None) -> tuple[fs.FileSystem, str]:
+    """Returns (file system, path on it) of a local path or a URI."""
+    if filesystem is not None:
+        return filesystem, path
+    if "://" not in path:
+        return fs.LocalFileSystem(), os.path.abspath(os.path.expanduser(path))
+    try:
+        return fs.FileSystem.from_uri(path)
+    except pa.ArrowInvalid as error:
+        try:
+            system, path = fsspec.core.url_to_fs(path)
+        except (ValueError, ImportError) as unknown:
+            raise ConfigError("A URI must name a known file system", f"{path!r} ({error})", str(unknown)) from None
+        return fs.PyFileSystem(fs.FSSpecHandler(system)), path
+
+
+def _below(path: str, filesystem: fs.FileSystem | None) -> tuple[fs.FileSystem, str, list[fs.FileInfo]]:
+    """Returns (file system, folder, files) of one path."""
+    folder = path.partition("*")[0].rpartition("/")[0] if "*" in path else path
+    pattern = path[len(folder) :].lstrip("/")
+    system, root = located(folder or ("/" if path.startswith("/") else "."), filesystem)
+    info = system.get_file_info(root)
+    if info.type == fs.FileType.NotFound:
+        raise ConfigError("Data must be a folder or file that exists", repr(path), "Check the path")
+    if info.type == fs.FileType.File:
+        return system, posixpath.dirname(root), [info]
+    inside = system.get_file_info(fs.FileSelector(root, recursive=True))
+    files = sorted((entry for entry in inside if entry.type == fs.FileType.File), key=lambda entry: entry.path)
+    names = {entry.path: posixpath.relpath(entry.path, root) for entry in files}
+    if pattern:
+        matches = re.compile(_regex(pattern)).fullmatch
+        return system, root, [entry for entry in files if matches(names[entry.path])]
+    return system, root, [entry for entry in files if not re.search(r"(^|/)[._]", names[entry.path])]
+
+
+def _regex(pattern: str) -> str:
+    """Returns a regular expression for a pattern: `**/` is any folders, and `*` anything but a slash."""
+    known = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*"}
+    return "".join(known.get(part) or re.escape(part) for part in re.split(r"(\*\*/|\*\*|\*)", pattern))
+
+
+def _format_of(name: str) -> str | None:
+    if "tfrecord" in name:
+        return "tfrecord"
+    if ".parquet" in name:
+        return "parquet"
+    return "csv" if name.endswith(CSV_ENDINGS) else "images" if name.endswith(_IMAGE_ENDINGS) else None
+
+
+def find(name: str, path: str, format: str = "auto") -> tuple[str, Files]:
+    """Returns the format of the files below a path, and those that are of it.
+
+    Raises:
+        ConfigError: There are none, or files of several formats.
+    """
+    files = listed(path)
+    kinds = Counter(_format_of(posixpath.basename(file).lower()) for file in files.paths)
+    kinds.pop(None, None)
+    if set(kinds) == {"images", "csv"} and kinds["csv"] == 1:
+        kinds.pop("csv")  # the labels
+    if format == "auto" and len(kinds) != 1:
+        shown = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
+        raise ConfigError(
+            f"The {name} data must hold files of one format, Parquet, CSV, TFRecord or images, by their names",
+            f"{path!r} with {shown or 'none of these'}",
+            "Check the path, or name the format by --format",
+        )
+    (found,) = [format] if format != "auto" else kinds
+    if found == "images":
+        chosen = files.only(lambda file: _format_of(file) in ("images", "csv"))
+    elif found in kinds:
+        chosen = files.only(lambda file: _format_of(file) == found)
+    else:
+        chosen = files
+    return found, chosen

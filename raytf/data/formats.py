@@ -1,0 +1,337 @@
+"""What `--data` of a command names: Parquet, CSV, TFRecord, or images, found by the names of files. Driver side."""
+
+from __future__ import annotations
+
+import functools
+import os
+import posixpath
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import ray
+from pyarrow import csv, fs
+
+from raytf import logs
+from raytf.data import stored
+from raytf.data.columns import Column
+from raytf.data.file_source import FilePart, FileSource, in_task
+from raytf.data.files import CSV_ENDINGS, Files, find
+from raytf.data.records import PIECE_BYTES
+from raytf.data.tfrecords import read_tfrecords
+from raytf.errors import ConfigError
+
+logger = logs.get_logger(__name__)
+
+# Names that say that a column is the label.
+LABELS = ("label", "labels", "target", "targets", "class", "y")
+_HEADERS = 64  # CSV files whose first rows decide on types; the names of columns are read of all
+_BLOCK_BYTES = 1 << 20
+_SHOWN_CLASSES = 20
+
+
+@dataclass(frozen=True)
+class Found:
+    """Data that a path names.
+
+    Args:
+        format: One of `validation.FORMATS`.
+        dataset: The `ray.data.Dataset`.
+        schema: Names and types of its columns.
+        classes: Values that the numbers of a column represent, by column.
+    """
+
+    format: str
+    dataset: Any = field(repr=False)
+    schema: pa.Schema = field(repr=False)
+    classes: Mapping[str, Sequence[str]] = field(default_factory=dict)
+
+
+def read(
+    name: str,
+    path: str,
+    format: str = "auto",
+    types: Mapping[str, str] | None = None,
+    unreadable: str = "refuse",
+    like: Found | None = None,
+) -> Found:
+    """Returns the dataset that a path names.
+
+    Args:
+        name: Name of the dataset, for messages.
+        path: Path, or a URI.
+        format: One of `validation.FORMATS`, or "auto" for that of the files.
+        types: Types of columns of CSV files, by name, as Arrow names them; others are inferred.
+        unreadable: "refuse" raises ConfigError for an image that cannot be decoded; "skip" leaves it out.
+        like: The training data, whose types and classes this data has, too.
+
+    Raises:
+        ConfigError: There are no such files, or they do not fit each other.
+    """
+    found, files = find(name, path, format)
+    if types and found != "csv":
+        raise ConfigError("--types are for CSV files", f"{found} files in {path!r}", "Leave --types out")
+    if found == "parquet":
+        # tasks of Ray run in another folder
+        dataset = ray.data.read_parquet(path if "://" in path else os.path.abspath(path))
+        with stored.quiet():
+            return Found(found, dataset, pa.schema(dataset.schema().base_schema))
+    if found == "tfrecord":
+        dataset = read_tfrecords(path)
+        return Found(found, dataset, dataset.schema().base_schema)
+    if found == "csv":
+        schema = _csv_schema(files, types or {}, like)
+        pieces = [FilePart(path, path, size, None) for path, size in zip(files.paths, files.sizes, strict=True)]
+        if like is None:
+            columns = ", ".join(f"{column.name} {column.type}" for column in schema)
+            logger.info(
+                f"{name}: {len(pieces)} CSV file(s) with the columns {columns}; --types COLUMN=TYPE sets others"
+            )
+        source = FileSource("CSV", files, pieces, schema, _read_csv)
+        return Found(found, ray.data.read_datasource(source), schema)
+    rows, classes = _labelled(files, {} if like is None else like.classes)
+    for column, values in classes.items() if like is None else ():
+        shown = ", ".join(values[:_SHOWN_CLASSES]) + (", ..." if len(values) > _SHOWN_CLASSES else "")
+        logger.info(f"{name}: {len(rows)} images; {column} is the number, from 0, of one of {shown}")
+    schema = pa.schema([("image", pa.binary()), *rows.schema])
+    pieces = list(_image_pieces(files, rows, unreadable == "skip"))
+    source = FileSource("Images", files, pieces, schema, functools.partial(_read_images, unreadable))
+    return Found(found, ray.data.read_datasource(source), schema, classes)
+
+
+def preview(dataset) -> list[str]:
+    """Returns a line for each of the first three rows."""
+    blocks = stored.first(dataset, {}).get()
+    rows = stored.as_table(blocks[0]).slice(0, 3) if blocks else pa.table({})
+    return ["  ".join(f"{name}={_shown(value)}" for name, value in row.items()) for row in rows.to_pylist()]
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, bytes):
+        return f"<{len(value):,} bytes>" if len(value) > 20 else repr(value)
+    text = repr(np.asarray(value).tolist() if isinstance(value, list | np.ndarray) else value)
+    return text if len(text) <= 40 else f"{text[:37]}..."
+
+
+# ------------------------------------------------------------------------------------------ columns of a model
+
+
+def roles(found: Found, given: Mapping[str, Any], image: tuple[int, int, int] | None) -> dict[str, Any]:
+    """Returns features and labels: those that are given, or what the columns are without them.
+
+    Args:
+        found: The training data.
+        given: `features`, `labels` and `sample_weights`; None where the command has none.
+        image: Height, width and channels to which images are resized, or None for those of the first one.
+
+    Raises:
+        ConfigError: Features are not given, and it is not known which columns they are.
+    """
+    features, labels = given["features"], given["labels"]
+    images = found.format == "images"
+    if features is None:
+        known = [name for name in found.schema.names if name in LABELS]
+        labels = known[0] if labels is None and len(known) == 1 else labels
+        features = "image" if images else _features(found.schema, [labels, given["sample_weights"]])
+        logger.info(f"--features {_names(features)} --labels {_names(labels)}, as no features are given")
+    if image and not isinstance(features, str):
+        raise ConfigError("--image-size is for a single feature", _names(features), "Name one by --features")
+    if image or (images and features == "image"):
+        if image is None:
+            (data,) = found.dataset.select_columns(["image"]).take(1)
+            image = in_task(_shape_of, data["image"])
+        features = Column(features, image=image)
+    return {"features": features, "labels": labels}
+
+
+def _features(schema: pa.Schema, others: Sequence) -> str | list[str]:
+    taken = {name for names in others if names is not None for name in ([names] if isinstance(names, str) else names)}
+    left = [column for column in schema if column.name not in taken]
+    numbers = [pa.types.is_integer(c.type) or pa.types.is_floating(c.type) or pa.types.is_boolean(c.type) for c in left]
+    if not taken or not left or (len(left) > 1 and not all(numbers)):
+        shown = ", ".join(f"{column.name} {column.type}" for column in schema)
+        raise ConfigError(
+            "--features may be left out if the label is known, and all other columns are numbers, or there is one",
+            f"the columns {shown}",
+            "Name them by --features and --labels",
+        )
+    names = [column.name for column in left]
+    return names if len(names) > 1 else names[0]
+
+
+def _names(columns: str | Sequence[str] | None) -> str:
+    return columns if isinstance(columns, str) else ",".join(columns or ["(none)"])
+
+
+# ------------------------------------------------------------------------------------------ CSV
+
+
+def _csv_schema(files: Files, types: Mapping[str, str], like: Found | None) -> pa.Schema:
+    """Returns names and types of the columns, from the first rows of files.
+
+    Raises:
+        ConfigError: Files have other columns, or types that have nothing in common.
+    """
+    schemas = [_first_of_csv(files.filesystem, path) for path in files.paths]
+    first = schemas[0] if like is None else like.schema
+    for path, schema in zip(files.paths, schemas, strict=True):
+        if set(schema.names) != set(first.names):
+            differing = sorted(set(schema.names) ^ set(first.names))
+            raise ConfigError(
+                "All CSV files must have the same columns",
+                f"{', '.join(map(repr, differing))} in some of {files.paths[0]!r} and {path!r}",
+                "Write them alike, or leave files out",
+            )
+    if like is not None:
+        return like.schema
+    unknown = set(types) - set(first.names)
+    if unknown:
+        raise ConfigError("--types must name columns", ", ".join(sorted(unknown)), f"Name some of {first.names}")
+    chosen = {}
+    for column in first.names:
+        try:
+            found = [pa.schema([schema.field(column)]) for schema in schemas]
+            common = pa.unify_schemas(found, promote_options="permissive").field(0).type
+            chosen[column] = pa.type_for_alias(types[column]) if column in types else common
+        except (ValueError, pa.ArrowException) as error:
+            received = f"{column!r}: {types.get(column) or error}"
+            raise ConfigError(
+                "A column of CSV files must have one type, one of Arrow's",
+                received,
+                f"Pass --types {column}=string, float64, int64, ...",
+            ) from error
+    return pa.schema(chosen.items())
+
+
+def _first_of_csv(filesystem: fs.FileSystem, path: str) -> pa.Schema:
+    with filesystem.open_input_stream(path) as file:
+        try:
+            return csv.open_csv(file, csv.ReadOptions(block_size=_BLOCK_BYTES)).schema
+        except pa.ArrowInvalid as error:
+            raise _no_csv(path, error) from error
+
+
+def _no_csv(path: str, error: Exception) -> ConfigError:
+    return ConfigError(
+        "A CSV file must have a header, and values of the types of its columns",
+        f"{path!r}: {error}",
+        "Correct it, or pass --types COLUMN=TYPE",
+    )
+
+
+def _read_csv(filesystem: fs.FileSystem, path: str, schema: pa.Schema) -> Iterator[pa.Table]:
+    options = csv.ConvertOptions(column_types=schema, include_columns=schema.names)
+    with filesystem.open_input_stream(path) as file:
+        try:
+            reader = csv.open_csv(file, csv.ReadOptions(block_size=_BLOCK_BYTES), convert_options=options)
+            for batch in reader:
+                yield pa.Table.from_batches([batch])
+        except pa.ArrowInvalid as error:
+            raise _no_csv(path, error) from error
+
+
+# ------------------------------------------------------------------------------------------ images
+
+
+def _labelled(files: Files, classes: Mapping[str, Sequence[str]]) -> tuple[pa.Table, dict[str, Sequence[str]]]:
+    """Returns the rows of images without their bytes, and the classes that are numbered in them, by column.
+
+    Columns are "path", and "label" by the folder of each image, or those of a CSV file of labels.
+
+    Raises:
+        ConfigError: An image has no label, or one that the training data has not.
+    """
+    pictures = files.only(lambda name: not name.endswith(CSV_ENDINGS))
+    tables = files.only(lambda name: name.endswith(CSV_ENDINGS))
+    if not pictures.paths:
+        raise ConfigError("A folder of images must hold some", repr(files.root), "Check the path")
+    if tables.paths:
+        rows = _of_csv(files, pictures, tables.paths[0])
+    else:
+        relative = [posixpath.relpath(path, files.root) for path in pictures.paths]
+        alone = next((path for path in relative if "/" not in path), None)
+        if alone:
+            raise ConfigError(
+                "Images must be in a folder for each class, or a CSV file in their folder must have their labels",
+                repr(posixpath.join(files.root, alone)),
+                "Move them, or write a CSV file with the columns file and label",
+            )
+        rows = pa.table({"path": pictures.paths, "label": [path.partition("/")[0] for path in relative]})
+    found: dict[str, Sequence[str]] = {}
+    for name in rows.column_names:
+        if name == "path" or not pa.types.is_string(rows.schema.field(name).type):
+            continue
+        found[name] = classes.get(name) or sorted(rows[name].unique().to_pylist())
+        numbers = {value: i for i, value in enumerate(found[name])}
+        unknown = sorted(set(rows[name].to_pylist()) - numbers.keys())
+        if unknown:
+            raise ConfigError("Classes must be those of the training data", ", ".join(unknown), "Leave others out")
+        column = pa.array([numbers[value] for value in rows[name].to_pylist()], pa.int64())
+        rows = rows.set_column(rows.column_names.index(name), name, column)
+    return rows, found
+
+
+def _of_csv(files: Files, pictures: Files, path: str) -> pa.Table:
+    """Returns the rows of a CSV file whose first column names files, relative to its folder, in the order of files."""
+    with files.filesystem.open_input_stream(path) as file:
+        try:
+            table = csv.read_csv(file)
+        except pa.ArrowInvalid as error:
+            raise _no_csv(path, error) from error
+    folder = posixpath.dirname(path)
+    named = [posixpath.join(folder, str(name)) for name in table.column(0).to_pylist()]
+    missing = sorted(set(named) - set(pictures.paths)) or sorted(set(pictures.paths) - set(named))
+    if missing or len(set(named)) < len(named):
+        raise ConfigError(
+            "The first column of a CSV file of labels must name each image of its folder once",
+            repr(missing[0]) if missing else "a file that is named twice",
+            "Correct the CSV file",
+        )
+    order = np.argsort(np.array(named))
+    return table.remove_column(0).add_column(0, "path", pa.array(named)).take(pa.array(order))
+
+
+def _image_pieces(files: Files, rows: pa.Table, skip: bool) -> Iterator[FilePart]:
+    sizes = dict(zip(files.paths, files.sizes, strict=True))
+    ends = np.cumsum([sizes[path] for path in rows["path"].to_pylist()])
+    starts = np.unique((ends - 1) // PIECE_BYTES, return_index=True)[1].tolist()
+    for first, stop in zip(starts, [*starts[1:], len(rows)], strict=True):
+        part = rows.slice(first, stop - first).combine_chunks()
+        size = int(ends[stop - 1] - (ends[first - 1] if first else 0))
+        yield FilePart(part["path"][0].as_py(), part, size, None if skip else len(part))
+
+
+def _read_images(unreadable: str, filesystem: fs.FileSystem, rows: pa.Table, schema: pa.Schema) -> Iterator[pa.Table]:
+    if "image" not in schema.names and unreadable == "refuse":
+        yield rows.select(schema.names)
+        return
+    from raytf.data import batches
+
+    images, kept, bad = [], [], []
+    for i, path in enumerate(rows["path"].to_pylist()):
+        with filesystem.open_input_stream(path, compression=None) as file:
+            data = file.read()
+        error = batches.why_unreadable(data)
+        if error is None:
+            images.append(data)
+            kept.append(i)
+            continue
+        if unreadable == "refuse":
+            raise ConfigError(
+                "Images must be PNG, JPEG, GIF or BMP files that can be decoded",
+                f"{path!r} ({error})",
+                "Remove the file, or leave such files out by --unreadable skip",
+            )
+        bad.append(path)
+    if bad:
+        logger.warning(f"{len(bad)} image(s) cannot be decoded and are left out: {', '.join(bad[:5])}")
+    rows = rows.take(pa.array(kept, pa.int64()))
+    yield rows.append_column("image", pa.array(images, pa.binary())).select(schema.names)
+
+
+def _shape_of(data: bytes) -> tuple[int, int, int]:
+    from raytf.data import batches
+
+    return batches.shape_of_image(data)

@@ -1,0 +1,190 @@
+"""Records of TFRecord files: their features, and the index of a file. Needs neither Ray nor TensorFlow."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gzip
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from pyarrow import fs
+
+from raytf.errors import ConfigError
+
+PIECE_BYTES = 16 << 20  # about what one task reads
+_CHUNK = 1 << 20
+TYPES = {"int64": pa.int64(), "float32": pa.float32(), "string": pa.binary()}
+
+
+@dataclass(frozen=True)
+class Feature:
+    """A feature of records, and its column.
+
+    Args:
+        name: Name of the column.
+        key: Key in the record.
+        dtype: "int64", "float32" or "string".
+        shape: Shape of a value, or of each item of a list.
+        lists: 0 for one value in each row, 1 for a list of values, 2 for a list of lists.
+        default: Value of records without the feature, or None; for a sequence whether it may be missing.
+        sequence: Whether it is a feature list of a `tf.train.SequenceExample`.
+    """
+
+    name: str
+    key: str
+    dtype: str
+    shape: tuple[int, ...] = ()
+    lists: int = 0
+    default: Any = None
+    sequence: bool = False
+
+    @property
+    def type(self) -> pa.DataType:
+        """Returns the Arrow type of the column."""
+        kind = TYPES[self.dtype]
+        if self.is_tensor:
+            return pa.fixed_shape_tensor(kind, self.shape)
+        for size in reversed(self.shape):
+            kind = pa.list_(kind, size)
+        for _ in range(self.lists):
+            kind = pa.list_(kind)
+        return kind
+
+    @property
+    def is_tensor(self) -> bool:
+        """Returns whether rows are tensors of numbers."""
+        return bool(self.shape) and not self.lists and self.dtype != "string"
+
+    def __str__(self) -> str:
+        size = ", ".join([*["any"] * self.lists, *map(str, self.shape)])
+        return f"{self.name} {self.dtype}" + (f" ({size})" if size else "")
+
+
+@dataclass(frozen=True)
+class Records:
+    """Consecutive records of a file, which one task reads.
+
+    Args:
+        path: The file.
+        start, stop: Bytes of the file that hold them; of a compressed file, of its content.
+        first: Number of the first record in the file, from 0.
+        rows: Number of records.
+        compression: "GZIP" or "".
+        whole: Whether they are all records of the file.
+    """
+
+    path: str
+    start: int
+    stop: int
+    first: int
+    rows: int
+    compression: str
+    whole: bool
+
+
+@contextlib.contextmanager
+def local(filesystem: fs.FileSystem, piece: Records) -> Iterator[str]:
+    """Yields the path of a local file with only these records, a copy unless there is one.
+
+    TensorFlow reads a file from its start, and checks its records.
+    """
+    if piece.whole and isinstance(filesystem, fs.LocalFileSystem):
+        yield piece.path
+        return
+    with tempfile.NamedTemporaryFile(prefix="raytf-records-") as copy, filesystem.open_input_file(piece.path) as file:
+        if piece.whole:
+            shutil.copyfileobj(file, copy)
+        else:
+            copy.write(file.read_at(piece.stop - piece.start, piece.start))
+        copy.flush()
+        yield copy.name
+
+
+def index(filesystem: fs.FileSystem, path: str, size: int) -> list[Records]:
+    """Returns the pieces of a file: of a compressed file one, as that cannot be read from within.
+
+    Raises:
+        ConfigError: The file is cut off, damaged, or no TFRecord file.
+    """
+    if isinstance(filesystem, fs.LocalFileSystem):
+        filesystem = fs.LocalFileSystem(use_mmap=True)  # reads only the pages of headers
+    with filesystem.open_input_file(path) as file:
+        head = file.read_at(min(12, size), 0)
+        zipped = head[:2] == b"\x1f\x8b" and not (len(head) == 12 and _are_whole(head)[0])
+        try:
+            file.seek(0)
+            content: Any = gzip.GzipFile(fileobj=file) if zipped else file
+            headers, starts, end = _headers(content, None if zipped else size)
+        except (EOFError, gzip.BadGzipFile) as error:
+            raise _damaged(path, f"which gzip cannot read ({error})") from error
+    whole = _are_whole(b"".join(headers))
+    if not whole.all():
+        record = int(np.argmin(whole))
+        what = "whose first bytes are no record" if not record else f"whose record {record} is damaged"
+        raise _damaged(path, f"{what} (byte {starts[record]})")
+    if end is not None:
+        raise _damaged(path, f"whose record {end} is cut off")
+    if not headers:
+        return []
+    positions = np.array(starts, np.int64)
+    cuts = [0] if zipped else np.unique(positions[:-1] // PIECE_BYTES, return_index=True)[1].tolist()
+    return [
+        Records(path, starts[a], starts[b], a, b - a, "GZIP" if zipped else "", b - a == len(headers))
+        for a, b in zip(cuts, [*cuts[1:], len(headers)], strict=True)
+    ]
+
+
+def _headers(file, size: int | None) -> tuple[list[bytes], list[int], int | None]:
+    """Returns the headers of records (12 bytes each), where records start and end, and the one cut off, or None."""
+    headers: list[bytes] = []
+    starts = [0]
+    buffer, offset, position = b"", 0, 0
+    while True:
+        if position + 12 > offset + len(buffer):
+            rest = buffer[position - offset :]
+            past = position > offset + len(buffer)
+            if past and ((size or position) < position or file.seek(position) < position):
+                return headers, starts, len(headers) - 1  # a compressed file is left at its end
+            buffer, offset = rest + file.read(_CHUNK), position
+            if not buffer:
+                return headers, starts, None
+            if len(buffer) < 12:
+                return headers, starts, len(headers)
+        header = buffer[position - offset : position - offset + 12]
+        headers.append(header)
+        position += int.from_bytes(header[:8], "little") + 16  # the length, its checksum, the data, its checksum
+        starts.append(position)
+
+
+def _are_whole(headers: bytes) -> np.ndarray:
+    """Returns for each header of 12 bytes whether its checksum, a masked CRC-32C, is that of its length."""
+    rows = np.frombuffer(headers, np.uint8).reshape(-1, 12)
+    crc = np.full(len(rows), 0xFFFFFFFF, np.uint32)
+    table = _crc_table()
+    for i in range(8):
+        crc = table[(crc ^ rows[:, i]) & 0xFF] ^ (crc >> np.uint32(8))
+    crc = ~crc
+    masked = ((crc >> np.uint32(15)) | (crc << np.uint32(17))) + np.uint32(0xA282EAD8)
+    return masked == np.ascontiguousarray(rows[:, 8:]).view("<u4")[:, 0]
+
+
+@functools.cache
+def _crc_table() -> np.ndarray:
+    table = np.arange(256, dtype=np.uint32)
+    for _ in range(8):
+        table = np.where(table & 1, (table >> 1) ^ np.uint32(0x82F63B78), table >> 1)
+    return table.astype(np.uint32)
+
+
+def _damaged(path: str, what: str) -> ConfigError:
+    return ConfigError(
+        "A TFRecord file must hold whole records, plain or compressed by gzip",
+        f"{path!r}, {what}",
+        "Write it again, or leave it out",
+    )

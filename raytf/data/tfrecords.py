@@ -1,0 +1,172 @@
+"""`raytf.read_tfrecords`: TFRecord files as a Ray Dataset. Files are indexed once; tasks parse them with TensorFlow.
+
+The index has the offset and the length of each record, from which pieces of some MB are cut that are read independently
+and have a known number of rows. Needs no TensorFlow.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import ray
+from pyarrow import fs
+
+from raytf import logs
+from raytf.data.file_source import FilePart, FileSource, in_task, in_tasks
+from raytf.data.files import Files, listed
+from raytf.data.records import TYPES, Feature, Records, index
+from raytf.errors import ConfigError
+
+logger = logs.get_logger(__name__)
+
+# Bytes of all files up to which this process indexes them itself.
+_INDEXED_HERE = 256 << 20
+# Records of the first file, and of some others, from which features are inferred.
+_LOOKED_AT, _ALSO, _OTHER_FILES = 100, 10, 15
+
+
+def read_tfrecords(
+    paths: str | os.PathLike | Sequence,
+    schema: Mapping[str, Any] | None = None,
+    *,
+    sequence_schema: Mapping[str, Any] | None = None,
+    filesystem: fs.FileSystem | None = None,
+) -> ray.data.Dataset:
+    """Returns a Ray Dataset of TFRecord files, with a column for each feature, in the order of files and records.
+
+    The files are indexed once, and parsed by TensorFlow in batches, only for the columns that are used. Trainers take
+    the result like any other Ray Dataset: materialized or streamed, and shuffled as their arguments say.
+
+    Args:
+        paths: A path or URI of a file or folder, a pattern such as `data/*.tfrecord`, or a list of these. Of a folder
+            with files that have "tfrecord" in their names, others are left out. Files may be compressed by gzip.
+        schema: Feature spec, as of `tf.io.parse_example`: a dict of `tf.io.FixedLenFeature`, `VarLenFeature`,
+            `RaggedFeature` or `FixedLenSequenceFeature`. Features of any length become lists, to be used with
+            `raytf.Column(..., ragged=True)` or `pad=`; strings become bytes. By default it is inferred from the first
+            records, and logged.
+        sequence_schema: The same for the feature lists of `tf.train.SequenceExample` records; `schema` is then for
+            their context.
+        filesystem: A `pyarrow.fs.FileSystem`, on which the paths are. By default the URI names it.
+
+    Returns:
+        A `ray.data.Dataset`.
+
+    Raises:
+        ConfigError: There are no files, one is damaged, or the schema cannot be used. While rows are read, also for a
+            record that does not fit the schema, or is damaged; it names file and record.
+
+    Example:
+        >>> import raytf, tensorflow as tf
+        >>> with tf.io.TFRecordWriter("rows.tfrecord") as writer:
+        ...     for i in range(3):
+        ...         value = tf.train.Feature(int64_list=tf.train.Int64List(value=[i]))
+        ...         row = tf.train.Example(features=tf.train.Features(feature={"x": value}))
+        ...         writer.write(row.SerializeToString())
+        >>> raytf.read_tfrecords("rows.tfrecord", {"x": tf.io.FixedLenFeature([], tf.int64)}).count()
+        3
+    """
+    features = _features(schema, sequence_schema)
+    files = listed(paths, filesystem)
+    named = files.only(lambda name: "tfrecord" in name)
+    files = named if named.paths else files
+    records = _index_all(files)
+    if not records:
+        raise ConfigError("TFRecord files must hold records", f"none in {len(files.paths)} file(s)", "Check the path")
+    if features is None:
+        features = in_task(_inferred, files.filesystem, _first_records(records))
+        rows = sum(part.rows for part in records)
+        logger.info(
+            f"{rows:,} records in {len(files.paths)} TFRecord file(s), with the features of the first records: "
+            f"{'; '.join(map(str, features))}"
+        )
+    pieces = [FilePart(part.path, part, part.stop - part.start, part.rows) for part in records]
+    schema = pa.schema([(feature.name, feature.type) for feature in features])
+    read = functools.partial(_read, {feature.name: feature for feature in features})
+    return ray.data.read_datasource(FileSource("TFRecord", files, pieces, schema, read))
+
+
+def _read(features: Mapping, filesystem: fs.FileSystem, piece: Records, schema: pa.Schema) -> Iterator[pa.Table]:
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    from raytf.data import examples
+
+    yield from examples.read(filesystem, piece, [features[name] for name in schema.names])
+
+
+def _inferred(filesystem: fs.FileSystem, pieces: Sequence[Records]) -> list[Feature]:
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    from raytf.data import examples
+
+    return examples.inferred(filesystem, pieces)
+
+
+# ------------------------------------------------------------------------------------------ the index
+
+
+def _index_all(files: Files) -> list[Records]:
+    everything = list(zip(files.paths, files.sizes, strict=True))
+    if sum(files.sizes) <= _INDEXED_HERE:
+        return _indexed(files.filesystem, everything)
+    parts = min(len(everything), 4 * int(ray.cluster_resources().get("CPU", 1)))
+    calls = [(files.filesystem, everything[i::parts]) for i in range(parts)]
+    found = [piece for pieces in in_tasks(_indexed, calls) for piece in pieces]
+    order = {path: i for i, path in enumerate(files.paths)}
+    return sorted(found, key=lambda piece: (order[piece.path], piece.start))
+
+
+def _indexed(filesystem: fs.FileSystem, files: Sequence[tuple[str, int]]) -> list[Records]:
+    return [piece for path, size in files for piece in index(filesystem, path, size)]
+
+
+def _first_records(pieces: Sequence[Records]) -> list[Records]:
+    """Returns the records from which features are inferred, with fewer rows than the pieces."""
+    starts = [piece for piece in pieces if not piece.first]
+    others = starts[1:]
+    chosen = {i * (len(others) - 1) // max(1, _OTHER_FILES - 1) for i in range(_OTHER_FILES)} if others else ()
+    looked_at = [(starts[0], _LOOKED_AT), *((others[i], _ALSO) for i in sorted(chosen))]
+    return [replace(piece, rows=min(piece.rows, rows)) for piece, rows in looked_at]
+
+
+# ------------------------------------------------------------------------------------------ schemas
+
+
+def _features(schema: Mapping | None, sequence_schema: Mapping | None) -> list[Feature] | None:
+    """Returns the features of feature specs, or None for none."""
+    if schema is None and sequence_schema is None:
+        return None
+    features = []
+    for role, spec in (("schema", schema or {}), ("sequence_schema", sequence_schema or {})):
+        if not isinstance(spec, Mapping):
+            raise ConfigError(f"{role} must be a dict of features", repr(spec), 'Use {"x": tf.io.FixedLenFeature(...)}')
+        features += [_feature(name, part, role == "sequence_schema") for name, part in spec.items()]
+    names = [feature.name for feature in features]
+    if not names or len(set(names)) < len(names):
+        raise ConfigError("A schema must name features, each once", repr(names), "Correct schema or sequence_schema")
+    return features
+
+
+def _feature(name: str, spec: Any, sequence: bool) -> Feature:
+    kind = type(spec).__name__
+    dtype = getattr(getattr(spec, "dtype", None), "name", str(getattr(spec, "dtype", None)))
+    known = ("VarLenFeature", "RaggedFeature", "FixedLenSequenceFeature", *(() if sequence else ("FixedLenFeature",)))
+    if kind not in known or dtype not in TYPES or getattr(spec, "partitions", ()):
+        raise ConfigError(
+            f"A feature of {'sequence_schema' if sequence else 'schema'} must be one of {', '.join(known)} of tf.io, "
+            "without partitions, of int64, float32 or string",
+            f"{name!r}: {spec!r}",
+            "Change it",
+        )
+    key = getattr(spec, "value_key", None) or name
+    if kind in ("VarLenFeature", "RaggedFeature"):
+        return Feature(name, key, dtype, (), 1 + sequence, None, sequence)
+    shape = spec.shape.as_list() if hasattr(spec.shape, "as_list") else np.atleast_1d(spec.shape).tolist()
+    shape = tuple(int(size) for size in shape)
+    default = np.asarray(spec.default_value).tolist() if spec.default_value is not None else None
+    if kind == "FixedLenSequenceFeature":
+        return Feature(name, key, dtype, shape, 1, spec.allow_missing, sequence)
+    return Feature(name, key, dtype, shape, 0, default)

@@ -1,0 +1,97 @@
+"""Network interfaces of hosts, and the one on which a run's workers listen; needs no Ray."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from collections.abc import Mapping
+
+import psutil
+
+from raytf.errors import ConfigError
+
+
+def check(network: str | None) -> None:
+    """Raises ConfigError unless `network` may be an interface's name, or is a network of addresses."""
+    try:
+        if network is not None and ("/" in network or not 0 < len(network) < 16):  # Linux' longest name has 15 bytes
+            ipaddress.ip_network(network, strict=False)
+    except (TypeError, ValueError):
+        raise ConfigError(
+            "network must be the name of a network interface, or a network of addresses, or None",
+            repr(network),
+            'For example "eth1" or "10.1.0.0/16"',
+        ) from None
+
+
+def interfaces() -> dict[str, list[str]]:
+    """Returns the addresses of each of this host's interfaces, without those of IPv6 that are valid on a link only."""
+    kinds = socket.AF_INET, socket.AF_INET6
+    return {
+        name: [entry.address for entry in entries if entry.family in kinds and not entry.address.startswith("fe80:")]
+        for name, entries in psutil.net_if_addrs().items()
+    }
+
+
+def chosen(found: Mapping[str, list[str]], network: str | None, node: str) -> tuple[str | None, str | None]:
+    """Returns (interface, address) of a worker; pure.
+
+    Args:
+        found: Addresses of the host's interfaces.
+        network: As `TensorflowConfig.network`.
+        node: Address of the host in Ray.
+
+    Returns:
+        The address is None if the host has none in `network`. The interface is None, too, if none has the address, such
+        as with NAT.
+    """
+    every = [(name, address) for name, addresses in found.items() for address in addresses]
+    if network is None:
+        return next((name for name, address in every if address == node), None), node
+    if "/" in network:
+        known = ipaddress.ip_network(network, strict=False)
+        fit = [place for place in every if ipaddress.ip_address(place[1]) in known]
+    else:
+        fit = [place for place in every if place[0] == network]
+    fit.sort(key=lambda place: (":" in place[1]) != (":" in node))  # of several first the kind that Ray uses
+    return fit[0] if fit else (None, None)
+
+
+def places(hosts: Mapping[str, Mapping[str, list[str]]], network: str | None) -> dict[str, tuple[str | None, str]]:
+    """Returns (interface, address) of a worker on each host; pure.
+
+    Args:
+        hosts: Addresses of the interfaces of each host, by its address in Ray.
+        network: As `TensorflowConfig.network`.
+
+    Raises:
+        ConfigError: A host has no address in `network`, or two hosts have the same.
+    """
+    found = {node: chosen(interfaces_of, network, node) for node, interfaces_of in hosts.items()}
+    if without := [node for node, (_, address) in found.items() if address is None]:
+        raise ConfigError(
+            "network= names an interface, or a network of addresses, that each worker's host has",
+            f"{network!r}, and " + "; ".join(f"{node} has {listed(hosts[node])}" for node in without),
+            "Name one of these",
+        )
+    for node, (_, address) in found.items():
+        if same := [other for other, place in found.items() if place[1] == address and other != node]:
+            raise ConfigError(
+                "network= must connect the hosts, each with an address of its own",
+                f"{network!r} is {address} on {', '.join([node, *same])}",
+                "Name another interface, or a network of addresses",
+            )
+    return found
+
+
+def listed(found: Mapping[str, list[str]]) -> str:
+    """Returns interfaces with their addresses as text: "lo (127.0.0.1), eth0 (10.0.0.3)"."""
+    return ", ".join(f"{name} ({', '.join(addresses) or 'no address'})" for name, addresses in found.items())
+
+
+def lines(interfaces_by_node: Mapping[str, str | None]) -> list[str]:
+    """Returns a line for each interface, with the nodes whose workers exchange by it."""
+    by: dict[str | None, list[str]] = {}
+    for node, name in interfaces_by_node.items():
+        by.setdefault(name, []).append(node)
+    return [f"workers exchange by {name or 'an unknown interface'} on {', '.join(nodes)}" for name, nodes in by.items()]

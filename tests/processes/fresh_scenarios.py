@@ -1,0 +1,574 @@
+"""Scenarios of the parity tests with layers, losses, metrics and steps of Keras that no other scenario has."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras import layers, ops
+
+from tests.processes.loss_scenarios import UNEVEN, VALIDATION, Own, branches, one_hot, own, pairs, rows_of
+from tests.processes.optimizer_scenarios import dense
+from tests.processes.scenarios import SCENARIOS, by_branch, classes, floats, scenario
+from tests.processes.state_scenarios import with_states
+
+BEFORE = list(SCENARIOS)
+SGD = lambda: keras.optimizers.SGD(0.05, momentum=0.9)
+
+
+def compiled(model, loss="mse", optimizer=SGD, **kwargs):
+    model.compile(optimizer(), loss, **kwargs)
+    return model
+
+
+def vectors():
+    return floats(6, rows=UNEVEN), classes(3, rows=UNEVEN)
+
+
+@scenario
+def fresh_losses_of_keras(p):
+    losses = {
+        "msle": keras.losses.MeanSquaredLogarithmicError(),
+        "log_cosh": keras.losses.LogCosh(),
+        "cosine": keras.losses.CosineSimilarity(),
+        "hinge": keras.losses.Hinge(),
+        "squared_hinge": keras.losses.SquaredHinge(),
+        "categorical_hinge": keras.losses.CategoricalHinge(),
+        "smooth": keras.losses.CategoricalCrossentropy(label_smoothing=0.2, from_logits=True),
+        "binary_focal": keras.losses.BinaryFocalCrossentropy(from_logits=True, apply_class_balancing=True),
+    }
+    x, y = rows_of(losses, lambda name, rows: one_hot(name, rows) + (0.1 if name == "msle" else 0))
+    return by_branch(p.fit(lambda: branches(losses), (x, y)))
+
+
+@scenario
+def fresh_metrics_of_classes(p):
+    def build():
+        metrics = [
+            keras.metrics.OneHotMeanIoU(3),
+            keras.metrics.OneHotIoU(3, [0, 2]),
+            keras.metrics.Precision(thresholds=[0.2, 0.4]),
+            keras.metrics.Recall(0.3, class_id=1),
+            keras.metrics.SensitivityAtSpecificity(0.6),
+            keras.metrics.PrecisionAtRecall(0.5),
+            keras.metrics.RecallAtPrecision(0.4),
+            keras.metrics.SpecificityAtSensitivity(0.6),
+            keras.metrics.AUC(curve="PR", multi_label=True, num_labels=3),
+            keras.metrics.FBetaScore("weighted", 0.5),
+            keras.metrics.F1Score(threshold=0.3),
+            keras.metrics.FalseNegatives([0.1, 0.5]),
+        ]
+        model = dense(8, 3, inputs=6)
+        model = keras.Sequential([model, layers.Softmax()])
+        return compiled(model, "categorical_crossentropy", metrics=metrics, weighted_metrics=["accuracy", "mse"])
+
+    rows = lambda count: (floats(6, rows=count), one_hot(None, count), np.random.default_rng(3).uniform(0, 2, count))
+    return p.fit(build, rows(UNEVEN), validation_data=p.data(rows(VALIDATION)))[1]
+
+
+@scenario
+def fresh_metrics_of_numbers(p):
+    def build():
+        metrics = [
+            keras.metrics.R2Score("variance_weighted_average"),
+            keras.metrics.MeanAbsolutePercentageError(),
+            keras.metrics.LogCoshError(),
+            keras.metrics.CosineSimilarity(),
+            keras.metrics.PearsonCorrelation(),
+            keras.metrics.ConcordanceCorrelation(),
+            keras.metrics.RootMeanSquaredError(),
+        ]
+        return compiled(dense(8, 2, inputs=6), metrics=metrics)
+
+    return p.fit(build, pairs(), validation_data=p.data(pairs(VALIDATION)))[1]
+
+
+@scenario
+def fresh_frozen_normalization(p):
+    """A frozen BatchNormalization within a trained model, and one whose momentum is its own."""
+
+    def build():
+        frozen = layers.BatchNormalization()
+        frozen.trainable = False
+        first = keras.Input((8, 8, 2)), layers.Conv2D(4, 3), frozen, layers.ReLU(), layers.GroupNormalization(2)
+        last = layers.SeparableConv2D(4, 3), layers.GlobalMaxPooling2D(), layers.Dense(3)
+        model = keras.Sequential([*first, *last])
+        return compiled(model, keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+
+    return with_states(p.fit(build, (floats(8, 8, 2, rows=UNEVEN), classes(3, rows=UNEVEN))))
+
+
+@scenario
+def fresh_causal_attention(p):
+    """A small language model: causal attention, masked padding, and weights for tokens."""
+    tokens = np.random.default_rng(3).integers(1, 12, (UNEVEN, 7))
+    for i, row in enumerate(tokens):
+        row[2 + i % 6 :] = 0
+    weights = np.random.default_rng(5).uniform(0.1, 2, (UNEVEN, 7))
+
+    def build():
+        inputs = keras.Input((7,), dtype="int64")
+        x = layers.Embedding(12, 8, mask_zero=True)(inputs)
+        x = layers.Add()([x, layers.MultiHeadAttention(2, 4)(x, x, use_causal_mask=True)])
+        x = layers.RMSNormalization()(x)
+        outputs = layers.Dense(12)(x)
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        return compiled(keras.Model(inputs, outputs), loss, metrics=["accuracy"], weighted_metrics=["accuracy"])
+
+    return p.fit(build, (tokens, tokens, weights))[1]
+
+
+@scenario
+def fresh_ignored_pixels(p):
+    """Segmentation with pixels of no class, of which rows have different numbers."""
+    labels = np.random.default_rng(4).integers(0, 3, (UNEVEN, 6, 6))
+    for i, picture in enumerate(labels):
+        picture[: i % 6] = 255
+
+    def build():
+        model = keras.Sequential([keras.Input((6, 6, 2)), layers.Conv2D(4, 3, padding="same"), layers.Conv2D(3, 1)])
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=255)
+        iou = keras.metrics.MeanIoU(3, ignore_class=255, sparse_y_pred=False)
+        return compiled(model, loss, metrics=[iou])
+
+    return p.fit(build, (floats(6, 6, 2, rows=UNEVEN), labels))[1]
+
+
+@scenario
+def fresh_loss_with_a_condition(p):
+    """A loss that is another one while the batch is bad."""
+
+    def loss(y_true, y_pred):
+        far = ops.mean(ops.square(y_true - y_pred))
+        return tf.cond(far > 1.2, lambda: ops.mean(ops.abs(y_true - y_pred)), lambda: far)
+
+    return p.fit(lambda: compiled(dense(8, 2, inputs=6), loss), pairs())[1]
+
+
+class Clip(keras.Model):
+    """Two towers, a trained temperature, and the loss of both directions in `compute_loss`."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = dense(8, 4, inputs=6), dense(8, 4, inputs=6)
+        self.temperature = self.add_weight(shape=(), initializer="ones", name="temperature")
+
+    def call(self, x):
+        return ops.normalize(self.a(x["a"]), axis=-1), ops.normalize(self.b(x["b"]), axis=-1)
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        a, b = y_pred
+        logits = ops.matmul(a, ops.transpose(b)) * ops.exp(self.temperature)
+        places = ops.arange(ops.shape(logits)[0])
+        one = keras.losses.sparse_categorical_crossentropy(places, logits, from_logits=True)
+        other = keras.losses.sparse_categorical_crossentropy(places, ops.transpose(logits), from_logits=True)
+        return ops.mean(one + other) / 2
+
+
+@scenario
+def fresh_clip(p):
+    x = {"a": floats(6, rows=UNEVEN), "b": floats(6, seed=1, rows=UNEVEN)}
+    return p.fit(lambda: compiled(Clip(), None), (x, np.zeros((UNEVEN, 1))))[1]
+
+
+class Teacher(keras.callbacks.Callback):
+    """Moves a teacher's weights after each step, which the loss of the next one follows."""
+
+    def on_train_batch_end(self, batch, logs=None):
+        pairs = zip(self.model.teacher.weights, self.model.student.weights, strict=True)
+        for old, new in pairs:
+            old.assign(0.9 * old + 0.1 * new)
+
+
+class Taught(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.student, self.teacher = dense(8, 2, inputs=6), dense(8, 2, inputs=6)
+        self.teacher.trainable = False
+
+    def call(self, x):
+        return self.student(x)
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        kept = super().compute_loss(x, y, y_pred, sample_weight)
+        return kept + ops.mean(ops.square(y_pred - ops.stop_gradient(self.teacher(x))))
+
+
+@scenario
+def fresh_teacher_of_a_callback(p):
+    return with_states(p.fit(lambda: compiled(Taught()), pairs(), callbacks=[Teacher()]))
+
+
+class TwoTapes(Own):
+    """A tape for each layer, and a loss of its own each."""
+
+    def train_step(self, data):
+        x, y = data
+        for layer, scale in ((self.hidden, 0.5), (self.head, 1.0)):
+            with tf.GradientTape() as tape:
+                said = self(x, training=True)
+                loss = self.compute_loss(x, y, said) * scale + 1e-3 * ops.mean(ops.abs(said))
+            grads = tape.gradient(loss, layer.trainable_variables)
+            grads = [ops.clip(g, -0.02, 0.02) for g in grads]
+            for variable, gradient in zip(layer.trainable_variables, grads, strict=True):
+                variable.assign_sub(0.1 * gradient)
+        return self.compute_metrics(x, y, said)
+
+
+@scenario
+def fresh_tapes_without_an_optimizer(p):
+    return p.fit(own(TwoTapes, loss="mse", metrics=["mae"]), pairs())[1]
+
+
+class Tracking(Own):
+    """As many guides show it: trackers of its own, one of them weighed by rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.total, self.even = keras.metrics.Mean(name="total"), keras.metrics.Mean(name="even")
+        self.largest = keras.metrics.Mean(name="largest")
+
+    @property
+    def metrics(self):
+        return [self.total, self.even, self.largest]
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            said = self(x, training=True)
+            loss = ops.mean(ops.square(y - said))
+        variables = self.trainable_variables
+        grads = tape.gradient(loss, variables)
+        self.optimizer.apply(grads, variables)
+        self.total.update_state(loss, sample_weight=ops.shape(x)[0])
+        self.even.update_state(loss)
+        self.largest.update_state(ops.max(ops.abs(grads[0])))
+        return {metric.name: metric.result() for metric in self.metrics}
+
+    def test_step(self, data):
+        x, y = data
+        self.total.update_state(ops.mean(ops.square(y - self(x))))
+        return {"total": self.total.result()}
+
+
+@scenario
+def fresh_trackers(p):
+    return p.fit(own(Tracking), pairs(), validation_data=p.data(pairs(VALIDATION)))[1]
+
+
+@scenario
+def fresh_outputs_by_name(p):
+    """Losses by name and weight, one output without, and metrics by name."""
+
+    def build():
+        inputs = keras.Input((6,))
+        x = layers.Dense(8, "gelu")(inputs)
+        outputs = {"kind": layers.Dense(3, "softmax")(x), "size": layers.Dense(2)(x), "free": layers.Dense(1)(x)}
+        return compiled(
+            keras.Model(inputs, outputs),
+            {"kind": "sparse_categorical_crossentropy", "size": keras.losses.Huber(0.5), "free": None},
+            loss_weights={"kind": 0.3, "size": 2.0, "free": 0.0},
+            metrics={"kind": ["accuracy"], "size": ["mae", "mse"]},
+        )
+
+    y = {"kind": classes(3, rows=UNEVEN), "size": floats(2, seed=8, rows=UNEVEN), "free": floats(1, rows=UNEVEN)}
+    weights = {name: np.random.default_rng(i).uniform(0, 2, UNEVEN) for i, name in enumerate(y)}
+    return p.fit(build, (floats(6, rows=UNEVEN), y, weights))[1]
+
+
+@scenario
+def fresh_recurrent(p):
+    """Rows of different lengths through recurrent layers of several kinds, with bidirectional ones."""
+    x = floats(6, 3, rows=UNEVEN)
+    for i, row in enumerate(x):
+        row[1 + i % 5 :] = 0
+
+    def build():
+        inputs = keras.Input((6, 3))
+        x = layers.Masking()(inputs)
+        x = layers.Bidirectional(layers.GRU(3, return_sequences=True))(x)
+        x = layers.TimeDistributed(layers.Dense(3, "tanh"))(x)
+        return compiled(keras.Model(inputs, layers.Dense(2)(layers.SimpleRNN(4)(x))))
+
+    return p.fit(build, (x, floats(2, seed=8, rows=UNEVEN)))[1]
+
+
+class GradNorm(Own):
+    """Weights of two losses, which follow the norms of their gradients."""
+
+    def __init__(self):
+        super().__init__()
+        self.shares = self.add_weight(shape=(2,), initializer="ones", name="shares", trainable=False)
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape(persistent=True) as tape:
+            said = self(x, training=True)
+            losses = [ops.mean(ops.square(y - said)), ops.mean(ops.abs(y - said))]
+            total = losses[0] * self.shares[0] + losses[1] * self.shares[1]
+        norms = [ops.sqrt(ops.sum(ops.square(tape.gradient(one, self.hidden.kernel)))) for one in losses]
+        variables = self.trainable_variables
+        self.optimizer.apply(tape.gradient(total, variables), variables)
+        self.shares.assign(2 * ops.stack(norms[::-1]) / (norms[0] + norms[1]))
+        return self.compute_metrics(x, y, said) | {"a": norms[0], "share": self.shares[0]}
+
+
+@scenario
+def fresh_gradnorm(p):
+    return with_states(p.fit(own(GradNorm, loss="mse"), pairs()))
+
+
+class Target(Own):
+    """A target network that every third step copies, as deep Q-learning's."""
+
+    def __init__(self):
+        super().__init__()
+        self.target = dense(8, 2, inputs=6)
+        self.target.trainable = False
+        self.online = dense(8, 2, inputs=6)
+        self.count = self.add_weight(shape=(), initializer="zeros", trainable=False, name="count", dtype="int64")
+
+    def call(self, x):
+        return self.online(x)
+
+    def train_step(self, data):
+        x, y = data
+        best = ops.max(self.target(x), -1, keepdims=True)
+        with tf.GradientTape() as tape:
+            loss = ops.mean(ops.square(self.online(x) - y - 0.9 * best))
+        variables = self.online.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, variables), variables)
+        self.count.assign_add(1)
+
+        def copy():
+            for old, new in zip(self.target.weights, self.online.weights, strict=True):
+                old.assign(new)
+            return 0
+
+        tf.cond(self.count.value % 3 == 0, copy, lambda: 0)
+        return {"loss": loss}
+
+
+@scenario
+def fresh_target_network(p):
+    return with_states(p.fit(own(Target), pairs()))
+
+
+@scenario
+def fresh_ema_weights(p):
+    """Averaged weights, swapped in for the validation, with a constraint and penalties."""
+
+    def build():
+        model = keras.Sequential(
+            [
+                keras.Input((6,)),
+                layers.Dense(8, kernel_constraint=keras.constraints.MaxNorm(0.5), activity_regularizer="l2"),
+                layers.Dense(2, kernel_regularizer=keras.regularizers.L1L2(0.01, 0.01)),
+            ]
+        )
+        optimizer = lambda: keras.optimizers.AdamW(0.01, use_ema=True, ema_overwrite_frequency=3, clipnorm=0.1)
+        return compiled(model, "mse", optimizer)
+
+    calls = [keras.callbacks.SwapEMAWeights()]
+    return p.fit(build, pairs(), validation_data=p.data(pairs(VALIDATION)), callbacks=calls)[1]
+
+
+class Finder(keras.callbacks.Callback):
+    """Looks for a rate: it rises with each batch, until the loss does."""
+
+    def on_train_begin(self, logs=None):
+        self.best, self.rate = 1e9, 0.01
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.best = min(self.best, logs["loss"])
+        self.rate *= 1.5
+        self.model.optimizer.learning_rate.assign(self.rate)
+        if logs["loss"] > 1.5 * self.best:
+            self.model.stop_training = True
+
+
+@scenario
+def fresh_rate_finder(p):
+    found = p.fit(lambda: compiled(dense(8, 2, inputs=6)), pairs(), epochs=4, callbacks=[Finder()])
+    return found[1] | {"rate": np.asarray(found[0].optimizer.learning_rate)}
+
+
+class Balancing(keras.callbacks.Callback):
+    """Weights of losses by how they fell, once an epoch."""
+
+    def on_epoch_end(self, epoch, logs=None):
+        ratio = logs["a_loss"] / (logs["a_loss"] + logs["b_loss"])
+        self.model.share.assign(ratio)
+
+
+class Balanced(keras.Model):
+    def __init__(self):
+        inputs = keras.Input((6,))
+        x = layers.Dense(8, "tanh")(inputs)
+        super().__init__(inputs, {"a": layers.Dense(2, name="a")(x), "b": layers.Dense(2, name="b")(x)})
+        self.share = self.add_weight(shape=(), initializer="ones", trainable=False, name="share")
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        return super().compute_loss(x, y, y_pred, sample_weight) * self.share
+
+
+@scenario
+def fresh_balance_of_losses(p):
+    x, y = pairs()
+    build = lambda: compiled(Balanced(), {"a": "mse", "b": "mae"})
+    return with_states(p.fit(build, (x, {"a": y, "b": y[:, ::-1].copy()}), epochs=3, callbacks=[Balancing()]))
+
+
+class Variance(keras.metrics.Metric):
+    """By Welford's way of joining batches."""
+
+    def __init__(self, name="variance"):
+        super().__init__(name=name)
+        self.count = self.add_weight(shape=(), initializer="zeros", name="count")
+        self.mean = self.add_weight(shape=(), initializer="zeros", name="mean")
+        self.squares = self.add_weight(shape=(), initializer="zeros", name="squares")
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        values = ops.reshape(y_pred - y_true, (-1,))
+        rows = ops.cast(ops.size(values), values.dtype)
+        mean = ops.mean(values)
+        apart, total = mean - self.mean, self.count + rows
+        squares = ops.sum(ops.square(values - mean)) + ops.square(apart) * self.count * rows / total
+        self.squares.assign_add(squares)
+        self.mean.assign(self.mean + apart * rows / total)
+        self.count.assign(total)
+
+    def result(self):
+        return self.squares / self.count
+
+
+@scenario
+def fresh_metric_of_welford(p):
+    return p.fit(lambda: compiled(dense(8, 2, inputs=6), metrics=[Variance()]), pairs())[1]
+
+
+class Last(keras.metrics.Metric):
+    """What the last batch had: its largest error, and how many rows."""
+
+    def __init__(self, name="last"):
+        super().__init__(name=name)
+        self.error = self.add_weight(shape=(), initializer="zeros", name="error")
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        self.error.assign(ops.max(ops.abs(y_true - y_pred)))
+
+    def result(self):
+        return self.error
+
+
+@scenario
+def fresh_metric_of_the_last_batch(p):
+    return p.fit(lambda: compiled(dense(8, 2, inputs=6), metrics=[Last()]), pairs())[1]
+
+
+@scenario
+def fresh_triplets_of_one_input(p):
+    """Anchor, positive and negative along an axis, a margin, and a mean over those that matter."""
+
+    def loss(y_true, y_pred):
+        anchor, near, far = ops.unstack(y_pred, 3, axis=1)
+        margin = ops.relu(ops.sum(ops.square(anchor - near) - ops.square(anchor - far), -1) + 0.5)
+        hard = ops.cast(margin > 0, margin.dtype)
+        return ops.sum(margin) / (ops.sum(hard) + 1e-9)
+
+    def build():
+        inputs = keras.Input((3, 6))
+        return compiled(keras.Model(inputs, layers.TimeDistributed(dense(8, 4, inputs=6))(inputs)), loss)
+
+    return p.fit(build, (floats(3, 6, rows=UNEVEN), np.zeros((UNEVEN, 1))))[1]
+
+
+class Virtual(Own):
+    """Virtual adversarial training: a direction by power iteration, and a divergence."""
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        loss = super().compute_loss(x, y, y_pred, sample_weight)
+        if not training:
+            return loss
+        direction = ops.ones_like(x) / 6
+        with tf.GradientTape() as tape:
+            tape.watch(direction)
+            apart = ops.mean(ops.square(self(x + 0.1 * direction) - ops.stop_gradient(y_pred)))
+        direction = ops.normalize(tape.gradient(apart, direction), axis=-1)
+        return loss + ops.mean(ops.square(self(x + 0.5 * ops.stop_gradient(direction)) - ops.stop_gradient(y_pred)))
+
+
+@scenario
+def fresh_virtual_adversary(p):
+    return p.fit(own(Virtual, loss="mse"), pairs(), validation_data=p.data(pairs(VALIDATION)))[1]
+
+
+class Curriculum(Own):
+    """The easier half of a batch counts."""
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        losses = ops.mean(ops.square(y - y_pred), -1)
+        return ops.mean(ops.sort(losses)[: ops.shape(losses)[0] // 2 + 1])
+
+
+@scenario
+def fresh_easier_half(p):
+    return p.fit(own(Curriculum), pairs())[1]
+
+
+@scenario
+def fresh_easier_half_as_a_loss(p):
+    def loss(y_true, y_pred):
+        losses = ops.mean(ops.square(y_true - y_pred), -1)
+        kept, _ = ops.top_k(-losses, k=3)
+        return -ops.mean(kept)
+
+    return p.fit(lambda: compiled(dense(8, 2, inputs=6), loss), pairs())[1]
+
+
+class Reset(Own):
+    """It looks into its metrics while it trains."""
+
+    def train_step(self, data):
+        logs = super().train_step(data)
+        return logs | {"twice": 2 * logs["loss"], "rate": self.optimizer.learning_rate}
+
+
+@scenario
+def fresh_logs_of_logs(p):
+    return p.fit(own(Reset, loss="mse", metrics=["mae"]), pairs())[1]
+
+
+@scenario
+def fresh_regularized_embedding(p):
+    tokens = np.random.default_rng(3).integers(0, 20, (UNEVEN, 5))
+
+    def build():
+        inputs = keras.Input((5,), dtype="int64")
+        x = layers.Embedding(20, 4, embeddings_regularizer="l2", embeddings_constraint="unit_norm")(inputs)
+        model = keras.Model(inputs, layers.Dense(2)(layers.GlobalMaxPooling1D()(x)))
+        return compiled(model, "mse", lambda: keras.optimizers.Adagrad(0.05, global_clipnorm=0.2))
+
+    return p.fit(build, (tokens, floats(2, seed=8, rows=UNEVEN)))[1]
+
+
+class Trainable(keras.losses.Loss):
+    """Keeps a mean of what it saw in a variable."""
+
+    def __init__(self):
+        super().__init__()
+        self.mean = keras.Variable(1.0, trainable=False, dtype="float64")
+
+    def call(self, y_true, y_pred):
+        errors = ops.mean(ops.square(y_true - y_pred), -1)
+        self.mean.assign(0.9 * self.mean + 0.1 * ops.mean(errors))
+        return errors / self.mean
+
+
+@scenario
+def fresh_loss_with_a_memory(p):
+    return p.fit(lambda: compiled(dense(8, 2, inputs=6), Trainable()), pairs())[1]
+
+
+NEW = [name for name in SCENARIOS if name not in BEFORE]
+__all__ = ["NEW", "SCENARIOS"]

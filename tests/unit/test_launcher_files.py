@@ -1,0 +1,74 @@
+"""The files for Ray's cluster launcher: Ray accepts them, and refuses them with a wrong field."""
+
+from __future__ import annotations
+
+import copy
+import pathlib
+
+import botocore.loaders
+import botocore.model
+import botocore.validate
+import jsonschema
+import pytest
+import yaml
+from ray.autoscaler._private.util import prepare_config, validate_config
+
+ROOT = pathlib.Path(__file__).parents[2]
+FILES = ("aws", "gcp", "on-premises")
+
+
+def config(name: str) -> dict:
+    return yaml.load((ROOT / "cluster" / f"{name}.yaml").read_text(), yaml.CSafeLoader)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_ray_accepts_the_file(name):
+    prepared = prepare_config(config(name))
+    validate_config(prepared)
+    assert prepared["head_setup_commands"][:2] == prepared["worker_setup_commands"] == config(name)["setup_commands"]
+    assert any("--constraint constraints.txt" in command for command in prepared["worker_setup_commands"])
+    for commands in (prepared["head_start_ray_commands"], prepared["worker_start_ray_commands"]):
+        assert "RAY_AUTH_MODE=token" in commands[-1]
+    sources = [source for source in prepared["file_mounts"].values() if not source.startswith("~")]
+    assert sources and all((ROOT / source).exists() for source in sources)
+    for node_type in prepared["available_node_types"].values():
+        assert 0 <= node_type["min_workers"] <= node_type["max_workers"] <= prepared["max_workers"]
+
+
+def test_hosts_of_ones_own_all_stay():
+    (node_type,) = prepare_config(config("on-premises"))["available_node_types"].values()
+    assert node_type["min_workers"] == node_type["max_workers"] == len(config("on-premises")["provider"]["worker_ips"])
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize(
+    ("path", "value", "said"),
+    [
+        ("max_worker", 3, "'max_worker' was unexpected"),
+        ("max_workers", "3", "'3' is not of type 'integer'"),
+        ("setup_commands", "pip install raytf", "is not of type 'array'"),
+        ("auth/ssh_users", "me", "'ssh_users' was unexpected"),
+        ("file_mounts", ["raytf"], r"\['raytf'\] is not of type 'object'"),
+    ],
+)
+def test_ray_refuses_a_wrong_field(name, path, value, said):
+    wrong = at = copy.deepcopy(prepare_config(config(name)))
+    *way, last = path.split("/")
+    for part in way:
+        at = at[part]
+    at[last] = value
+    with pytest.raises(jsonschema.ValidationError, match=said):
+        validate_config(wrong)
+
+
+@pytest.mark.slow  # the model of EC2's requests is large
+def test_ec2_would_take_the_requests():
+    model = botocore.model.ServiceModel(botocore.loaders.Loader().load_service_model("ec2", "service-2"))
+    request = model.operation_model("RunInstances").input_shape
+    validator = botocore.validate.ParamValidator()
+    for node_type in config("aws")["available_node_types"].values():
+        asked = node_type["node_config"] | {"MinCount": 1, "MaxCount": 1}
+        assert not validator.validate(asked, request).has_errors()
+        asked["BlockDeviceMapping"] = asked.pop("BlockDeviceMappings")
+        report = validator.validate(asked, request).generate_report()
+        assert 'Unknown parameter in input: "BlockDeviceMapping"' in report
