@@ -356,7 +356,7 @@ class Call:
         """Returns a worker's state after the last complete epoch; None if there is none, or no such worker remains."""
         size = sum(getattr(value, "nbytes", 0) for value in self._values.values())
         seconds = timeouts.deadline(timeouts.get().last_epoch, size)
-        for rank, worker in enumerate(self._group.worker_group.workers[: fit_training.HOLD_LAST]):
+        for rank, worker in enumerate(self._group.worker_group.actors[: fit_training.HOLD_LAST]):
             call = worker.execute.remote(fit_training.last_epoch)
             with contextlib.suppress(ray.exceptions.RayError, answers.NoAnswerError):
                 (state,) = answers.collect([call], seconds, "the last epoch's weights", names=[f"worker {rank}"])

@@ -72,7 +72,7 @@ class Group:
         """Whether all workers are alive."""
         try:
             collect(
-                [w.__ray_ready__.remote() for w in self.worker_group.workers],
+                [w.__ray_ready__.remote() for w in self.worker_group.actors],
                 timeouts.get().idle_answer,
                 "idle workers",
             )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import traceback
 
 from ray.train import TrainingFailedError
@@ -44,19 +43,10 @@ class WorkerFrozenError(RaytfError, RuntimeError):
         return type(self), (self.how, self.stack)
 
 
-@contextlib.contextmanager
-def first_cause():
-    """Replaces Ray Train's error by one with the rank that failed first and its own error."""
-    try:
-        yield
-    except TrainingFailedError as error:
-        failures = getattr(error, "worker_failures", {})
-        if not failures:
-            inner = getattr(error, "controller_failure", error)
-            raise WorkerFailedError(None, _line(inner)) from error
-        rank = first_rank(failures)
-        failure = failures[rank]
-        raise WorkerFailedError(rank, _line(failure), _details(failure), failures) from None
+def first_cause(failures: dict[int, BaseException]) -> WorkerFailedError:
+    """Returns the error of a run whose workers have failed: that of the rank that failed first."""
+    rank = first_rank(failures)
+    return WorkerFailedError(rank, _line(failures[rank]), _details(failures[rank]), failures)
 
 
 def first_rank(failures: dict[int, BaseException]) -> int:

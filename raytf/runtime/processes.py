@@ -20,6 +20,7 @@ from raytf.compat.ray_core import WARN_BLOCKING_GET
 from raytf.compat.ray_train import ENABLE_PRINT_PATCH_ENV_VAR, get_env_vars_to_propagate
 from raytf.console.output import Output
 from raytf.console.progress import Entries
+from raytf.errors import TrainingError
 from raytf.runtime import resources
 from raytf.runtime.allocator import allocator
 from raytf.runtime.answers import as_they_come, collect
@@ -45,7 +46,7 @@ class WarmPool:
     """Processes that may become workers; they hold no resources of the cluster.
 
     Args:
-        kind: Class of the workers: a `Process`, or Ray Train's, which has an `execute`, too.
+        kind: Class of the workers, a `Process`.
         scaling_config, run_config: Configs of the run.
         workers: Largest number of processes, on the nodes where Ray would place them now; at least one process starts.
         preload: Function that each process calls at its start: its imports are ready when the process is used.
@@ -55,14 +56,16 @@ class WarmPool:
         warned: Entries by which the process that shows a warning claims it, see `once.py`.
         asked: Actor that answered the last request, or None.
         compares: Whether that one still compares two workers with one device, see `verify.Following`.
-        ending: An `ends.Ending`, whose signals end the processes' work; None leaves SIGINT to Ray Train.
+        ending: An `ends.Ending`, whose signals end the processes' work, or None.
+        run_config: RunConfig of the run.
+        cancelled: Whether the run was cancelled.
     """
 
     ending: Any = None
+    cancelled = False
 
     def __init__(self, kind, scaling_config, run_config, workers: int, preload: Callable[[], None]):
-        self.there = []
-        self._extra = []
+        self.run_config, self.there, self._extra = run_config, [], []
         self.asked, self.compares = None, False
         # A process must not search for devices before Ray assigns it some: without devices it can only try the model.
         if resources.only_cpus(scaling_config):
@@ -121,8 +124,17 @@ class WarmPool:
         _end(self._extra)
         self._extra = []
 
+    def check(self) -> None:
+        """Raises the error of a run that was cancelled."""
+        if self.cancelled:
+            raise TrainingError(None, "it was cancelled")
+
     def cancel(self) -> None:
-        """Ends all processes, workers or not."""
+        """Ends all processes, workers or not, and the run."""
+        self.cancelled = True
+        self._close()
+
+    def _close(self) -> None:
         self._output.close(sys.exc_info()[1])
         _end(self._all())
         self.warned.clear()

@@ -31,10 +31,9 @@ class Do(enum.Enum):
 
     IGNORE = enum.auto()
     RECOVER = enum.auto()  # replace `ranks` in place; if there are none, reconnect all workers
-    INTERRUPT = enum.auto()  # report `ranks` as lost to the recovery
     RESTART = enum.auto()  # all workers, from the last checkpoint
     END_AFTER_STEP = enum.auto()  # request it from all workers, with `why` as the reason
-    RESIZE = enum.auto()  # to `workers`, at once
+    RESIZE = enum.auto()  # to the other number of workers, at once
     FAIL = enum.auto()
 
 
@@ -51,7 +50,6 @@ class RunState:
         asks_again: Whether the request to stop is sent again after a recovery.
         phase: Phase of the run.
         lost: Ranks that are being replaced.
-        also: Ranks lost since then.
         stopping: Whether a stop of the run was requested.
     """
 
@@ -64,7 +62,6 @@ class RunState:
     asks_again: bool = True
     phase: Phase = Phase.STARTING
     lost: frozenset[int] = frozenset()
-    also: frozenset[int] = frozenset()
     stopping: bool = False
 
     @property
@@ -164,20 +161,13 @@ class Action:
         do: Kind of the action.
         state: State of the run after it.
         ranks: Lost ranks that the action handles.
-        workers: New number of workers.
-        failures: Number of failures to count now; a restart's failure is counted where the restart happens.
         why: Reason as a clause, or why workers stop after a step (`ending.STOP`, `DRAIN`, `RESIZE`).
     """
 
     do: Do
     state: RunState
     ranks: frozenset[int] = frozenset()
-    workers: int = 0
-    failures: int = 0
     why: str = ""
-
-
-_NONE: dict[str, frozenset[int]] = {"lost": frozenset(), "also": frozenset()}
 
 
 def decide(state: RunState, event: Event) -> Action:
@@ -189,24 +179,19 @@ def decide(state: RunState, event: Event) -> Action:
         case Started(workers):  # also after the end, as an end after a step is no failure
             return _then(ignore, workers=workers, phase=_phase(state))
         case Lost(ranks, reported):
-            if state.phase is Phase.RECOVERING:
-                also = ranks - state.lost - state.also
-                interrupt = Action(do=Do.INTERRUPT, state=state, ranks=also)
-                return _then(interrupt, also=state.also | also) if also else ignore
             return _recover(state, ranks, reported) if state.is_whole else ignore
         case Failed():
             return ignore if state.phase is Phase.STARTING else _anew(state, "a worker failed by itself")
         case Disconnected():
             return _recover(state, frozenset()) if state.is_whole else ignore
         case Recovered() if state.phase is Phase.RECOVERING:
-            count = len(state.lost)
-            done = dataclasses.replace(ignore, failures=count)
-            return _then(done, phase=_phase(state), **_NONE, failures_left=state.failures_left - count)
+            left = state.failures_left - len(state.lost)
+            return _then(ignore, phase=_phase(state), lost=frozenset(), failures_left=left)
         case NotRecovered(why, again, also, new_lost) if state.phase is Phase.RECOVERING:
             state = dataclasses.replace(state, failures_left=state.failures_left - new_lost)
-            action = _recover(state, state.lost | state.also | also) if again else _anew(state, why)
-            more = {"why": action.why if action.do is Do.RECOVER or not again else f"{why}, and {action.why}"}
-            return dataclasses.replace(action, failures=action.failures + new_lost, **more)
+            action = _recover(state, state.lost | also) if again else _anew(state, why)
+            told = action.do is Do.RECOVER or not again
+            return action if told else dataclasses.replace(action, why=f"{why}, and {action.why}")
         case StopRequested():
             state = dataclasses.replace(state, stopping=True)
             if state.phase is Phase.STARTING or not state.ends_after_step:
@@ -221,14 +206,14 @@ def decide(state: RunState, event: Event) -> Action:
             if waits or state.stopping or workers == state.workers or not state.fewest <= workers <= state.most:
                 return ignore
             if state.ends_after_step and not late:
-                return dataclasses.replace(_end_after_step(state, RESIZE), workers=workers)
-            return _then(Action(do=Do.RESIZE, state=state, workers=workers), phase=Phase.STARTING)
+                return _end_after_step(state, RESIZE)
+            return _then(Action(do=Do.RESIZE, state=state), phase=Phase.STARTING)
         case NotTold() if state.phase is Phase.LEAVING and not state.stopping:
             return _then(ignore, phase=Phase.TRAINING)
         case Ended() if state.phase is not Phase.STARTING:
             if state.stopping:
                 return _then(ignore, phase=Phase.OVER)
-            return _then(Action(do=Do.RESTART, state=state), phase=Phase.STARTING, **_NONE)
+            return _then(Action(do=Do.RESTART, state=state), phase=Phase.STARTING, lost=frozenset())
     return ignore
 
 
@@ -260,9 +245,9 @@ def _recover(state: RunState, ranks: frozenset[int], reported: frozenset[int] = 
         return _anew(state, "the trial was to end after that step")
     if reporters:
         return _anew(state, f"{names(ranks)} was lost between two steps, after a report of {names(reporters)}")
-    cost = 0 if ranks else 1
-    action = Action(do=Do.RECOVER, state=state, ranks=ranks, failures=cost)
-    return _then(action, phase=Phase.RECOVERING, lost=ranks, also=frozenset(), failures_left=state.failures_left - cost)
+    left = state.failures_left - (0 if ranks else 1)
+    action = Action(do=Do.RECOVER, state=state, ranks=ranks)
+    return _then(action, phase=Phase.RECOVERING, lost=ranks, failures_left=left)
 
 
 def _anew(state: RunState, why: str) -> Action:
@@ -273,11 +258,11 @@ def _anew(state: RunState, why: str) -> Action:
         return _over(state, why)
     left = state.failures_left - 1
     action = Action(do=Do.RESTART, state=state, why=why)
-    return _then(action, phase=Phase.STARTING, failures_left=left, **_NONE)
+    return _then(action, phase=Phase.STARTING, failures_left=left, lost=frozenset())
 
 
 def _over(state: RunState, why: str) -> Action:
-    return _then(Action(do=Do.FAIL, state=state, why=why), phase=Phase.OVER, **_NONE)
+    return _then(Action(do=Do.FAIL, state=state, why=why), phase=Phase.OVER, lost=frozenset())
 
 
 class Decisions:

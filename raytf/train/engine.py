@@ -14,16 +14,16 @@ from collections.abc import Callable
 
 import ray
 from ray.exceptions import RayActorError, RayError
-from ray.train import ControllerError, Result, WorkerGroupError
+from ray.train import Result
 from ray.util.tpu import SlicePlacementGroup, get_tpu_num_slices_for_workers, get_tpu_version_from_type
 
 from raytf import events, timeouts
 from raytf.compat import ray_configs, ray_core
 from raytf.compat.ray_state import TrainTab
 from raytf.compat.ray_train import get_env_vars_to_propagate
-from raytf.errors import RaytfError, TrainingError, in_a_line
+from raytf.errors import RaytfError, in_a_line
 from raytf.events import Kind, RunEvent
-from raytf.runtime import answers, reservation, resources
+from raytf.runtime import answers, failures, reservation, resources
 from raytf.runtime.answers import NoAnswerError
 from raytf.runtime.failures import WorkerFrozenError, cause_of
 from raytf.runtime.processes import WarmPool, worker_environment
@@ -60,22 +60,11 @@ class Startup(WarmPool):
 
     Args:
         scaling_config, run_config: Configs of the run.
-
-    Attributes:
-        run_config: RunConfig of the run.
-        cancelled: Whether the run was cancelled.
     """
 
-    cancelled = False
-
     def __init__(self, scaling_config, run_config):
-        self.run_config = run_config
         workers = resources.fewest_workers(scaling_config)
         super().__init__(RunWorker, scaling_config, run_config, workers, entry.import_raytf)
-
-    def cancel(self) -> None:
-        self.cancelled = True
-        super().cancel()
 
 
 class Engine:
@@ -110,15 +99,15 @@ class Engine:
             elastic=elastic,
             drop=launch.drop,
         )
-        failures = self._run_config.failure_config
-        self._starts_left = failures.controller_failure_limit
+        limits = self._run_config.failure_config
+        self._starts_left = limits.controller_failure_limit
         fewest = resources.fewest_workers(self._scaling)
         self._decisions = Decisions(
             decisions.RunState(
                 workers=fewest,
                 fewest=fewest,
                 most=resources.most_workers(self._scaling),
-                failures_left=float("inf") if failures.max_failures == -1 else failures.max_failures,
+                failures_left=float("inf") if limits.max_failures == -1 else limits.max_failures,
                 recovers=heals,
                 ends_after_step=after_step,
             )
@@ -135,15 +124,17 @@ class Engine:
         """Returns the run's result.
 
         Raises:
-            WorkerGroupError: Workers failed more often than FailureConfig allows.
-            ControllerError: The workers could not be started.
+            WorkerFailedError: Workers failed more often than FailureConfig allows, or could not be started.
         """
         size = self._size()
         while True:
             try:
                 group = self._started(size)
             except (RayError, NoAnswerError, WorkerFrozenError) as error:
-                self._count_start(error)
+                self._launch.check()
+                if self._starts_left == 0:
+                    raise failures.WorkerFailedError(None, in_a_line(cause_of(error))) from error
+                self._starts_left -= 1
                 size = self._size()
                 continue
             try:
@@ -161,16 +152,8 @@ class Engine:
                 self._tab.ended(None)
                 return self._list.result(value)
 
-    def _count_start(self, error: Exception) -> None:
-        if self._launch.cancelled:
-            raise TrainingError(None, "it was cancelled") from error
-        if self._starts_left == 0:
-            raise ControllerError(error) from error
-        self._starts_left -= 1
-
     def _started(self, size: int) -> RunGroup:
-        if self._launch.cancelled:
-            raise TrainingError(None, "it was cancelled")
+        self._launch.check()
         if self._beside is not None:
             self._beside.start(self._held)
         existing, self._idle[:] = list(self._idle), []
@@ -206,7 +189,7 @@ class Engine:
             hold(scaling.num_workers, selectors=ray_configs.label_selectors(scaling, scaling.num_workers))
             self._held.wait(cancelled=lambda: self._launch.cancelled)
             return scaling.num_workers
-        return self._elastic.reserve(hold, self._held, lambda: self._launch.cancelled)
+        return self._elastic.reserve(hold, self._held, self._launch.check)
 
     def _reserve_slices(self) -> int:
         """Reserves slices of TPU hosts, in Ray's own way; returns the number of workers."""
@@ -231,8 +214,7 @@ class Engine:
         return scaling.num_workers
 
     def _tick(self, group: RunGroup) -> None:
-        if self._launch.cancelled:
-            raise TrainingError(None, "it was cancelled")
+        self._launch.check()
         self._list.tick()
         if self._elastic is not None:
             self._elastic.look(group)
@@ -244,14 +226,12 @@ class Engine:
             if self._elastic is not None:
                 lost = [rank for rank, error in failed.items() if isinstance(cause_of(error), RayActorError)]
                 self._elastic.suspects |= {group.nodes[rank] for rank in lost}
-            if self._launch.cancelled:
-                raise TrainingError(None, "it was cancelled")
+            self._launch.check()
             for callback in self._run_config.callbacks or () if failed else ():
                 callback.after_exception(run_context=self._context, worker_exceptions=failed)
             if failed and self._decisions.state.phase is Phase.OVER:
                 self._tab.ended(in_a_line(cause_of(next(iter(failed.values())))))
-                text = "\n".join(f"[Rank {rank}]\n{error}" for rank, error in sorted(failed.items()))
-                raise WorkerGroupError(text, failed)
+                raise failures.first_cause(failed)
             self._tab.ended(None, again=True)
             self._idle[:0] = group.staying(errors)  # the chief stays where it is
         finally:
@@ -313,14 +293,15 @@ class _Elastic:
         gone = ray_core.draining().keys() | resources.silent(self.suspects)
         return {node: free for node, free in ray_core.free_by_node().items() if node not in gone}
 
-    def reserve(self, hold: Callable, held: Reservation, cancelled: Callable[[], bool]) -> int:
+    def reserve(self, hold: Callable, held: Reservation, check: Callable[[], None]) -> int:
         """Reserves as many workers as there is room for; waits until there is room for the fewest."""
         free, state = self._free(), self._decisions.state
         for node, bundle in held.by_node():  # Ray's view of what is free is late
             for name, amount in bundle.items() if node in free else ():
                 free[node][name] = free[node].get(name, 0) + amount
         held.drop()
-        while not cancelled():
+        while True:
+            check()
             left = resources.without(list(free.values()), self._beside)
             size = 0 if left is None else min(state.most, resources.count_fitting(left, self._wanted))
             if size >= state.fewest or resources.autoscales():
@@ -334,7 +315,6 @@ class _Elastic:
                 held.drop()
             time.sleep(_COUNT_INTERVAL)
             free = self._free()
-        raise TrainingError(None, "it was cancelled")
 
     def look(self, group: RunGroup) -> None:
         """Starts a change of the number of workers if there is room for another one."""

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import os
 import warnings
-from collections.abc import Iterator
 
 import ray
-from ray.exceptions import RayActorError
 
 from raytf.collectives import ring
-from raytf.compat import autograph, legacy_keras, loggers, versions
+from raytf.compat import autograph, legacy_keras, versions
 from raytf.compat.fast_import import import_keras
 from raytf.console import output
-from raytf.errors import RaytfError, in_a_line
+from raytf.errors import in_a_line
 from raytf.train import (
     backend,
     dry_run,  # noqa: F401 - the first process runs it
@@ -89,24 +85,9 @@ def train(task: TrainJob, session=None) -> dict | None:
     from raytf.worker import context, fit, tpu
 
     session = session or RaySession(validate=task.validate)
-    with _in_a_sentence():
-        if context.setup().servers is not None:
-            return coordinator.train(task, session)
-        if context.uses_tpu() and session.size > 1:
-            with tpu.led(session) as leading:
-                return fit.train(task, leading) if leading is not None else None
-        return fit.train(task, session)
-
-
-@contextlib.contextmanager
-def _in_a_sentence() -> Iterator[None]:
-    """Keeps Ray Train from logging the stack of an error for which the driver raises one sentence.
-
-    These are raytf's own errors, and errors after the end of the run's other processes, as at a signal.
-    """
-    try:
-        yield
-    except (RaytfError, RayActorError) as error:
-        name = f"{type(error).__name__}: "
-        logging.getLogger(loggers.TRAIN_ERRORS).addFilter(lambda record: name not in record.getMessage())
-        raise
+    if context.setup().servers is not None:
+        return coordinator.train(task, session)
+    if context.uses_tpu() and session.size > 1:
+        with tpu.led(session) as leading:
+            return fit.train(task, leading) if leading is not None else None
+    return fit.train(task, session)

@@ -22,9 +22,9 @@ from raytf.runtime import answers, cores, process_monitor
 from raytf.runtime.failures import WorkerFrozenError, cause_of, is_consequence
 from raytf.runtime.hang_watch import HangWatch
 from raytf.runtime.process_monitor import ProcessLocation, Watchdog
-from raytf.train import backend, decisions
+from raytf.train import backend, decisions, healing
 from raytf.train.decisions import Decisions, Do, Lost, WorkerState
-from raytf.train.healing import STARTS_ANEW, TAKES_ITS_PLACE, Healing, Recovery
+from raytf.train.healing import STARTS_ANEW, TAKES_ITS_PLACE, Healing
 from raytf.worker.ending import MovedError
 
 # Seconds between two checks of all that sends no event.
@@ -113,7 +113,7 @@ class EventGroup:
         self.members: list[GroupMember] = []
         self.places: dict[int, ProcessLocation] = {}
         self.reported: dict[int, int] = {}
-        self._recovery = Recovery(lambda event: self._decisions.take(event), self)
+        self._generation = 0  # generation of the workers' ring
         self._hangs: HangWatch | None = None
         self._joining: dict[Any, GroupMember] = {}  # by the ref of the next event
         limit = self.config.hang_timeout_s
@@ -209,8 +209,7 @@ class EventGroup:
         if event is None and self._errors:
             event = self._lost_by_silence(time.monotonic())
         if event is None and self._waits and len(self._waits) == len(self.members):
-            self._recovery.connect(self.members)
-            self._recover()
+            self._connect()
         if event is None:
             return
         if isinstance(event, Lost):
@@ -226,8 +225,7 @@ class EventGroup:
             raise LostGroupError(dict(self._errors), action.why if action.state.recovers else None)
         for rank in self._hangs.ended if self._hangs is not None else ():
             ray.kill(self.members[rank].actor)
-        self._recovery.begin(action.ranks)
-        self._recover()
+        self._recover(action.ranks)
 
     def _reporters(self) -> frozenset[int]:
         """Returns the ranks that have reported, and wait: their step cannot be made again."""
@@ -271,18 +269,36 @@ class EventGroup:
 
     # ------------------------------------------------------------------------------------------ recovery
 
-    def _recover(self) -> None:
-        """Blocks until a recovery has ended; raises LostGroupError if it has failed."""
+    def _connect(self) -> None:
+        """Reconnects workers in the step that all are in: their connections are lost, and their processes live."""
+        action = self._decisions.take(decisions.Disconnected())
+        if action.do is Do.RECOVER:
+            self._recover(frozenset())
+        else:
+            why = f"the workers have lost each other, and {action.why or 'all workers restart'}"
+            healing.give_up(self.members, why)
+            self._waits.clear()
+
+    def _recover(self, lost: frozenset[int]) -> None:
+        """Replaces these ranks, or reconnects all workers if there are none; raises LostGroupError if that fails."""
         self._stop_watching_for_hangs()
-        while (healing := self._recovery.healing) is not None:
-            while not healing.done:
+        while True:
+            self._generation += 1
+            tried = Healing(self, lost, self._generation)
+            while not tried.done:
                 self._serve_joining()
-                healing.wait(SOON_INTERVAL)
-            tried, action = self._recovery.end()
+                tried.wait(SOON_INTERVAL)
             if tried.healed:
-                self._take_in(tried)
-            elif self._recovery.healing is None:
+                break
+            action = self._decisions.take(
+                decisions.NotRecovered(tried.why, tried.another, frozenset(tried.also), tried.new_lost)
+            )
+            if action.do is not Do.RECOVER:
                 self._give_up(tried, action)
+            ranks, lost = tuple(sorted(lost)), action.ranks
+            events.emit(RunEvent(kind=Kind.RECOVERY_INTERRUPTED, ranks=ranks, why=tried.why))
+        self._decisions.take(decisions.Recovered())
+        self._take_in(tried)
         self._waits.clear()
         self._stale = set(self._pending)
         self._watch_for_hangs()

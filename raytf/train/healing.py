@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Protocol
 
 import ray
@@ -25,8 +25,7 @@ from raytf.runtime import answers, ports
 from raytf.runtime.answers import NoAnswerError
 from raytf.runtime.failures import cause_of, is_consequence
 from raytf.timeouts import Pace
-from raytf.train import backend, decisions
-from raytf.train.decisions import Action, Do
+from raytf.train import backend
 
 # Seconds for which a worker that does not wait yet delays its answer; it answers no other call meanwhile.
 _LOOK_INTERVAL = 0.1
@@ -321,56 +320,6 @@ class Healing:
             if time.monotonic() > deadline:
                 late = ", ".join(f"worker {rank}" for rank in ranks)
                 raise NotHealedError(f"{late} did not {what} within {seconds:.0f} s")
-
-
-class Recovery:
-    """Recovers a worker group by one `Healing` after another, as decided for the run.
-
-    Args:
-        decide: Returns the action for an event, see `Decisions.take`.
-        group: The `group.EventGroup` of the workers.
-
-    Attributes:
-        healing: The running recovery, or None.
-    """
-
-    def __init__(self, decide: Callable[[decisions.Event], Action], group):
-        self._decide, self._group = decide, group
-        self._generation = 0  # generation of the workers' ring
-        self.healing: Healing | None = None
-
-    def begin(self, lost: frozenset[int]) -> None:
-        """Starts the replacement of these ranks; if there are none, all workers reconnect."""
-        self._generation += 1
-        self.healing = Healing(self._group, lost, self._generation)
-
-    def connect(self, workers: Iterable[Member]) -> None:
-        """Reconnects workers in the step that all are in: their connections are lost, and their processes live."""
-        action = self._decide(decisions.Disconnected())
-        if action.do is Do.RECOVER:
-            self.begin(frozenset())
-        else:
-            give_up(workers, f"the workers have lost each other, and {action.why or 'all workers restart'}")
-
-    def end(self, also: frozenset[int] = frozenset()) -> tuple[Healing, Action]:
-        """Decides on the end of the recovery, and starts another one if that is the decision.
-
-        Args:
-            also: Ranks of workers that were lost meanwhile.
-
-        Returns:
-            The recovery that has ended, and the action that follows.
-        """
-        tried, self.healing = self.healing, None
-        if tried.healed:
-            return tried, self._decide(decisions.Recovered())
-        also |= tried.also
-        action = self._decide(decisions.NotRecovered(tried.why, tried.another, also, tried.new_lost))
-        if action.do is Do.RECOVER:
-            ranks = tuple(sorted(tried.lost))
-            events.emit(RunEvent(kind=Kind.RECOVERY_INTERRUPTED, ranks=ranks, why=tried.why))
-            self.begin(action.ranks)
-        return tried, action
 
 
 def _said(error: BaseException) -> str:

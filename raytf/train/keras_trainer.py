@@ -29,7 +29,7 @@ from raytf.data.tf_data import TFData
 from raytf.errors import ConfigError
 from raytf.identity import canonical, config_keys, fingerprint, same_run
 from raytf.parameter_server.servers import ServerSpec
-from raytf.runtime import failures, resources
+from raytf.runtime import resources
 from raytf.runtime.processes import Process, WarmPool, worker_environment
 from raytf.runtime.settings import TensorflowConfig
 from raytf.storage import checkpoint_files, run_folder, snapshots
@@ -520,11 +520,10 @@ class KerasTrainer:
             heals=task.heals,
             rehearsed=task if task.heals and self.tensorflow_config.spares else None,
         )
-        with failures.first_cause():
-            if task.board is None:
-                return inner.fit()
-            with progress.Line(task.board, phases_module.console()):
-                return inner.fit()
+        if task.board is None:
+            return inner.fit()
+        with progress.Line(task.board, phases_module.console()):
+            return inner.fit()
 
     def try_model(
         self,

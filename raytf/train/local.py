@@ -23,25 +23,14 @@ from raytf.train.run_worker import Channel, RunTrainFnUtils, job_of
 
 
 class Here(WarmPool):
-    """Replaces `engine.Startup` for a training in this process: starts one process, which tries the model.
-
-    Attributes:
-        cancelled: Whether the training ends at its next report.
-    """
-
-    cancelled = False
+    """Replaces `engine.Startup` for a training in this process: starts one process, which tries the model."""
 
     def __init__(self, scaling_config, run_config):
-        self.run_config = run_config
         super().__init__(Process, scaling_config, run_config, 1, import_raytf)
 
     def settle(self) -> None:
         """Ends the process, as it cannot become a worker."""
-        super().cancel()
-
-    def cancel(self) -> None:
-        self.cancelled = True
-        super().cancel()
+        self._close()
 
 
 def run(function: Callable[[], Any], context, datasets: Mapping[str, Any], cancelled: Callable[[], bool]) -> Result:

@@ -15,19 +15,21 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ray.exceptions import RayActorError
 from ray.train import CheckpointUploadMode
 
 from raytf import activity, timeouts
 from raytf.collectives import healing
 from raytf.collectives.healing import Waiting
-from raytf.compat import ray_train
+from raytf.compat import loggers, ray_train
 from raytf.compat.ray_train import (
     CheckpointConsistencyMode,
     ReportedCheckpoint,
     StorageContext,
     set_train_fn_utils,
 )
-from raytf.errors import ConfigError
+from raytf.console.quiet import at_levels
+from raytf.errors import ConfigError, RaytfError
 from raytf.runtime import process_monitor
 from raytf.runtime.failures import cause_of, is_consequence
 from raytf.runtime.process_monitor import ProcessLocation
@@ -218,7 +220,7 @@ class RunTrainFnUtils(TrialTrainFnUtils):
                 self._channel.tell(Report(metrics, *kept()))
             except Exception as error:  # an error in this thread would be lost
                 self._failed = error
-                self._channel.tell(LoopEnded(error=ray_train.construct_user_exception_with_traceback(error)))
+                self._channel.tell(LoopEnded(error=with_stack(error)))
                 raise
 
         self._last = self._thread.submit(tell)
@@ -247,6 +249,16 @@ class RunTrainFnUtils(TrialTrainFnUtils):
         if self._last is not None:
             concurrent.futures.wait([self._last], timeout_s)
         return self._channel.ask("reported", (consistency_mode is CheckpointConsistencyMode.VALIDATED, timeout_s))
+
+
+def with_stack(error: BaseException) -> Exception:
+    """Returns an error with its stack, which is logged unless the driver raises that error as one sentence.
+
+    Those are raytf's own errors, and errors after the end of the run's other processes, as at a signal.
+    """
+    is_sentence = isinstance(error, (RaytfError, RayActorError))
+    with at_levels({loggers.TRAIN_ERRORS: logging.CRITICAL} if is_sentence else {}):
+        return ray_train.construct_user_exception_with_traceback(error)
 
 
 class _RunContext(TrialContext):
@@ -287,7 +299,7 @@ class RunWorker(Process):
             ended = LoopEnded(job.train())
             utils.settle()
         except BaseException as error:
-            self._error = ray_train.construct_user_exception_with_traceback(error)
+            self._error = with_stack(error)
             ended = LoopEnded(error=self._error)
             utils.close()
         finally:

@@ -18,7 +18,7 @@ from raytf.console import phases as phases_module
 from raytf.console import progress
 from raytf.data.tf_data import TFData
 from raytf.errors import ConfigError
-from raytf.runtime import failures, resources
+from raytf.runtime import resources
 from raytf.runtime.connection import connect
 from raytf.runtime.processes import with_variables, worker_environment
 from raytf.runtime.settings import TensorflowConfig
@@ -180,7 +180,7 @@ class TensorflowTrainer(EngineTrainer):
                 location = run_folder.where(self.run_config)
                 print(f"run     {location}", flush=True)
                 try:
-                    with failures.first_cause(), self._shown_line(board):
+                    with self._shown_line(board):
                         result = super().fit()
                 except BaseException:
                     lock.check()  # the loss of the lock is the cause, not its consequence

@@ -152,11 +152,6 @@ class WorkerGroup(EventGroup):
             self.close(well=False)
             raise
 
-    @property
-    def workers(self) -> list:
-        """The workers' actors by rank."""
-        return self.actors
-
     def _process(self, rank: int, bundle: int) -> GroupMember:
         """Returns a worker: a standby process on its node, or a new one."""
         taken = None
@@ -332,7 +327,7 @@ class WorkerGroup(EventGroup):
     def save(self) -> dict[str, bytes] | None:
         """Returns the files of a checkpoint of this report: the chief's, and the own files of others."""
         results = self._answers(
-            [worker.save.remote() for worker in self.workers], timeouts.get().trial_save, "a checkpoint"
+            [worker.save.remote() for worker in self.actors], timeouts.get().trial_save, "a checkpoint"
         )
         files = [part for part in reversed(results) if part is not None]
         return {name: content for part in files for name, content in part.items()} if files else None
@@ -350,7 +345,7 @@ class WorkerGroup(EventGroup):
         if well:
             with contextlib.suppress(NoAnswerError):
                 for _ in as_they_come(
-                    [w.stop.remote() for w in self.workers], timeouts.get().worker_parting, "their ends"
+                    [w.stop.remote() for w in self.actors], timeouts.get().worker_parting, "their ends"
                 ):
                     pass
         self.end(self.actors)

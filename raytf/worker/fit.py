@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Mapping
 
 import keras
 import tensorflow as tf
 
-from raytf.compat import keras_objects, loggers
+from raytf.compat import keras_objects
 from raytf.data.feed import open_feed
 from raytf.errors import ConfigError
 from raytf.parallel import model_optimizers
@@ -47,16 +46,9 @@ def train(task: TrainJob, session: Session) -> dict | None:
             loop.run(prepared(task, session, waited, callbacks.feed_state, folder, state), PARTS)
         except StopTraining as stop:
             if stop.why != STOP:
-                raise _moved(stop) from None
+                raise MovedError(stop.step, stop.why) from None
             return {"step": stop.step}
     return None
-
-
-def _moved(ended: StopTraining) -> MovedError:
-    """Returns the error that has Ray Train restart workers, without an error log: the controller logs the reason."""
-    error = MovedError(ended.step, ended.why)
-    logging.getLogger(loggers.TRAIN_ERRORS).addFilter(lambda record: MovedError.__name__ not in record.getMessage())
-    return error
 
 
 def prepared(

@@ -38,8 +38,8 @@ WHOLE = RunState(workers=3, fewest=1, most=4, failures_left=2, recovers=True, ph
 
 
 class Run:
-    """A run of STEPS steps that follows decisions as both engines do. What is not decided is drawn: which workers are
-    lost when, whether a recovery comes about, how much room there is."""
+    """A run of STEPS steps that follows decisions as groups of workers do. What is not decided is drawn: which workers
+    are lost when, whether a recovery comes about, how much room there is."""
 
     def __init__(self, source: random.Random, state: RunState, every: int):
         self.source, self.decisions, self.every = source, Decisions(state), every
@@ -77,7 +77,10 @@ class Run:
             self.dead |= event.ranks
         before = self.state
         action = self.decisions.take(event)
-        self.failures -= action.failures
+        if isinstance(event, Disconnected):
+            self.failures -= action.do is Do.RECOVER
+        elif before.phase is Phase.RECOVERING and isinstance(event, (Recovered, NotRecovered)):
+            self.failures -= len(before.lost) if isinstance(event, Recovered) else event.new_lost
         self.check(before, event, action)
         if action.do is Do.RECOVER:
             self.recover()
@@ -88,14 +91,14 @@ class Run:
             assert self.failures == self.state.failures_left
             if isinstance(event, Ended):
                 self.kept = self.step  # all keep the step behind which they end
-            self.start(not isinstance(event, Ended), self.wanted or action.workers)
+            self.start(not isinstance(event, Ended), self.wanted or getattr(event, "workers", None))
             self.wanted = 0
         elif action.do is Do.FAIL:
             self.result = "failed"
             started = decide(self.state, Started(self.state.workers)).state
             assert started.phase is (Phase.LEAVING if self.state.stopping else Phase.TRAINING)
         elif action.do is Do.END_AFTER_STEP and before.phase is not Phase.RECOVERING:
-            self.wanted = action.workers
+            self.wanted = getattr(event, "workers", 0)
             self.end_after_step(action.why)
 
     def check(self, before: RunState, event, action) -> None:
@@ -104,7 +107,7 @@ class Run:
         assert not (before.stopping and action.do in (Do.RESTART, Do.RESIZE)), "a stop is followed by no restart"
         assert not before.stopping or after.stopping
         assert not (after.stopping and after.phase is Phase.TRAINING)
-        assert (after.phase is Phase.RECOVERING) or not (after.lost or after.also)
+        assert (after.phase is Phase.RECOVERING) or not after.lost
         if action.do is Do.RECOVER:
             assert after.workers >= after.fewest and self.dead <= action.ranks
             assert len(action.ranks) < after.workers
@@ -119,7 +122,7 @@ class Run:
         lost, dead = self.state.lost, frozenset()
         if self.source.random() < 0.3:
             dead = self.ranks() - lost
-            self.do(Lost(lost | dead))
+            self.dead |= dead
         if self.source.random() < 0.1:
             self.do(StopRequested())
         if self.state.phase is not Phase.RECOVERING:
@@ -246,7 +249,6 @@ def test_a_thousand_runs(seed):
         ({"phase": Phase.LEAVING, "asks_again": False}, Lost(frozenset([1])), Do.RESTART, "to end after that step"),
         ({"phase": Phase.LEAVING, "stopping": True, "recovers": False}, Lost(frozenset([1])), Do.FAIL, "is to stop"),
         ({"phase": Phase.RECOVERING, "lost": frozenset([1])}, Lost(frozenset([1])), Do.IGNORE, ""),
-        ({"phase": Phase.RECOVERING, "lost": frozenset([1])}, Lost(frozenset([1, 2])), Do.INTERRUPT, ""),
         ({"phase": Phase.STARTING}, Lost(frozenset([1])), Do.IGNORE, ""),
         ({}, Failed(frozenset([1])), Do.RESTART, ""),
         ({"failures_left": 0}, Failed(frozenset([1])), Do.FAIL, ""),
@@ -277,9 +279,8 @@ def test_each_decision(change, event, do, why):
 def test_a_recovery_that_begins_again_counts_what_was_lost_and_takes_all_places():
     run = Decisions(dataclasses.replace(WHOLE, workers=4, failures_left=3))
     assert run.take(Lost(frozenset([1]))).ranks == {1}
-    assert run.take(Lost(frozenset([1, 3]))).ranks == {3}
-    action = run.take(NotRecovered("worker 3 was lost", again=True, new_lost=1))
-    assert (action.do, action.ranks, action.failures) == (Do.RECOVER, {1, 3}, 1)
+    action = run.take(NotRecovered("worker 3 was lost", again=True, also=frozenset([3]), new_lost=1))
+    assert (action.do, action.ranks, action.state.failures_left) == (Do.RECOVER, {1, 3}, 2)
     action = run.take(NotRecovered("both were lost", again=True, new_lost=1))
     assert (action.do, action.why) == (Do.RESTART, "both were lost, and FailureConfig allows no more failures")
     assert run.state.failures_left == 0

@@ -1,61 +1,76 @@
-"""What a group of workers does as a recovery ends: both kinds of groups have it from `healing.Recovery`. No Ray."""
+"""What a group of workers does as a recovery ends. No Ray, and no processes."""
 
-import dataclasses
+import types
 
 import pytest
 
-from raytf.train import healing
-from raytf.train.decisions import Decisions, Do, Lost, Phase, RunState
+from raytf.train import group
+from raytf.train.decisions import Decisions, Lost, Phase, RunState
 
 
-@dataclasses.dataclass
 class Tried:
-    """A `Healing` whose end a test says."""
+    """A `Healing` that ends at once, as a test says."""
 
-    asked: object
-    lost: frozenset
-    generation: int
-    healed: bool = False
-    why: str = ""
-    another: bool = False
-    also: set = dataclasses.field(default_factory=set)
-    new_lost: int = 0
+    done = True
+
+    def __init__(self, lost, generation, *, healed=False, why="", another=False, also=(), new_lost=0):
+        self.lost, self.generation, self.healed, self.why, self.another = lost, generation, healed, why, another
+        self.also, self.new_lost, self.kept, self.place = set(also), new_lost, None, "the last checkpoint"
+        self.new, self.gave_up = {}, False
+
+    def give_up(self):
+        self.gave_up = True
+
+
+class Group(group.EventGroup):
+    """A group of four workers, of which worker 1 is lost."""
+
+    def __init__(self, state, ends):
+        self._decisions, self.tried = Decisions(state), []
+        self.config, self._hangs, self._generation = types.SimpleNamespace(hang_timeout_s=None), None, 0
+        self._errors, self._heard, self._pending, self._joining, self._waits = {}, {}, {}, {}, {0}
+        killed = types.SimpleNamespace(actor=None)
+        self.members, self._ends = [killed] * 4, iter(ends)
+
+    def heal(self, _, lost, generation):
+        self.tried.append(Tried(lost, generation, **next(self._ends)))
+        return self.tried[-1]
 
 
 @pytest.fixture
-def recovery(monkeypatch):
-    """One of four workers, of which three may be lost, and worker 1 is."""
-    monkeypatch.setattr(healing, "Healing", Tried)
+def losing(monkeypatch):
+    """Returns a function that makes a group, one of whose workers is lost, and three may be."""
+    monkeypatch.setattr(group.ray, "kill", lambda actor: None)
     state = RunState(workers=4, fewest=4, most=4, failures_left=3, recovers=True, phase=Phase.TRAINING)
-    decisions = Decisions(state)
-    made = healing.Recovery(decisions.take, lambda: "asked")
-    made.decisions = decisions
-    made.begin(decisions.take(Lost(frozenset({1}), frozenset())).ranks)
-    return made
+
+    def losing(*ends):
+        made = Group(state, ends)
+        monkeypatch.setattr(group, "Healing", made.heal)
+        made._recover(made._decisions.take(Lost(frozenset({1}))).ranks)
+        return made
+
+    return losing
 
 
-def test_one_that_ends_well_is_over(recovery):
-    recovery.healing.healed = True
-    tried, action = recovery.end()
-    assert tried.lost == {1} and action.do is not Do.RECOVER and recovery.healing is None
-    assert recovery.decisions.state.failures_left == 2 and recovery.decisions.state.phase is Phase.TRAINING
+def test_one_that_ends_well_is_over(losing):
+    made = losing({"healed": True})
+    assert [tried.lost for tried in made.tried] == [{1}] and not made._waits
+    assert made._decisions.state.failures_left == 2 and made._decisions.state.phase is Phase.TRAINING
 
 
-def test_one_that_loses_others_is_followed_by_one_for_all(recovery):
-    recovery.healing.another, recovery.healing.also = True, {2}
-    tried, action = recovery.end(frozenset({3}))
-    assert action.do is Do.RECOVER and (tried.generation, recovery.healing.generation) == (1, 2)
-    assert recovery.healing.lost == {1, 2, 3}
+def test_one_that_loses_others_is_followed_by_one_for_all(losing):
+    made = losing({"another": True, "also": {2, 3}}, {"healed": True})
+    assert [(tried.lost, tried.generation) for tried in made.tried] == [({1}, 1), ({1, 2, 3}, 2)]
 
 
-def test_one_that_cannot_be_done_is_followed_by_none(recovery):
-    recovery.healing.why = "no node has room"
-    tried, action = recovery.end()
-    assert action.do is Do.RESTART and recovery.healing is None and not tried.healed
+def test_one_that_cannot_be_done_is_followed_by_none(losing):
+    with pytest.raises(group.LostGroupError) as lost:
+        losing({"why": "no node has room"})
+    assert lost.value.why == "no node has room"
 
 
-def test_workers_that_lost_each_other_form_a_ring_anew_or_are_told_why_not(recovery):
-    recovery.healing.healed = True
-    recovery.end()
-    recovery.connect([])
-    assert recovery.healing.lost == frozenset() and recovery.healing.generation == 2
+def test_workers_that_lost_each_other_form_a_ring_anew(losing):
+    made = losing({"healed": True}, {"healed": True})
+    made._connect()
+    assert made.tried[-1].lost == frozenset() and made.tried[-1].generation == 2
+    assert made._decisions.state.failures_left == 1
