@@ -297,7 +297,7 @@ class Call:
             self._phases.begin(_DOES.get(work["do"]))
             with self._ending.calls(self._heard) if mid_epoch is not None else contextlib.nullcontext():
                 why = None if mid_epoch is None else self._why_end
-                while (reports := group.worker_group.go_on_all(why)) is not None:
+                while (reports := group.worker_group.go_on(why)) is not None:
                     if proving is not None:
                         proving.look()
                     yield reports

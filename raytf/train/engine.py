@@ -126,6 +126,13 @@ class Engine:
         Raises:
             WorkerFailedError: Workers failed more often than FailureConfig allows, or could not be started.
         """
+        try:
+            return self._run()
+        finally:
+            if self._slices is not None:
+                self._slices.shutdown()
+
+    def _run(self) -> Result:
         size = self._size()
         while True:
             try:
@@ -256,11 +263,6 @@ class Engine:
         for _, actor in self._idle:
             ray.kill(actor)
         self._list.close()
-
-    def release(self) -> None:
-        """Releases what it has reserved in addition to `held`."""
-        if self._slices is not None:
-            self._slices.shutdown()
 
 
 class _Resize(Exception):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import functools
-import threading
-from concurrent.futures import Future
+from concurrent.futures import ThreadPoolExecutor
 
 from ray.train import LoggingConfig, RunConfig
 
@@ -78,18 +78,11 @@ class EngineTrainer(DataParallelTrainer):
         setup = dataclasses.replace(self.backend_config, warned=self._launch.warned, log_level=level)
         setup = dataclasses.replace(setup, servers=self._reserve(held))
         engine = Engine(self, setup, self._launch, held)
-        future: Future = Future()
-        thread = threading.Thread(target=_follow, args=(engine, future), daemon=True, name="raytf_engine")
-        thread.start()
-        try:
+        with ThreadPoolExecutor(1, "raytf_engine") as thread, contextlib.closing(engine):
+            future = thread.submit(engine.run)
             if self._launch.ending is None:
                 return future.result()
             return self._launch.ending.result_of(future, engine.stop)
-        finally:
-            if not future.done():
-                engine.close()
-            thread.join()
-            engine.release()
 
     def loop(self, context):
         """Returns the train loop with a context, without arguments."""
@@ -126,10 +119,3 @@ class EngineTrainer(DataParallelTrainer):
         self._cancelled = True
         if self._launch is not None:
             self._launch.cancel()
-
-
-def _follow(engine: Engine, future: Future) -> None:
-    try:
-        future.set_result(engine.run())
-    except BaseException as error:  # the thread that waits raises it
-        future.set_exception(error)

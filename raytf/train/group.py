@@ -24,7 +24,7 @@ from raytf.runtime.hang_watch import HangWatch
 from raytf.runtime.process_monitor import ProcessLocation, Watchdog
 from raytf.train import backend, decisions, healing
 from raytf.train.decisions import Decisions, Do, Lost, WorkerState
-from raytf.train.healing import STARTS_ANEW, TAKES_ITS_PLACE, Healing
+from raytf.train.healing import STARTS_ANEW, TAKES_ITS_PLACE, Healing, Member
 from raytf.worker.ending import MovedError
 
 # Seconds between two checks of all that sends no event.
@@ -81,15 +81,6 @@ class LostGroupError(Exception):
         self.errors, self.why = errors, why
 
 
-@dataclass(frozen=True)
-class GroupMember:
-    """A `healing.Member` with its rank and the bundle of its resources."""
-
-    actor: Any
-    rank: int
-    bundle: int
-
-
 class EventGroup:
     """What all groups of workers have in common; subclasses start the workers, and take their events.
 
@@ -110,12 +101,12 @@ class EventGroup:
     def __init__(self, setup, each: dict[str, float]):
         self._setup, self.config, self._each = setup, setup.config, each
         self.cores = backend.to_claim(setup, each.get("CPU", 1))
-        self.members: list[GroupMember] = []
+        self.members: list[Member] = []
         self.places: dict[int, ProcessLocation] = {}
         self.reported: dict[int, int] = {}
         self._generation = 0  # generation of the workers' ring
         self._hangs: HangWatch | None = None
-        self._joining: dict[Any, GroupMember] = {}  # by the ref of the next event
+        self._joining: dict[Any, Member] = {}  # by the ref of the next event
         limit = self.config.hang_timeout_s
         self._watchdog = Watchdog(STOPPED_INTERVAL if limit is None else max(1.0, limit - LOOK_INTERVAL), self._words)
 
@@ -151,7 +142,7 @@ class EventGroup:
 
     # ------------------------------------------------------------------------------------------ events
 
-    def _on(self, member: GroupMember, event: Any) -> bool:
+    def _on(self, member: Member, event: Any) -> bool:
         """Takes an event; returns whether the worker is to be asked for the next one now."""
         raise NotImplementedError
 
@@ -343,7 +334,7 @@ class EventGroup:
         """Whether processes can start for these ranks; True if the group has to wait for room."""
         return True
 
-    def replace(self, rank: int) -> GroupMember:
+    def replace(self, rank: int) -> Member:
         """Starts a process that replaces a lost worker, and returns it when its place is known."""
         member = self._started_again(rank)
         try:
@@ -354,14 +345,14 @@ class EventGroup:
             raise
         return member
 
-    def _started_again(self, rank: int) -> GroupMember:
+    def _started_again(self, rank: int) -> Member:
         raise NotImplementedError
 
-    def settle(self, member: GroupMember, addresses: list[str], token: bytes, pinned: bool) -> Any:
+    def settle(self, member: Member, addresses: list[str], token: bytes, pinned: bool) -> Any:
         """Returns the ref of the answer of a worker that is sent its environment."""
         raise NotImplementedError
 
-    def start_again(self, member: GroupMember) -> None:
+    def start_again(self, member: Member) -> None:
         """Starts the training in a replacement worker."""
         raise NotImplementedError
 

@@ -12,7 +12,8 @@ import dataclasses
 import threading
 import time
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 import ray
 
@@ -42,16 +43,20 @@ class NotHealedError(RaytfError, RuntimeError):
     """A lost worker cannot be replaced in place; the message is the reason, as a clause."""
 
 
-class Member(Protocol):
+@dataclass(frozen=True)
+class Member:
     """A worker of a group.
 
-    Attributes:
+    Args:
         actor: Actor with an `execute(function, *arguments)`, and `standing(seconds)`, which returns
             (`Healer.waiting(seconds)` in its process, error of its training or None).
+        rank: Its rank.
+        bundle: Index of the bundle of its resources.
     """
 
-    @property
-    def actor(self) -> Any: ...
+    actor: Any
+    rank: int
+    bundle: int
 
 
 class Healing:

@@ -24,7 +24,8 @@ from raytf.runtime.spares import Spares
 from raytf.train import backend, decisions, ends, entry
 from raytf.train.checkpoint_list import CheckpointList
 from raytf.train.decisions import Decisions, Do, Drained
-from raytf.train.group import SOON_INTERVAL, EventGroup, GroupMember, LoopEnded, Report, seen
+from raytf.train.group import SOON_INTERVAL, EventGroup, LoopEnded, Report, seen
+from raytf.train.healing import Member
 from raytf.train.run_worker import Request, RunJob, RunWorker
 from raytf.worker.ending import DRAIN
 
@@ -99,7 +100,7 @@ class RunGroup(EventGroup):
             text = "; ".join(f"worker {rank} was frozen at its start: {how}" for rank, how in sorted(frozen.items()))
             raise WorkerFrozenError(text) from error
 
-    def _start(self, size: int, existing: Iterable[tuple[str, Any]]) -> list[GroupMember]:
+    def _start(self, size: int, existing: Iterable[tuple[str, Any]]) -> list[Member]:
         nodes = placement_group_table(self._group)["bundles_to_node_id"]
         actors: dict[int, Any] = {}
         for node, actor in existing:
@@ -114,7 +115,7 @@ class RunGroup(EventGroup):
         for i in made:
             if i not in actors:
                 actors[i] = self._spec.start_process(nodes[i]) if self._spec.stays else self._placed(i)
-        return [GroupMember(actors[i], rank, i) for rank, i in enumerate(made)]
+        return [Member(actors[i], rank, i) for rank, i in enumerate(made)]
 
     def _placed(self, bundle: int):
         options = {"runtime_env": self._spec.environment}
@@ -122,7 +123,7 @@ class RunGroup(EventGroup):
         self._within.append(actor)
         return actor
 
-    def settle(self, member: GroupMember, addresses: list[str], token: bytes, pinned: bool) -> Any:
+    def settle(self, member: Member, addresses: list[str], token: bytes, pinned: bool) -> Any:
         arguments = self.config, addresses, member.rank, self._spec.cpus, token, pinned
         return member.actor.execute.remote(backend.set_environment, *arguments)
 
@@ -148,7 +149,7 @@ class RunGroup(EventGroup):
         self._received: dict[int, deque] = defaultdict(deque)
         self._own = dict.fromkeys(self._heard, 0)  # reports of each rank's process
         self._values: dict[int, Any] = {}
-        self._asking: dict[int, tuple[GroupMember, Request, float]] = {}
+        self._asking: dict[int, tuple[Member, Request, float]] = {}
         self._meeting: dict[int, Any] = {}
         self._drains_at = time.monotonic()
         self._watch_for_hangs()
@@ -164,7 +165,7 @@ class RunGroup(EventGroup):
             tick(self)
         return self._values[0]
 
-    def _on(self, member: GroupMember, event: Any) -> bool:
+    def _on(self, member: Member, event: Any) -> bool:
         rank = member.rank
         if isinstance(event, Report):
             self._received[rank].append(event)
@@ -210,15 +211,15 @@ class RunGroup(EventGroup):
 
     # ------------------------------------------------------------------------------------------ recovery
 
-    def _started_again(self, rank: int) -> GroupMember:
+    def _started_again(self, rank: int) -> Member:
         """Replaces a lost worker on the node of its bundle by a standby worker or a new process."""
         bundle, taken = self.members[rank].bundle, None
         if self._spares is not None:
             node = placement_group_table(self._group)["bundles_to_node_id"][bundle]
             taken = self._spares.take(node, lambda actor: actor.execute.remote(time.monotonic))
-        return GroupMember(self._placed(bundle) if taken is None else taken[0], rank, bundle)
+        return Member(self._placed(bundle) if taken is None else taken[0], rank, bundle)
 
-    def start_again(self, member: GroupMember) -> None:
+    def start_again(self, member: Member) -> None:
         member.actor.begin.remote(self._job, member.rank)
         self._own[member.rank] = 0
         self._asking.pop(member.rank, None)

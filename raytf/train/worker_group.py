@@ -46,7 +46,8 @@ from raytf.train.decisions import (
     StopRequested,
 )
 from raytf.train.entry import import_raytf
-from raytf.train.group import EventGroup, GroupMember, LoopEnded, LostGroupError, Report, Wait
+from raytf.train.group import EventGroup, LoopEnded, LostGroupError, Report, Wait
+from raytf.train.healing import Member
 from raytf.train.session_functions import Surroundings, TrialTrainFnUtils
 from raytf.worker import clearing, ending
 from raytf.worker.session import TrialSession, TrialStopped, Within, bytes_of, write_files
@@ -152,7 +153,7 @@ class WorkerGroup(EventGroup):
             self.close(well=False)
             raise
 
-    def _process(self, rank: int, bundle: int) -> GroupMember:
+    def _process(self, rank: int, bundle: int) -> Member:
         """Returns a worker: a standby process on its node, or a new one."""
         taken = None
         if self._spares:
@@ -160,7 +161,7 @@ class WorkerGroup(EventGroup):
             taken = _take(self._spares, node)
         if taken is None:
             taken = placed_actor(self._kind, self._group, bundle, self._each, runtime_env=self._environment)
-        return GroupMember(taken, rank, bundle)
+        return Member(taken, rank, bundle)
 
     def _open(self) -> None:
         addresses, pinned = self._reserve()
@@ -213,12 +214,7 @@ class WorkerGroup(EventGroup):
         self._decisions = Decisions(state)
         self._all("begin", self._run, what="the begin of a trial")
 
-    def go_on(self, why: Callable[[], str | None] | None = None) -> dict | None:
-        """Calls `go_on_all`, and returns the chief's metrics only."""
-        reports = self.go_on_all(why)
-        return None if reports is None else reports[0]
-
-    def go_on_all(self, why: Callable[[], str | None] | None = None) -> list[dict] | None:
+    def go_on(self, why: Callable[[], str | None] | None = None) -> list[dict] | None:
         """Continues the trial to its next report. Returns the metrics of each worker, or None when the loop has ended.
 
         Args:
@@ -256,7 +252,7 @@ class WorkerGroup(EventGroup):
             self.ended = received[0].value
         return reports or None
 
-    def _on(self, member: GroupMember, event: Any) -> bool:
+    def _on(self, member: Member, event: Any) -> bool:
         self._received[member.rank] = event
         if isinstance(event, LoopEnded) and event.error is not None:
             self._first_error_at = self._first_error_at or time.monotonic()
@@ -297,16 +293,16 @@ class WorkerGroup(EventGroup):
         found.unhealed = lost.why or None
         return found
 
-    def _started_again(self, rank: int) -> GroupMember:
+    def _started_again(self, rank: int) -> Member:
         return self._process(rank, self.members[rank].bundle)
 
-    def settle(self, member: GroupMember, addresses: list[str], token: bytes, pinned: bool) -> Any:
+    def settle(self, member: Member, addresses: list[str], token: bytes, pinned: bool) -> Any:
         if self._anew is not None:
             self._run, self._anew = ray.put(self._anew()), None
         self._settled.pop(member.rank, None)
         return member.actor.settle.remote(*self._opening(member.rank, addresses, token, pinned))
 
-    def start_again(self, member: GroupMember) -> None:
+    def start_again(self, member: Member) -> None:
         member.actor.take_place.remote(self._run)
 
     def _ask_to_end(self, why: Callable[[], str | None] | None) -> None:

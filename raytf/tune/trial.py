@@ -216,7 +216,8 @@ class Trial(tune.Trainable):
             self._running = True
             if plan.end is not None:
                 plan.end.begun(self.trial_id)
-        return self._worker_group.go_on(None if plan.end is None else self._why_end)
+        reports = self._worker_group.go_on(None if plan.end is None else self._why_end)
+        return None if reports is None else reports[0]
 
     def _newest(self, storage) -> dict[str, bytes] | None:
         """Returns the files of the checkpoint to resume from: Tune's, or a later mid-epoch one."""

@@ -284,14 +284,14 @@ def test_an_error_and_an_interrupt_leave_the_last_epoch(alone, tmp_path):
 
 def test_weights_come_once_whatever_the_number_of_epochs(monkeypatch):
     """What a worker tells of an epoch is of no model's size; the counting changes nothing of it."""
-    told, go_on_all = [], WorkerGroup.go_on_all
+    told, go_on = [], WorkerGroup.go_on
 
     def counted(group, why=None):
-        reports = go_on_all(group, why)
+        reports = go_on(group, why)
         told.extend(reports or ())
         return reports
 
-    monkeypatch.setattr(WorkerGroup, "go_on_all", counted)
+    monkeypatch.setattr(WorkerGroup, "go_on", counted)
     raytf.fit(make(), X, Y, epochs=3, num_workers=2, **ARGUMENTS)
     assert sum(bool(report.get("values")) for report in told) == 1 and told[-2]["values"]
     assert max(len(pickle.dumps(report)) for report in told if not report.get("ended")) < 1000

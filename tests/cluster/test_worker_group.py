@@ -68,7 +68,7 @@ class Leader:
         self._group.begin(TrialRun(train=loop, config={}, name="trial"))
         metrics = None
         try:
-            metrics = self._group.go_on()
+            metrics = self._group.go_on()[0]
             self._group.go_on()
         except WorkerGroupLostError as error:
             return metrics, str(error)
