@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from raytf.compat.versions import uses
 
 
@@ -32,3 +34,26 @@ def execution_options(data_config, name: str):
     if data_config._get_user_execution_options(name) is None:
         return None
     return data_config._resolve_execution_options(name)
+
+
+class Preemption(NamedTuple):
+    """Options of a FailureConfig for drained nodes: how many are no failures, without whom reports go on, and how long.
+
+    Args:
+        limit: `max_preemption_failures`.
+        relaxed: `relax_collectives_on_preemption`.
+        seconds: `preemption_grace_s`.
+    """
+
+    limit: int
+    relaxed: bool
+    seconds: float
+
+
+def of_preemption(failure_config) -> Preemption:
+    """Returns these options, which Ray has since 2.58; before it none is public."""
+    return Preemption(
+        getattr(failure_config, "max_preemption_failures", -1),
+        getattr(failure_config, "relax_collectives_on_preemption", False),
+        getattr(failure_config, "preemption_grace_s", 0.0),
+    )

@@ -45,6 +45,7 @@ class RunState:
         workers: Number of workers of its group.
         fewest, most: Range of the number of workers.
         failures_left: Number of failures still allowed: losses of workers, and restarts because of one.
+        preemptions_left: Number of times that drained nodes may still interrupt the run, and it counts as no failure.
         recovers: Whether a lost worker is replaced in place if possible.
         ends_after_step: Whether workers can be requested to stop after a step.
         asks_again: Whether the request to stop is sent again after a recovery.
@@ -60,6 +61,7 @@ class RunState:
     recovers: bool
     ends_after_step: bool = True
     asks_again: bool = True
+    preemptions_left: float = float("inf")
     phase: Phase = Phase.STARTING
     lost: frozenset[int] = frozenset()
     stopping: bool = False
@@ -275,10 +277,14 @@ class Decisions:
     def __init__(self, state: RunState):
         self.state, self._lock = state, threading.Lock()
 
-    def pardon(self, failures: int) -> None:
-        """Allows so many more failures: nodes that were drained have been lost."""
+    def pardon(self, failures: int) -> bool:
+        """Allows so many more failures for a drained node, and returns True, unless no preemption is left."""
         with self._lock:
-            self.state = dataclasses.replace(self.state, failures_left=self.state.failures_left + failures)
+            state, allowed = self.state, self.state.preemptions_left >= 1
+            if allowed:
+                left = {"failures_left": state.failures_left + failures, "preemptions_left": state.preemptions_left - 1}
+                self.state = dataclasses.replace(state, **left)
+            return allowed
 
     def take(self, event: Event) -> Action:
         """Returns the action for the next event, and updates the state."""

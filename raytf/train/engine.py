@@ -89,6 +89,8 @@ class Engine:
         environment["env_vars"] = get_env_vars_to_propagate() | environment["env_vars"]
         after_step, heals, rehearsed = trainer.shown is not None, trainer.heals, trainer.rehearsed
         stays = elastic and after_step and setup.config.communication == "auto" and resources.only_cpus(self._scaling)
+        limits = self._run_config.failure_config
+        preemption = ray_configs.of_preemption(limits)
         self._spec = GroupSpec(
             setup=setup,
             scaling=self._scaling,
@@ -98,8 +100,8 @@ class Engine:
             stays=stays,
             elastic=elastic,
             drop=launch.drop,
+            preemption=preemption,
         )
-        limits = self._run_config.failure_config
         self._starts_left = limits.controller_failure_limit
         fewest = resources.fewest_workers(self._scaling)
         self._decisions = Decisions(
@@ -108,6 +110,7 @@ class Engine:
                 fewest=fewest,
                 most=resources.most_workers(self._scaling),
                 failures_left=float("inf") if limits.max_failures == -1 else limits.max_failures,
+                preemptions_left=float("inf") if preemption.limit == -1 else preemption.limit,
                 recovers=heals,
                 ends_after_step=after_step,
             )
@@ -228,7 +231,10 @@ class Engine:
 
     def _after(self, group: RunGroup, errors: dict[int, Exception]) -> int:
         """Ends a group; returns the size of the next one, unless the run fails."""
-        failed = {rank: error for rank, error in errors.items() if not isinstance(cause_of(error), MovedError)}
+        state = self._decisions.state
+        over = state.phase is Phase.OVER
+        counts = over and not state.stopping  # an end after a step is a failure if FailureConfig says so
+        failed = {rank: e for rank, e in errors.items() if counts or not isinstance(cause_of(e), MovedError)}
         try:
             if self._elastic is not None:
                 lost = [rank for rank, error in failed.items() if isinstance(cause_of(error), RayActorError)]
@@ -236,7 +242,7 @@ class Engine:
             self._launch.check()
             for callback in self._run_config.callbacks or () if failed else ():
                 callback.after_exception(run_context=self._context, worker_exceptions=failed)
-            if failed and self._decisions.state.phase is Phase.OVER:
+            if failed and over:
                 self._tab.ended(in_a_line(cause_of(next(iter(failed.values())))))
                 raise failures.first_cause(failed)
             self._tab.ended(None, again=True)

@@ -25,7 +25,7 @@ from raytf.runtime.process_monitor import ProcessLocation, Watchdog
 from raytf.train import backend, decisions, healing
 from raytf.train.decisions import Decisions, Do, Lost, WorkerState
 from raytf.train.healing import STARTS_ANEW, TAKES_ITS_PLACE, Healing, Member
-from raytf.worker.ending import MovedError
+from raytf.worker.ending import DRAIN, MovedError
 
 # Seconds between two checks of all that sends no event.
 _LOOK_INTERVAL = 0.2
@@ -210,6 +210,8 @@ class EventGroup:
                 self._decisions.pardon(max(1, len(causes)))
         if isinstance(event, decisions.Ended):
             self._wait_for_all()
+            if self._moved().why == DRAIN and not self._decisions.pardon(0):
+                event = decisions.Failed(frozenset(self._errors))
         action = self._decisions.take(event)
         self._emit(event, action)
         if action.do is not Do.RECOVER:
@@ -222,10 +224,12 @@ class EventGroup:
         """Returns the ranks that have reported, and wait: their step cannot be made again."""
         return frozenset()
 
+    def _moved(self) -> MovedError:
+        return next(error for error in map(cause_of, self._errors.values()) if isinstance(error, MovedError))
+
     def _emit(self, event, action: decisions.Action) -> None:
         if isinstance(event, decisions.Ended):
-            causes = map(cause_of, self._errors.values())
-            moved = next(error for error in causes if isinstance(error, MovedError))
+            moved = self._moved()
             events.emit(RunEvent(kind=Kind.ENDED_AFTER_STEP, step=moved.step, why=str(moved)))
             return
         kind = Kind.WORKER_LOST if isinstance(event, Lost) else Kind.WORKER_FAILED

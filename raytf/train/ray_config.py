@@ -111,23 +111,6 @@ def _check_controller(run_config) -> None:
             ", ".join(callbacks),
             "Use a ray.train.UserCallback in RunConfig(callbacks=[...])",
         )
-    for name, value in _unusual(getattr(run_config, "failure_config", None), _OF_PREEMPTION):
-        raise ConfigError(
-            "A drained node is no failure, and a lost one counts for max_failures",
-            f"FailureConfig({name}={value!r})",
-            "Leave it out, and set FailureConfig(max_failures=...)",
-        )
-
-
-# Options of a FailureConfig, which depend on the version of Ray.
-_OF_PREEMPTION = ("max_preemption_failures", "relax_collectives_on_preemption", "preemption_grace_s")
-
-
-def _unusual(failure_config, names: tuple[str, ...]) -> list[tuple[str, Any]]:
-    """Returns (name, value) of options that are not Ray's defaults."""
-    usual = FailureConfig()
-    values = [(name, getattr(failure_config, name, None)) for name in names] if failure_config is not None else []
-    return [(name, value) for name, value in values if value != getattr(usual, name, None)]
 
 
 def check_sweep(trainer, space: Mapping[str, Any] | None, own_run_config: bool) -> None:
@@ -181,11 +164,15 @@ def check_sweep(trainer, space: Mapping[str, Any] | None, own_run_config: bool) 
 
 
 def _check_failures(failure_config: FailureConfig) -> None:
-    for name, value in _unusual(failure_config, ("controller_failure_limit", *_OF_PREEMPTION)):
-        raise _of_train(
-            f"FailureConfig({name}={value!r})",
-            "Leave it out: a trial whose node goes is restarted as FailureConfig(max_failures=...) says",
-        )
+    usual = FailureConfig()
+    names = ("controller_failure_limit", "max_preemption_failures", "relax_collectives_on_preemption")
+    for name in (*names, "preemption_grace_s"):
+        value = getattr(failure_config, name, None)  # these attributes depend on the version of Ray
+        if value != getattr(usual, name, None):
+            raise _of_train(
+                f"FailureConfig({name}={value!r})",
+                "Leave it out: a trial whose node goes is restarted as FailureConfig(max_failures=...) says",
+            )
 
 
 def _of_train(received: str, fix: str) -> ConfigError:

@@ -17,9 +17,10 @@ from ray.util.placement_group import placement_group_table
 from raytf import events, timeouts
 from raytf.collectives import ring
 from raytf.compat import ray_core
+from raytf.compat.ray_configs import Preemption
 from raytf.events import Kind, RunEvent
 from raytf.runtime import processes, resources
-from raytf.runtime.failures import WorkerFrozenError
+from raytf.runtime.failures import WorkerFrozenError, cause_of
 from raytf.runtime.spares import Spares
 from raytf.train import backend, decisions, ends, entry
 from raytf.train.checkpoint_list import CheckpointList
@@ -31,6 +32,8 @@ from raytf.worker.ending import DRAIN
 
 # Seconds between two checks for drained nodes; each is a request to the head of a millisecond.
 _DRAINS_INTERVAL = 1.0
+# Seconds after which a drained node is taken to be gone if its deadline is unknown, as in Ray Train.
+_DEADLINE_INTERVAL = 120.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +49,7 @@ class GroupSpec:
         stays: Whether processes stay when the number of workers changes; they are outside of the reservation then.
         elastic: Whether the number of workers may change.
         drop: Ends a process that becomes no worker.
+        preemption: What FailureConfig says of drained nodes.
     """
 
     setup: Any
@@ -56,6 +60,7 @@ class GroupSpec:
     stays: bool
     elastic: bool
     drop: Callable[[Any], None]
+    preemption: Preemption
 
     @property
     def cpus(self) -> int:
@@ -86,6 +91,7 @@ class RunGroup(EventGroup):
         self._within: list = []  # actors in the reservation, which end with it
         self._job: Any = None
         self._drained: list[str] = []
+        self._deadlines: dict[str, float] = {}  # of drained nodes, in seconds of UNIX time
         self.members = self._start(size, existing)
         try:
             addresses, pinned = self._reserve()
@@ -157,8 +163,10 @@ class RunGroup(EventGroup):
             self._poll(rank)
         while len(self._values) < len(self.members):
             self._follow()
+            self._take_reports()
             self._answer_requests()
-            self._judge()
+            if not self._survivors_go_on():
+                self._judge()
             if not self._errors:
                 self._keep_spares()
                 self._look_at_drains()
@@ -171,8 +179,7 @@ class RunGroup(EventGroup):
             self._received[rank].append(event)
             self.reported[rank] = self.reported.get(rank, 0) + 1
             self._own[rank] += 1
-            while all(self._received[every.rank] for every in self.members):
-                self._list.take([self._received[every.rank].popleft() for every in self.members], self._context)
+            self._take_reports()
             return True
         if isinstance(event, LoopEnded) and event.error is not None:
             self._errors[rank] = event.error
@@ -181,7 +188,7 @@ class RunGroup(EventGroup):
             if self._hangs is not None:
                 self._hangs.over(rank)
         elif event.what == "meet":
-            self._meet(rank, event.value)
+            self._meeting[rank] = event.value
         elif member is not self.members[rank]:  # it joins, and none of its own reports is to be waited for
             member.actor.answer.remote(self._list.answer(event.what))
             return True
@@ -189,16 +196,22 @@ class RunGroup(EventGroup):
             self._asking[rank] = member, event, time.monotonic()
         return False
 
-    def _meet(self, rank: int, value: Any) -> None:
-        self._meeting[rank] = value
-        if len(self._meeting) == len(self.members):
-            value, self._meeting = self._meeting[0], {}
-            for member in self.members:
-                member.actor.answer.remote(value)
-                self._poll(member.rank)
+    def _needed(self) -> list[Member]:
+        """Returns the workers whose reports and meetings are waited for, see `Preemption.relaxed`."""
+        relaxed = self._spec.preemption.relaxed and 0 not in self._errors
+        return [member for member in self.members if not (relaxed and member.rank in self._errors)]
+
+    def _take_reports(self) -> None:
+        while all(self._received[member.rank] for member in self._needed()):
+            self._list.take([self._received[member.rank].popleft() for member in self._needed()], self._context)
 
     def _answer_requests(self) -> None:
         """Answers requests of training threads, those for reported checkpoints when a worker's own are listed."""
+        if all(member.rank in self._meeting for member in self._needed()):
+            value, self._meeting = self._meeting[0], {}
+            for member in self._needed():
+                member.actor.answer.remote(value)
+                self._poll(member.rank)
         for rank, (member, event, since) in list(self._asking.items()):
             if event.what == "reported":
                 validated, seconds = event.value
@@ -257,6 +270,8 @@ class RunGroup(EventGroup):
             return
         self._drains_at = time.monotonic() + _DRAINS_INTERVAL
         draining = ray_core.draining()
+        for node, deadline in draining.items():
+            self._deadlines.setdefault(node, deadline / 1000 or time.time() + _DEADLINE_INTERVAL)
         drained = [node for node in dict.fromkeys(self.nodes) if node in draining]
         if not drained or drained == self._drained:
             return
@@ -268,6 +283,14 @@ class RunGroup(EventGroup):
         action = self._decisions.take(Drained(stays=stays))
         if action.do is Do.END_AFTER_STEP and not ends.end_of_drained(self.actors, stay=action.why == DRAIN):
             self._decisions.take(decisions.NotTold())
+
+    def _survivors_go_on(self) -> bool:
+        """Whether workers of a drained node are gone, and its deadline is not over for the others' own loops."""
+        gone = [rank for rank, error in self._errors.items() if getattr(cause_of(error), "preempted", False)]
+        if not gone or self._decisions.state.ends_after_step:
+            return False
+        until = max(self._deadlines.get(self.nodes[rank], 0.0) for rank in gone) + self._spec.preemption.seconds
+        return time.time() < until and len(self._errors.keys() | self._values.keys()) < len(self.members)
 
     def staying(self, errors: Mapping[int, Exception]) -> list[tuple[str, Any]]:
         """Returns (node, actor) of the workers whose processes the next group can use, ready for another training."""

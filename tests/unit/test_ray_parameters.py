@@ -168,15 +168,6 @@ REFUSED |= {
     (row, "num_workers=0"): (lambda f: trainer(0, validation=CHECKS), "validation_config") for row in VALIDATION
 }
 REFUSED |= {
-    (f"FailureConfig({name})", kind): (lambda f, given={name: value}: trainer(**fails(**given)), f"{name}={value}")
-    for name, value in (
-        ("max_preemption_failures", 2),
-        ("relax_collectives_on_preemption", True),
-        ("preemption_grace_s", 5.0),
-    )
-    for kind in ("TensorflowTrainer", "KerasTrainer")
-}
-REFUSED |= {
     ("RAY_TRAIN_CALLBACKS", kind): (lambda f: trainer(), "RAY_TRAIN_CALLBACKS=some.module.Callback")
     for kind in ("TensorflowTrainer", "KerasTrainer")
 }
