@@ -37,7 +37,7 @@ def execution_options(data_config, name: str):
 
 
 class Preemption(NamedTuple):
-    """Options of a FailureConfig for drained nodes: how many are no failures, without whom reports go on, and how long.
+    """Options of a FailureConfig for drained nodes: how many are no failures, and the others' time.
 
     Args:
         limit: `max_preemption_failures`.

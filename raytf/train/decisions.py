@@ -192,8 +192,8 @@ def decide(state: RunState, event: Event) -> Action:
         case NotRecovered(why, again, also, new_lost) if state.phase is Phase.RECOVERING:
             state = dataclasses.replace(state, failures_left=state.failures_left - new_lost)
             action = _recover(state, state.lost | also) if again else _anew(state, why)
-            told = action.do is Do.RECOVER or not again
-            return action if told else dataclasses.replace(action, why=f"{why}, and {action.why}")
+            complete = action.do is Do.RECOVER or not again
+            return action if complete else dataclasses.replace(action, why=f"{why}, and {action.why}")
         case StopRequested():
             state = dataclasses.replace(state, stopping=True)
             if state.phase is Phase.STARTING or not state.ends_after_step:

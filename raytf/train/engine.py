@@ -233,7 +233,7 @@ class Engine:
         """Ends a group; returns the size of the next one, unless the run fails."""
         state = self._decisions.state
         over = state.phase is Phase.OVER
-        counts = over and not state.stopping  # an end after a step is a failure if FailureConfig says so
+        counts = over and not state.stopping  # an end after a step may be a failure, see `Decisions.pardon`
         failed = {rank: e for rank, e in errors.items() if counts or not isinstance(cause_of(e), MovedError)}
         try:
             if self._elastic is not None:

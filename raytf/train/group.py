@@ -169,10 +169,9 @@ class EventGroup:
         done, _ = ray.wait(list(self._pending), num_returns=len(self._pending), timeout=0)
         for ref in done:
             rank = self._pending.pop(ref)
-            try:
-                event = ray.get(ref)
-            except RayError as error:
-                self._errors[rank] = error
+            event = _taken(ref)
+            if isinstance(event, RayError):
+                self._errors[rank] = event
                 continue
             self._heard[rank] = time.monotonic()
             self._watchdog.heard(rank)
@@ -302,9 +301,8 @@ class EventGroup:
         """Takes events of replacement workers, which may request what the driver has before they join."""
         for ref in ray.wait(list(self._joining), timeout=0)[0] if self._joining else ():
             member = self._joining.pop(ref)
-            try:
-                event = ray.get(ref)
-            except RayError:  # the recovery sees it, too
+            event = _taken(ref)
+            if isinstance(event, RayError):  # the recovery sees it, too
                 continue
             if event is None or isinstance(event, (Wait, Woken)) or self._on(member, event):
                 self._joining[member.actor.next_event.remote(SOON_INTERVAL)] = member
@@ -379,6 +377,14 @@ class EventGroup:
         self._watchdog.close()
         for actor in actors:
             ray.kill(actor)
+
+
+def _taken(ref) -> Any:
+    """Returns the event of a call that has ended, or its error."""
+    try:
+        return ray.get(ref)
+    except RayError as error:
+        return error
 
 
 def seen(error: BaseException | None) -> WorkerState:

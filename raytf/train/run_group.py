@@ -49,7 +49,7 @@ class GroupSpec:
         stays: Whether processes stay when the number of workers changes; they are outside of the reservation then.
         elastic: Whether the number of workers may change.
         drop: Ends a process that becomes no worker.
-        preemption: What FailureConfig says of drained nodes.
+        preemption: Options for drained nodes.
     """
 
     setup: Any
