@@ -33,7 +33,7 @@ from raytf.train.checkpoint_list import CheckpointList
 from raytf.train.decisions import Decisions, Do, Phase, Started
 from raytf.train.group import LostGroupError
 from raytf.train.run_group import GroupSpec, RunGroup
-from raytf.train.run_worker import RunJob, RunWorker, job_of
+from raytf.train.run_worker import RunJob, RunWorker
 from raytf.train.session_functions import place_of
 from raytf.worker.ending import MovedError
 
@@ -187,7 +187,7 @@ class Engine:
 
     def _job(self, group: RunGroup) -> RunJob:
         validates = self._trainer.validation_config is not None
-        return job_of(self._loop, self._context, self._trainer.datasets, group.nodes, validates)
+        return RunJob(self._loop, self._context, self._trainer.datasets, group.nodes, validates)
 
     def _size(self) -> int:
         """Reserves the resources of the next group; returns its number of workers."""

@@ -14,12 +14,12 @@ from ray.train import Result
 from raytf.compat import ray_configs
 from raytf.compat.ray_train import set_train_fn_utils
 from raytf.console.quiet import at_levels
-from raytf.errors import ConfigError, TrainingError
+from raytf.errors import TrainingError
 from raytf.runtime.processes import Process, WarmPool
 from raytf.train.checkpoint_list import CheckpointList
 from raytf.train.entry import import_raytf
 from raytf.train.group import Report
-from raytf.train.run_worker import Channel, RunTrainFnUtils, job_of
+from raytf.train.run_worker import Channel, RunJob, RunTrainFnUtils
 
 
 class Here(WarmPool):
@@ -49,7 +49,7 @@ def run(function: Callable[[], Any], context, datasets: Mapping[str, Any], cance
         utils, callbacks = None, context.run_config.callbacks or ()
         try:
             channel = _Channel(context, cancelled)
-            utils = _Utils(channel, job_of(function, context, datasets, nodes=("",)))
+            utils = _Utils(channel, RunJob(function, context, datasets, nodes=("",)))
             set_train_fn_utils(utils)
             value = function()
             utils.settle()
@@ -106,10 +106,3 @@ class _Utils(RunTrainFnUtils):
 
     def get_preemption_info(self) -> None:
         return None
-
-    def refuse_validation(self) -> None:
-        raise ConfigError(
-            "With num_workers=0 no process validates checkpoints during the training",
-            "report(validation=...)",
-            "Validate in the train loop, or use ScalingConfig(num_workers=1)",
-        )

@@ -25,7 +25,6 @@ from raytf.compat import loggers, ray_train
 from raytf.compat.ray_train import (
     CheckpointConsistencyMode,
     ReportedCheckpoint,
-    StorageContext,
     set_train_fn_utils,
 )
 from raytf.console.quiet import at_levels
@@ -60,52 +59,24 @@ class Request:
     value: Any = None
 
 
-@dataclass(frozen=True, kw_only=True)
 class RunJob:
     """A train loop for the workers.
 
     Args:
         train: The loop, with its context, without arguments.
-        name: Name of the run.
-        storage: Ray Train's StorageContext of the run.
-        nodes: Node id of each worker, by rank.
-        datasets, dataset_config: See `session_functions.Surroundings`.
-        validates: Whether reports may ask for a validation.
-        level: Log level of Ray Train.
-    """
-
-    train: Callable[[], Any]
-    name: str
-    storage: StorageContext
-    nodes: tuple[str, ...]
-    datasets: dict[str, Any]
-    dataset_config: Any
-    validates: bool
-    level: str
-
-
-def job_of(
-    train: Callable[[], Any], context, datasets: Mapping[str, Any], nodes: Sequence[str], validates=False
-) -> RunJob:
-    """Returns the job of a run.
-
-    Args:
-        train: The loop, with its context, without arguments.
         context: Ray's TrainRunContext.
         datasets: `ray.data.Dataset` by name, or functions that return one.
-        nodes, validates: See `RunJob`.
+        nodes: Node id of each worker, by rank.
+        validates: Whether reports may ask for a validation.
     """
-    run_config = context.run_config
-    return RunJob(
-        train=train,
-        name=run_config.name,
-        storage=run_config.storage_context,
-        nodes=tuple(nodes),
-        datasets={name: given() if callable(given) else given for name, given in datasets.items()},
-        dataset_config=context.dataset_config,
-        validates=validates,
-        level=run_config.logging_config.log_level,
-    )
+
+    def __init__(
+        self, train: Callable[[], Any], context, datasets: Mapping[str, Any], nodes: Sequence[str], validates=False
+    ):
+        config, self.train, self.validates = context.run_config, train, validates
+        self.name, self.storage, self.level = config.name, config.storage_context, config.logging_config.log_level
+        given = {name: item() if callable(item) else item for name, item in datasets.items()}
+        self.around = Surroundings(nodes=tuple(nodes), datasets=given, dataset_config=context.dataset_config)
 
 
 class Channel:
@@ -153,10 +124,9 @@ class RunTrainFnUtils(TrialTrainFnUtils):
     """
 
     def __init__(self, channel: Channel, job: RunJob):
-        around = Surroundings(nodes=job.nodes, datasets=job.datasets, dataset_config=job.dataset_config)
-        super().__init__(channel, around, lambda value: channel.ask("meet", value), "")
+        super().__init__(channel, job.around, lambda value: channel.ask("meet", value), "")
         self._channel, self._storage, self._validates = channel, job.storage, job.validates
-        self._context = _RunContext(job.name, channel.rank, around, job.storage)
+        self._context = TrialContext(job.name, channel.rank, job.around, job.storage)
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "raytf_reports")
         self._failed: Exception | None = None
         self._last: concurrent.futures.Future | None = None
@@ -174,7 +144,11 @@ class RunTrainFnUtils(TrialTrainFnUtils):
     ):
         self._channel.check()
         if validation and not self._validates:
-            self.refuse_validation()
+            raise ConfigError(
+                "report(validation=...) needs a function that validates",
+                "a trainer without validation_config",
+                "Pass validation_config=ray.train.ValidationConfig(...) to a trainer with workers",
+            )
         delete = delete_local_checkpoint_after_upload
         delete = checkpoint_upload_mode is CheckpointUploadMode.ASYNC if delete is None else delete
         name = self._broadcast(checkpoint_dir_name or self._storage.make_default_checkpoint_dir_name())
@@ -201,14 +175,6 @@ class RunTrainFnUtils(TrialTrainFnUtils):
         sent = self.report_later(metrics, keep)
         if checkpoint_upload_mode is not CheckpointUploadMode.ASYNC or self._channel.is_here:
             sent.result()
-
-    def refuse_validation(self) -> None:
-        """Raises the error for a report that asks for a validation which the run does not make."""
-        raise ConfigError(
-            "report(validation=...) needs a function that validates",
-            "a trainer without validation_config",
-            "Pass validation_config=ray.train.ValidationConfig(...) to the trainer",
-        )
 
     def report_later(self, metrics: dict[str, Any], kept: Callable[[], tuple[Any, Any]]):
         """Reports later, as `ray_train.report_later`."""
@@ -261,15 +227,6 @@ def with_stack(error: BaseException) -> Exception:
         return ray_train.construct_user_exception_with_traceback(error)
 
 
-class _RunContext(TrialContext):
-    def __init__(self, name: str, rank: int, around: Surroundings, storage: StorageContext):
-        super().__init__(name, rank, around)
-        self._storage = storage
-
-    def get_storage(self) -> StorageContext:
-        return self._storage
-
-
 class RunWorker(Process):
     """A Ray actor of one thread, which starts the training in another one."""
 
@@ -285,7 +242,7 @@ class RunWorker(Process):
 
     def begin(self, job: RunJob, rank: int) -> None:
         """Starts the train loop."""
-        self._error, self._channel = None, Channel(rank, len(job.nodes), job.name)
+        self._error, self._channel = None, Channel(rank, len(job.around.nodes), job.name)
         self._thread = threading.Thread(target=self._run, args=(job, self._channel), daemon=True)
         self._thread.start()
 

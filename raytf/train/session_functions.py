@@ -63,14 +63,16 @@ def place_of(rank: int, nodes: Sequence[str]) -> dict[str, int]:
 
 
 class TrialContext(LocalTrainContext):
-    """Context of a trial's worker, for `ray.train.get_context()`."""
+    """Context of a worker of a trial, or of a run with `storage`, for `ray.train.get_context()`."""
 
-    def __init__(self, name: str, rank: int, around: Surroundings):
+    def __init__(self, name: str, rank: int, around: Surroundings, storage: StorageContext | None = None):
         super().__init__(experiment_name=name, **place_of(rank, around.nodes))
-        self._around = around
+        self._around, self._storage = around, storage
 
     def get_storage(self) -> StorageContext:
-        """Returns the sweep's storage, with the trial's own folder as `experiment_fs_path`."""
+        """Returns the run's storage; in a sweep the trial's own folder is the `experiment_fs_path`."""
+        if self._storage is not None:
+            return self._storage
         parent, name = posixpath.split(self._around.folder)
         return StorageContext(parent, name, storage_filesystem=self._around.filesystem)
 
