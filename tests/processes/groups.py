@@ -72,6 +72,8 @@ _LONG = [
     *("custom_loop", "custom_loop_with_two_optimizers", "gan_run_eagerly", "scaled_loss_without_rounding"),
     *("chief_decides", "last_batch_smaller"),
     *("used_rows_by_adam", "used_rows_by_adagrad", "all_rows_by_adagrad"),
+    *("unsharded_dataset", "dropout", "odd_global_batch", "local_steps", "what_a_loop_exchanges", "two_scaled_losses"),
+    *("batch_logs", "learning_rate_schedule_and_clipvalue"),
 ]
 # Of what users write themselves, one of each kind.
 _KINDS = [
