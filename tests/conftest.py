@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import faulthandler
@@ -62,9 +63,13 @@ _BEHIND_KEY, _LISTENER_KEY = pytest.StashKey(), pytest.StashKey()
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     """Marks the gate, and puts those last for whose background processes no other test is to wait."""
+    cases = collections.Counter()
     for item in items:
-        quick = item.get_closest_marker("slow") is None
-        if item.nodeid.startswith(_GATE) and quick:
+        function = item.nodeid.partition("[")[0]
+        sampled = item.get_closest_marker("sampled")
+        passed_over = sampled is not None and cases[function] % sampled.args[0]
+        cases[function] += 1
+        if item.nodeid.startswith(_GATE) and item.get_closest_marker("slow") is None and not passed_over:
             item.add_marker("gate")
     order = {name: i - len(_LONG) for i, name in enumerate(_LONG)} | {name: i + 1 for i, name in enumerate(_BEHIND)}
     items.sort(key=lambda item: order.get(_file(item.nodeid), 0))

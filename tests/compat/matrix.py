@@ -29,7 +29,7 @@ FOLDER = ROOT / "build" / "compat"
 PAGE, BEGIN, END = ROOT / "docs/reference/versions.md", "<!-- make compat writes this -->\n", "<!-- to here -->\n"
 SECONDS = 3000
 # Beside what raytf needs: what its tests do.
-ALSO = ("pytest", "pytest-timeout", "hypothesis", "scikit-learn")
+ALSO = ("pytest", "pytest-timeout", "hypothesis")
 # A scenario of each kind: what all of Keras' replacements, and both ways of summing, are needed for.
 PARITY = (
     *("kinds_sgd", "kinds_adam", "kinds_adamw", "masked_tokens", "class_weight", "batch_normalization"),

@@ -72,11 +72,13 @@ _LONG = [
     *("custom_loop", "custom_loop_with_two_optimizers", "gan_run_eagerly", "scaled_loss_without_rounding"),
     *("chief_decides", "last_batch_smaller"),
     *("used_rows_by_adam", "used_rows_by_adagrad", "all_rows_by_adagrad"),
+    *("unsharded_dataset", "dropout", "odd_global_batch", "local_steps", "what_a_loop_exchanges", "two_scaled_losses"),
+    *("batch_logs", "learning_rate_schedule_and_clipvalue", "updates_are_compiled", "jit_compile"),
 ]
 # Of what users write themselves, one of each kind.
 _KINDS = [
     *("gradients_clip_by_global_norm", "overridden_apply", "gradient_penalty", "own_loop_with_clip"),
-    *("losses_that_compare_rows", "unreduced_loss", "added_losses", "own_compute_loss", "metric_functions_that_reduce"),
+    *("losses_that_compare_rows", "unreduced_loss", "own_compute_loss", "metric_functions_that_reduce"),
     *("logs_of_tensors", "states_that_say_how_they_are_joined", "callbacks_draw_in_epochs", "the_chiefs_draw_counts"),
     *("padded_lists_without_mask", "python_generator_is_read_once", "sparse_rows_of_which_a_worker_has_none"),
     "tf_data_of_global_batches",

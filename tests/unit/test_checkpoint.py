@@ -144,6 +144,7 @@ def test_a_model_that_keras_knows_is_loaded_with_its_optimizer(tmp_path):
     assert int(loaded.optimizer.iterations) == 3
 
 
+@pytest.mark.slow
 def test_a_model_that_keras_does_not_know_is_built_by_the_function_that_is_passed(tmp_path, monkeypatch):
     model, x = saved(tmp_path, subclassed, tokenizer=object(), sizes=(1, 2))
     with pytest.raises(ConfigError, match=r"Pass build_model=.*test_checkpoint:subclassed.* config=.*'tokenizer'"):

@@ -132,6 +132,7 @@ def check(make, calls=1, **options):
 FAST = ("adamw", "loss_scale_accumulation", "ema_overwrite", "subclass")
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in MADE])
 def test_same_as_keras(name):
     check(MADE[name])

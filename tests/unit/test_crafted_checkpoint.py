@@ -88,6 +88,7 @@ def test_the_bombs_of_these_tests_go_off(tmp_path):
     assert (tmp_path / "too").exists()
 
 
+@pytest.mark.slow
 def test_pickles_beside_it_are_never_read(crafted, whole):
     folder, exploded = crafted
     bomb = pickle.dumps(Bomb(str(exploded)))
@@ -101,6 +102,7 @@ def test_pickles_beside_it_are_never_read(crafted, whole):
 PARTS = ["model.keras", "state.json", "seeds.npz", "callbacks.json", "callbacks.npz", "build.json", "manifest.json"]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("fits", [True, False], ids=["manifest fits", "manifest does not"])
 def test_a_pickle_in_the_place_of_a_part_is_refused(crafted, part, fits):
@@ -118,6 +120,7 @@ def fit_manifest(folder):
     checkpoint_files.write_manifest(str(folder))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("part", ["seeds.npz", "callbacks.npz"])
 def test_arrays_of_objects_are_refused(crafted, part):
     folder, exploded = crafted
@@ -221,6 +224,7 @@ CONFIGS = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_config_that_names_code_is_refused(crafted, name):
     folder, exploded = crafted
@@ -277,6 +281,7 @@ def test_pipes_are_no_parts(crafted, tmp_path):
 WRONG_JSON = {"no UTF-8": b'{"optimizer": "\xff\x80"}', "deep": b"[" * 100_000, "a number": b'{"optimizer": 3}'}
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", WRONG_JSON)
 @pytest.mark.parametrize("part", ["optimizers.json", "callbacks.json", "build.json", "state.json"])
 def test_json_that_cannot_be_read_is_refused(crafted, part, name):

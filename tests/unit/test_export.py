@@ -377,6 +377,7 @@ if WITHOUT_ONNX:
     )
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("command", WRONG)
 def test_told_before_ray_and_tensorflow_are_imported(run, tmp_path, command):
     for name in ("ray", "tensorflow", "keras"):

@@ -41,6 +41,7 @@ def shuffle(request):
     return request.param
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("superbatch", [pytest.param(feed_module.SUPERBATCH, marks=pytest.mark.slow), 600])
 def test_workers_together_give_every_row_once(shuffle, superbatch, monkeypatch):
     """As many steps on each worker as on any, also where a last step has no row for one."""
@@ -83,6 +84,7 @@ def test_step_one_million_is_not_looked_for(shuffle, bucket):
     assert min(taken[step]) < 4 * min(taken[0]), taken
 
 
+@pytest.mark.sampled(3)
 def test_a_run_goes_on_at_any_step(shuffle):
     one = feed(numbers(), "id", shuffle=shuffle, window=50)
     one.set_epoch(3)
@@ -116,6 +118,7 @@ def test_epochs_count_themselves_and_rows_stay_together(shuffle):
 LISTS = [[i] * (i % 7) for i in range(ROWS)]
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("options", [{"ragged": True}, {"pad": 9, "pad_value": -1}, {"pad": "batch"}])
 @pytest.mark.parametrize("workers", [1, 3])
 def test_lists_of_different_lengths(options, workers):

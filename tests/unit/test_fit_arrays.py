@@ -40,6 +40,7 @@ GIVEN = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", GIVEN)
 def test_batches_are_those_of_keras(name):
     from keras.src import tree

@@ -22,6 +22,7 @@ def moved(case):
     return run_of(changes.told("\n\n\n" + source, one, "another_module", "moved.py"))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("case", changes.SEEN)
 def test_what_changes_the_training_is_named(case):
     source, _, other, named = changes.SEEN[case]
@@ -31,6 +32,7 @@ def test_what_changes_the_training_is_named(case):
     assert any(refused for _, refused in found) == (case in REFUSED)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("case", changes.EQUAL)
 def test_what_changes_nothing_is_not(case):
     source, _, other = changes.EQUAL[case]

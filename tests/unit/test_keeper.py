@@ -41,6 +41,7 @@ def keep(keeper, model, step):
     assert keeper.keep(name_of(step), model, checkpoint.parts(model, state, build=(functional, {}, ((3,), "float32"))))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("build", [pytest.param(functional, marks=pytest.mark.slow), subclassed])
 def test_what_is_kept_is_restored_to_the_bit(tmp_path, keeper, build):
     model, x = trained(build)
@@ -68,6 +69,7 @@ def has_hung_up(writer) -> bool:
     return any(event & select.POLLHUP for _, event in poll.poll(0))
 
 
+@pytest.mark.slow
 def test_a_process_that_was_killed_is_followed_by_another(tmp_path, keeper):
     model, _ = trained(functional)
     keep(keeper, model, 1)
@@ -184,6 +186,7 @@ def test_reports_are_waited_for_where_one_is_old_or_many_are_left(old, monkeypat
         reports.end()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kept", [True, False])
 def test_a_last_checkpoint_that_is_not_kept_is_tried_once_more_and_then_an_error(kept):
     model, x = trained(functional)

@@ -121,6 +121,7 @@ WRONG = [
 ]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name, path, value, says", WRONG, ids=[f"{name}-{path}" for name, path, *_ in WRONG])
 def test_a_wrong_field_is_refused(name, path, value, says):
     found = checks.refusals(patched(documents(f"{name}.yaml"), path, value))

@@ -42,6 +42,7 @@ def crafted(whole, path, change):
     return path
 
 
+@pytest.mark.slow
 def test_it_is_loaded_where_that_is_said_alone(whole):
     path, model = whole
     with pytest.raises(ConfigError, match="legacy_keras=True"):

@@ -182,6 +182,7 @@ OF_OTHERS = [kind for kind in kinds_of_models.KINDS if kind not in UNSAVED]
 KINDS = (*OF_OTHERS, shared, rnn_of_cells, preprocessing, bfloat16, gan, own_variables)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_the_file_is_what_keras_writes_without_keras_writing_it(tmp_path, kind, monkeypatch):
     model = kind()

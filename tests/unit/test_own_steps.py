@@ -85,6 +85,7 @@ def late(config):
     return model
 
 
+@pytest.mark.slow
 def test_a_step_that_takes_three_inputs_builds_the_model():
     model = dry_run.check(triplets, {}, BLOCK, THREE)
     assert model.built and model.optimizer.built and len(model.trainable_variables) == 2

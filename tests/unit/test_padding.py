@@ -30,6 +30,7 @@ def feeds(lengths, workers: int, block: int, batch: BatchSpec, **sampling) -> li
     return [Feed(dataset, batch, Sampling(**sampling), Shard(w, workers)) for w in range(workers)]
 
 
+@pytest.mark.slow
 @given(
     lengths=st.lists(st.integers(0, 9), min_size=1, max_size=40),
     workers=st.integers(2, 4),
@@ -59,6 +60,7 @@ def test_each_worker_knows_the_longest_list_of_each_global_batch(
         assert len(tags) == count
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("shuffle", "bucket", "superbatch"),
     [pytest.param("full", False, 1, marks=pytest.mark.slow), ("window", True, 1 << 20)],
@@ -86,6 +88,7 @@ def test_workers_pad_to_the_longest_list_of_the_global_batch(shuffle, bucket, su
         assert whole[0]["tokens"].shape[1] == max(lengths[i] for i in whole[1])
 
 
+@pytest.mark.slow
 def test_rows_that_were_taken_before_still_count():
     """A step that goes on behind its first rows is as wide as the whole step."""
     lengths = [7, 1, 2, 3, 1, 2]

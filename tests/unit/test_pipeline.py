@@ -41,6 +41,7 @@ def epoch(feed, number=0, first=0):
     return [batch.tolist() for batch in feed.dataset().as_numpy_iterator()]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("rows", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_workers_cut_the_same_global_batches(rows):
     make = (lambda context: tf.data.Dataset.range(ROWS).shuffle(50)) if rows else numbers
@@ -205,6 +206,7 @@ class Batches(keras.utils.PyDataset):
         return {"x": rows, "half": rows / 2}, rows
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("workers", "processes"),
     [(1, False), pytest.param(3, False, marks=pytest.mark.slow), pytest.param(2, True, marks=pytest.mark.slow)],
@@ -224,6 +226,7 @@ def test_a_py_dataset_with_workers_of_its_own(workers, processes):
         np.testing.assert_array_equal(np.concatenate(steps), np.arange(ROWS))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("sparse", [False, True])
 def test_ragged_and_sparse_rows_in_a_dict(sparse):
     lists = tf.ragged.range(tf.range(1, 10))

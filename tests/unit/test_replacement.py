@@ -70,6 +70,7 @@ def test_a_new_process_gets_what_was_there_before_callbacks_and_this_one_keeps_w
         np.testing.assert_array_equal(mine, its)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "change", [lambda w: w * 0.5, lambda w: w[:, ::-1], lambda w: np.where(np.arange(400) == 7, 0, w)]
 )
@@ -134,6 +135,7 @@ def test_a_callback_that_needs_to_be_told_of_a_batch_from_its_begin_is_named(mod
     last._tell_of_batch()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("begun", "made"), [(True, 4), (False, 5)])
 def test_what_callbacks_did_at_the_begin_of_a_step_is_not_done_twice(model, tmp_path, begun, made):
     """A process within the step that the others are in gets what their callbacks held behind its begin."""

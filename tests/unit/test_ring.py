@@ -75,6 +75,7 @@ def together(function, places):
         return list(pool.map(call, places))
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("hosts", ["unix", "tcp", "both"])
 @pytest.mark.parametrize("size", [2, 3, 5])
 def test_sums_any_sizes_and_types(ring_of, size, hosts):
@@ -95,6 +96,7 @@ def test_sums_any_sizes_and_types(ring_of, size, hosts):
     check()
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("hosts", ["unix", "tcp", "both"])
 @pytest.mark.parametrize("size", [2, 3, 5])
 def test_gathers_and_broadcasts_any_sizes(ring_of, size, hosts):
@@ -151,6 +153,7 @@ def around_the_ring(arrays):
     return np.concatenate(total)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("hosts", ["unix", "tcp", "both"])
 @pytest.mark.parametrize("size", [2, 3])

@@ -50,6 +50,7 @@ def folder(tmp_path):
     return tmp_path
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("command", WRONG)
 def test_told_before_ray_is_imported(folder, command):
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)])}

@@ -1,6 +1,7 @@
 import itertools
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -32,6 +33,7 @@ def parts(order_, epoch, worker, workers, first=0, lengths=None):
     return made
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(orders, st.integers(0, 50), st.booleans(), st.data())
 def test_the_global_batches_do_not_depend_on_the_number_of_workers(made, epoch, by_length, data):

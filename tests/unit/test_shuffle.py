@@ -51,6 +51,7 @@ def chi_square(values, bins):
     return ((counts - len(values) / bins) ** 2 / (len(values) / bins)).sum()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("rows", [7, 12, 33])
 def test_rows_are_everywhere_alike_often(rows):
     epochs = 2000

@@ -217,6 +217,7 @@ def test_parts_grow_and_a_snapshot_of_the_same_name_takes_the_place_of_another(w
         assert os.listdir(tmp_path / "run") == [name_of(1)]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ["../other", "a/b", "", ".", "..", ".hidden", "a\\b", "a\0", "x" * 300])
 def test_a_name_that_climbs_out_of_the_storage_is_refused(writer, tmp_path, name):
     with pytest.raises(ConfigError, match="name of a snapshot"):

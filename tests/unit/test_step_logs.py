@@ -86,6 +86,7 @@ def test_metrics_stand_for_the_names_of_all_and_no_other():
     assert step_logs.by_metrics(results, {"loss": 1.0}, names) == set()
 
 
+@pytest.mark.slow
 def test_what_follows_from_a_result_is_computed_from_that_of_all_rows():
     @tf.function
     def step(local, over_all, other):

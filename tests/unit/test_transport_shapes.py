@@ -402,6 +402,7 @@ def _augmented(keras):
     return [layers.Pipeline([layers.Rescaling(2.0), layers.RandomFlip()]), layers.RandAugment(), layers.Flatten()]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("make", "x"),
     [(_cells, SERIES), (_adapted, X), (_quantized, X), (_low_rank, X), (_functions, X), (_augmented, IMAGES)],

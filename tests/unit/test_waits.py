@@ -49,6 +49,7 @@ def test_they_are_seen(text):
     assert waits(text)
 
 
+@pytest.mark.slow
 def test_answers_are_taken_as_they_come():
     modules = {str(path.relative_to(FOLDER).with_suffix("")): path for path in FOLDER.rglob("*.py")}
     found = {name: waits(path.read_text()) for name, path in modules.items()}

@@ -1,7 +1,7 @@
 """An MLP under MirroredStrategy."""
 
 import tensorflow as tf
-from sklearn.datasets import load_digits
+from digits_data import arrays
 
 cpus = tf.config.list_physical_devices("CPU")
 tf.config.set_logical_device_configuration(cpus[0], [tf.config.LogicalDeviceConfiguration()] * 2)
@@ -9,8 +9,7 @@ tf.keras.utils.set_random_seed(1)  # a few first weights in a hundred are learne
 strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
 print("replicas:", strategy.num_replicas_in_sync)
 
-digits = load_digits()
-images, labels = (digits.data / 16).astype("float32")[:1792], digits.target[:1792]
+images, labels = (its[:1792] for its in arrays())
 train = tf.data.Dataset.from_tensor_slices((images[:1536], labels[:1536])).shuffle(1536, seed=1).batch(64)
 test = tf.data.Dataset.from_tensor_slices((images[1536:], labels[1536:])).batch(64)
 
