@@ -89,7 +89,6 @@ class TensorflowTrainer(EngineTrainer):
         ray_config.check_local(scaling_config, run_config, tensorflow_config, num_ps, validation_config)
         arguments.check_strategy(strategy, scaling_config)
         arguments.check_servers(strategy, num_ps, scaling_config)
-        arguments.check_sparse(tensorflow_config, strategy, scaling_config)
         validation.check_run_name(None if run_config is None else run_config.name)
         run_config = None if run_config is None else run_folder.located(run_config)
         self._workers, self.num_ps = scaling_config, num_ps
@@ -105,6 +104,7 @@ class TensorflowTrainer(EngineTrainer):
                     "tensorflow_config must be a raytf.TensorflowConfig", repr(tensorflow_config), "Pass one, or None"
                 )
             tensorflow_config = TensorflowConfig()
+        arguments.check_sparse(tensorflow_config, strategy, self._workers)
         if tensorflow_config.spares:
             raise ConfigError(
                 "spares replace a lost worker of a KerasTrainer; those of a TensorflowTrainer all restart",
