@@ -90,6 +90,7 @@ class TensorflowTrainer(EarlyStartTrainer):
         arguments.check_strategy(strategy, scaling_config)
         arguments.check_servers(strategy, num_ps, scaling_config)
         arguments.check_sparse(tensorflow_config, strategy, scaling_config)
+        arguments.check_sharded(tensorflow_config, strategy, scaling_config, own_loop=True)
         validation.check_run_name(None if run_config is None else run_config.name)
         run_config = None if run_config is None else run_folder.located(run_config)
         self._workers, self.num_ps = scaling_config, num_ps

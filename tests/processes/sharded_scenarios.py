@@ -1,0 +1,147 @@
+"""Trainings whose optimizer's state is shared out, or not: what both must have alike, to the bit."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import sys
+
+import keras
+import numpy as np
+from keras import layers
+
+from raytf.compat import keras as compat_keras
+from raytf.parallel import shards
+from raytf.worker.fit import build_from_data
+from tests.processes import resume_scenarios
+from tests.processes.scenarios import Place, classes, floats, results
+
+HIDDEN = 61  # no multiple of anything
+
+
+def _excluding():
+    optimizer = keras.optimizers.AdamW(0.01, weight_decay=0.05)
+    optimizer.exclude_from_weight_decay(var_names=["bias"])
+    return optimizer
+
+
+def _scheduled():
+    rate = keras.optimizers.schedules.CosineDecay(0.02, 8, warmup_steps=3, warmup_target=0.03)
+    return keras.optimizers.Adam(rate, amsgrad=True, weight_decay=0.01)
+
+
+KINDS = {
+    "adam": lambda: keras.optimizers.Adam(0.01),
+    "adamw": _excluding,
+    "schedule": _scheduled,
+    "sgd": lambda: keras.optimizers.SGD(0.1),
+    "nesterov": lambda: keras.optimizers.SGD(0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "clipvalue": lambda: keras.optimizers.Adam(0.01, clipvalue=0.001),
+    "rmsprop": lambda: keras.optimizers.RMSprop(0.01, momentum=0.9, centered=True),
+    "adagrad": lambda: keras.optimizers.Adagrad(0.05),
+    "adadelta": lambda: keras.optimizers.Adadelta(0.5),
+    "adamax": lambda: keras.optimizers.Adamax(0.01),
+    "lion": lambda: keras.optimizers.Lion(0.001, weight_decay=0.1),
+    "ftrl": lambda: keras.optimizers.Ftrl(0.05, l1_regularization_strength=0.001, beta=0.1),
+}
+
+
+def _dense(optimizer, **compiled):
+    model = keras.Sequential(
+        [
+            keras.Input((6,)),
+            layers.Dense(HIDDEN, "relu", kernel_constraint=keras.constraints.MaxNorm(1.5)),
+            *(layers.Dense(HIDDEN, "tanh") for _ in range(9)),  # more variables than are compiled together
+            layers.BatchNormalization(synchronized=True),
+            layers.Dense(4, "softmax"),
+        ]
+    )
+    model.compile(optimizer(), "sparse_categorical_crossentropy", **compiled)
+    return model
+
+
+def _table(optimizer):
+    tokens = keras.Input((), dtype="int32")
+    hidden = layers.Dense(HIDDEN, "relu")(layers.Embedding(50, 24)(tokens))
+    model = keras.Model(tokens, layers.Dense(4, "softmax")(hidden))
+    model.compile(optimizer(), "sparse_categorical_crossentropy")
+    return model
+
+
+def _trained(place: Place, build, features, epochs=2):
+    data = place.data((features, classes()))
+    with place.strategy.scope():
+        keras.utils.set_random_seed(7)
+        model = build()
+    shards.attach(model, place.strategy)
+    with place.strategy.scope():
+        build_from_data(model, data)
+    ring = shards.gradient_ring.of(place.strategy)
+    before = 0 if ring is None else ring.ring.sent
+    history = model.fit(data, epochs=epochs, verbose=0)
+    sent = 0 if ring is None else ring.ring.sent - before
+    size = sum(np.asarray(v).nbytes for v in model.optimizer.variables)
+    with shards.whole(model):
+        saved = {}
+        if place.rank == 0:
+            own = compat_keras.own_state(model.optimizer)
+            saved = {f"o{key}": np.array(compat_keras.as_array(v)) for key, v in own.items()}
+    return results(model, history) | saved | {"bytes": size, "sent": sent}
+
+
+def _refused(place: Place, build, **_):
+    with place.strategy.scope():
+        model = build()
+    try:
+        shards.attach(model, place.strategy)
+    except Exception as error:
+        return {"refused": str(error)}
+    return {"refused": ""}
+
+
+class _Own(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.head = layers.Dense(4)
+
+    def call(self, x):
+        return self.head(x)
+
+    def train_step(self, data):
+        return super().train_step(data)
+
+
+def _own_step():
+    model = _Own()
+    model.compile("adam", "mse")
+    return model
+
+
+REFUSED = {
+    "lamb": lambda: _dense(keras.optimizers.Lamb),
+    "muon": lambda: _dense(keras.optimizers.Muon),
+    "adafactor": lambda: _dense(keras.optimizers.Adafactor),
+    "nadam": lambda: _dense(keras.optimizers.Nadam),
+    "own": lambda: _dense(type("Mine", (keras.optimizers.Adam,), {})),
+    "clipnorm": lambda: _dense(lambda: keras.optimizers.Adam(clipnorm=1.0)),
+    "global_clipnorm": lambda: _dense(lambda: keras.optimizers.Adam(global_clipnorm=1.0)),
+    "use_ema": lambda: _dense(lambda: keras.optimizers.Adam(use_ema=True)),
+    "accumulation": lambda: _dense(lambda: keras.optimizers.Adam(gradient_accumulation_steps=2)),
+    "loss_scale": lambda: _dense(lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam())),
+    "train_step": _own_step,
+}
+
+SCENARIOS = {}
+
+
+def _with_features(name, build, features):
+    SCENARIOS[name] = lambda place: _trained(place, build, features())
+
+
+for _name, _optimizer in KINDS.items():
+    _with_features(_name, functools.partial(_dense, _optimizer), lambda: floats(6))
+_with_features("table", functools.partial(_table, KINDS["adam"]), lambda: classes(50).astype("int32"))
+_with_features("executions", functools.partial(_dense, KINDS["adam"], steps_per_execution=3), lambda: floats(6))
+_with_features("eager", functools.partial(_dense, KINDS["adam"], run_eagerly=True), lambda: floats(6))
+SCENARIOS |= {f"refused_{name}": functools.partial(_refused, build=build) for name, build in REFUSED.items()}
