@@ -272,15 +272,19 @@ def of(optimizer) -> Shares | None:
 
 def in_step(model, replica_step):
     """Returns a replica's training step whose tape leaves gradients to an optimizer with shares."""
-    shares = None if model.optimizer is None else of(model.optimizer)
-    if shares is None:
+    if not are_in(model):
         return replica_step
 
     def step(data):
-        with step_module.within(shares=shares):
+        with step_module.within(shares=of(model.optimizer)):
             return replica_step(data)
 
     return step
+
+
+def are_in(model) -> bool:
+    """Whether this worker has a share of the state of a model's optimizer."""
+    return model.optimizer is not None and of(model.optimizer) is not None
 
 
 def whole(model, rank: int = 0) -> contextlib.AbstractContextManager[None]:
@@ -288,8 +292,7 @@ def whole(model, rank: int = 0) -> contextlib.AbstractContextManager[None]:
 
     The others send their shares until that worker leaves it.
     """
-    shares = None if model.optimizer is None else of(model.optimizer)
-    return contextlib.nullcontext() if shares is None else shares.whole(rank)
+    return of(model.optimizer).whole(rank) if are_in(model) else contextlib.nullcontext()
 
 
 @patch((TFOptimizer, "add_variable_from_reference"))

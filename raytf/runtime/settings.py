@@ -153,8 +153,8 @@ class TensorflowConfig:
         others = [f"{name}={getattr(self, name)!r}" for name, value in others.items() if getattr(self, name) != value]
         if self.shard_optimizer and others:
             raise ConfigError(
-                "With shard_optimizer the halves of sums in raytf's ring carry whole gradients of each step, and a "
-                "lost worker's share exists nowhere else",
+                "shard_optimizer needs the whole gradients of each step on raytf's ring, and a lost worker's share is "
+                "nowhere else",
                 f"shard_optimizer=True with {', '.join(others)}",
                 "Leave one of them out",
             )

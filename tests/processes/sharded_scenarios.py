@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
+import dataclasses
 import functools
 import os
-import sys
 
 import keras
 import numpy as np
 from keras import layers
 
 from raytf.compat import keras as compat_keras
+from raytf.compat.patching import patched
 from raytf.parallel import shards
 from raytf.worker.fit import build_from_data
 from tests.processes import resume_scenarios
@@ -47,12 +47,12 @@ KINDS = {
 }
 
 
-def _dense(optimizer, **compiled):
+def _dense(optimizer, hidden=2, **compiled):
     model = keras.Sequential(
         [
             keras.Input((6,)),
             layers.Dense(HIDDEN, "relu", kernel_constraint=keras.constraints.MaxNorm(1.5)),
-            *(layers.Dense(HIDDEN, "tanh") for _ in range(9)),  # more variables than are compiled together
+            *(layers.Dense(HIDDEN, "tanh") for _ in range(hidden)),
             layers.BatchNormalization(synchronized=True),
             layers.Dense(4, "softmax"),
         ]
@@ -142,6 +142,56 @@ def _with_features(name, build, features):
 for _name, _optimizer in KINDS.items():
     _with_features(_name, functools.partial(_dense, _optimizer), lambda: floats(6))
 _with_features("table", functools.partial(_table, KINDS["adam"]), lambda: classes(50).astype("int32"))
+# more variables than are compiled together
+_with_features("deep", functools.partial(_dense, KINDS["adamw"], hidden=8), lambda: floats(6))
 _with_features("executions", functools.partial(_dense, KINDS["adam"], steps_per_execution=3), lambda: floats(6))
 _with_features("eager", functools.partial(_dense, KINDS["adam"], run_eagerly=True), lambda: floats(6))
+
+
+class _Session(resume_scenarios.Stored):
+    """The run around a training, whose checkpoints have what all workers have."""
+
+    def save_step(self, name, model, parts, writers=1):
+        super().save_step(name, model, parts, writers)
+        _plain_keras_reads(os.path.join(self._kept, name, "model.keras"), model)
+
+    def hold(self, name, model, parts):
+        raise AssertionError("no memory_every was given")
+
+
+def _plain_keras_reads(file, model):
+    read = keras.saving.load_model(file)
+    assert [v.shape for v in read.optimizer.variables if v.shape] == [
+        v.shape for v in read.trainable_variables for _ in range(2)
+    ]
+    for mine, its in zip(model.trainable_variables, read.trainable_variables, strict=True):
+        np.testing.assert_array_equal(np.asarray(mine), np.asarray(its))
+
+
+def _case():
+    return dataclasses.replace(
+        resume_scenarios.CASES["plain"], build=lambda: _dense(KINDS["adam"], metrics=["accuracy"])
+    )
+
+
+def _resumed(place: Place, begins: str | None = None, stop=(1, 5), kept: str | None = None):
+    """Trains, perhaps from the checkpoint of another group, and perhaps until it is stopped.
+
+    Args:
+        place: where it runs.
+        begins: name of the group whose checkpoint it begins with.
+        stop: (epoch, step), or None.
+        kept: whether its checkpoints are kept.
+    """
+    folder = lambda name: os.path.join(os.path.dirname(place.folder), f"checkpoints_{name}")
+    with patched(resume_scenarios, "Stored", _Session):
+        begins = resume_scenarios.newest(folder(begins)) if begins else None
+        out = resume_scenarios.train(place, _case(), begins, folder(kept) if kept else None, stop)
+    return {} if out is None else {key: value for key, value in out.items() if key[0] in "wh"}
+
+
+SCENARIOS["quiet"] = functools.partial(_resumed, stop=None)
+for _name in ("sharded2", "whole2"):
+    SCENARIOS[f"stopped_{_name}"] = functools.partial(_resumed, kept=_name)
+    SCENARIOS[f"resumed_{_name}"] = functools.partial(_resumed, begins=_name, stop=None)
 SCENARIOS |= {f"refused_{name}": functools.partial(_refused, build=build) for name, build in REFUSED.items()}
