@@ -61,11 +61,11 @@ def _dense(optimizer, hidden=2, **compiled):
     return model
 
 
-def _table(optimizer):
+def _table(optimizer, **compiled):
     tokens = keras.Input((), dtype="int32")
     hidden = layers.Dense(HIDDEN, "relu")(layers.Embedding(50, 24)(tokens))
     model = keras.Model(tokens, layers.Dense(4, "softmax")(hidden))
-    model.compile(optimizer(), "sparse_categorical_crossentropy")
+    model.compile(optimizer(), "sparse_categorical_crossentropy", **compiled)
     return model
 
 
@@ -194,4 +194,7 @@ SCENARIOS["quiet"] = functools.partial(_resumed, stop=None)
 for _name in ("sharded2", "whole2"):
     SCENARIOS[f"stopped_{_name}"] = functools.partial(_resumed, kept=_name)
     SCENARIOS[f"resumed_{_name}"] = functools.partial(_resumed, begins=_name, stop=None)
+_with_features(
+    "compiled", functools.partial(_table, KINDS["adam"], jit_compile=True), lambda: classes(50).astype("int32")
+)
 SCENARIOS |= {f"refused_{name}": functools.partial(_refused, build=build) for name, build in REFUSED.items()}
