@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import io
 import math
 import os
@@ -268,9 +269,7 @@ def _variables_as_they_are(optimizers):
     """Makes optimizers with Keras' own `save_own_variables` write their variables themselves, and not copies."""
     plain = [optimizer for optimizer in optimizers if _saves_as_keras(optimizer)]
     for optimizer in plain:
-        vars(optimizer)["save_own_variables"] = lambda store, optimizer=optimizer: _store_all(
-            store, own_state(optimizer)
-        )
+        vars(optimizer)["save_own_variables"] = functools.partial(_store_all, own_state(optimizer))
     try:
         yield
     finally:
@@ -278,7 +277,7 @@ def _variables_as_they_are(optimizers):
             del vars(optimizer)["save_own_variables"]
 
 
-def _store_all(store, found: dict[str, Any]) -> None:
+def _store_all(found: dict[str, Any], store) -> None:
     """Writes each value into a store of Keras, which has no `update`."""
     for key, value in found.items():
         store[key] = value
