@@ -83,10 +83,15 @@ def updates_apart(optimizer, gradients: Sequence) -> bool:
     return (
         enabled
         and not tf.executing_eagerly()
-        and sum(g is not None for g in gradients) > _MOST_TOGETHER
+        and not compiles_together([g for g in gradients if g is not None])
         and type(optimizer) in [getattr(keras.optimizers, name) for name in _APART]
         and not (optimizer.use_ema or optimizer.gradient_accumulation_steps or optimizer.global_clipnorm)
     )
+
+
+def compiles_together(variables: Sequence) -> bool:
+    """Whether variables are few enough to compile their update as one computation."""
+    return len(variables) <= _MOST_TOGETHER
 
 
 @patch((BaseOptimizer, "_backend_apply_gradients"))

@@ -32,6 +32,7 @@ logger = logs.get_logger(__name__)
 # Optimizers that compute each number of a variable from the same numbers of its gradient and its slots.
 _OPTIMIZERS = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "Ftrl", "Lion", "RMSprop", "SGD")
 _OPTIONS = ("clipnorm", "global_clipnorm", "use_ema", "gradient_accumulation_steps", "loss_scale_factor")
+_OPTIONS += ("centered",)  # of RMSprop, whose difference of products XLA rounds differently in arrays of other sizes
 # Whether it is in force in this process; set by each training.
 enabled = False
 
@@ -130,6 +131,10 @@ class Shares:
         update = lambda i, gradient, value: self._update(variables[i], gradient, value)
         if not compiled_update.is_possible(optimizer, list(zip(inputs, variables, strict=True))):
             return [update(i, *pair) for i, pair in enumerate(inputs)]
+        if compiled_update.compiles_together(self.variables):  # as without shares: XLA may round differently otherwise
+            whole = lambda _, *flat: [update(i, *flat[2 * i : 2 * i + 2]) for i in range(len(inputs))]
+            flat = tuple(tensor for pair in inputs for tensor in pair)
+            return compiled_update.outcomes(optimizer, ["all"], whole, [flat], lambda _: [])[0]
         decays = [keras_objects.decays(optimizer, v) for v in variables]
         kinds = [(v.dtype, pair[1].shape[0], d) for v, pair, d in zip(variables, inputs, decays, strict=True)]
         handles = lambda i: [slot.handle for slot in self._slots_of(variables[i]).values()]

@@ -37,7 +37,7 @@ def values(result):
     return [np.asarray(v) for v in (*model.weights, *model.optimizer.variables)]
 
 
-def test_a_lost_worker_and_one_that_is_not(tmp_path, capfd):
+def test_a_lost_worker_and_one_that_is_not(tmp_path):
     """All workers restart from the checkpoint that is in memory, as a share is nowhere else; the bits are the same."""
     plan = FaultPlan([Kill(rank=1, step=7)])
 
@@ -48,7 +48,6 @@ def test_a_lost_worker_and_one_that_is_not(tmp_path, capfd):
     quiet = values(trainer(tmp_path, "quiet").fit())
     lost = values(trainer(tmp_path, "lost", callbacks=faults, memory_every="1 step").fit())
     assert plan.happened(tmp_path / "faults") == list(plan.faults)
-    assert "share of the optimizer's state exists nowhere else" in capfd.readouterr().err
     for one, two, three in zip(without, quiet, lost, strict=True):
         assert one.tobytes() == two.tobytes() == three.tobytes()
 

@@ -13,6 +13,7 @@ from keras import layers
 from raytf.compat import keras as compat_keras
 from raytf.compat.patching import patched
 from raytf.parallel import shards
+from raytf.worker import replacement
 from raytf.worker.fit import build_from_data
 from tests.processes import resume_scenarios
 from tests.processes.scenarios import Place, classes, floats, results
@@ -38,7 +39,7 @@ KINDS = {
     "sgd": lambda: keras.optimizers.SGD(0.1),
     "nesterov": lambda: keras.optimizers.SGD(0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
     "clipvalue": lambda: keras.optimizers.Adam(0.01, clipvalue=0.001),
-    "rmsprop": lambda: keras.optimizers.RMSprop(0.01, momentum=0.9, centered=True),
+    "rmsprop": lambda: keras.optimizers.RMSprop(0.01, momentum=0.9),
     "adagrad": lambda: keras.optimizers.Adagrad(0.05),
     "adadelta": lambda: keras.optimizers.Adadelta(0.5),
     "adamax": lambda: keras.optimizers.Adamax(0.01),
@@ -82,6 +83,8 @@ def _trained(place: Place, build, features, epochs=2):
     history = model.fit(data, epochs=epochs, verbose=0)
     sent = 0 if ring is None else ring.ring.sent - before
     size = sum(np.asarray(v).nbytes for v in model.optimizer.variables)
+    why = replacement._refused(model, ring) or ""
+    assert ("exists nowhere else" in why) == shards.are_in(model)
     with shards.whole(model):
         saved = {}
         if place.rank == 0:
@@ -128,6 +131,7 @@ REFUSED = {
     "global_clipnorm": lambda: _dense(lambda: keras.optimizers.Adam(global_clipnorm=1.0)),
     "use_ema": lambda: _dense(lambda: keras.optimizers.Adam(use_ema=True)),
     "accumulation": lambda: _dense(lambda: keras.optimizers.Adam(gradient_accumulation_steps=2)),
+    "centered": lambda: _dense(lambda: keras.optimizers.RMSprop(centered=True)),
     "loss_scale": lambda: _dense(lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam())),
     "train_step": _own_step,
 }
