@@ -115,7 +115,9 @@ class Shares:
         used = [i for i, (begin, end) in enumerate(bounds) if own[i] is not None and begin < end]
         with step_module.within(reduced=True, inline_merge=True):
             inputs = [(tf.ensure_shape(summed[i], values[i].shape), values[i]) for i in used]
-            for i, value in zip(used, self._updated([self.variables[i] for i in used], inputs), strict=True):
+            has_rows = any(isinstance(g, tf.IndexedSlices) for g in grads)
+            updated = self._updated([self.variables[i] for i in used], inputs, has_rows)
+            for i, value in zip(used, updated, strict=True):
                 values[i] = value
             for variable, value in zip(locals_, self._ring.join(values, self._specs()), strict=True):
                 variable.assign(value)
@@ -125,13 +127,25 @@ class Shares:
         others = [(g, v) for g, v in zip(grads, variables, strict=True) if g is not None and not self.has(v)]
         return [g for g, _ in others], [v for _, v in others]
 
-    def _updated(self, variables: Sequence, inputs: Sequence[tuple]) -> Sequence[tf.Tensor]:
-        """Returns the new values of shares of variables from their (gradient, value)."""
+    def _updated(self, variables: Sequence, inputs: Sequence[tuple], has_rows: bool) -> Sequence[tf.Tensor]:
+        """Returns the new values of shares of variables from their (gradient, value).
+
+        XLA compiles what it does without shares, as it may round differently in other computations.
+
+        Args:
+            variables: The variables.
+            inputs: (gradient, value) of each share.
+            has_rows: Whether other variables have gradients of some rows: clipping and decay are not compiled then.
+        """
         optimizer = self._optimizer()
-        update = lambda i, gradient, value: self._update(variables[i], gradient, value)
+        if has_rows:
+            inputs = [self._decayed(v, *pair) for v, pair in zip(variables, inputs, strict=True)]
+            update = lambda i, gradient, value: self._update(variables[i], gradient, value)
+        else:
+            update = lambda i, *pair: self._update(variables[i], *self._decayed(variables[i], *pair))
         if not compiled_update.is_possible(optimizer, list(zip(inputs, variables, strict=True))):
             return [update(i, *pair) for i, pair in enumerate(inputs)]
-        if compiled_update.compiles_together(self.variables):  # as without shares: XLA may round differently otherwise
+        if has_rows or compiled_update.compiles_together(self.variables):
             whole = lambda _, *flat: [update(i, *flat[2 * i : 2 * i + 2]) for i in range(len(inputs))]
             flat = tuple(tensor for pair in inputs for tensor in pair)
             return compiled_update.outcomes(optimizer, ["all"], whole, [flat], lambda _: [])[0]
@@ -145,18 +159,22 @@ class Shares:
         slots = keras_objects.slots_of(self._optimizer(), variable, (end - begin,))
         return {name: _local(slot) for name, slot in slots.items()}
 
-    def _update(self, variable, gradient: tf.Tensor, value: tf.Tensor) -> tf.Tensor:
-        """Returns the new value of a share by Keras' own formulas."""
+    def _decayed(self, variable, gradient: tf.Tensor, value: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        """Returns the clipped gradient and the decayed value of a share, by Keras' formulas."""
         optimizer = self._optimizer()
-        rate = optimizer.learning_rate
-        share = PartOfVariable(value, keras_objects.key_of(optimizer, variable))
         if optimizer.clipvalue is not None:
             gradient = keras.ops.clip(gradient, -optimizer.clipvalue, optimizer.clipvalue)
         if optimizer.weight_decay is not None and keras_objects.decays(optimizer, variable):
-            decay, factor = tf.cast(optimizer.weight_decay, share.dtype), tf.cast(rate, share.dtype)
-            share.assign_sub(share.value * decay * factor)
+            decay, rate = tf.cast(optimizer.weight_decay, value.dtype), tf.cast(optimizer.learning_rate, value.dtype)
+            value -= value * decay * rate
+        return gradient, value
+
+    def _update(self, variable, gradient: tf.Tensor, value: tf.Tensor) -> tf.Tensor:
+        """Returns the new value of a share by Keras' own `update_step`."""
+        optimizer = self._optimizer()
+        share = PartOfVariable(value, keras_objects.key_of(optimizer, variable))
         with keras_objects.slots_are(optimizer, variable, self._slots_of(variable)):
-            optimizer.update_step(gradient, share, rate)
+            optimizer.update_step(gradient, share, optimizer.learning_rate)
         return share.value
 
     # ------------------------------------------------------------------------------------------ checkpoints

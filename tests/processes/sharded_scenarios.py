@@ -27,6 +27,10 @@ def _excluding():
     return optimizer
 
 
+def _clipping():
+    return keras.optimizers.AdamW(0.01, weight_decay=0.05, clipvalue=0.01)
+
+
 def _scheduled():
     rate = keras.optimizers.schedules.CosineDecay(0.02, 8, warmup_steps=3, warmup_target=0.03)
     return keras.optimizers.Adam(rate, amsgrad=True, weight_decay=0.01)
@@ -145,7 +149,7 @@ def _with_features(name, build, features):
 
 for _name, _optimizer in KINDS.items():
     _with_features(_name, functools.partial(_dense, _optimizer), lambda: floats(6))
-_with_features("table", functools.partial(_table, KINDS["adam"]), lambda: classes(50).astype("int32"))
+_with_features("table", functools.partial(_table, _clipping), lambda: classes(50).astype("int32"))
 # more variables than are compiled together
 _with_features("deep", functools.partial(_dense, KINDS["adamw"], hidden=8), lambda: floats(6))
 _with_features("executions", functools.partial(_dense, KINDS["adam"], steps_per_execution=3), lambda: floats(6))
