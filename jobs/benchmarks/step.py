@@ -7,9 +7,9 @@ python jobs/benchmarks/step.py
 lie ready in memory. Models are trained by SGD with momentum, and those with "adam" behind their name by Adam. A number
 behind a way is its `steps_per_execution`, which is 20 for the tabular model and else 1; "grpc" is raytf with gradients
 summed by TensorFlow's own collectives instead of raytf's ring of sockets, "bfloat16" the ring with 16-bit gradients,
-"operations" raytf with the update by Keras' operations and not compiled, "unpinned" raytf without `pin_cpus`, which
-keeps each worker to a core of its own. Two processes that do not talk, each on a core of its own, too, are the limit of
-the machine.
+"operations" raytf with the update by Keras' operations and not compiled, "shard" raytf with `shard_optimizer`,
+"unpinned" raytf without `pin_cpus`, which keeps each worker to a core of its own. Two processes that do not talk, each
+on a core of its own, too, are the limit of the machine.
 
 CPU time is what all threads of a worker compute for a step, the mean of both; the wall time is that of the slower one.
 """
@@ -28,7 +28,7 @@ BATCH = {"cnn": 64, "mlp": 64, "tabular": 512, "cnn adam": 64, "mlp adam": 64}
 STEPS = {"cnn": 150, "mlp": 20, "tabular": 1500, "cnn adam": 150, "mlp adam": 20}
 EXECUTION = {"cnn": 1, "mlp": 1, "tabular": 20, "cnn adam": 1, "mlp adam": 1}
 APART = "two that do not talk"
-RAYTF = ("raytf grpc", "raytf unpinned", "raytf operations", "raytf", "raytf 20", "raytf bfloat16")
+RAYTF = ("raytf grpc", "raytf unpinned", "raytf operations", "raytf", "raytf shard", "raytf 20", "raytf bfloat16")
 WAYS = ("one process", APART, "tf_keras", "tf_keras 20", "by hand", *RAYTF)
 
 
@@ -84,7 +84,7 @@ def once(way: str, kind: str, steps: str) -> None:
             ring.keep_token(bytes(ring.TOKEN_BYTES))  # processes of this benchmark alone
             wire = execution if execution.startswith("bf") else None
             way = "ring" if execution == "grpc" else "auto"
-            config = TensorflowConfig(communication=way, gradient_dtype=wire)
+            config = TensorflowConfig(communication=way, gradient_dtype=wire, shard_optimizer=execution == "shard")
             stack.enter_context(context.prepared(WorkerSetup(config=config)))
             if execution == "operations":
                 stack.enter_context(patched(compiled_update, "enabled", False))
@@ -124,6 +124,10 @@ def _fit(name: str, strategy, kind: str, batch, execution: int):
     with strategy.scope():
         model, optimizer, loss = _model(keras, kind)
         model.compile(optimizer, loss, metrics=["accuracy"], steps_per_execution=execution)
+    if name == "raytf":
+        from raytf.parallel import shards
+
+        shards.attach(model, strategy)
     if name == "tf_keras":
         local = batch
         batch = strategy.distribute_datasets_from_function(lambda context: local)

@@ -18,6 +18,7 @@ from raytf import activity
 from raytf.collectives import healing
 from raytf.collectives import ring as sockets
 from raytf.collectives.healing import Detached
+from raytf.collectives.packs import ALIGNED
 from raytf.collectives.ring import Ring
 from raytf.compat.tensorflow import giving_memory
 from raytf.errors import ConfigError, RaytfError
@@ -25,8 +26,6 @@ from raytf.errors import ConfigError, RaytfError
 SUMMABLE = frozenset({tf.float64, tf.float32, tf.float16, tf.bfloat16, tf.int64, tf.int32})
 # Dtypes of TensorFlow without a fixed number of bytes.
 NO_NUMBERS = (tf.string, tf.resource, tf.variant)
-# TensorFlow uses a NumPy array without a copy if its address is a multiple of this.
-ALIGNED = 64
 # Smaller arrays are sent together.
 _SMALL_BYTES = 1 << 20
 
@@ -41,10 +40,11 @@ class Exchange:
 
     Attributes:
         completed: Number of updates whose sums are complete on this worker, from 0 for each ring.
+        initializes_alone: Whether new variables keep this worker's initial values, instead of the chief's.
     """
 
     def __init__(self, ring: Ring | Detached):
-        self.ring, self.completed = ring, 0
+        self.ring, self.completed, self.initializes_alone = ring, 0, False
         with tf.init_scope():
             self._turn = tf.Variable(0, trainable=False, dtype=tf.int64, name="ring_turn")
 

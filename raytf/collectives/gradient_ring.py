@@ -16,15 +16,16 @@ import math
 import time
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import tensorflow as tf
 
 from raytf import activity
-from raytf.collectives import exchange, ring, scaled_float16
-from raytf.collectives.exchange import ALIGNED, Exchange, bytes_of, empty
+from raytf.collectives import exchange, packs, ring, scaled_float16
+from raytf.collectives.exchange import Exchange, bytes_of, empty
 from raytf.collectives.healing import Detached
+from raytf.collectives.packs import ALIGNED, Pack
 from raytf.collectives.ring import Listener, Ring
 from raytf.compat.tensorflow import giving_memory
 from raytf.errors import ConfigError, PeerLostError
@@ -74,7 +75,12 @@ class GradientRing(Exchange):
         return [np.True_]
 
     def sum(
-        self, gradients: Sequence[tf.Tensor], rows: tf.Tensor | None, exact: bool = False, last: bool = True
+        self,
+        gradients: Sequence[tf.Tensor],
+        rows: tf.Tensor | None,
+        exact: bool = False,
+        last: bool = True,
+        shares: bool = False,
     ) -> tuple[list[tf.Tensor], tf.Tensor | None]:
         """Sums dense gradients over the workers, or averages them over all workers' rows; in a replica context.
 
@@ -86,6 +92,7 @@ class GradientRing(Exchange):
                 as zeros, even if they are NaN. None sums the gradients without weights.
             exact: Whether to send them in their own dtype, despite `wire_dtype`.
             last: Whether the update has no other gradients; otherwise `commit` follows.
+            shares: Whether this worker needs its share of each result only, as a flat tensor, see `packs`.
 
         Returns:
             (the results in the same order, float64 scalar with the rows of all workers, at least 1, or None).
@@ -94,23 +101,24 @@ class GradientRing(Exchange):
         with tf.control_dependencies([self._turn.read_value()]):
             own_rows = tf.identity(tf.cast(-1 if rows is None else rows, tf.float64))
         result: list[tf.Tensor | None] = [None] * len(gradients)
-        call_number, packs = _place(), self._packs(gradients)
-        for number, indices in enumerate(packs):
-            closes = last and number == len(packs) - 1
-            sum_pack = functools.partial(
-                self._made, self._sum_pack, exact or self._wire_dtype is None, call_number, closes
-            )
+        call_number, made_packs = _place(), self.packs(gradients)
+        for number, made in enumerate(made_packs):
+            closes, indices = last and number == len(made_packs) - 1, made.indices
+            exact = exact or shares or self._wire_dtype is None
+            bounds = self.bounds(made) if shares else None
+            sum_pack = functools.partial(self._made, self._sum_pack, exact, call_number, closes, bounds)
             pack = [gradients[i] for i in indices]
             dtypes = [tf.float64, *(g.dtype for g in pack)]
             with giving_memory():
                 total, *summed = tf.numpy_function(sum_pack, [own_rows, total, *pack], dtypes)
             total.set_shape([])
             for i, value in zip(indices, summed, strict=True):
-                value.set_shape(gradients[i].shape)
+                if not shares:
+                    value.set_shape(gradients[i].shape)
                 result[i] = value
         with tf.control_dependencies([total]):  # each pack waits for the previous one
             self._turn.assign_add(1)
-            if len(packs) > 1:
+            if len(made_packs) > 1:
                 result = [tf.identity(value) for value in result]
         return result, None if rows is None else total
 
@@ -159,21 +167,56 @@ class GradientRing(Exchange):
             results += _merged(ids, weighted, part.dtype) if merge else _joined(ids, weighted, part.dtype)
         return results
 
-    def _packs(self, gradients: Sequence[tf.Tensor]) -> list[list[int]]:
-        packs: list[list[int]] = []
-        filled, dtype = 0, None
-        for i in reversed(range(len(gradients))):  # the backward pass begins with the last layers
-            gradient = gradients[i]
-            size = (gradient.shape.num_elements() or 0) * gradient.dtype.size
-            if not packs or gradient.dtype != dtype or filled + size > self._pack_bytes:
-                packs.append([])
-                filled, dtype = 0, gradient.dtype
-            packs[-1].append(i)
-            filled += size
-        return packs
+    def packs(self, tensors: Sequence[tf.Tensor | tf.TensorSpec]) -> list[Pack]:
+        """Returns the packs in which tensors with these dtypes and shapes are summed."""
+        kinds = [(t.shape.num_elements() or 0, t.dtype, t.dtype.size) for t in tensors]
+        return packs.packs(kinds, self._pack_bytes)
+
+    def bounds(self, pack: Pack) -> list[tuple[int, int]]:
+        """Returns (begin, end) of this worker's share of each array of a pack."""
+        return pack.shares(self.ring.rank, self.ring.size)
+
+    def join(self, shares: Sequence[tf.Tensor], specs: Sequence[tf.TensorSpec]) -> list[tf.Tensor]:
+        """Returns whole tensors from all workers' shares of `sum`, in a replica context.
+
+        Args:
+            shares: This worker's share of each tensor.
+            specs: Dtypes and shapes of the tensors.
+        """
+        result: list[tf.Tensor | None] = [None] * len(specs)
+        for pack in self.packs(specs):
+            given = [shares[i] for i in pack.indices]
+            join = functools.partial(self._join, pack)
+            for i, value in zip(pack.indices, self._ordered(join, given), strict=True):
+                result[i] = tf.reshape(value, specs[i].shape)
+        return result
+
+    def _join(self, pack: Pack, *shares: np.ndarray) -> list[np.ndarray]:
+        buffer = self._empty(self.ring.padded(pack.starts[-1]), shares[0].dtype)
+        for share, start, (begin, end) in zip(shares, pack.starts, self.bounds(pack), strict=False):
+            buffer[start + begin : start + end] = share
+        buffer = self.ring.all_gather(buffer)
+        return [buffer[start : start + size] for start, size in zip(pack.starts, pack.sizes, strict=False)]
+
+    def whole(self, share: np.ndarray) -> np.ndarray:
+        """Returns a whole flat array from all workers' shares of it; between steps, on all workers at once."""
+        return self._made(self._whole, share)
+
+    def _whole(self, share: np.ndarray) -> np.ndarray:
+        (sizes, parts) = self._gather_arrays([np.array([share.size]), share])
+        ends = np.cumsum(sizes)
+        order = packs.by_segment(self.ring.size)
+        return np.concatenate([parts[ends[rank] - sizes[rank] : ends[rank]] for rank in order])
 
     def _sum_pack(
-        self, exact: bool, place: int, closes: bool, rows: np.float64, total: np.float64, *pack: np.ndarray
+        self,
+        exact: bool,
+        place: int,
+        closes: bool,
+        bounds: Sequence[tuple[int, int]] | None,
+        rows: np.float64,
+        total: np.float64,
+        *pack: np.ndarray,
     ) -> list[np.ndarray]:
         began = time.perf_counter()
         dtype = pack[0].dtype
@@ -181,20 +224,23 @@ class GradientRing(Exchange):
         step = ALIGNED // wire.itemsize
         starts = list(itertools.accumulate((-(-g.size // step) * step for g in pack), initial=0))
         items, counts = starts[-1], rows >= 0 and total < 0
-        if counts and wire == dtype and self.ring.trades(self.ring.padded(items) * dtype.itemsize + _ROWS_BYTES):
+        trades = bounds is None and wire == dtype
+        if counts and trades and self.ring.trades(self.ring.padded(items) * dtype.itemsize + _ROWS_BYTES):
             summed, total = self._sum_at_once(rows, place, pack, starts)
         else:
             if counts:
                 counted = np.full(self.ring.size, rows, np.float64)
                 self.ring.add(counted, place)
                 total = np.maximum(counted[0], 1.0)
-            summed = self._sum_weighted(rows / total if rows >= 0 else 1.0, place, pack, starts, wire)
+            add = self.ring.add if bounds is None else self.ring.reduce_scatter
+            summed = self._sum_weighted(rows / total if rows >= 0 else 1.0, place, pack, starts, wire, add)
         self.seconds += time.perf_counter() - began
         self.completed += closes
-        return [
-            np.float64(total),
-            *(summed[s : s + g.size].reshape(g.shape) for g, s in zip(pack, starts, strict=False)),
-        ]
+        if bounds is None:
+            results = (summed[s : s + g.size].reshape(g.shape) for g, s in zip(pack, starts, strict=False))
+        else:
+            results = (summed[s + b : s + e] for s, (b, e) in zip(starts, bounds, strict=False))
+        return [np.float64(total), *results]
 
     def _sum_at_once(
         self, rows: np.float64, place: int, pack: Sequence[np.ndarray], starts: Sequence[int]
@@ -217,9 +263,15 @@ class GradientRing(Exchange):
         return summed, total
 
     def _sum_weighted(
-        self, weight: float, place: int, pack: Sequence[np.ndarray], starts: Sequence[int], wire: np.dtype
+        self,
+        weight: float,
+        place: int,
+        pack: Sequence[np.ndarray],
+        starts: Sequence[int],
+        wire: np.dtype,
+        add: Callable[..., np.ndarray],
     ) -> np.ndarray:
-        """Returns the weighted sum of gradients, in an array where they begin at `starts`; sends them as `wire`."""
+        """Returns the weighted sum of gradients, in an array where they begin at `starts`; `add` sends it as `wire`."""
         dtype, items = pack[0].dtype, starts[-1]
         blocks = self.ring.padded(scaled_float16.blocks(items)) if wire == np.float16 else 0
         wire = np.dtype(np.float32) if blocks else wire
@@ -242,7 +294,7 @@ class GradientRing(Exchange):
             fill(0, items)
             self._add_scaled(buffer.reshape(blocks, -1), place)
         else:
-            buffer = self.ring.add(buffer, place, fill)
+            buffer = add(buffer, place, fill)
         return buffer if buffer.dtype == dtype else _converted(buffer, dtype)
 
     def _add_scaled(self, numbers: np.ndarray, place: int) -> None:

@@ -52,8 +52,11 @@ _COUNT = struct.Struct("<Q")
 _ELSEWHERE = 2**64 - 1
 _COUNTS_AT_ONCE = 64
 _YES, _NO = b"\1", b"\0"
-_ADD, _GATHER, _BROADCAST, _PASS_ON, _TRADE = range(5)
+_ADD, _GATHER, _BROADCAST, _PASS_ON, _TRADE, _SCATTER, _JOIN = range(7)
 _NAMES = ("a sum", "a gathering", "a broadcast", "what is passed on", "a sum of parts with their weights")
+_NAMES += ("a reduce-scatter", "an all-gather")
+# Halves of a sum around the ring: (first, end).
+_BOTH, _REDUCE, _COPY = (0, 2), (0, 1), (1, 2)
 # Seconds without an answer from the other host's kernel after which it is lost.
 HOST_GONE = 35
 # Messages of a step, its checkpoint, the begin of an epoch and callbacks, see `healing.tag_of`.
@@ -176,8 +179,29 @@ class Ring:
                 fill(0, array.size)
             self.sum_in_order(self._trade(_ADD, array.view(np.uint8), place).view(array.dtype), array)
             return array
-        sent = 2 * (self.size - 1) * array.nbytes // self.size
-        return self._exchange_array(_ADD, array, place, sent, lambda ways: self._sum(array, fill, *ways))
+        return self._exchange_array(
+            _ADD, array, place, 2 * self._half(array), lambda ways: self._sum(array, fill, *ways, _BOTH)
+        )
+
+    def reduce_scatter(
+        self, array: np.ndarray, place: int = 0, fill: Callable[[int, int], None] | None = None
+    ) -> np.ndarray:
+        """Sums one of `size` segments of `array`, in place: number (rank + 1) % size. Others are undefined afterwards.
+
+        It is the first half of `add`, with the same arguments, result, errors and bits.
+        """
+        return self._exchange_array(
+            _SCATTER, array, place, self._half(array), lambda ways: self._sum(array, fill, *ways, _REDUCE)
+        )
+
+    def all_gather(self, array: np.ndarray, place: int = 0) -> np.ndarray:
+        """Copies from each process the segment of `reduce_scatter`; the second half of `add`."""
+        return self._exchange_array(
+            _JOIN, array, place, self._half(array), lambda ways: self._sum(array, None, *ways, _COPY)
+        )
+
+    def _half(self, array: np.ndarray) -> int:
+        return (self.size - 1) * array.nbytes // self.size
 
     def trades(self, size: int) -> bool:
         """Returns whether `size` bytes of each process are few enough for `trade`: more bytes, but fewer hops."""
@@ -609,10 +633,15 @@ class Ring:
         return sum(count for (count,) in _COUNT.iter_unpack(message))
 
     def _sum(
-        self, array: np.ndarray, fill: Callable[[int, int], None] | None, shows: bool, its: np.ndarray | None
+        self,
+        array: np.ndarray,
+        fill: Callable[[int, int], None] | None,
+        shows: bool,
+        its: np.ndarray | None,
+        halves: tuple[int, int],
     ) -> None:
         self._flush()
-        state = _AroundTheRing(array, its, fill, self.rank, self.size, self._accumulate)
+        state = _AroundTheRing(array, its, fill, self.rank, self.size, self._accumulate, halves)
         send = functools.partial(self._show_part if shows else self._send_part, state)
         receive = functools.partial(self._receive_part if its is None else self._read_part, state)
         while state.sent < state.total or state.received < state.total:
@@ -758,9 +787,10 @@ class _AroundTheRing:
         its: Bytes of the previous process's array, if they are read from shared memory.
         rank, size: As for `Ring`.
         accumulate: accumulate(mine, theirs) adds theirs to mine.
+        halves: Halves to do: segments are added in the first one, and copied in the second.
 
     Attributes:
-        total: Number of bytes to send, and to receive.
+        total: Number of bytes sent and received at the end, counted from the first half.
         sent, received: Number of bytes done so far.
         waiting: Number of received bytes that are not added yet.
         told: Number of bytes that the previous process reported as ready.
@@ -774,14 +804,16 @@ class _AroundTheRing:
         rank: int,
         size: int,
         accumulate: Callable[[np.ndarray, np.ndarray], None],
+        halves: tuple[int, int],
     ):
         self._array, self.its, self._fill, self._accumulate = array, its, fill, accumulate
         self._rank, self._size = rank, size
         self._flat = array.view(np.uint8)
         self.bytes = memoryview(self._flat)
         self._length = array.nbytes // size  # number of bytes of a segment
-        self.total = 2 * (size - 1) * self._length
-        self.sent = self.received = self.waiting = self.told = 0
+        begin, self.total = (half * (size - 1) * self._length for half in halves)
+        self.sent = self.received = self.told = begin
+        self.waiting = 0
         self._filled = self._length if fill is None else 0  # bytes of the segment that is sent first
 
     @property

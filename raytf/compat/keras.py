@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import io
+import math
 import os
 import zipfile
+from collections.abc import Callable
 from typing import Any
 
 import h5py
 import keras
+import numpy as np
 from keras.src.backend import (  # a mask is gathered together with its tensor
     compute_output_spec,  # shapes of a function of symbolic tensors, with arguments
     get_keras_mask,
@@ -55,6 +59,7 @@ __all__ = [
     "DynamicBackend",
     "EpochIterator",
     "Functional",
+    "LazyArray",
     "LossFunctionWrapper",
     "PyDatasetAdapter",
     "TFOptimizer",
@@ -167,7 +172,7 @@ class _Layout(saving_lib.H5IOStore):
         if keras.backend.standardize_dtype(array.dtype) == "bfloat16":
             dataset.attrs["dtype"] = "bfloat16"
         if array.nbytes and dataset.id.get_offset() is None:  # a scalar gets its room when it is written
-            dataset[()] = array
+            dataset[()] = np.zeros(array.shape, array.dtype)
         path = f"{self.last}/vars/{key}".lstrip("/")
         self.places[path], self.values[path] = (dataset.id.get_offset() or 0, array.nbytes), array
 
@@ -262,13 +267,9 @@ def _between(places, size: int):
 @contextlib.contextmanager
 def _variables_as_they_are(optimizers):
     """Makes optimizers with Keras' own `save_own_variables` write their variables themselves, and not copies."""
-    plain = [
-        optimizer for optimizer in optimizers if type(optimizer).save_own_variables is BaseOptimizer.save_own_variables
-    ]
+    plain = [optimizer for optimizer in optimizers if _saves_as_keras(optimizer)]
     for optimizer in plain:
-        vars(optimizer)["save_own_variables"] = lambda store, optimizer=optimizer: _store_all(
-            store, own_state(optimizer)
-        )
+        vars(optimizer)["save_own_variables"] = functools.partial(_store_all, own_state(optimizer))
     try:
         yield
     finally:
@@ -276,7 +277,7 @@ def _variables_as_they_are(optimizers):
             del vars(optimizer)["save_own_variables"]
 
 
-def _store_all(store, found: dict[str, Any]) -> None:
+def _store_all(found: dict[str, Any], store) -> None:
     """Writes each value into a store of Keras, which has no `update`."""
     for key, value in found.items():
         store[key] = value
@@ -313,11 +314,38 @@ def own_state(saved) -> dict[str, Any]:
 
     An optimizer's own function copies each variable; this returns the variables themselves.
     """
-    if isinstance(saved, BaseOptimizer) and type(saved).save_own_variables is BaseOptimizer.save_own_variables:
+    if _saves_as_keras(saved):
         return {str(i): variable for i, variable in enumerate(saved.variables)}
     store: dict[str, Any] = {}
     saved.save_own_variables(store)
     return store
+
+
+def _saves_as_keras(saved) -> bool:
+    """Whether an object is an optimizer with Keras' own way to save its variables."""
+    own = "save_own_variables" in vars(saved)
+    return (
+        isinstance(saved, BaseOptimizer)
+        and not own
+        and type(saved).save_own_variables is BaseOptimizer.save_own_variables
+    )
+
+
+class LazyArray:
+    """An array of a checkpoint that is made while it is copied: `numpy.asarray` of it makes it.
+
+    Args:
+        shape: Its shape.
+        dtype: Its numpy dtype.
+        make: Function that returns it.
+    """
+
+    def __init__(self, shape: tuple[int, ...], dtype: np.dtype, make: Callable[[], np.ndarray]):
+        self.shape, self.dtype, self._make = shape, dtype, make
+        self.nbytes = math.prod(shape) * dtype.itemsize
+
+    def __array__(self, dtype=None, copy=None) -> np.ndarray:
+        return self._make()
 
 
 def as_array(value: Any) -> Any:
@@ -325,9 +353,10 @@ def as_array(value: Any) -> Any:
 
     Copy it before the next step.
     """
-    import numpy as np
     import tensorflow as tf
 
+    if isinstance(value, LazyArray):
+        return value
     if isinstance(value, keras.Variable):
         value = value.value
     if isinstance(value, tf.Variable) and not isinstance(value, tf.distribute.DistributedValues):

@@ -242,14 +242,21 @@ def key_of(optimizer, variable):
 
 
 @uses("keras.src.optimizers.base_optimizer:BaseOptimizer._get_variable_index")
-def slots_of(optimizer, variable) -> dict[str, Any]:
-    """Returns an optimizer's variables with the shape of a trained variable, for that one, by their lists' names."""
+def slots_of(optimizer, variable, shape=None) -> dict[str, Any]:
+    """Returns an optimizer's variables with the shape of a trained variable, for that one, by their lists' names.
+
+    Args:
+        optimizer: A built optimizer.
+        variable: The trained variable.
+        shape: The shape of its slots; None for that of the variable.
+    """
     index, trained = optimizer._get_variable_index(variable), trained_by(optimizer)
+    shape = variable.shape if shape is None else shape
     lists = {name: item for name, item in vars(optimizer).items() if isinstance(item, list) and item is not trained}
     return {
         name: item[index]
         for name, item in lists.items()
-        if len(item) == len(trained) and getattr(item[index], "shape", None) == variable.shape
+        if len(item) == len(trained) and getattr(item[index], "shape", None) == shape
     }
 
 

@@ -103,7 +103,8 @@ class RingExtended(CollectiveAllReduceExtended):
                 value = value() if callable(value) else value
                 if isinstance(value, CheckpointInitialValue):
                     value = value.wrapped_value
-                return self._exchange.chiefs(tf.convert_to_tensor(value, kwargs.get("dtype")))
+                value = tf.convert_to_tensor(value, kwargs.get("dtype"))
+                return value if self._exchange.initializes_alone else self._exchange.chiefs(value)
 
         return initial_value
 

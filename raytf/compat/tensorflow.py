@@ -205,9 +205,9 @@ def without_captures(traced):
 
 
 @uses("tensorflow.python.eager.polymorphic_function.atomic_function:AtomicFunction.call_with_captures")
-def call_with_captures(function, arguments, captures) -> None:
-    """Calls a function of `without_captures` with variables that replace those of its trace."""
-    function.call_with_captures(arguments, {}, captures)
+def call_with_captures(function, arguments, captures):
+    """Returns the result of a function of `without_captures`, with variables that replace those of its trace."""
+    return function.call_with_captures(arguments, {}, captures)
 
 
 @uses("tensorflow.python.eager.context:Context.get_compiler_ir")

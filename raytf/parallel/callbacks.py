@@ -116,7 +116,7 @@ def _shared_variables(model, with_metrics: bool = False) -> list:
     left_out = set() if with_metrics else {id(v) for v in model.metrics_variables}
     return [
         v
-        for v in (*model.variables, *model_optimizers.variables(model))
+        for v in (*model.variables, *model_optimizers.alike(model))
         if tf.as_dtype(v.dtype) in exchange.SUMMABLE and id(v) not in left_out
     ]
 

@@ -7,8 +7,9 @@ cannot compile, or computes differently (random numbers), use Keras' operations.
 from __future__ import annotations
 
 import collections
+import functools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 
 import keras
 import tensorflow as tf
@@ -60,11 +61,8 @@ def made(optimizer, update: Callable, gradients: Sequence, variables: Sequence) 
     Returns:
         Whether it did; otherwise the caller must make the update.
     """
-    if tf.executing_eagerly() or not enabled:
-        return False
     pairs = [(g, v) for g, v in zip(gradients, variables, strict=True) if g is not None]
-    why = _hindrance(pairs, optimizer)
-    if why is None:
+    if is_possible(optimizer, pairs):
         given = _with_shapes(pairs)
 
         def whole(*its):
@@ -76,8 +74,7 @@ def made(optimizer, update: Callable, gradients: Sequence, variables: Sequence) 
             call_with_captures(function, given, captures)
             return True
         except Exception as error:  # a user's error is raised again by Keras' operations
-            why = f"{type(error).__name__}: {error}"
-    _log(optimizer, why)
+            _log(optimizer, f"{type(error).__name__}: {error}")
     return False
 
 
@@ -86,10 +83,15 @@ def updates_apart(optimizer, gradients: Sequence) -> bool:
     return (
         enabled
         and not tf.executing_eagerly()
-        and sum(g is not None for g in gradients) > _MOST_TOGETHER
+        and not compiles_together([g for g in gradients if g is not None])
         and type(optimizer) in [getattr(keras.optimizers, name) for name in _APART]
         and not (optimizer.use_ema or optimizer.gradient_accumulation_steps or optimizer.global_clipnorm)
     )
+
+
+def compiles_together(variables: Sequence) -> bool:
+    """Whether variables are few enough to compile their update as one computation."""
+    return len(variables) <= _MOST_TOGETHER
 
 
 @patch((BaseOptimizer, "_backend_apply_gradients"))
@@ -98,28 +100,42 @@ def apply_gradients_apart(original, self, grads, trainable_variables):
     if not getattr(step_module.state, "apart", False):
         return original(self, grads, trainable_variables)
     pairs = list(zip(grads, trainable_variables, strict=True))
-    why = _hindrance(pairs, self)
-    if why is not None:
-        _log(self, why)
+    if not is_possible(self, pairs):
         return original(self, grads, trainable_variables)
-    alike: dict[tuple, list[int]] = {}
-    for i, (g, v) in enumerate(pairs):
-        alike.setdefault((g.dtype, v.dtype, tuple(v.shape), keras_objects.decays(self, v)), []).append(i)
     given = _with_shapes(pairs)
-    for first, *others in alike.values():
-        variable = trainable_variables[first]
-        update = lambda gradient, variable=variable: original(self, [gradient], [variable])
+    kinds = [(g.dtype, v.dtype, tuple(v.shape), keras_objects.decays(self, v)) for g, v in pairs]
+    update = lambda i, gradient: original(self, [gradient], [trainable_variables[i]])
+    outcomes(self, kinds, update, [(g,) for g in given], lambda i: _handles(self, trainable_variables[i]))
+
+
+def outcomes(optimizer, kinds: Sequence, update: Callable, inputs: Sequence[tuple], handles: Callable) -> list:
+    """Returns update(i, *inputs[i]) for each i, compiled by XLA once for each kind if possible.
+
+    Args:
+        optimizer: The optimizer whose update it is.
+        kinds: Hashable kind of each i: what is compiled for one i is valid for others of its kind.
+        update: Function that returns tensors or None, and may change variables.
+        inputs: Tensors with known shapes.
+        handles: Function handles(i) that returns handles of the variables that differ between those of a kind.
+    """
+    alike: dict[Hashable, list[int]] = {}
+    for i, kind in enumerate(kinds):
+        alike.setdefault(kind, []).append(i)
+    results: list = [None] * len(inputs)
+    for indices in alike.values():
+        first = indices[0]
         try:
-            function, captures = _compiled(self, update, [given[first]])
+            function, captures = _compiled(optimizer, functools.partial(update, first), inputs[first])
         except Exception as error:
-            _log(self, f"{type(error).__name__}: {error}")
-            indices = [first, *others]
-            original(self, [grads[i] for i in indices], [trainable_variables[i] for i in indices])
+            _log(optimizer, f"{type(error).__name__}: {error}")
+            for i in indices:
+                results[i] = update(i, *inputs[i])
             continue
-        handles = _handles(self, variable)
-        for i in (first, *others):
-            new = dict(zip(map(id, handles), _handles(self, trainable_variables[i]), strict=True))
-            call_with_captures(function, [given[i]], [new.get(id(captured), captured) for captured in captures])
+        known = handles(first)
+        for i in indices:
+            new = dict(zip(map(id, known), handles(i), strict=True))
+            results[i] = call_with_captures(function, inputs[i], [new.get(id(c), c) for c in captures])
+    return results
 
 
 def _handles(optimizer, variable) -> list:
@@ -133,14 +149,14 @@ def _with_shapes(pairs: Sequence) -> list[tf.Tensor]:
     return [g if g.shape.is_fully_defined() else tf.ensure_shape(g, v.shape) for g, v in pairs]
 
 
-def _compiled(optimizer, update: Callable, gradients: Sequence[tf.Tensor]) -> tuple:
-    """Returns (a compiled function of gradients, captures of its trace).
+def _compiled(optimizer, update: Callable, inputs: Sequence[tf.Tensor]) -> tuple:
+    """Returns (a compiled function of gradients and other inputs, captures of its trace).
 
     Raises:
         ValueError: XLA lacks an operation.
         Exception: The user's or XLA's.
     """
-    specs = [tf.TensorSpec(g.shape, g.dtype) for g in gradients]
+    specs = [tf.TensorSpec(t.shape, t.dtype) for t in inputs]
     stepping = getattr(optimizer, "inner_optimizer", optimizer)
     rate = stepping.learning_rate  # of a schedule: its functions of float32 are not rounded alike by XLA
 
@@ -149,13 +165,14 @@ def _compiled(optimizer, update: Callable, gradients: Sequence[tf.Tensor]) -> tu
             step_module.within(compiles=True, has_rows=False, apart=False),
             keras_objects.rate_is(stepping, rate),
         ):
-            update(*its)
+            return update(*its)
 
     traced = traced_apart(whole, jit_compile=True, autograph=False).get_concrete_function(*specs)
     graph = traced.graph.as_graph_def()
     if (why := _refused(graph)) is not None:
         raise ValueError(why)
-    key = _content(graph.node, {f.signature.name: f for f in graph.library.function})
+    outputs = [tensor.name for tensor in traced.graph.outputs]
+    key = _content(graph.node, {f.signature.name: f for f in graph.library.function}, outputs=outputs)
     if key not in _known and not operation_types(graph) <= _NEED_NO_TRIAL:
         try_to_compile(traced, specs)
     function = _known.setdefault(key, without_captures(traced))
@@ -170,6 +187,16 @@ def _log(optimizer, why: str) -> None:
 def is_within() -> bool:
     """Whether this thread traces an update to compile."""
     return getattr(step_module.state, "compiles", False)
+
+
+def is_possible(optimizer, pairs: Sequence) -> bool:
+    """Whether an update of (gradient, variable) pairs may be compiled; logs the reason if not."""
+    if tf.executing_eagerly() or not enabled:
+        return False
+    why = _hindrance(pairs, optimizer)
+    if why is not None:
+        _log(optimizer, why)
+    return why is None
 
 
 def _hindrance(pairs: Sequence, optimizer) -> str | None:

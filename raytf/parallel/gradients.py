@@ -20,7 +20,7 @@ from raytf.collectives.communicator import all_sum, local_replicas, wide
 from raytf.compat import keras_objects
 from raytf.compat.patching import patch
 from raytf.compat.tensorflow import may_record
-from raytf.parallel import local_sgd, own_loops, sparse_rows
+from raytf.parallel import local_sgd, own_loops, shards, sparse_rows
 from raytf.parallel import step as step_module
 
 # Operations that are searched between a gradient's sum and the optimizer; beyond them it is summed again.
@@ -42,7 +42,8 @@ def gradient(original, self, target, sources, output_gradients=None, unconnected
         output_gradients = _upstream(step, target)
     with step_module.within(differentiates=True):  # TensorFlow's backward functions contain tapes
         grads = original(self, target, sources, output_gradients, unconnected_gradients)
-    return _with_sums(step, grads, places)
+    later = shards.left_to_optimizer(step, flat, tf.nest.flatten(grads))
+    return _with_sums(step, grads, [i for i in places if i not in later])
 
 
 @patch((tf.GradientTape, "jacobian"))

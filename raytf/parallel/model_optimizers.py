@@ -10,6 +10,8 @@ from raytf.errors import ConfigError
 from raytf.storage import checkpoint_files
 
 FILE = "optimizers.json"
+# Key of a worker's `shards.Shares` in the attributes of an optimizer.
+SHARES = "_raytf_shares"
 _STEPS = {"fit": "train_step", "evaluate": "test_step", "predict": "predict_step"}
 
 
@@ -44,6 +46,12 @@ def of(model) -> dict:
 def variables(model) -> list:
     """Returns the variables of all optimizers of a model, each once."""
     return list({id(v): v for optimizer in of(model).values() for v in optimizer.variables}.values())
+
+
+def alike(model) -> list:
+    """Returns the variables of all optimizers that workers have alike: without shares of slots."""
+    shares = [vars(optimizer)[SHARES] for optimizer in of(model).values() if SHARES in vars(optimizer)]
+    return [v for v in variables(model) if not any(id(v) in share.slots for share in shares)]
 
 
 def has_call(model) -> bool:

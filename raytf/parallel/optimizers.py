@@ -15,7 +15,7 @@ from raytf.compat.keras import BaseOptimizer, TFOptimizer, backend_nn, seed_modu
 from raytf.compat.patching import patch
 from raytf.compat.tensorflow import mirrored_replica_context, plain_merge_call
 from raytf.errors import ConfigError
-from raytf.parallel import compiled_update, gradients, local_sgd, own_loops, sparse_rows
+from raytf.parallel import compiled_update, gradients, local_sgd, own_loops, shards, sparse_rows
 from raytf.parallel import step as step_module
 
 # Distance of the replicas' seeds, so large that no two are equal: a seed counts up by one for each draw.
@@ -33,6 +33,13 @@ def apply(original, self, grads, trainable_variables=None):
         return _updated(original, self, grads, trainable_variables)
     grads = [tf.convert_to_tensor(g) if isinstance(g, np.ndarray) else g for g in grads]
     strategy = tf.distribute.get_strategy()
+    shares = shards.of(self)
+    if shares is not None:
+        grads, trainable_variables = shares.update(grads, trainable_variables)
+        if not grads:
+            with step_module.within(inline_merge=True):
+                self.iterations.assign_add(1)
+            return None
     local = local_sgd.every(strategy) > 1
     weights = trainable_variables or keras_objects.trained_by(self)
     grads = gradients.of_this_worker(grads) if local else gradients.for_optimizer(grads, weights)

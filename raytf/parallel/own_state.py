@@ -104,7 +104,7 @@ def content_of(model) -> bytes:
 def alike(model) -> list:
     """Returns the variables that are equal on all workers: all others of a model and its optimizers."""
     own = {id(v) for v in variables_of(model)}
-    return list({id(v): v for v in (*model.variables, *model_optimizers.variables(model)) if id(v) not in own}.values())
+    return list({id(v): v for v in (*model.variables, *model_optimizers.alike(model)) if id(v) not in own}.values())
 
 
 def check_alike(model) -> None:

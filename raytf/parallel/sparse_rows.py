@@ -110,18 +110,16 @@ def _merged(gradient: tf.IndexedSlices) -> tf.IndexedSlices:
     return tf.IndexedSlices(values, ids, gradient.dense_shape)
 
 
-class _Rows:
-    """Some rows of a variable, as a variable for `update_step`.
+class PartOfVariable:
+    """A part of a variable, as a variable for `update_step`.
 
     Args:
-        variable: A `tf.Variable` of this process.
-        ids: Unique numbers of its rows.
+        value: The part as a tensor.
         key: The optimizer's key of the variable; None for a slot.
     """
 
-    def __init__(self, variable, ids: tf.Tensor, key=None):
-        self._variable, self._ids, self._unique_id = variable, ids, key
-        self.dtype, self.value = variable.dtype, tf.gather(variable, ids)
+    def __init__(self, value: tf.Tensor, key=None):
+        self.dtype, self.value, self._unique_id = value.dtype, value, key
 
     def __tf_tensor__(self, dtype=None, name=None) -> tf.Tensor:
         return tf.convert_to_tensor(self.value, dtype)
@@ -134,6 +132,20 @@ class _Rows:
 
     def assign_sub(self, value) -> None:
         self.assign(self.value - value)
+
+
+class _Rows(PartOfVariable):
+    """Some rows of a variable.
+
+    Args:
+        variable: A `tf.Variable` of this process.
+        ids: Unique numbers of its rows.
+        key: See `PartOfVariable`.
+    """
+
+    def __init__(self, variable, ids: tf.Tensor, key=None):
+        super().__init__(tf.gather(variable, ids), key)
+        self._variable, self._ids = variable, ids
 
     def store(self) -> None:
         """Writes the rows into the variable."""

@@ -32,6 +32,7 @@ class Step:
         self._global_rows: list[tf.Tensor] = []
         self._alike: dict[int, object] = {}  # by id: tensors with equal values on all workers
         self._merged: dict[int, object] = {}  # by id: indices of gradients with unique ids
+        self._local: dict[int, object] = {}  # by id: gradients of this worker's rows, for `shards`
         self._graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
 
     def note_alike(self, tensor) -> None:
@@ -41,6 +42,14 @@ class Step:
     def is_alike(self, tensor) -> bool:
         """Whether a tensor was recorded as equal on all workers."""
         return id(tensor) in self._alike
+
+    def note_local(self, gradient: tf.Tensor) -> None:
+        """Records that a gradient is a tape's own result over this replica's rows, which its optimizer sums."""
+        self._local[id(gradient)] = gradient
+
+    def is_local(self, gradient: tf.Tensor) -> bool:
+        """Whether a gradient was recorded as local."""
+        return id(gradient) in self._local
 
     def note_merged(self, gradient: tf.IndexedSlices) -> None:
         """Records that the ids of a gradient are unique."""

@@ -52,6 +52,7 @@ from raytf.parallel import (
     own_loops,
     own_state,
     python_arrays,
+    shards,
     sparse_rows,
     step_logs,
     verbosity,
@@ -69,6 +70,7 @@ REPLACING = (
     optimizers,
     own_loops,
     python_arrays,
+    shards,
     sparse_rows,
     step_module,
 )
@@ -91,7 +93,7 @@ def _make_function(original, self, step_function):
     states = joined_state.States(self, self.__dict__.setdefault("_raytf_named", set())) if training else None
     replica_step = step_module.one_replica_step(self, step_function, states)
     if training:
-        replica_step = own_state.passing_on(self, replica_step)
+        replica_step = shards.in_step(self, own_state.passing_on(self, replica_step))
 
     @tf.autograph.experimental.do_not_convert
     def one_step(data):

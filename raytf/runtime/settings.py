@@ -44,6 +44,10 @@ class TensorflowConfig:
         sparse_updates: "lazy": an optimizer updates only the rows of an `Embedding` that a batch uses, and the moments
             of these. A step's time depends on these rows, and not on the table. For Keras' SGD, Adam, AdamW, Adagrad
             and Ftrl; the results differ from Keras' own, see `docs/guides/strategies.md`. None: as Keras does.
+        shard_optimizer: Whether each worker of a `KerasTrainer` keeps and updates its share of the optimizer's state
+            (ZeRO stage 1), with the same results. For workers on raytf's ring, and Keras' SGD, Adam, AdamW, Adamax,
+            Adagrad, Adadelta, RMSprop, Lion and Ftrl. A lost worker is not replaced in place: all workers restart from
+            the last checkpoint. See `docs/guides/strategies.md`.
         timeout_s: Timeout in seconds of a collective of TensorFlow that a worker does not join. None waits forever.
         hang_timeout_s: Seconds after which a line names the worker that the others wait for, its phase and its Python
             stack; at least 2. 30 times the usual step if that is more. The run ends after three times as long; or after
@@ -100,6 +104,7 @@ class TensorflowConfig:
     gradient_dtype: str | None = None
     sync_every: int = 1
     sparse_updates: Literal["lazy"] | None = None
+    shard_optimizer: bool = False
     timeout_s: float | None = None
     hang_timeout_s: float | None = 10.0
     first_step_timeout_s: float = FIRST_STEP_TIMEOUT
@@ -141,6 +146,18 @@ class TensorflowConfig:
             )
         if self.sparse_updates not in (None, "lazy"):
             raise ConfigError('sparse_updates must be "lazy" or None', repr(self.sparse_updates), "Choose one of them")
+        if not isinstance(self.shard_optimizer, bool):
+            raise ConfigError("shard_optimizer must be True or False", repr(self.shard_optimizer), "Choose one of them")
+        others = {"gradient_dtype": None, "sync_every": 1, "sparse_updates": None, "legacy_keras": False, "spares": 0}
+        others |= {"communication": "auto"}
+        others = [f"{name}={getattr(self, name)!r}" for name, value in others.items() if getattr(self, name) != value]
+        if self.shard_optimizer and others:
+            raise ConfigError(
+                "shard_optimizer needs the whole gradients of each step on raytf's ring, and a lost worker's share is "
+                "nowhere else",
+                f"shard_optimizer=True with {', '.join(others)}",
+                "Leave one of them out",
+            )
         if self.legacy_keras and (self.gradient_dtype or self.sync_every > 1 or self.sparse_updates):
             raise ConfigError(
                 "gradient_dtype, sync_every and sparse_updates are for Keras 3",

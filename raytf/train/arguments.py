@@ -286,6 +286,25 @@ def check_sparse(config: TensorflowConfig | None, strategy: str, scaling_config:
         )
 
 
+def check_sharded(
+    config: TensorflowConfig | None, strategy: str, scaling_config: ScalingConfig, own_loop: bool = False
+) -> None:
+    """Raises ConfigError if a run cannot share out the optimizer's state; logs if one worker has all of it."""
+    if config is None or not config.shard_optimizer:
+        return
+    received = f"strategy={strategy!r}" if strategy not in ("auto", "multi_worker_mirrored") else None
+    if own_loop:
+        received = "a TensorflowTrainer, whose loop saves its own checkpoints"
+    elif scaling_config.use_tpu or resources_per_worker(scaling_config).get("GPU"):
+        received = "workers with GPUs or TPUs"
+    if received is not None:
+        raise ConfigError(
+            "shard_optimizer is for a KerasTrainer whose workers train in step, on CPUs",
+            f"shard_optimizer=True with {received}",
+            "Leave it out",
+        )
+
+
 def check_servers(strategy: str, num_ps: int, scaling_config: ScalingConfig) -> None:
     """Raises ConfigError if parameter servers and their strategy are not used together, or do not fit the workers."""
     validation.check_num_ps(strategy, num_ps)

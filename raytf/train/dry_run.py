@@ -161,6 +161,7 @@ class ModelFacts:
         parameters: Number of trainable parameters.
         weight_bytes, optimizer_bytes, gradient_bytes: Bytes of all variables, of the optimizer's variables, and of the
             dense gradients of a step.
+        table_slot_bytes: Bytes of the optimizer's variables for tables of `Embedding`s.
         largest_bytes: Bytes of the largest variable.
         sparse_bytes: Bytes of the table rows for which a step has gradients.
         wide_gradients: Whether gradients have more than 16 bits.
@@ -177,6 +178,7 @@ class ModelFacts:
     wide_gradients: bool
     row_bytes: float
     step_seconds: float
+    table_slot_bytes: int = 0
 
 
 def _facts(model, feed) -> ModelFacts:
@@ -193,12 +195,21 @@ def _facts(model, feed) -> ModelFacts:
         began = time.perf_counter()
         tf.nest.map_structure(lambda t: t.numpy() if isinstance(t, tf.Tensor) else t, step(batch))
         seconds.append(time.perf_counter() - began)
+    tables = {id(keras_objects.table_of(layer)) for layer in keras_objects.layers_of(model)}
+    table_slots = [
+        slot
+        for optimizer in model_optimizers.of(model).values()
+        for variable in keras_objects.trained_by(getattr(optimizer, "inner_optimizer", optimizer))
+        if id(variable) in tables
+        for slot in keras_objects.slots_of(getattr(optimizer, "inner_optimizer", optimizer), variable).values()
+    ]
     dense, sparse = _bytes_of(_gradients(model, batch))
     return ModelFacts(
         parameters=int(sum(np.prod(v.shape) for v in model.trainable_variables)),
         largest_bytes=max((size([v]) for v in model.variables), default=0),
         weight_bytes=size(model.trainable_variables + model.non_trainable_variables),
         optimizer_bytes=size(model_optimizers.variables(model)),
+        table_slot_bytes=size(table_slots),
         gradient_bytes=dense,
         sparse_bytes=sparse,
         wide_gradients=any(tf.as_dtype(v.dtype).size > 2 for v in model.trainable_variables),

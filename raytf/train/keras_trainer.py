@@ -210,6 +210,7 @@ class KerasTrainer:
         ray_config.check_validation(self.validation_config, self.evaluator)
         arguments.check_servers(self.strategy, self.num_ps, self.scaling_config)
         arguments.check_sparse(self.tensorflow_config, self.strategy, self.scaling_config)
+        arguments.check_sharded(self.tensorflow_config, self.strategy, self.scaling_config)
         validation.check_config(self.config)
         arguments.check_workers(self.scaling_config)
         arguments.check_strategy(self.strategy, self.scaling_config)

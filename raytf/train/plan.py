@@ -198,7 +198,7 @@ def _plan(trainer: KerasTrainer, phases: phases_module.Phases) -> Plan:
         data=tuple(ingest.describe(name, source, "") for name, source in sources.items() if isinstance(source, TFData)),
         parameters=facts.parameters,
         weight_bytes=facts.weight_bytes,
-        optimizer_bytes=facts.optimizer_bytes,
+        optimizer_bytes=optimizer_bytes(facts, name, workers, trainer.tensorflow_config),
         gradient_bytes=facts.gradient_bytes,
         start_bytes=start_bytes(facts, name, workers),
         wire_bytes=sent,
@@ -241,6 +241,13 @@ def start_bytes(facts: ModelFacts, strategy: str, workers: int) -> int:
     everything = facts.weight_bytes + facts.optimizer_bytes
     group = max(facts.largest_bytes, min(_GROUP_BYTES, everything))
     return _GROUP_COPIES * group + min(_TRAVELLING_BYTES, 7 * everything)
+
+
+def optimizer_bytes(facts: ModelFacts, strategy: str, workers: int, config) -> int:
+    """Returns the bytes of the optimizer's state on a device: with `shard_optimizer` a share, and all for tables."""
+    if not config.shard_optimizer or strategy != "multi_worker_mirrored":
+        return facts.optimizer_bytes
+    return facts.table_slot_bytes + -(-(facts.optimizer_bytes - facts.table_slot_bytes) // workers)
 
 
 def wire_bytes(facts: ModelFacts, strategy: str, workers: int, config) -> float:

@@ -105,6 +105,7 @@ class TensorflowTrainer(EngineTrainer):
                 )
             tensorflow_config = TensorflowConfig()
         arguments.check_sparse(tensorflow_config, strategy, self._workers)
+        arguments.check_sharded(tensorflow_config, strategy, self._workers, own_loop=True)
         if tensorflow_config.spares:
             raise ConfigError(
                 "spares replace a lost worker of a KerasTrainer; those of a TensorflowTrainer all restart",

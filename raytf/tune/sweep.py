@@ -383,6 +383,12 @@ def _check(trainer, param_space, report_every_steps, resume) -> None:
             f"memory_every={trainer.memory_every!r}",
             "Leave it out",
         )
+    if isinstance(trainer, KerasTrainer) and trainer.tensorflow_config.shard_optimizer:
+        raise ConfigError(
+            "Tune has one worker of a trial save a checkpoint, and with shard_optimizer each worker has a part of it",
+            "shard_optimizer=True",
+            "Leave it out",
+        )
     if resume is None:
         space.check(param_space)
     elif "://" not in (path := report.located(resume)) and not os.path.exists(path):

@@ -23,7 +23,7 @@ from raytf.compat import keras_objects, legacy_keras
 from raytf.console import phases
 from raytf.errors import ConfigError, first_line
 from raytf.identity import same_run
-from raytf.parallel import model_optimizers
+from raytf.parallel import model_optimizers, shards
 from raytf.parallel.callbacks import settable_rate
 from raytf.storage.snapshots import NotKeptError
 from raytf.worker import checkpoint as checkpoints
@@ -179,8 +179,9 @@ class ReportCallback(keras.callbacks.Callback):
 
     def _report(self, stopped: bool):
         self._reported = self._fingerprint()
-        with activity.here.within(activity.CHECKPOINT):
-            self._kept = self._to(dict(self._history[-1]), self._moment(stopped) if self._checkpoint else None)
+        moment = self._moment(stopped) if self._checkpoint else None
+        with activity.here.within(activity.CHECKPOINT), shards.whole(self.model):
+            self._kept = self._to(dict(self._history[-1]), moment)
 
     def _moment(self, stopped: bool) -> checkpoints.Moment:
         moment = checkpoints.Moment(self.model, self._state(stopped), self._states, self._build)

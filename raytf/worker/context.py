@@ -45,10 +45,11 @@ def prepared(setup: WorkerSetup):
     """
     timeouts.put_in_force(setup.timeouts)
     if not legacy_keras.is_on():
-        from raytf.parallel import sparse_rows, trainer
+        from raytf.parallel import shards, sparse_rows, trainer
 
         trainer.install()
         sparse_rows.lazy = setup.config.sparse_updates == "lazy"
+        shards.enabled = setup.config.shard_optimizer
     if setup.config.seed is not None:
         tf.random.set_seed(setup.config.seed)
     context = Context(setup)

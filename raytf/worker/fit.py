@@ -10,7 +10,7 @@ import tensorflow as tf
 from raytf.compat import keras_objects
 from raytf.data.feed import open_feed
 from raytf.errors import ConfigError
-from raytf.parallel import model_optimizers
+from raytf.parallel import model_optimizers, shards
 from raytf.runtime.topology import Shard
 from raytf.storage.checkpoint_files import CheckpointState
 from raytf.validation import is_callback
@@ -104,6 +104,7 @@ def built(task: TrainJob, distribution):
     with distribution.scope():
         model = task.build_model(dict(task.config))
         keras_objects.make_shared_seed()
+    shards.attach(model, distribution)
     return model
 
 

@@ -33,6 +33,7 @@ from raytf.parallel import (
     metrics,
     model_optimizers,
     own_state,
+    shards,
 )
 from raytf.storage import checkpoint_files, step_folders
 from raytf.worker import checkpoint
@@ -47,6 +48,8 @@ def _refused(model, holder) -> str | None:
     """Returns why the loss of a worker is not recoverable, as a clause, or None."""
     if holder is None:
         return "workers do not sum gradients in raytf's ring"
+    if shards.are_in(model):
+        return "with shard_optimizer a lost worker's share of the optimizer's state exists nowhere else"
     if local_sgd.every(model.distribute_strategy) > 1:
         return "with sync_every workers have different weights"
     size = own_state.bytes_of(model)

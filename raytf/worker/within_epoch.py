@@ -22,7 +22,7 @@ from raytf.collectives import communicator
 from raytf.compat import keras_objects
 from raytf.data import sampling, worker_part
 from raytf.errors import ConfigError
-from raytf.parallel import local_sgd, metrics, model_optimizers, own_state
+from raytf.parallel import local_sgd, metrics, model_optimizers, own_state, shards
 from raytf.storage import step_folders
 from raytf.worker import checkpoint as checkpoints
 from raytf.worker import checkpoint_every, context, ending, random_state, snapshot_parts
@@ -191,16 +191,21 @@ class StepCheckpointCallback(TrainingPart):
             chief = session.rank == 0
             parts = self._parts(values, logs) if chief else {}
             writers = self._writers.count(self.model) if kept and self._writers is not None else 1
-            if chief and kept:
-                session.save_step(step_folders.name_of(step), self.model, parts, writers)
-            elif writers > 1:
-                session.save_part(step_folders.name_of(step), self.model, writers)
-            elif chief:
-                session.hold(step_folders.name_of(step), self.model, parts)
+            with shards.whole(self.model):
+                if chief and kept:
+                    session.save_step(step_folders.name_of(step), self.model, parts, writers)
+                elif writers > 1:
+                    session.save_part(step_folders.name_of(step), self.model, writers)
+                elif chief:
+                    session.hold(step_folders.name_of(step), self.model, parts)
             if held and self._holders.peer:
                 parts = snapshot_parts.from_chief(strategy, parts)
-                if self._holders.mine and not chief:
-                    session.hold(step_folders.name_of(step, copy=True), self.model, parts)
+                holds, peer = self._holders.mine and not chief, 0
+                if shards.are_in(self.model):
+                    (peer,) = map(int, communicator.sum_over_workers(strategy, [np.int64(holds * session.rank)]))
+                with shards.whole(self.model, peer):
+                    if holds:
+                        session.hold(step_folders.name_of(step, copy=True), self.model, parts)
 
     def _parts(self, values: list, logs: Mapping) -> dict:
         """Returns the parts of a checkpoint of this step, without the model."""

@@ -7,7 +7,7 @@ import warnings
 import numpy as np
 
 from raytf.collectives import communicator
-from raytf.parallel import model_optimizers
+from raytf.parallel import model_optimizers, shards
 from raytf.worker.session import RaySession
 
 # Bytes of a model's file for each writer; less is not worth another writer.
@@ -35,9 +35,9 @@ class Writers:
             model: A compiled and built `keras.Model`.
         """
         size, strategy = self._session.size, model.distribute_strategy
-        variables = [*model.variables, *model_optimizers.variables(model)]
+        variables = [*model.variables, *model_optimizers.alike(model)]
         count = min(size, sum(map(communicator.bytes_of, variables)) // LEAST_BYTES)
-        if count < FEWEST or not communicator.spans_workers(strategy):
+        if count < FEWEST or shards.are_in(model) or not communicator.spans_workers(strategy):
             return 1
         own_layout = np.array([self._session.layout(model), self._session.writes_alone()], np.int64)
         (chief_layout,) = communicator.from_chief(strategy, [own_layout])

@@ -104,12 +104,38 @@ def test_communication_options():
         ({"spares": 1, "heal": False}, "spares replace lost workers in place, which needs heal=True; .*heal=False"),
         ({"spares": 1, "communication": "nccl"}, "spares replace lost workers in place, which needs heal=True"),
         ({"spares": 1, "sync_every": 2}, "spares replace lost workers in place, which needs heal=True"),
+        ({"shard_optimizer": 1}, "shard_optimizer must be True or False; received: 1"),
+        ({"shard_optimizer": True, "spares": 1}, "nowhere else; received: shard_optimizer=True with spares=1"),
+        ({"shard_optimizer": True, "sync_every": 4}, "shard_optimizer=True with sync_every=4"),
+        (
+            {"shard_optimizer": True, "gradient_dtype": "bfloat16"},
+            "shard_optimizer=True with gradient_dtype='bfloat16'",
+        ),
+        ({"shard_optimizer": True, "sparse_updates": "lazy"}, "shard_optimizer=True with sparse_updates='lazy'"),
+        ({"shard_optimizer": True, "communication": "ring"}, "shard_optimizer=True with communication='ring'"),
+        ({"shard_optimizer": True, "legacy_keras": True}, "shard_optimizer=True with legacy_keras=True"),
         ({"intra_op_threads": 0}, "intra_op_threads must be at least 1"),
     ],
 )
 def test_wrong_options_are_refused(arguments, rule):
     with pytest.raises(ConfigError, match=rule):
         TensorflowConfig(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("scaling", "strategy", "own_loop", "received"),
+    [
+        ({"num_workers": 2}, "parameter_server", False, "strategy='parameter_server'"),
+        ({"num_workers": 2, "use_gpu": True}, "auto", False, "workers with GPUs or TPUs"),
+        ({"num_workers": 2}, "auto", True, "a TensorflowTrainer"),
+    ],
+)
+def test_shares_are_refused_where_workers_have_no_ring_or_save_for_themselves(scaling, strategy, own_loop, received):
+    config, scaling = TensorflowConfig(shard_optimizer=True), ScalingConfig(**scaling)
+    with pytest.raises(ConfigError, match=f"shard_optimizer=True with {received}"):
+        arguments.check_sharded(config, strategy, scaling, own_loop)
+    arguments.check_sharded(TensorflowConfig(), strategy, scaling, own_loop)
+    arguments.check_sharded(config, "auto", ScalingConfig(num_workers=1))
 
 
 @pytest.mark.parametrize(

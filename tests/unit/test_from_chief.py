@@ -58,8 +58,9 @@ def test_a_training_starts_variable_by_variable(sent, monkeypatch):
 
 
 def test_a_plan_counts_what_the_start_takes():
+    from raytf.runtime.settings import TensorflowConfig
     from raytf.train.dry_run import ModelFacts
-    from raytf.train.plan import start_bytes
+    from raytf.train.plan import optimizer_bytes, start_bytes
 
     def facts(weights, largest):
         return ModelFacts(
@@ -72,12 +73,17 @@ def test_a_plan_counts_what_the_start_takes():
             wide_gradients=True,
             row_bytes=4.0,
             step_seconds=1.0,
+            table_slot_bytes=100,
         )
 
     assert start_bytes(facts(1 << 30, 1 << 20), "multi_worker_mirrored", 2) == (3 * 16 + 28) << 20
     assert start_bytes(facts(1 << 30, 1 << 28), "multi_worker_mirrored", 2) == (3 * 256 + 28) << 20
     assert start_bytes(facts(4000, 4000), "multi_worker_mirrored", 2) == 10 * 12_000
     assert start_bytes(facts(1 << 30, 1 << 20), "default", 1) == 0
+    shares = TensorflowConfig(shard_optimizer=True)
+    assert optimizer_bytes(facts(500, 50), "multi_worker_mirrored", 3, shares) == 100 + 300
+    assert optimizer_bytes(facts(500, 50), "multi_worker_mirrored", 3, TensorflowConfig()) == 1000
+    assert optimizer_bytes(facts(500, 50), "default", 1, shares) == 1000
 
 
 def test_groups_are_bounded():

@@ -146,3 +146,37 @@ def test_workers_without_a_token_are_told():
         check_without(None)
     with pytest.raises(ConfigError, match="gradient_dtype='float16' without a token"):
         check_without("float16")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
+def test_the_halves_of_a_sum_give_its_bits(on_each, dtype):
+    """Each worker sums its share alone; joined, and gathered between steps, shares are what the sum gives all."""
+    import tensorflow as tf
+
+    from raytf.collectives.gradient_ring import GradientRing
+
+    draw = np.random.default_rng(3)
+    shapes = [(300, 700), (5,), (0, 2), (33, 61), (1,)]
+    gradients = [[draw.normal(size=shape) for shape in shapes] for _ in range(3)]
+
+    def work(place):
+        ring = GradientRing(place, pack_bytes=9000)
+        mine = [tf.cast(g, dtype) for g in gradients[place.rank]]
+        rows, before = tf.constant([2, 3, 4][place.rank]), place.sent
+        whole, total = ring.sum(mine, rows)
+        both, before = place.sent - before, place.sent
+        shares, total_of_shares = ring.sum(mine, rows, shares=True)
+        joined = ring.join(shares, [tf.TensorSpec(g.shape, g.dtype) for g in mine])
+        halves = place.sent - before
+        gathered = [ring.whole(share.numpy()) for share in shares]
+        assert total == total_of_shares == 9
+        return [g.numpy() for g in whole], [g.numpy() for g in joined], gathered, shares, (both, halves)
+
+    found = on_each(work)
+    for whole, joined, gathered, _, (both, halves) in found:
+        assert halves == pytest.approx(both, rel=0.02)
+        for one, two, three in zip(whole, joined, gathered, strict=True):
+            assert one.tobytes() == two.tobytes() == three.tobytes()
+    counts = [sum(int(share.shape[0]) for share in shares) for *_, shares, _ in found]
+    assert sum(counts) == sum(int(np.prod(shape)) for shape in shapes)
+    assert counts == pytest.approx([sum(counts) / 3] * 3, rel=0.02)
