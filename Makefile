@@ -61,7 +61,7 @@ venv: $(STAMP)
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt \
-		--editable '.[jobs,examples,optuna,benchmarks,test]'
+		--editable '.[jobs,examples,optuna,benchmarks,serve,sources,test]'
 	touch $@
 
 clean:
