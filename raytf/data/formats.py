@@ -18,7 +18,7 @@ from raytf import logs
 from raytf.data import stored
 from raytf.data.columns import Column
 from raytf.data.file_source import FilePart, FileSource, in_task
-from raytf.data.files import CSV_ENDINGS, Files, find
+from raytf.data.files import CSV_ENDINGS, Files, find, retried
 from raytf.data.records import PIECE_BYTES
 from raytf.data.tfrecords import read_tfrecords
 from raytf.errors import ConfigError
@@ -176,7 +176,7 @@ def _csv_schema(files: Files, types: Mapping[str, str], like: Found | None) -> p
     Raises:
         ConfigError: Files have other columns, or types that have nothing in common.
     """
-    schemas = [_first_of_csv(files.filesystem, path) for path in files.paths]
+    schemas = [retried(_first_of_csv, files.filesystem, path) for path in files.paths]
     first = schemas[0] if like is None else like.schema
     for path, schema in zip(files.paths, schemas, strict=True):
         if set(schema.names) != set(first.names):

@@ -19,7 +19,7 @@ from pyarrow import fs
 
 from raytf import logs
 from raytf.data.file_source import FilePart, FileSource, in_task, in_tasks
-from raytf.data.files import Files, listed
+from raytf.data.files import Files, listed, retried
 from raytf.data.records import TYPES, Feature, Records, index
 from raytf.errors import ConfigError
 
@@ -135,7 +135,7 @@ def _index_all(files: Files) -> list[Records]:
 
 
 def _indexed(filesystem: fs.FileSystem, files: Sequence[tuple[str, int]]) -> list[Records]:
-    return [piece for path, size in files for piece in index(filesystem, path, size)]
+    return [piece for path, size in files for piece in retried(index, filesystem, path, size)]
 
 
 def _first_records(pieces: Sequence[Records]) -> list[Records]:
