@@ -3,6 +3,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 # Made anew when the dependencies change, so that a later `make` skips what is installed.
 STAMP := $(VENV)/installed
+# What tests outside the gate need on top: Ray Serve, and packages of Ray Data's sources.
+MORE := $(VENV)/installed-more
 
 .PHONY: train test test-fast test-all soak lint compat docs venv clean
 .DELETE_ON_ERROR:
@@ -23,7 +25,7 @@ test-fast: venv
 		--numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 # All that is not in the gate, each part to its end. What fails is run once more, and shown and named (RERUN).
-test-all: venv
+test-all: $(MORE)
 	@failed=; for part in tests/unit tests/processes "tests/cluster tests/jobs"; do \
 	  $(PYTEST) -m "not gate" --reruns 1 --rerun-show-tracebacks $$part || failed="$$failed $$part"; \
 	done; test -z "$$failed" || { echo "failed:$$failed"; exit 1; }
@@ -62,6 +64,10 @@ $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt \
 		--editable '.[jobs,examples,optuna,benchmarks,test]'
+	touch $@
+
+$(MORE): $(STAMP)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[serve,sources]'
 	touch $@
 
 clean:

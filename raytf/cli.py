@@ -12,16 +12,16 @@ import click
 from raytf import __version__, cli_runs, validation
 from raytf.cli_parts import (
     COUNT,
+    DATA,
+    FILES,
     NUMBER,
     POSITIVE,
     Commands,
     checked,
     columns,
     given,
-    image_size,
     option,
     options,
-    pairs,
     path,
     wrong_options,
 )
@@ -64,7 +64,7 @@ _TRAINING = options(
         to="datasets",
         required=True,
         metavar="PATH",
-        help="Folder or URI of Parquet, CSV or TFRecord files, or images in a folder for each class.",
+        help=FILES,
     ),
     option("--validation", to="datasets", metavar="PATH", help="The same, to validate on."),
     option(
@@ -81,37 +81,7 @@ _TRAINING = options(
         metavar="COLUMN",
         help="The column of labels.  [default, without --features: one named label, target, class or y]",
     ),
-    option(
-        "--format",
-        to="data",
-        default="auto",
-        type=click.Choice(["auto", *validation.FORMATS]),
-        show_default=True,
-        help="Format of the files; auto goes by their names.",
-    ),
-    option(
-        "--types",
-        to="data",
-        callback=pairs,
-        metavar="COLUMN=TYPE[,...]",
-        help="Arrow types of CSV columns, as age=float32.  [default: by the first rows]",
-    ),
-    option(
-        "--unreadable",
-        to="data",
-        default="refuse",
-        type=click.Choice(validation.UNREADABLE),
-        show_default=True,
-        help="What to do with images that cannot be decoded.",
-    ),
-    option(
-        "--image-size",
-        "image",
-        to="columns",
-        callback=image_size,
-        metavar="HEIGHTxWIDTH[xCHANNELS]",
-        help="Decode the one feature as an image of this size.  [default, for images: that of the first]",
-    ),
+    DATA,
     option(
         "--sample-weights", to="trainer", callback=columns, metavar="COLUMN", help="A column of weights for each row."
     ),
@@ -591,7 +561,7 @@ def _trainer(ctx: click.Context, largest=lambda: 1, space: Collection[str] | Non
         environment = {"env_vars": {"PYTHONPATH": os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")])}}
         connect([{"CPU": cpus}] * processes, logging_level=logging.ERROR, runtime_env=environment)
     with wrong_options():
-        datasets, roles = _datasets(values, paths)
+        datasets, roles = cli_runs.datasets_of(values, paths)
         return KerasTrainer(
             build_model,
             config=config,
@@ -604,17 +574,6 @@ def _trainer(ctx: click.Context, largest=lambda: 1, space: Collection[str] | Non
             run_config=run_config,
             **(values["trainer"] | roles),
         )
-
-
-def _datasets(values, paths: dict[str, str]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns the datasets of paths, and the features and labels that are given or can be known."""
-    from raytf.data import formats
-
-    found: dict[str, Any] = {}
-    for name, place in paths.items():
-        found[name] = formats.read(name, place, **values["data"], like=found.get("train"))
-    roles = formats.roles(found["train"], values["trainer"], values["columns"]["image"])
-    return {name: data.dataset for name, data in found.items()}, roles
 
 
 def parse_settings(settings) -> dict:

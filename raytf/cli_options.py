@@ -83,10 +83,16 @@ def check_training(
     pick_strategy(trainer["strategy"], workers=count, devices=devices, tpu=False)
     per_replica_batch(config["batch_size"], 1 if trainer["num_ps"] else count * max(1, devices))
     for name, path in paths.items():
-        if "://" in path:  # read when Ray is started
-            continue
-        if find(name, path, given["data"]["format"])[0] == "parquet":
-            check_columns(name, path, {role: trainer[role] for role in ("features", "labels", "sample_weights")})
+        check_files(name, path, given)
+
+
+def check_files(name: str, path: str, given: Mapping[str, Mapping[str, Any]]) -> None:
+    """Raises ConfigError for a local path without files of one format, or Parquet files without the columns."""
+    if "://" in path:  # read when Ray is started
+        return
+    if find(name, path, given["data"]["format"])[0] == "parquet":
+        roles = {role: given["trainer"][role] for role in ("features", "labels", "sample_weights")}
+        check_columns(name, path, roles)
 
 
 def check_config_keys(build_model: Callable, known: Collection[str], params: Sequence[Any]) -> None:

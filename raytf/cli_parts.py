@@ -14,6 +14,7 @@ from typing import Any
 
 import click
 
+from raytf import validation
 from raytf.errors import ConfigError, RaytfError, StoppedError
 
 
@@ -162,3 +163,40 @@ def path(ctx, param, text: str | None) -> str | None:
     import os
 
     return os.path.abspath(os.path.expanduser(text)) if text and "://" not in text else text
+
+
+FILES = "Folder or URI of Parquet, CSV or TFRecord files, or images in a folder for each class."
+# how files become rows
+DATA = options(
+    option(
+        "--format",
+        to="data",
+        default="auto",
+        type=click.Choice(["auto", *validation.FORMATS]),
+        show_default=True,
+        help="Format of the files; auto goes by their names.",
+    ),
+    option(
+        "--types",
+        to="data",
+        callback=pairs,
+        metavar="COLUMN=TYPE[,...]",
+        help="Arrow types of CSV columns, as age=float32.  [default: by the first rows]",
+    ),
+    option(
+        "--unreadable",
+        to="data",
+        default="refuse",
+        type=click.Choice(validation.UNREADABLE),
+        show_default=True,
+        help="What to do with images that cannot be decoded.",
+    ),
+    option(
+        "--image-size",
+        "image",
+        to="columns",
+        callback=image_size,
+        metavar="HEIGHTxWIDTH[xCHANNELS]",
+        help="Decode the one feature as an image of this size.  [default, for images: that of the first]",
+    ),
+)

@@ -4,11 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from typing import Any
 
 import click
 
 from raytf import validation
-from raytf.cli_parts import COUNT, NUMBER, POSITIVE, Which, columns, path, wrong_options
+from raytf.cli_parts import (
+    COUNT,
+    DATA,
+    FILES,
+    NUMBER,
+    POSITIVE,
+    Which,
+    columns,
+    given,
+    option,
+    options,
+    path,
+    wrong_options,
+)
 
 _RUN = click.argument("run", metavar="RUN")
 _WHICH = click.option(
@@ -26,13 +40,13 @@ _MODE = click.option(
 _MODEL = click.option(
     "--model", metavar="MODULE:FUNCTION", help="What builds the model, where Keras cannot from its file."
 )
-_DATA = click.option("--data", required=True, metavar="PATH", help="Folder or URI of Parquet files.")
-_FEATURES = click.option(
+_DATA = click.option("--data", required=True, metavar="PATH", help=FILES)
+_FEATURES = option(
     "--features",
+    to="trainer",
     callback=columns,
-    required=True,
     metavar="COLUMN[,COLUMN...]",
-    help="A column; several are stacked into a float vector.",
+    help="A column; several are stacked into a float vector.  [default: all but the labels]",
 )
 _BATCH = click.option("--batch-size", default=256, type=COUNT, show_default=True, help="Rows of a global batch.")
 _WORKERS = click.option("--num-workers", default=1, type=COUNT, show_default=True, help="Number of workers.")
@@ -42,9 +56,7 @@ _GPUS = click.option("--gpus-per-worker", default=0, type=NUMBER, show_default=T
 
 def _running(command):
     """Adds the options of what runs a model that was kept."""
-    for option in (_MODEL, _GPUS, _CPUS, _WORKERS, _BATCH, _MODE, _METRIC, _WHICH):
-        command = option(command)
-    return command
+    return options(_WHICH, _METRIC, _MODE, _BATCH, _WORKERS, _CPUS, _GPUS, _MODEL, DATA)(command)
 
 
 @click.command(short_help="List the runs of a folder.")
@@ -95,17 +107,21 @@ def runs(folder, metric, mode):
     help="Folder or URI for Parquet files of predictions.",
 )
 @_running
-def predict(run, data, features, output, batch_size, **options):
-    """Predict with the model of a run's folder, or of a checkpoint's, on Parquet files: a row for each row.
+@click.pass_context
+def predict(ctx, run, data, output, batch_size, **_):
+    """Predict with the model of a run's folder, or of a checkpoint's, on the rows of files: a row for each.
+
+    Images need no folder for each class; their predictions are in the order of their paths.
 
     \b
     Example:
       raytf predict runs/first --data new --features a,b -o predictions --which best
     """
-    with _model_of(run, data, options, features=features) as (model, source, workers):
+    with _model_of(ctx, run, data, labelled=False) as (model, source, roles, workers):
         import raytf
         from raytf.data.stored import quiet
 
+        features = roles["features"]
         predictions = raytf.predict(model, source, batch_size, features=features, scaling_config=workers)
         with quiet():
             predictions.write_parquet(output)
@@ -116,26 +132,25 @@ def predict(run, data, features, output, batch_size, **options):
 @_RUN
 @_DATA
 @_FEATURES
-@click.option("--labels", callback=columns, metavar="COLUMN", help="The column of labels.")
-@click.option("--sample-weights", callback=columns, metavar="COLUMN", help="A column of weights for each row.")
+@option("--labels", to="trainer", callback=columns, metavar="COLUMN", help="The column of labels.")
+@option("--sample-weights", to="trainer", callback=columns, metavar="COLUMN", help="A column of weights for each row.")
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON object.")
 @_running
-def evaluate(run, data, features, labels, sample_weights, as_json, batch_size, **options):
-    """Evaluate the model of a run's folder, or of a checkpoint's, on Parquet files: its loss and metrics, of all rows.
+@click.pass_context
+def evaluate(ctx, run, data, sample_weights, as_json, batch_size, **_):
+    """Evaluate the model of a run's folder, or of a checkpoint's, on files: its loss and metrics, of all rows.
 
     \b
     Example:
       raytf evaluate runs/first --data test --features a,b --labels y --which best
     """
-    roles = {"features": features, "labels": labels, "sample_weights": sample_weights}
-    with _model_of(run, data, options, **roles) as (model, source, workers):
+    with _model_of(ctx, run, data) as (model, source, roles, workers):
         import raytf
 
-        columns_of = {"features": features, "labels": labels}
         if sample_weights is not None:
-            columns_of["sample_weight"] = sample_weights
+            roles["sample_weight"] = sample_weights
         metrics = raytf.evaluate(
-            model, source, batch_size=batch_size, return_dict=True, scaling_config=workers, **columns_of
+            model, source, batch_size=batch_size, return_dict=True, scaling_config=workers, **roles
         )
     if as_json:
         import json
@@ -221,25 +236,48 @@ def completion(ctx, shell):
     click.echo(script.source())
 
 
-@contextlib.contextmanager
-def _model_of(run: str, data: str, options: dict, **roles):
-    """Yields the model of a run, the source of rows, and the workers' `ScalingConfig`; connects to Ray.
+def datasets_of(values, paths: dict[str, str], labelled: bool = True) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns the datasets of paths, and the features and labels that are given or can be known.
 
     Args:
-        run: Path or URI of a run's or a checkpoint's folder.
-        data: Path or URI of Parquet files.
-        options: The options which, metric, mode, model and those of the workers.
-        roles: Columns that the data must have, by role.
+        values: Values of the options, see `given`.
+        paths: Paths by name of the dataset; others have the types and classes of the first.
+        labelled: Whether the rows have labels.
     """
-    workers, cpus, gpus = (options.pop(name) for name in ("num_workers", "cpus_per_worker", "gpus_per_worker"))
+    from raytf.data import formats
+
+    found: dict[str, Any] = {}
+    for name, place in paths.items():
+        like = next(iter(found.values()), None)
+        found[name] = formats.read(name, place, **values["data"], like=like, labelled=labelled)
+    roles = formats.roles(next(iter(found.values())), values["trainer"], values["columns"]["image"])
+    return {name: data.dataset for name, data in found.items()}, roles
+
+
+@contextlib.contextmanager
+def _model_of(ctx: click.Context, run: str, data: str, labelled: bool = True):
+    """Yields the model of a run, the dataset, its features and labels, and the workers' `ScalingConfig`.
+
+    It connects to Ray.
+
+    Args:
+        ctx: Context of the command.
+        run: Path or URI of a run's or a checkpoint's folder.
+        data: Path or URI of the data.
+        labelled: Whether the data has labels.
+    """
+    workers, cpus, gpus = (ctx.params[name] for name in ("num_workers", "cpus_per_worker", "gpus_per_worker"))
+    choice = {name: ctx.params[name] for name in ("which", "metric", "mode")}
+    values = given(ctx)
+    values["trainer"] = {"labels": None, "sample_weights": None} | values["trainer"]
     with wrong_options():
-        from raytf.cli_options import check_columns
+        from raytf.cli_options import check_files
         from raytf.worker.choice import Choice
         from raytf.worker.export import check_source
 
-        build_model = _build_model(options.pop("model"))
-        check_source(run, Choice(**options))
-        check_columns("given", data, roles)
+        build_model = _build_model(ctx.params["model"])
+        check_source(run, Choice(**choice))
+        check_files("given", data, values)
 
     import logging
     import os
@@ -250,12 +288,18 @@ def _model_of(run: str, data: str, options: dict, **roles):
     from raytf.runtime.connection import connect
 
     with wrong_options(but=_damaged()):
-        model = raytf.load_model(run, build_model=build_model, **options)
+        model = raytf.load_model(run, build_model=build_model, **choice)
     resources = {"CPU": cpus} | ({"GPU": gpus} if gpus else {})
     environment = {"env_vars": {"PYTHONPATH": os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")])}}
     connect([resources] * workers, logging_level=logging.ERROR, runtime_env=environment)
-    source = data if "://" in data else os.path.abspath(data)
-    yield model, source, ScalingConfig(num_workers=workers, use_gpu=gpus > 0, resources_per_worker=resources)
+    with wrong_options():
+        datasets, roles = datasets_of(values, {"given": data}, labelled)
+    yield (
+        model,
+        datasets["given"],
+        roles,
+        ScalingConfig(num_workers=workers, use_gpu=gpus > 0, resources_per_worker=resources),
+    )
 
 
 def _damaged() -> type[Exception]:

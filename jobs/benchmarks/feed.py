@@ -7,9 +7,9 @@ same counting `tf.data` reduction in TensorFlow's graph, as `fit` takes batches.
 NumPy arrays and does nothing with them: out of Parquet in the page cache, with images as binary of a fixed size, which
 it reads fastest; or cut from the blocks in memory, each copied, as its memory is not TensorFlow's to keep.
 
-TFRecord: `raytf.read_tfrecords`, with its index and all that Ray needs to start, as one pass into the object store and
-out of it; in a later epoch, which is read from there; and in an epoch of a stream. Against `TFRecordDataset` with
-`parse_example` of batches, in parallel; and against `ray.data.read_tfrecords` with `to_tf`.
+TFRecord: `raytf.read_tfrecords` with its index and a first epoch; a later epoch; and one out of the object store, with
+`materialize=True`. Against `TFRecordDataset` with `parse_example` of batches, in parallel; and against
+`ray.data.read_tfrecords` with `to_tf`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ RATIOS += [("raytf unshuffled", "pyarrow, Parquet"), ("raytf unshuffled", "pyarr
 BLOCK_ROWS = 50_000
 RECORD_FILES = {"numbers": 8, "bytes": 8}  # of BLOCK_ROWS each: 32 floats, or 784 bytes; and a label
 RAY_ROWS = 10_000
-RECORD_WAYS = ("tf.data", "Ray to_tf", "raytf, first epoch", "raytf, later", "raytf, streamed")
+RECORD_WAYS = ("tf.data", "Ray to_tf", "raytf, first epoch", "raytf, later", "raytf, kept")
 RECORD_RATIOS = [(way, "tf.data") for way in RECORD_WAYS[2:]] + [("raytf, first epoch", "Ray to_tf")]
 
 
@@ -217,7 +217,7 @@ def once_records(kind: str, batch: str, repeats: str, scale: str, address: str) 
     from ray.train import ScalingConfig
 
     import raytf
-    from raytf.data import ingest, streamed
+    from raytf.data import ingest
     from raytf.data.batch_spec import BatchSpec
     from raytf.data.feed import Feed
     from raytf.data.sampling import Sampling
@@ -242,27 +242,26 @@ def once_records(kind: str, batch: str, repeats: str, scale: str, address: str) 
     def rays():
         return common.count_rows(ray.data.read_tfrecords(small).to_tf("x", "label", batch_size=batch))
 
-    def feed(materialize: bool):
+    def feed(materialize: bool | str = "auto"):
         data = {"train": raytf.read_tfrecords(paths, schema)}
         read = ingest.read_all(data, materialize, ScalingConfig(num_workers=1), spec.roles)
-        return read, Feed(read["train"], spec, Sampling(global_batch=batch, shuffle="window"))
+        return Feed(read["train"], spec, Sampling(global_batch=batch, shuffle="window"))
 
-    (_, kept), (read, stream) = feed(True), feed(False)
+    opened, kept = feed(), feed(True)
     runs = dict(
         zip(
             RECORD_WAYS,
             (
                 plain,
                 rays,
-                lambda: common.count_rows(feed(True)[1].dataset()),
+                lambda: common.count_rows(feed().dataset()),
+                lambda: common.count_rows(opened.dataset()),
                 lambda: common.count_rows(kept.dataset()),
-                lambda: common.count_rows(stream.dataset()),
             ),
             strict=True,
         )
     )
     _measure(f"TFRecord {kind} {batch}", runs, repeats)
-    streamed.close(read)
     folder.cleanup()
 
 

@@ -23,6 +23,7 @@ ALL = (
     "start",
     "fit",
     "feed",
+    "images",
     "stream",
     "stream_scale",
     "step",

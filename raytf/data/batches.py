@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -162,7 +163,7 @@ class Batcher:
         seeds = flat.pop() if self.spec.map else None
         for i, columns in enumerate(self.spec.columns):
             if not columns.stacked and columns.parts[0].image:
-                flat[i] = decode_images(flat[i], columns.parts[0].image)
+                flat[i] = decode_images(flat[i], columns.parts[0].image, columns.parts[0].draft)
         flat = iter(flat)
         parts = tuple({k: next(flat) for k in s} if isinstance(s, dict) else next(flat) for s in self.spec.structure)
         if self.spec.map:
@@ -192,20 +193,29 @@ def _pad(ragged: tf.RaggedTensor, column, length: int | tf.Tensor) -> tf.Tensor:
     return filled
 
 
-def decode_images(files: tf.Tensor, shape: tuple[int, int, int]) -> tf.Tensor:
+def decode_images(files: tf.Tensor, shape: tuple[int, int, int], draft: bool = False) -> tf.Tensor:
     """Decodes image files to pixels.
 
     Args:
         files: Contents of PNG, JPEG, GIF or BMP files: string, (rows,).
         shape: (height, width, channels). Images of another size are resized bilinearly, and rounded.
+        draft: Whether large JPEG files are decoded at a smaller size first.
 
     Returns:
         uint8, (rows, height, width, channels).
     """
     height, width, channels = shape
 
+    def decoded(file):
+        return tf.io.decode_image(file, channels=channels, expand_animations=False)
+
+    def drafted(file):
+        times = tf.reduce_min(tf.image.extract_jpeg_shape(file)[:2] // [height, width])
+        ways = [functools.partial(tf.io.decode_jpeg, file, channels=channels, ratio=ratio) for ratio in (1, 2, 4, 8)]
+        return tf.switch_case(tf.reduce_sum(tf.cast(times >= [2, 4, 8], tf.int32)), ways)
+
     def one(file):
-        image = tf.io.decode_image(file, channels=channels, expand_animations=False)
+        image = tf.cond(tf.io.is_jpeg(file), lambda: drafted(file), lambda: decoded(file)) if draft else decoded(file)
         image.set_shape([None, None, channels])
         fits = tf.reduce_all(tf.shape(image)[:2] == [height, width])
 

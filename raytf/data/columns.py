@@ -28,6 +28,8 @@ class Column:
         fill: Value that replaces nulls. Without it columns with nulls are refused.
         image: Shape `(height, width, channels)` of images, for bytes of PNG, JPEG, GIF or BMP files. They are decoded,
             and resized where they differ, to uint8.
+        draft: Whether JPEG files of at least twice the size of `image` are decoded at a half, a quarter or an eighth of
+            their own size before they are resized: faster, and with other pixels, means of several of the file's.
         shape: Shape of a row, for raw bytes of a fixed size. Needs `dtype`.
         dtype: NumPy dtype that numbers are converted to. None keeps the column's.
 
@@ -48,6 +50,7 @@ class Column:
     bucket: bool = False
     fill: Any = None
     image: tuple[int, int, int] | None = None
+    draft: bool = False
     shape: tuple[int, ...] | None = None
     dtype: str | None = None
 
@@ -58,6 +61,7 @@ class Column:
             (self.pad not in (None, "batch") and not whole, 'pad must be a length of at least 1, or "batch"', self.pad),
             (self.bucket and not self.is_list, "bucket needs ragged or pad", "bucket=True alone"),
             (self.image is not None and len(self.image) != 3, "image must be (height, width, channels)", self.image),
+            (self.draft and self.image is None, "draft needs image", "draft=True alone"),
             (self.shape is not None and self.dtype is None, "shape needs dtype", self.shape),
         ]
         for bad, rule, received in wrong:

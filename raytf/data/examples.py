@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -10,65 +11,134 @@ import tensorflow as tf
 from google.protobuf.message import DecodeError
 from pyarrow import fs
 
-from raytf.data.records import PIECE_BYTES, Feature, Records, local
+from raytf.data.records import PIECE_BYTES, Feature, Records
 from raytf.errors import ConfigError, in_a_line
 
 _KINDS = {"int64_list": "int64", "float_list": "float32", "bytes_list": "string"}
+_BUFFER = 1 << 20  # bytes that are read of a file at once
 _FIX = "Correct the record, or pass read_tfrecords a schema that it fits"
 
 
-def read(filesystem: fs.FileSystem, piece: Records, features: Sequence[Feature]) -> Iterator[pa.Table]:
-    """Yields tables of a piece's rows.
+class RecordReader:
+    """Reads and parses records of files, fastest in their order: a part of a piece is read from its start.
 
-    Raises:
-        ConfigError: A record does not fit the features, or is damaged.
+    Args:
+        filesystem: File system of the files. Of one that is not local it has a copy of a piece in memory.
     """
-    batch = max(1, piece.rows * PIECE_BYTES // max(1, piece.stop - piece.start))
-    read_rows = 0
-    with local(filesystem, piece) as path:
-        records = _records(piece, path)
+
+    def __init__(self, filesystem: fs.FileSystem):
+        self._filesystem, self._copy = filesystem, ""
+        self._piece: Records | None = None
+
+    def table(self, piece: Records, features: Sequence[Feature], rows: np.ndarray) -> pa.Table:
+        """Returns the table of some rows of a piece, in ascending order.
+
+        Raises:
+            ConfigError: A record of the piece does not fit the features, or is damaged.
+        """
         try:
-            for serialized in records.batch(batch):
-                table = parse(serialized, features)
-                yield table
-                read_rows += table.num_rows
+            return parse(self.serialized(piece, rows), features)
         except (tf.errors.OpError, ValueError) as error:
-            raise _refused(records.skip(read_rows), piece, read_rows, features, error) from None
-    if read_rows != piece.rows:
-        raise ConfigError(
-            "Files must stay as they were when read_tfrecords has indexed them",
-            f"{piece.path!r} with {read_rows} of {piece.rows} records",
-            "Call read_tfrecords again",
+            raise self._refused(piece, features, error) from None
+
+    def serialized(self, piece: Records, rows: np.ndarray) -> tf.Tensor:
+        """Returns records of a piece in ascending order: string, (rows,)."""
+        size = block_rows(piece)
+        parts = []
+        for number in range(rows[0] // size, rows[-1] // size + 1):
+            block, few = (
+                self._block(piece, number),
+                rows[slice(*np.searchsorted(rows, [number * size, (number + 1) * size]))],
+            )
+            parts.append(block if len(few) == len(block) else tf.gather(block, few - number * size))
+        return parts[0] if len(parts) == 1 else tf.concat(parts, 0)
+
+    def _block(self, piece: Records, number: int) -> tf.Tensor:
+        """Returns the records of block `number` of a piece."""
+        size = block_rows(piece)
+        if piece is not self._piece or number < self._number:
+            self._piece, self._number, self._blocks = piece, -1, iter(self._records(piece).batch(size))
+        while self._number < number:
+            self._last, self._number = next(self._blocks, ()), self._number + 1
+            found = self._number * size + len(self._last)
+            if found < min(piece.rows, (self._number + 1) * size):
+                self._piece = None
+                raise ConfigError(
+                    "Files must stay as they were when read_tfrecords has indexed them",
+                    f"{piece.path!r} with {found} of {piece.rows} records",
+                    "Call read_tfrecords again",
+                )
+        return self._last
+
+    def _records(self, piece: Records) -> tf.data.Dataset:
+        """Returns a dataset of the serialized records, without tf.data's tuning, which costs more than it gains."""
+        path, start = piece.path, piece.start
+        if not isinstance(self._filesystem, fs.LocalFileSystem):
+            self.close()
+            path, start = self._copied(piece), 0
+        # the class of tf.data has no argument for the offset
+        variant = tf.raw_ops.TFRecordDatasetV2(
+            filenames=[path], compression_type=piece.compression, buffer_size=_BUFFER, byte_offsets=[start]
         )
+        options = tf.data.Options()
+        options.autotune.enabled = False
+        options.experimental_optimization.apply_default_optimizations = False
+        records = tf.data.experimental.from_variant(variant, tf.TensorSpec([], tf.string))
+        return records.take(piece.rows).with_options(options)
 
+    def _copied(self, piece: Records) -> str:
+        """Copies a piece into TensorFlow's file system in memory, and returns its path there."""
+        with self._filesystem.open_input_file(piece.path) as file:
+            data = file.read() if piece.compression else file.read_at(piece.stop - piece.start, piece.start)
+        self._copy = f"ram://raytf-records-{id(self)}"
+        with tf.io.gfile.GFile(self._copy, "wb") as copy:
+            copy.write(data)
+        return self._copy
 
-def _records(piece: Records, path: str) -> tf.data.Dataset:
-    """Returns a dataset of the serialized records, without tf.data's tuning, which costs more than it gains."""
-    options = tf.data.Options()
-    options.autotune.enabled = False
-    options.experimental_optimization.apply_default_optimizations = False
-    return tf.data.TFRecordDataset(path, piece.compression).take(piece.rows).with_options(options)
+    def close(self) -> None:
+        """Removes the copy."""
+        if self._copy:
+            tf.io.gfile.remove(self._copy)
+            self._piece, self._copy = None, ""
 
-
-def _refused(records, piece: Records, read_rows: int, features: Sequence[Feature], error: Exception) -> ConfigError:
-    """Returns the error of the first record that cannot be read or parsed."""
-    iterator = iter(records)
-    for number in range(piece.first + read_rows, piece.first + piece.rows):
-        try:
-            parse(tf.expand_dims(next(iterator), 0), features)
-        except tf.errors.DataLossError as damage:
+    def _refused(self, piece: Records, features: Sequence[Feature], error: Exception) -> ConfigError:
+        """Returns the error of the first record of a piece that cannot be read or parsed."""
+        if isinstance(error, tf.errors.NotFoundError):
             return ConfigError(
-                "Records must be whole, as their checksums say",
-                f"record {number} of {piece.path!r} ({in_a_line(damage)})",
-                "Write the file again, or leave it out",
+                "TFRecord files must be on a path that all nodes see",
+                in_a_line(error),
+                "Use shared storage, or the URI of an object store",
             )
-        except (tf.errors.OpError, ValueError) as misfit:
-            return ConfigError(
-                "Records must fit the schema", f"record {number} of {piece.path!r}: {in_a_line(misfit)}", _FIX
-            )
-        except StopIteration:
-            break
-    return ConfigError("Records must fit the schema", f"{piece.path!r}: {in_a_line(error)}", _FIX)
+        iterator = iter(self._records(piece))
+        for number in range(piece.first, piece.first + piece.rows):
+            try:
+                parse(tf.expand_dims(next(iterator), 0), features)
+            except tf.errors.DataLossError as damage:
+                return ConfigError(
+                    "Records must be whole, as their checksums say",
+                    f"record {number} of {piece.path!r} ({in_a_line(damage)})",
+                    "Write the file again, or leave it out",
+                )
+            except (tf.errors.OpError, ValueError) as misfit:
+                return ConfigError(
+                    "Records must fit the schema", f"record {number} of {piece.path!r}: {in_a_line(misfit)}", _FIX
+                )
+            except StopIteration:
+                break
+        return ConfigError("Records must fit the schema", f"{piece.path!r}: {in_a_line(error)}", _FIX)
+
+
+def block_rows(piece: Records) -> int:
+    """Returns how many records of a piece are read at once, of about `PIECE_BYTES`: a compressed file is one piece."""
+    return max(1, piece.rows * PIECE_BYTES // max(1, piece.stop - piece.start))
+
+
+def read(filesystem: fs.FileSystem, piece: Records, features: Sequence[Feature]) -> Iterator[pa.Table]:
+    """Yields tables of a piece's rows, as `RecordReader.table`."""
+    with contextlib.closing(RecordReader(filesystem)) as reader:
+        size = block_rows(piece)
+        for first in range(0, piece.rows, size):
+            yield reader.table(piece, features, np.arange(first, min(piece.rows, first + size)))
 
 
 # ------------------------------------------------------------------------------------------ parsing
@@ -102,7 +172,7 @@ def _spec(feature: Feature):
 
 def _column(value, feature: Feature, lengths) -> pa.Array:
     if isinstance(value, tf.RaggedTensor):
-        values, splits = value.flat_values.numpy(), [part.numpy() for part in value.nested_row_splits]
+        values, splits = value.flat_values, [part.numpy() for part in value.nested_row_splits]
         if feature.shape:
             size = int(np.prod(feature.shape))
             if np.any(splits[-1] % size):
@@ -110,19 +180,28 @@ def _column(value, feature: Feature, lengths) -> pa.Array:
             splits[-1] //= size
     elif lengths is not None:  # padded to the longest list
         few = lengths.numpy().astype(np.int32)
-        values = value.numpy()
-        values = values[np.arange(values.shape[1]) < few[:, None]]
+        values = tf.boolean_mask(value, np.arange(value.shape[1]) < few[:, None])
         splits = [np.concatenate([[0], np.cumsum(few)]).astype(np.int32)]
     else:
-        values, splits = value.numpy(), []
+        values, splits = value, []
+    if feature.dtype != "string":
+        values = values.numpy()
     if feature.is_tensor:
         return pa.FixedShapeTensorArray.from_numpy_ndarray(values)
-    array = pa.array(values.reshape(-1), pa.binary() if feature.dtype == "string" else None)
+    array = _binary(values) if feature.dtype == "string" else pa.array(values.reshape(-1))
     for size in reversed(feature.shape):
         array = pa.FixedSizeListArray.from_arrays(array, size)
     for offsets in reversed(splits):
         array = pa.ListArray.from_arrays(offsets, array)
     return array
+
+
+def _binary(strings: tf.Tensor) -> pa.Array:
+    """Returns strings without a Python object for each."""
+    lengths = tf.strings.length(strings).numpy().ravel()
+    data = tf.strings.reduce_join(strings).numpy()
+    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    return pa.Array.from_buffers(pa.binary(), len(lengths), [None, pa.py_buffer(offsets), pa.py_buffer(data)])
 
 
 # ------------------------------------------------------------------------------------------ inference
@@ -136,9 +215,9 @@ def inferred(filesystem: fs.FileSystem, pieces: Sequence[Records]) -> list[Featu
     """
     seen: dict[tuple[bool, str], dict[str, set]] = {}
     present: dict[str, list[set]] = {}
-    for piece in pieces:
-        with local(filesystem, piece) as path:
-            for i, record in enumerate(_records(piece, path).as_numpy_iterator()):
+    with contextlib.closing(RecordReader(filesystem)) as reader:
+        for piece in pieces:
+            for i, record in enumerate(reader.serialized(piece, np.arange(piece.rows)).numpy()):
                 place = f"record {piece.first + i} of {piece.path!r}"
                 try:
                     example = tf.train.SequenceExample.FromString(record)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import posixpath
 import re
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -20,6 +21,7 @@ from pyarrow import fs
 from raytf.errors import ConfigError
 
 CSV_ENDINGS = (".csv", ".csv.gz")
+_PAUSES = (0.25, 0.5, 1.0)  # seconds before another attempt
 _IMAGE_ENDINGS = (".jpg", ".jpeg", ".png", ".gif", ".bmp")
 
 
@@ -90,6 +92,21 @@ def located(path: str, filesystem: fs.FileSystem | None = None) -> tuple[fs.File
         except (ValueError, ImportError) as unknown:
             raise ConfigError("A URI must name a known file system", f"{path!r} ({error})", str(unknown)) from None
         return fs.PyFileSystem(fs.FSSpecHandler(system)), path
+
+
+def retried(read: Callable, *arguments):
+    """Returns read(*arguments), which gets some more attempts if the storage fails; Ray Data's own tasks have them.
+
+    pyarrow repeats requests itself, but not one of a few bytes whose error message is longer.
+    """
+    for pause in _PAUSES:
+        try:
+            return read(*arguments)
+        except (FileNotFoundError, PermissionError):
+            raise
+        except OSError:
+            time.sleep(pause)
+    return read(*arguments)
 
 
 def _below(path: str, filesystem: fs.FileSystem | None) -> tuple[fs.FileSystem, str, list[fs.FileInfo]]:

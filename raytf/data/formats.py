@@ -18,7 +18,7 @@ from raytf import logs
 from raytf.data import stored
 from raytf.data.columns import Column
 from raytf.data.file_source import FilePart, FileSource, in_task
-from raytf.data.files import CSV_ENDINGS, Files, find
+from raytf.data.files import CSV_ENDINGS, Files, find, retried
 from raytf.data.records import PIECE_BYTES
 from raytf.data.tfrecords import read_tfrecords
 from raytf.errors import ConfigError
@@ -56,6 +56,7 @@ def read(
     types: Mapping[str, str] | None = None,
     unreadable: str = "refuse",
     like: Found | None = None,
+    labelled: bool = True,
 ) -> Found:
     """Returns the dataset that a path names.
 
@@ -66,6 +67,7 @@ def read(
         types: Types of columns of CSV files, by name, as Arrow names them; others are inferred.
         unreadable: "refuse" raises ConfigError for an image that cannot be decoded; "skip" leaves it out.
         like: The training data, whose types and classes this data has, too.
+        labelled: Whether images need labels.
 
     Raises:
         ConfigError: There are no such files, or they do not fit each other.
@@ -91,7 +93,7 @@ def read(
             )
         source = FileSource("CSV", files, pieces, schema, _read_csv)
         return Found(found, ray.data.read_datasource(source), schema)
-    rows, classes = _labelled(files, {} if like is None else like.classes)
+    rows, classes = _labelled(files, {} if like is None else like.classes) if labelled else (_paths(files), {})
     for column, values in classes.items() if like is None else ():
         shown = ", ".join(values[:_SHOWN_CLASSES]) + (", ..." if len(values) > _SHOWN_CLASSES else "")
         logger.info(f"{name}: {len(rows)} images; {column} is the number, from 0, of one of {shown}")
@@ -174,7 +176,7 @@ def _csv_schema(files: Files, types: Mapping[str, str], like: Found | None) -> p
     Raises:
         ConfigError: Files have other columns, or types that have nothing in common.
     """
-    schemas = [_first_of_csv(files.filesystem, path) for path in files.paths]
+    schemas = [retried(_first_of_csv, files.filesystem, path) for path in files.paths]
     first = schemas[0] if like is None else like.schema
     for path, schema in zip(files.paths, schemas, strict=True):
         if set(schema.names) != set(first.names):
@@ -235,6 +237,14 @@ def _read_csv(filesystem: fs.FileSystem, path: str, schema: pa.Schema) -> Iterat
 # ------------------------------------------------------------------------------------------ images
 
 
+def _paths(files: Files) -> pa.Table:
+    """Returns the paths of images."""
+    pictures = files.only(lambda name: not name.endswith(CSV_ENDINGS))
+    if not pictures.paths:
+        raise ConfigError("A folder of images must hold some", repr(files.root), "Check the path")
+    return pa.table({"path": pictures.paths})
+
+
 def _labelled(files: Files, classes: Mapping[str, Sequence[str]]) -> tuple[pa.Table, dict[str, Sequence[str]]]:
     """Returns the rows of images without their bytes, and the classes that are numbered in them, by column.
 
@@ -243,14 +253,12 @@ def _labelled(files: Files, classes: Mapping[str, Sequence[str]]) -> tuple[pa.Ta
     Raises:
         ConfigError: An image has no label, or one that the training data has not.
     """
-    pictures = files.only(lambda name: not name.endswith(CSV_ENDINGS))
-    tables = files.only(lambda name: name.endswith(CSV_ENDINGS))
-    if not pictures.paths:
-        raise ConfigError("A folder of images must hold some", repr(files.root), "Check the path")
+    rows, tables = _paths(files), files.only(lambda name: name.endswith(CSV_ENDINGS))
+    pictures = rows["path"].to_pylist()
     if tables.paths:
         rows = _of_csv(files, pictures, tables.paths[0])
     else:
-        relative = [posixpath.relpath(path, files.root) for path in pictures.paths]
+        relative = [posixpath.relpath(path, files.root) for path in pictures]
         alone = next((path for path in relative if "/" not in path), None)
         if alone:
             raise ConfigError(
@@ -258,7 +266,7 @@ def _labelled(files: Files, classes: Mapping[str, Sequence[str]]) -> tuple[pa.Ta
                 repr(posixpath.join(files.root, alone)),
                 "Move them, or write a CSV file with the columns file and label",
             )
-        rows = pa.table({"path": pictures.paths, "label": [path.partition("/")[0] for path in relative]})
+        rows = rows.append_column("label", pa.array([path.partition("/")[0] for path in relative]))
     found: dict[str, Sequence[str]] = {}
     for name in rows.column_names:
         if name == "path" or not pa.types.is_string(rows.schema.field(name).type):
@@ -273,7 +281,7 @@ def _labelled(files: Files, classes: Mapping[str, Sequence[str]]) -> tuple[pa.Ta
     return rows, found
 
 
-def _of_csv(files: Files, pictures: Files, path: str) -> pa.Table:
+def _of_csv(files: Files, pictures: Sequence[str], path: str) -> pa.Table:
     """Returns the rows of a CSV file whose first column names files, relative to its folder, in the order of files."""
     with files.filesystem.open_input_stream(path) as file:
         try:
@@ -282,7 +290,7 @@ def _of_csv(files: Files, pictures: Files, path: str) -> pa.Table:
             raise _no_csv(path, error) from error
     folder = posixpath.dirname(path)
     named = [posixpath.join(folder, str(name)) for name in table.column(0).to_pylist()]
-    missing = sorted(set(named) - set(pictures.paths)) or sorted(set(pictures.paths) - set(named))
+    missing = sorted(set(named) - set(pictures)) or sorted(set(pictures) - set(named))
     if missing or len(set(named)) < len(named):
         raise ConfigError(
             "The first column of a CSV file of labels must name each image of its folder once",

@@ -251,7 +251,7 @@ class Texts(ColumnSource):
     def gather(self, places):
         out = np.empty(len(places), object)
         for table, rows, indices in places.by_table:
-            out[indices] = self._parts[table].take(pa.array(rows)).to_pylist()
+            out[indices] = self._parts[table].take(pa.array(rows)).to_numpy(zero_copy_only=False)
         return (out,)
 
 

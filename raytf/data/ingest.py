@@ -11,9 +11,10 @@ import ray
 
 from raytf import logs
 from raytf.compat import ray_data
-from raytf.data import columns, stored, streamed
+from raytf.data import columns, record_files, stored, streamed
 from raytf.data import partitions as partitions_module
 from raytf.data.partitions import Partitions
+from raytf.data.record_files import RecordBlocks
 from raytf.data.stored import StoredDataset, as_table
 from raytf.data.tf_data import TFData
 from raytf.errors import ConfigError
@@ -87,7 +88,9 @@ def _read(
     name: str, dataset, materialize: bool | str, workers: int, specs: Mapping
 ) -> StoredDataset | streamed.StreamedDataset:
     with columns.of_dataset(name):
-        return _read_named(name, stored.projected(dataset, specs), materialize, workers, specs)
+        needed = stored.projected(dataset, specs)
+        records = None if materialize is True else record_files.opened(dataset, specs, materialize == "auto")
+        return records or _read_named(name, needed, materialize, workers, specs)
 
 
 def _read_named(
@@ -158,5 +161,7 @@ def describe(name: str, found: StoredDataset | streamed.StreamedDataset | TFData
     if isinstance(found, TFData):
         return f"{name}: {found.looked.text}"
     storage = "streamed in every epoch" if isinstance(found, streamed.StreamedDataset) else "kept in the object store"
+    if isinstance(found, RecordBlocks):
+        storage = "kept by each worker"
     shuffled = {"full": "shuffled", "window": "shuffled by windows", "none": "in its own order"}[shuffle]
     return f"{name}: {sum(found.rows):,} rows, {storage}, {shuffled}"

@@ -16,6 +16,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raytf.data.columns import Columns
 from raytf.data.gather import COPIED_BYTES, ColumnSource, Places, source
+from raytf.data.record_files import RecordStream, RecordTables
 from raytf.data.sampling import Epoch, Ranges, Sampler
 from raytf.data.stored import StoredDataset, as_table
 from raytf.data.streamed import Part, StreamedDataset, without_rows
@@ -128,7 +129,8 @@ class StreamReader(Reader):
         self._stream, self._columns, self._order = stream, columns, without_rows(order)
         self._who = (worker, workers)
         self.prepare: Callable = lambda epoch, number, chunk, rows: None
-        self.sources = sources([stream.sample], columns)
+        self.sources = sources([as_table(block) for block in stream.first().get()], columns)
+        self._tables = stream.opened() if isinstance(stream, RecordStream) else None
 
     def chunks(self, epoch, number, first):
         with ThreadPoolExecutor(1, "raytf_feed") as pool:
@@ -145,6 +147,8 @@ class StreamReader(Reader):
 
     def rows(self, epoch, number, chunk):
         start, stop = epoch.bounds(chunk)
+        if self._tables is not None:
+            return RecordRows(self._tables, epoch, start, stop, self._columns, self.sources)
 
         def ask() -> list[Part]:
             return self._stream.request(*self._who, self._order, number, start, stop)
@@ -168,7 +172,6 @@ class StreamRows:
     def __init__(self, ask: Callable[[], list[Part]], start: int, count: int, columns: Sequence[Columns], known: list):
         self._ask, self._start, self._columns, self._sources = ask, start, columns, known
         self._names = list(dict.fromkeys(name for c in columns for name in c.names))
-        self._here = ray.get_runtime_context().get_node_id()
         self._parts = ask()
         self._tables: list[pa.Table] = []
         self._table = np.full(count, -1, np.int32)  # for each row the index of its table, and its row in that
@@ -197,12 +200,9 @@ class StreamRows:
 
     def _taken(self, wanted: np.ndarray) -> list[tuple[int | None, np.ndarray, pa.Table]]:
         """Returns tables as (offset of the table if it has all rows from there, or None; the rows; the table)."""
-        near, far, offset = [], [], 0
-        for part in self._parts:
-            low, high = np.searchsorted(wanted, [offset, offset + part.rows])
-            if low < high:
-                (near if part.node == self._here else far).append((part, offset, wanted[low:high]))
-            offset += part.rows
+        near, far, here = [], [], ray.get_runtime_context().get_node_id()
+        for part, offset, rows in self._needed(wanted):
+            (near if part.node == here else far).append((part, offset, rows))
         coming = self._sent(_take, [(part, part.first + rows - offset) for part, offset, rows in far], self._names)
         taken = []
         for part, offset, _ in near:  # all rows of a local block, which needs no copy
@@ -214,6 +214,15 @@ class StreamRows:
             taken += [(None, some, table) for some, table in zip(rows, tables, strict=True)]
             self.fetched_bytes += sum(table.nbytes for table in tables)
         return taken
+
+    def _needed(self, wanted: np.ndarray) -> Iterator[tuple[Part, int, np.ndarray]]:
+        """Yields (part, index of its first row, the wanted rows) for each part with some."""
+        offset = 0
+        for part in self._parts:
+            low, high = np.searchsorted(wanted, [offset, offset + part.rows])
+            if low < high:
+                yield part, offset, wanted[low:high]
+            offset += part.rows
 
     def _sent(self, function, wanted: list, *arguments) -> Callable[[], list[tuple[list[int], Any]]]:
         """Starts function(requests of the blocks, *arguments, *blocks) on each node that has some of the blocks.
@@ -270,7 +279,8 @@ class StreamRows:
 
     def _all_lengths(self, column: Columns) -> list[np.ndarray]:
         wanted = [(part, (part.first, part.rows)) for part in self._parts]
-        far = [i for i, part in enumerate(self._parts) if part.node != self._here]
+        here = ray.get_runtime_context().get_node_id()
+        far = [i for i, part in enumerate(self._parts) if part.node != here]
         coming = self._sent(_measure, [wanted[i] for i in far], column)
         all_lengths: list = [
             None if i in far else _measure([rows], column, ray.get(part.block))[0]
@@ -280,6 +290,36 @@ class StreamRows:
             for i, part_lengths in zip(indices, lengths, strict=True):
                 all_lengths[far[i]] = part_lengths
         return all_lengths
+
+
+class RecordRows(StreamRows):
+    """Rows of a chunk of TFRecord files, of which this process parses those that it needs.
+
+    Args:
+        tables: Reader of the files.
+        epoch: The epoch.
+        start: Stream position of the first row.
+        stop: Stream position after the last row.
+        columns: Columns of the tensors.
+        known: Sources of the columns over other rows.
+    """
+
+    def __init__(
+        self, tables: RecordTables, epoch: Epoch, start: int, stop: int, columns: Sequence[Columns], known: list
+    ):
+        self._read = tables.table
+        super().__init__(
+            lambda: tables.parts(epoch.pieces, epoch.starts, start, stop), start, stop - start, columns, known
+        )
+
+    def _taken(self, wanted):
+        return [
+            (None, rows, self._read(part, rows - offset, self._names)) for part, offset, rows in self._needed(wanted)
+        ]
+
+    def _all_lengths(self, column):
+        tables = [self._read(part, np.arange(part.rows), column.names) for part in self._parts]
+        return [_measure([(0, len(table))], column, table)[0] for table in tables]
 
 
 def _take(wanted: list[np.ndarray], names: list[str], *blocks) -> list[pa.Table]:

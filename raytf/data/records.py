@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import gzip
-import shutil
-import tempfile
-from collections.abc import Iterator
+import struct
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +16,7 @@ from raytf.errors import ConfigError
 
 PIECE_BYTES = 16 << 20  # about what one task reads
 _CHUNK = 1 << 20
+_LENGTH = struct.Struct("<Q")
 TYPES = {"int64": pa.int64(), "float32": pa.float32(), "string": pa.binary()}
 
 
@@ -76,7 +74,6 @@ class Records:
         first: Number of the first record in the file, from 0.
         rows: Number of records.
         compression: "GZIP" or "".
-        whole: Whether they are all records of the file.
     """
 
     path: str
@@ -85,25 +82,6 @@ class Records:
     first: int
     rows: int
     compression: str
-    whole: bool
-
-
-@contextlib.contextmanager
-def local(filesystem: fs.FileSystem, piece: Records) -> Iterator[str]:
-    """Yields the path of a local file with only these records, a copy unless there is one.
-
-    TensorFlow reads a file from its start, and checks its records.
-    """
-    if piece.whole and isinstance(filesystem, fs.LocalFileSystem):
-        yield piece.path
-        return
-    with tempfile.NamedTemporaryFile(prefix="raytf-records-") as copy, filesystem.open_input_file(piece.path) as file:
-        if piece.whole:
-            shutil.copyfileobj(file, copy)
-        else:
-            copy.write(file.read_at(piece.stop - piece.start, piece.start))
-        copy.flush()
-        yield copy.name
 
 
 def index(filesystem: fs.FileSystem, path: str, size: int) -> list[Records]:
@@ -135,7 +113,7 @@ def index(filesystem: fs.FileSystem, path: str, size: int) -> list[Records]:
     positions = np.array(starts, np.int64)
     cuts = [0] if zipped else np.unique(positions[:-1] // PIECE_BYTES, return_index=True)[1].tolist()
     return [
-        Records(path, starts[a], starts[b], a, b - a, "GZIP" if zipped else "", b - a == len(headers))
+        Records(path, starts[a], starts[b], a, b - a, "GZIP" if zipped else "")
         for a, b in zip(cuts, [*cuts[1:], len(headers)], strict=True)
     ]
 
@@ -146,20 +124,20 @@ def _headers(file, size: int | None) -> tuple[list[bytes], list[int], int | None
     starts = [0]
     buffer, offset, position = b"", 0, 0
     while True:
-        if position + 12 > offset + len(buffer):
-            rest = buffer[position - offset :]
-            past = position > offset + len(buffer)
-            if past and ((size or position) < position or file.seek(position) < position):
-                return headers, starts, len(headers) - 1  # a compressed file is left at its end
-            buffer, offset = rest + file.read(_CHUNK), position
-            if not buffer:
-                return headers, starts, None
-            if len(buffer) < 12:
-                return headers, starts, len(headers)
-        header = buffer[position - offset : position - offset + 12]
-        headers.append(header)
-        position += int.from_bytes(header[:8], "little") + 16  # the length, its checksum, the data, its checksum
-        starts.append(position)
+        rest = buffer[position - offset :]
+        past = position > offset + len(buffer)
+        if past and ((size or position) < position or file.seek(position) < position):
+            return headers, starts, len(headers) - 1  # a compressed file is left at its end
+        buffer, offset = rest + file.read(_CHUNK), position
+        if not buffer:
+            return headers, starts, None
+        if len(buffer) < 12:
+            return headers, starts, len(headers)
+        while position + 12 <= offset + len(buffer):
+            headers.append(buffer[position - offset : position - offset + 12])
+            # the length, its checksum, the data, its checksum
+            position += _LENGTH.unpack_from(buffer, position - offset)[0] + 16
+            starts.append(position)
 
 
 def _are_whole(headers: bytes) -> np.ndarray:

@@ -24,7 +24,7 @@ from raytf.data import columns as columns_module
 from raytf.data import gather
 from raytf.data.file_source import refused_in_task
 
-_FIRST_ROWS = 1000
+FIRST_ROWS = 1000
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def read(dataset, specs: Mapping | None = None, prepare: Callable | None = None)
         blocks = [block for bundle in materialized.iter_internal_ref_bundles() for block in bundle.blocks]
         blocks = [block for block in blocks if block.metadata.num_rows]
         schema = materialized.schema()
-        columns = known or _names(specs or {}) or ([] if schema is None else list(schema.names))
+        columns = known or names_of(specs or {}) or ([] if schema is None else list(schema.names))
         return StoredDataset(
             [block.ref for block in blocks], [block.metadata.num_rows for block in blocks], list(columns)
         )
@@ -105,7 +105,7 @@ def first(dataset, specs: Mapping, prepare: Callable | None = None) -> StoredDat
     with quiet():
         limit_footer_readers(dataset)
         needed = projected(dataset, specs)
-        return read(needed if _in_memory(needed) else needed.limit(_FIRST_ROWS), prepare=prepare).first()
+        return read(needed if _in_memory(needed) else needed.limit(FIRST_ROWS), prepare=prepare).first()
 
 
 def projected(dataset, specs: Mapping):
@@ -127,11 +127,11 @@ def projected(dataset, specs: Mapping):
         return _mapped(dataset, functools.partial(_kept, specs))
     for role, spec in specs.items():
         columns_module.check_names(spec, known, role)
-    names = _names(specs)
+    names = names_of(specs)
     return dataset if _in_memory(dataset) or set(names) == set(known) else dataset.select_columns(names)
 
 
-def _names(specs: Mapping) -> list[str]:
+def names_of(specs: Mapping) -> list[str]:
     return list(
         dict.fromkeys(name for spec in specs.values() for part in columns_module.flat(spec) for name in part.names)
     )
@@ -169,7 +169,7 @@ def _kept(specs: Mapping, table: pa.Table) -> pa.Table:
         return table
     for role, spec in specs.items():
         columns_module.check_names(spec, table.column_names, role)
-    return table.select(_names(specs))
+    return table.select(names_of(specs))
 
 
 def _prepared(specs: Mapping, table: pa.Table) -> pa.Table:

@@ -37,11 +37,36 @@ _REPORT_INTERVAL = 30.0
 
 @dataclass(frozen=True)
 class StreamedDataset:
-    """Streamed dataset, the counterpart of `stored.StoredDataset`.
+    """Dataset that is read in every epoch, the counterpart of `stored.StoredDataset`.
 
     Args:
         rows: Number of rows of each piece.
         columns: Names of the columns.
+    """
+
+    rows: tuple[int, ...]
+    columns: list[str]
+
+    def first(self) -> StoredDataset:
+        """Returns a dataset of only the first rows."""
+        raise NotImplementedError
+
+    def another(self) -> StreamedDataset:
+        """Returns the dataset for workers of another training."""
+        return self
+
+    def rest(self) -> None:
+        """Releases the blocks that were read for workers that have stopped."""
+
+    def close(self) -> None:
+        """Ends the reading for good."""
+
+
+@dataclass(frozen=True)
+class ServedDataset(StreamedDataset):
+    """Dataset that one Ray Data execution reads for all workers.
+
+    Args:
         sample: The first rows, for shapes and dtypes.
         name: Name of the dataset, for messages.
         workers: Number of workers that request rows at once.
@@ -49,8 +74,6 @@ class StreamedDataset:
         server: The actor of a `StreamServer`.
     """
 
-    rows: tuple[int, ...]
-    columns: list[str]
     sample: pa.Table = field(repr=False)
     name: str
     workers: int
@@ -58,16 +81,17 @@ class StreamedDataset:
     server: Any = field(repr=False)
 
     def first(self) -> StoredDataset:
-        """Returns a dataset of only the first rows."""
         return StoredDataset([self.sample], [self.sample.num_rows], self.columns)
 
-    def another(self) -> StreamedDataset:
-        """Returns the dataset with a new server, for workers of another training; it ends with this process."""
+    def another(self) -> ServedDataset:
+        # the new server ends with this process
         return replace(self, server=_server(self.name, self.workers))
 
     def rest(self) -> None:
-        """Releases the blocks that were read for workers that have stopped."""
         ray.wait([self.server.rest.remote()], timeout=_ANSWER_INTERVAL)
+
+    def close(self) -> None:
+        ray.kill(self.server)
 
     def request(self, worker: int, workers: int, order: Sampler, epoch: int, start: int, stop: int) -> list[Part]:
         """Returns the locations of the rows from stream position `start` to `stop`, in order, after they are read.
@@ -386,7 +410,7 @@ def without_rows(order: Sampler) -> Sampler:
     return dataclasses.replace(order, rows=())
 
 
-def open_stream(found: Partitions, columns: list[str], sample: pa.Table, workers: int, name: str) -> StreamedDataset:
+def open_stream(found: Partitions, columns: list[str], sample: pa.Table, workers: int, name: str) -> ServedDataset:
     """Starts the server of a stream, on any node; it ends with this process.
 
     Args:
@@ -397,14 +421,14 @@ def open_stream(found: Partitions, columns: list[str], sample: pa.Table, workers
         name: Name of the dataset, for messages.
     """
     stored = ray.put(found)
-    return StreamedDataset(found.rows, columns, sample, name, workers, stored, _server(name, workers))
+    return ServedDataset(found.rows, columns, sample, name, workers, stored, _server(name, workers))
 
 
 def close(datasets: Mapping[str, Any]) -> None:
     """Ends the servers of a run's streamed datasets."""
     for dataset in datasets.values():
         if isinstance(dataset, StreamedDataset):
-            ray.kill(dataset.server)
+            dataset.close()
 
 
 def _server(name: str, workers: int):

@@ -19,7 +19,7 @@ from pyarrow import fs
 
 from raytf import logs
 from raytf.data.file_source import FilePart, FileSource, in_task, in_tasks
-from raytf.data.files import Files, listed
+from raytf.data.files import Files, listed, retried
 from raytf.data.records import TYPES, Feature, Records, index
 from raytf.errors import ConfigError
 
@@ -85,10 +85,25 @@ def read_tfrecords(
             f"{rows:,} records in {len(files.paths)} TFRecord file(s), with the features of the first records: "
             f"{'; '.join(map(str, features))}"
         )
-    pieces = [FilePart(part.path, part, part.stop - part.start, part.rows) for part in records]
-    schema = pa.schema([(feature.name, feature.type) for feature in features])
-    read = functools.partial(_read, {feature.name: feature for feature in features})
-    return ray.data.read_datasource(FileSource("TFRecord", files, pieces, schema, read))
+    return ray.data.read_datasource(RecordSource(files, records, features))
+
+
+class RecordSource(FileSource):
+    """Ray Data's view of TFRecord files.
+
+    Args:
+        files: All files.
+        records: Their pieces.
+        features: Their features.
+    """
+
+    def __init__(self, files: Files, records: Sequence[Records], features: Sequence[Feature]):
+        pieces = [FilePart(part.path, part, part.stop - part.start, part.rows) for part in records]
+        schema = pa.schema([(feature.name, feature.type) for feature in features])
+        read = functools.partial(_read, {feature.name: feature for feature in features})
+        super().__init__("TFRecord", files, pieces, schema, read)
+        self.records, self.features = records, features
+        self.is_local = isinstance(files.filesystem, fs.LocalFileSystem)
 
 
 def _read(features: Mapping, filesystem: fs.FileSystem, piece: Records, schema: pa.Schema) -> Iterator[pa.Table]:
@@ -120,7 +135,7 @@ def _index_all(files: Files) -> list[Records]:
 
 
 def _indexed(filesystem: fs.FileSystem, files: Sequence[tuple[str, int]]) -> list[Records]:
-    return [piece for path, size in files for piece in index(filesystem, path, size)]
+    return [piece for path, size in files for piece in retried(index, filesystem, path, size)]
 
 
 def _first_records(pieces: Sequence[Records]) -> list[Records]:

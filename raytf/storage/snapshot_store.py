@@ -262,9 +262,9 @@ class SnapshotStore:
                 shutil.rmtree(renamed)
             else:
                 self._filesystem.delete_file(posixpath.join(path, MANIFEST))
-        if not self._is_local:
-            with contextlib.suppress(FileNotFoundError):
-                self._filesystem.delete_dir(path)
+        # Google's storage has another error for a folder that is not there
+        if not self._is_local and self._filesystem.get_file_info(path).type != FileType.NotFound:
+            self._filesystem.delete_dir(path)
 
     def _begin(self, name: str) -> None:
         """Records the snapshot's name; before the first one also the folders that others left half written."""

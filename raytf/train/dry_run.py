@@ -18,6 +18,7 @@ from raytf import timeouts
 from raytf.compat import autograph, keras_objects, legacy_names, versions
 from raytf.compat.patching import patched
 from raytf.data.batch_spec import BatchSpec
+from raytf.data.record_files import RecordBlocks
 from raytf.data.sampling import Sampling
 from raytf.data.stored import StoredDataset
 from raytf.data.tf_data import Looked, TFData
@@ -57,7 +58,12 @@ def inspect(
         order: How to compare two workers with one device meanwhile, or None.
         validation: A pipeline to check, too, or None.
     """
-    block = block.here()
+    block = _here(block)
+    if order is not None and order.validation is not None:
+        order = dataclasses.replace(order, validation=_here(order.validation))
+    for found in (block, order and order.validation):
+        if isinstance(found, ConfigError):
+            return found
     warning = _in_a_copy(_look_at_versions) if versions.untested() else None
     if isinstance(warning, Exception):
         return warning
@@ -86,11 +92,8 @@ def _tried(
         build_model, config, batch, names, callbacks = cloudpickle.loads(pickled)
         noted = AccessTrackingConfig(config)
         references = sys.getrefcount(noted)
-        try:
-            looked = _looked(block, validation, config)
-            model = check(build_model, noted, block, batch, config.get("batch_size"))
-        except ConfigError as error:
-            return error
+        looked = _looked(block, validation, config)
+        model = check(build_model, noted, block, batch, config.get("batch_size"))
         noted.read |= config_keys.mentioned(build_model).intersection(config)  # keys that its functions read later
         identity = _identity(model, noted, config, block, batch)
         functions = [build_model] if callbacks is None else [build_model, callbacks]
@@ -99,6 +102,11 @@ def _tried(
         return Tried(facts, identity, warning, unread, _logs(model), looked)
 
     return _in_a_copy(answer)
+
+
+def _here(block: StoredDataset | TFData) -> StoredDataset | TFData | ConfigError:
+    """Returns the rows in this process; records are parsed in a copy of it, as TensorFlow does that."""
+    return _in_a_copy(block.here) if isinstance(block, RecordBlocks) else block.here()
 
 
 def _look_at_versions():
@@ -274,6 +282,8 @@ def _in_a_copy(answer):
                     with autograph.in_memory():
                         result = answer()
                     cloudpickle.dump(result, file)
+                except ConfigError as error:
+                    cloudpickle.dump(error, file)
                 except BaseException as error:
                     cloudpickle.dump(_unexpected(_where(error)), file)
             sys.stdout.flush()

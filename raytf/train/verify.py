@@ -130,7 +130,7 @@ def trial_of(pickled: bytes, block: StoredDataset | TFData, order: Order) -> Cal
         order: How to make the comparison.
     """
     train = few_rows(block)
-    held_out = None if order.validation is None else few_rows(order.validation.here())
+    held_out = None if order.validation is None else few_rows(order.validation)
 
     def trial():
         from raytf.worker.verification import VerificationTask

@@ -1,8 +1,12 @@
-"""`raytf train`, `plan` and `sweep` on CSV files and on folders of images, as they are typed."""
+"""`raytf train`, `plan`, `sweep`, `evaluate` and `predict` on CSV files and on folders of images, as they are typed."""
 
 from __future__ import annotations
 
+import json
+import re
+
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 
 from tests.cluster.test_formats import image, pictures, write_csv
@@ -32,6 +36,10 @@ COMMANDS = {
     "plan of images": f"plan models:classes {IMAGES}",
     "sweep": f"sweep models:classes epochs=1 {IMAGES} --num-samples 1",
     "sweep of a table": f"sweep models:table epochs=1 {TABLE} --num-samples 1",
+    "evaluate images": "evaluate runs/images --data images --format images --image-size 6x6 --unreadable skip --json",
+    "predict images": "predict runs/images --data new --format images --image-size 6x6 --unreadable skip -o images.out",
+    "evaluate table": "evaluate runs/table --data table --format csv --types a=float32,b=float32 --json",
+    "predict table": "predict runs/table --data table --format csv --types a=float32,b=float32 -o table.out",
 }
 
 
@@ -48,7 +56,11 @@ def folder(tmp_path):
 
 def command(name, folder):
     out, err = run(*COMMANDS[name].split(), cwd=folder, program=RAYTF)
-    return out + err
+    return err + out
+
+
+def loss_of(name, folder):
+    return json.loads(command(name, folder).splitlines()[-1])["loss"]
 
 
 def test_images_train(folder):
@@ -57,6 +69,13 @@ def test_images_train(folder):
     assert "--features image --labels label, as no features are given" in out
     assert "1 image(s) cannot be decoded and are left out" in out and "images/cats/4.jpg" in out
     assert "train: 4 rows" in out and "epoch 1/1" in out and "val_loss" in out
+    trained = float(re.search(r"val_loss ([\d.]+)", out)[1])
+    assert loss_of("evaluate images", folder) == pytest.approx(trained, abs=1e-3)
+    (folder / "new").mkdir()  # without folders for classes
+    for i in range(3):
+        (folder / "new" / f"{i}.png").write_bytes(image((9, 7), i))
+    command("predict images", folder)
+    assert pq.read_table(folder / "images.out").num_rows == 3
 
 
 def test_a_table_is_shown_and_trains(folder):
@@ -65,6 +84,11 @@ def test_a_table_is_shown_and_trains(folder):
     assert "--features a,b --labels y, as no features are given" in shown
     assert shown.count("\nrow  ") == 3 and "steps" in shown
     assert "train: 20 rows" in command("table", folder)
+    loss = loss_of("evaluate table", folder)
+    command("predict table", folder)
+    found = np.ravel(pq.read_table(folder / "table.out")["predictions"].to_pylist())
+    sums = np.loadtxt(folder / "table" / "a.csv", delimiter=",", skiprows=1)[:, 2]
+    assert np.mean((found - sums) ** 2) == pytest.approx(loss, rel=1e-4)
 
 
 def test_images_are_swept(folder):

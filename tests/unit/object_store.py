@@ -11,6 +11,7 @@ import pyarrow.fs
 from werkzeug.serving import make_server
 
 BUCKET = "runs"
+CUT = "cut"
 _KEYS = ("access", "secret")
 
 
@@ -18,7 +19,8 @@ class Storage:
     """A storage that runs.
 
     Attributes:
-        fault: fault(environ) of each request: a status line to answer with, or None to let it pass; it may wait.
+        fault: fault(environ) of each request: a status line to answer with, `CUT` to end the connection
+            in the middle of the answer, or None to let it pass; it may wait.
         requests: (method, path with its query) of those that came.
     """
 
@@ -34,6 +36,9 @@ class Storage:
         status = self.fault(environ)
         if status is None:
             return self._app(environ, start_response)
+        if status == CUT:
+            answer = b"".join(self._app(environ, start_response))
+            return [answer[: len(answer) // 2]]
         environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
         start_response(status, [("Content-Type", "application/xml")])
         return [b"<Error><Code>ServiceUnavailable</Code><Message>told so by a test</Message></Error>"]

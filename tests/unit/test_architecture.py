@@ -22,6 +22,7 @@ WITHOUT = {
     "raytf.data.ingest",
     "raytf.data.partitions",
     "raytf.data.reader",
+    "raytf.data.record_files",
     "raytf.data.records",
     "raytf.data.sampling",
     "raytf.data.stored",

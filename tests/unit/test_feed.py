@@ -166,6 +166,27 @@ def test_images_are_decoded_and_resized():
                 assert np.abs(mine - its).max() <= 0.51
 
 
+def test_large_jpeg_files_are_decoded_at_a_smaller_size():
+    """Where their size allows it; other files as before."""
+    shapes = [(40, 31, 3), (20, 15, 3), (19, 40, 3), (9, 6, 3), (90, 70, 3)]
+    rng = np.random.default_rng(0)
+    pixels = [tf.image.resize(rng.integers(0, 255, (4, 3, 3)), shape[:2]).numpy().astype(np.uint8) for shape in shapes]
+    jpeg = [tf.io.encode_jpeg(image, quality=95).numpy() for image in pixels]
+    table = pa.table({"file": pa.array([*jpeg, tf.io.encode_png(pixels[0]).numpy()]), "id": np.arange(6)})
+    found = {}
+    for draft in (False, True):
+        column = Column("file", image=(9, 7, 3), draft=draft)
+        for images, ids in feed(table, column, "id").dataset():
+            found |= {(draft, int(i)): image for i, image in zip(ids, images.numpy(), strict=True)}
+    for i, ratio in enumerate([4, 2, 2, 1, 8]):
+        image = tf.image.resize(tf.io.decode_jpeg(jpeg[i], channels=3, ratio=ratio), (9, 7)).numpy()
+        assert np.abs(found[True, i] - image).max() <= 0.51
+    for i in (3, 5):
+        np.testing.assert_array_equal(found[True, i], found[False, i])
+    with pytest.raises(ConfigError, match="draft needs image"):
+        Column("file", draft=True)
+
+
 def test_strings_reach_the_model_whole():
     words = [f"word {i}\0" for i in range(ROWS)]
     for text, ids in feed(pa.table({"text": words, "id": np.arange(ROWS)}), "text", "id").dataset():

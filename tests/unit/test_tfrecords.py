@@ -13,10 +13,15 @@ import tensorflow as tf
 from pyarrow import fs
 
 import raytf
-from raytf.data import examples, records, tfrecords
+from raytf.data import examples, record_files, records, tfrecords
+from raytf.data.batch_spec import BatchSpec
 from raytf.data.columns import Column, Columns
+from raytf.data.feed import Feed
 from raytf.data.files import listed
 from raytf.data.gather import Places, source
+from raytf.data.sampling import Sampling
+from raytf.data.stored import StoredDataset
+from raytf.runtime.topology import Shard
 
 LOCAL = fs.LocalFileSystem()
 IO = tf.io
@@ -105,6 +110,39 @@ def test_files_on_another_file_system(tmp_path):
     found = listed("memory://records_of_test/*.tfrecord")
     assert len(found.paths) == 2 and found.filesystem.equals(system)
     memory.rm("/records_of_test", recursive=True)
+
+
+@pytest.mark.parametrize("shuffle, bucket", [("window", False), ("none", True)])
+def test_workers_read_the_rows_of_any_other_dataset(tmp_path, monkeypatch, shuffle, bucket):
+    """In the same batches, from any step on; a window has parts of several pieces, in any order."""
+    monkeypatch.setattr(records, "PIECE_BYTES", 2000)
+    monkeypatch.setattr(examples, "PIECE_BYTES", 700)
+    files = listed(
+        [write(tmp_path / f"{part}", map(row, range(part * 40, part * 40 + 40)), "GZIP" * part) for part in range(2)]
+    )
+    features = tuple(tfrecords._features(SCHEMA, None))
+    pieces, names = tfrecords._index_all(files), [feature.name for feature in features]
+    rows = [piece.rows for piece in pieces]
+    stream = record_files.RecordStream(tuple(rows), names, pieces, features)
+    blocks = record_files.RecordBlocks(pieces, rows, names, features)
+    assert len(rows) == 4 and blocks.first().get()[0]["id"].to_pylist() == list(range(rows[0]))
+    spec = BatchSpec.parsed({"x": "image", "t": Column("tokens", pad="batch", bucket=bucket)}, "id", "weight")
+    sampling = Sampling(global_batch=7, seed=3, shuffle=shuffle, window=30)
+
+    def batches(dataset, worker=0, workers=1, first=0):
+        feed = Feed(dataset, spec, sampling, Shard(worker, workers))
+        feed.set_epoch(1, first)
+        return [tf.nest.flatten(batch) for batch in feed.dataset().as_numpy_iterator()]
+
+    expected = batches(StoredDataset(blocks.get(), rows, names))
+    shares = [batches(stream, worker, 3, 5) for worker in range(3)]
+    assert len(expected) == 12 and len(shares[0]) == 7
+    for step, parts in zip(expected[5:], zip(*shares, strict=True), strict=True):
+        for whole, *found in zip(step, *parts, strict=True):
+            np.testing.assert_array_equal(whole, np.concatenate(found))
+    for one, other in zip(expected, batches(blocks), strict=True):
+        for a, b in zip(one, other, strict=True):
+            np.testing.assert_array_equal(a, b)
 
 
 def steps(i):
@@ -199,6 +237,9 @@ def test_damaged_files(tmp_path):
     with pytest.raises(raytf.ConfigError, match="whose first bytes are no record"):
         read(str(tmp_path / "g"))
     path = whole()
+    lost = records.Records(str(tmp_path / "lost"), 0, 100, 0, 9, "")
+    with pytest.raises(raytf.ConfigError, match="path that all nodes see.*lost"):
+        list(examples.read(LOCAL, lost, tfrecords._features(SCHEMA, None)))
     (piece,) = records.index(LOCAL, path, os.path.getsize(path))
     changed(path, starts[4])
     with pytest.raises(raytf.ConfigError, match="with 4 of 9 records"):
