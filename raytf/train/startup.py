@@ -539,6 +539,7 @@ class _WorkerGroup(WorkerGroup):
     _spares: Spares | None = None
     _cut_until: float | None = None
     _standing: tuple = ()  # refs of each worker's `standing`
+    _made = 0  # steps that the groups before have made, for the first hang detection of this one
     _gone: dict[int, Exception]
 
     @functools.cached_property
@@ -601,7 +602,7 @@ class _WorkerGroup(WorkerGroup):
     def _start(self):
         self._reported: dict[int, int] = {}
         self.took_report = False  # whether the last poll had a report
-        self._gone = {}
+        self._gone, self._made = {}, self.decisions.made
         self._within: list = []  # actors in the reservation, which end with it
         try:
             super()._start()
@@ -709,10 +710,12 @@ class _WorkerGroup(WorkerGroup):
             return workers[rank].actor.execute.remote(function)
 
         places = {rank: _place(worker) for rank, worker in workers.items()}
-        self._hangs = HangWatch(execute, places, self.config.hang_timeout_s, self.config.first_step_timeout_s)
+        limits, made, self._made = (self.config.hang_timeout_s, self.config.first_step_timeout_s), self._made, 0
+        self._hangs = HangWatch(execute, places, *limits, made=made)
 
     def _stop_watching_for_hangs(self) -> None:
         if self._hangs is not None:
+            self.decisions.made = max(self.decisions.made, self._hangs.made)
             self._hangs.close()
             self._hangs = None
 
