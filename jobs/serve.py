@@ -5,7 +5,7 @@ python jobs/serve.py --wait                             # serves until Ctrl-C
 
 A request is a JSON list of images: 8 rows of 8 numbers from 0 to 16 each. The answer is the list of their digits.
 
-The images are scikit-learn's digits, as in jobs/digits.py.
+The images are those of jobs/digits.py.
 """
 
 from __future__ import annotations

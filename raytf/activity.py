@@ -55,6 +55,7 @@ class Activity:
 
     Attributes:
         step: Number of training steps made. With several steps per execution it rises once per execution.
+        began: Number of steps made before this training, or None until it begins.
         pending_input: Returns for how many seconds the step has waited for its input, or None if it does not wait. The
             reader of the input sets it.
         waited_input: Returns the total seconds for which steps have waited for input.
@@ -73,6 +74,7 @@ class Activity:
         self._meeting: tuple[str, int, float] | None = None
         self._numbers = {SUM: 0, COLLECTIVE: 0, REPORT: 0, HEALING: 0}
         self.step, self._executions = 0, 0
+        self.began: int | None = None
         self._usual, self._last = 0.0, 0.0
         self._usual_own, self._waited = 0.0, 0.0
         self._spent = dict.fromkeys((STEP, CALLBACKS, CHECKPOINT, SUM, COLLECTIVE, OWN), 0.0)
@@ -169,7 +171,8 @@ class Activity:
         Returns:
             phase, seconds: The phase, and its seconds so far. hook: The callback's hook of a long phase,
             "Class.on_...", or None. meeting: (kind, number, seconds) of the collective in which it waits, or None.
-            numbers: Sequence numbers of collectives by kind. step, usual: Steps made, and the usual seconds of one.
+            numbers: Sequence numbers of collectives by kind. step, began, usual: Steps made, those before this
+            training, and the usual seconds of one.
             spent: Total seconds of "step" with "sum" and "input", of "callbacks" with "collective", of "checkpoint",
             and of "own", see `clipped`.
             processor: CPU seconds of the process. queued: Seconds for which the training thread and TensorFlow's
@@ -193,6 +196,7 @@ class Activity:
             "meeting": None if meeting is None else (meeting[0], meeting[1], time_now - meeting[2]),
             "numbers": dict(self._numbers),
             "step": self.step,
+            "began": self.began,
             "usual": self._usual,
             "spent": self._spent | {INPUT: waited},
             "processor": time.process_time(),

@@ -48,6 +48,7 @@ class Kind(enum.StrEnum):
     TRIAL_RESTARTED = "trial_restarted"
     RESIZED = "resized"
     RESIZE_DELAYED = "resize_delayed"
+    STEPS_REPEATED = "steps_repeated"
     NODE_DRAINED = "node_drained"
     ENDED_AFTER_STEP = "ended_after_step"
     NOT_TOLD = "not_told"
@@ -71,6 +72,7 @@ class RunEvent:
         kind: Kind of the event.
         ranks: World ranks of the affected workers.
         step: Number of training steps made in all, or None.
+        steps: Number of steps that are made again, at least, or None.
         seconds: Duration in seconds, or None.
         workers: Number of workers after the event, or None.
         before: Number of workers before the event, or None.
@@ -84,6 +86,7 @@ class RunEvent:
     kind: Kind
     ranks: tuple[int, ...] = ()
     step: int | None = None
+    steps: int | None = None
     seconds: float | None = None
     workers: int | None = None
     before: int | None = None
@@ -138,6 +141,9 @@ _TEXTS: dict[Kind, Callable[[RunEvent], str]] = {
     Kind.RESIZE_DELAYED: lambda it: (
         f"there is room for {it.workers} workers, and processes for them are not ready: {it.why}"
     ),
+    Kind.STEPS_REPEATED: lambda it: (
+        f"the run resumes after step {it.step}; at least {it.steps} step(s) made since are made again"
+    ),
     Kind.NODE_DRAINED: lambda it: f"node {it.node[:8]} is drained",
     Kind.ENDED_AFTER_STEP: lambda it: it.why,
     Kind.NOT_TOLD: lambda it: f"{it.more}, and the workers could not be reached: {it.why}",
@@ -165,6 +171,7 @@ _LEVELS = dict.fromkeys(
         Kind.RECOVERY_INTERRUPTED,
         Kind.RECOVERY_FAILED,
         Kind.TRIAL_RESTARTED,
+        Kind.STEPS_REPEATED,
         Kind.NOT_TOLD,
         Kind.STANDBY_GIVEN_UP,
         Kind.WORKER_HUNG,

@@ -154,17 +154,6 @@ def memory_bytes() -> int:
     return psutil.Process().memory_info().rss
 
 
-def cpu_seconds(pid: int) -> float:
-    """Returns the CPU seconds of a process and its children, ended ones included; 0.0 if it does not exist."""
-    total = 0.0
-    with contextlib.suppress(psutil.Error):
-        process = psutil.Process(pid)
-        for member in [process, *process.children()]:
-            with contextlib.suppress(psutil.Error):
-                total += sum(member.cpu_times()[:4])
-    return total
-
-
 def _text(path: str) -> str:
     with open(path) as file:
         return file.read()

@@ -82,7 +82,7 @@ def looks(count: int, times: int) -> list[float]:
 
     node = ray.get_runtime_context().get_node_id()
     places = {rank: ProcessLocation(node, f"10.0.{rank % HOSTS}.1", 1, None) for rank in range(count)}
-    watch = HangWatch(execute, places, 10.0, 60.0, say=print)
+    watch = HangWatch(execute, places, 10.0, 60.0, emit=print)
     watch.close()  # its thread; looks are made here
     watch._closed.clear()
     found = []

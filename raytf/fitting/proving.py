@@ -98,7 +98,7 @@ class Proving:
             try:
                 importing, settings = process.execute.remote(_import_nicely), timeouts.get()
                 collect([importing], settings.imports, "its imports", names=["a process"])
-                call = process.execute.remote(timeouts.under, settings, prove, sending, parts)
+                call = process.execute.remote(timeouts.under, settings, prove, sending, parts, self._word == "warn")
                 (self._proof,) = collect([call], settings.verify_error + 60, "its outcome", names=["a process"])
             finally:
                 ray.kill(process)
@@ -114,12 +114,13 @@ def _import_nicely() -> None:
     import_raytf()
 
 
-def prove(sending: Sending, parts: dict[str, tuple]) -> verify.Proof:
+def prove(sending: Sending, parts: dict[str, tuple], last: bool) -> verify.Proof:
     """Compares two workers with one device, in a process that has run no TensorFlow.
 
     Args:
         sending: The model, with its data.
         parts: (batch, structure, result of `verify.few_rows`) of "train", and optionally of "validation".
+        last: See `verify.begin`.
     """
     batch, structure, (rows, first) = parts["train"]
     validation_batch, validation_structure, validation = None, structure, None
@@ -150,5 +151,5 @@ def prove(sending: Sending, parts: dict[str, tuple]) -> verify.Proof:
             validation_structure=lambda dataset: fit_worker.structured(dataset, validation_structure),
         )
 
-    proof = verify.outcome(verify.begin(trial), timeouts.get().verify_error)
+    proof = verify.outcome(verify.begin(trial, last), timeouts.get().verify_error)
     return proof or verify.Proof(failed=f"no end after {timeouts.get().verify_error:g} s")

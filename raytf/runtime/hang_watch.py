@@ -53,6 +53,7 @@ class HangWatch:
         emit: Function that gets each `RunEvent`; default `events.emit`.
         names: Names of the workers, by rank; default "worker 0" and so on.
         through_others: Whether another process forwards each request, so that its silence does not count.
+        made: Number of steps that workers had made before all restarted, see `made`; 0 if they have not.
         clock: Returns seconds; for tests.
 
     Attributes:
@@ -68,6 +69,7 @@ class HangWatch:
         emit: Callable[[RunEvent], object] = events.emit,
         names: Mapping[int, str] | None = None,
         through_others: bool = False,
+        made: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ):
         self._clock = clock
@@ -77,7 +79,7 @@ class HangWatch:
         self._names = dict(names or {rank: f"worker {rank}" for rank in places})
         self._judge = Judge(self._limit, first, self._names)
         self._over: dict[int, float] = {}
-        self._through_others = through_others
+        self._through_others, self._made, self._repeats = through_others, made, made > 0
         self.ended: dict[int, WorkerFrozenError] = {}
         self._told: dict[int, Mapping[str, Any]] = {}
         self._asked: dict[int, Any] = {}
@@ -103,6 +105,12 @@ class HangWatch:
         with self._lock:
             self._over.setdefault(rank, self._clock())
 
+    @property
+    def made(self) -> int:
+        """Number of steps that workers have reported to have made, at least; all restarts included."""
+        with self._lock:
+            return max([self._made, *(snapshot["step"] for snapshot in self._told.values())])
+
     def last_words(self, rank: int) -> tuple[str, str]:
         """Returns (a clause about the workers that wait for a worker, its stack), before another process ends it."""
         with self._lock:
@@ -120,6 +128,7 @@ class HangWatch:
 
     def _look(self) -> None:
         self._ask()
+        self._look_for_repeats()
         with self._lock:
             snapshots = dict(self._told) | {rank: self._ended_well(rank) for rank in self._over if rank in self._told}
         if self.ended or len(snapshots) < len(self._places):
@@ -148,6 +157,14 @@ class HangWatch:
             if hang.ends:
                 self.ended[hang.rank] = WorkerFrozenError(text, stack)
         self._said = hang
+
+    def _look_for_repeats(self) -> None:
+        """Reports how many steps are made again, once the restarted workers have begun."""
+        began = [snapshot["began"] for snapshot in self._told.values() if snapshot["began"] is not None]
+        if self._repeats and began:
+            self._repeats = False
+            if (steps := self._made - min(began)) > 0:
+                self._emit(RunEvent(kind=Kind.STEPS_REPEATED, step=min(began), steps=steps))
 
     def _look_for_slow(self, told: Mapping[int, Mapping[str, Any]]) -> None:
         slow = None if self._over else self._stragglers.look(told)

@@ -17,16 +17,17 @@ _NICE = 10
 _NICEST = 19
 
 
-def go_last() -> int:
+def go_last(forever: bool = False) -> int:
     """Lowers the priority of this process, which has its own session, to the lowest.
 
-    Raises its niceness only if this user may lower it again, as `share_alike` must do.
+    Args:
+        forever: Whether `share_alike` need not restore it; otherwise niceness is raised only if this user may lower it.
 
     Returns:
         The new niceness, for `go_last_again`.
     """
     niceness = os.getpriority(os.PRIO_PROCESS, 0)
-    if _may_be_taken_back():
+    if forever or _may_be_taken_back():
         niceness = min(_NICEST, niceness + _NICE)
     go_last_again(os.getpid(), niceness)
     return niceness

@@ -272,10 +272,11 @@ class Decisions:
 
     Attributes:
         state: State after the last decision.
+        made: Number of steps that workers of any group are known to have made.
     """
 
     def __init__(self, state: RunState):
-        self.state, self._lock = state, threading.Lock()
+        self.state, self.made, self._lock = state, 0, threading.Lock()
 
     def pardon(self, failures: int) -> bool:
         """Allows so many more failures for a drained node, and returns True, unless no preemption is left."""

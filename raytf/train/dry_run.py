@@ -67,14 +67,14 @@ def inspect(
     warning = _in_a_copy(_look_at_versions) if versions.untested() else None
     if isinstance(warning, Exception):
         return warning
-    running = None if order is None else verify.begin(verify.trial_of(pickled, block, order))
+    running = None if order is None else verify.begin(verify.trial_of(pickled, block, order), last=order.goes_on)
     result = _tried(pickled, block, rows, warning, validation)
     if running is None:
         return result
     if not isinstance(result, Tried):
         verify.cancel(running)
         return result
-    proof = verify.outcome(running, order.seconds, order.cpu_seconds)
+    proof = verify.outcome(running, order.wait)
     if proof is None and not order.goes_on:
         verify.cancel(running)
         proof = verify.Proof(skipped="it took too long")

@@ -106,6 +106,7 @@ class EventGroup:
         self.reported: dict[int, int] = {}
         self._generation = 0  # generation of the workers' ring
         self._hangs: HangWatch | None = None
+        self._made = 0  # steps that the groups before have made, for the first hang detection of this one
         self._joining: dict[Any, Member] = {}  # by the ref of the next event
         limit = self.config.hang_timeout_s
         self._watchdog = Watchdog(STOPPED_INTERVAL if limit is None else max(1.0, limit - LOOK_INTERVAL), self._words)
@@ -364,11 +365,13 @@ class EventGroup:
         if self.config.hang_timeout_s is not None:
             execute = lambda rank, function: self.members[rank].actor.execute.remote(function)
             limits = self.config.hang_timeout_s, self.config.first_step_timeout_s
-            self._hangs = HangWatch(execute, self.places, *limits)
+            made, self._made = self._made, 0
+            self._hangs = HangWatch(execute, self.places, *limits, made=made)
 
     def _stop_watching_for_hangs(self) -> None:
         hangs, self._hangs = self._hangs, None
         if hangs is not None:
+            self._decisions.made = max(self._decisions.made, hangs.made)
             hangs.close()
 
     def end(self, actors: Iterable[Any]) -> None:

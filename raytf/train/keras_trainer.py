@@ -585,7 +585,7 @@ class KerasTrainer:
             return None
         validation = blocks["validation"].first() if "validation" in blocks else None
         if self.verify == "error":
-            return verify.Order(validation=validation, seconds=timeouts.get().verify_error, cpu_seconds=None)
+            return verify.Order(validation=validation, seconds=timeouts.get().verify_error)
         return verify.Order(validation=validation, goes_on=goes_on)
 
 

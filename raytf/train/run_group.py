@@ -86,7 +86,7 @@ class RunGroup(EventGroup):
 
     def __init__(self, spec: GroupSpec, group, size: int, existing: Iterable[tuple[str, Any]], run: Decisions):
         super().__init__(spec.setup, spec.each)
-        self._spec, self._group, self._decisions = spec, group, run
+        self._spec, self._group, self._decisions, self._made = spec, group, run, run.made
         self._spares: Spares | None = None
         self._within: list = []  # actors in the reservation, which end with it
         self._job: Any = None

@@ -25,7 +25,7 @@ import pyarrow as pa
 import ray
 from ray import cloudpickle
 
-from raytf import logs, procfs, timeouts
+from raytf import logs, timeouts
 from raytf.collectives import ring
 from raytf.compat import autograph
 from raytf.data import stored
@@ -33,6 +33,7 @@ from raytf.data.stored import StoredDataset
 from raytf.data.tf_data import TFData
 from raytf.errors import ConfigError, PeerLostError, in_a_line
 from raytf.runtime.answers import NoAnswerError, collect
+from raytf.storage import priority
 
 logger = logs.get_logger(__name__)
 
@@ -44,10 +45,10 @@ _LARGE_ROW_BYTES = 64 << 10
 _ROUNDING, _HALF_ROUNDING = 1e-5, 2e-2
 # A difference counts if it exceeds so many times the effect of other last bits and other seeds.
 _TIMES = 30.0
-# Limits in seconds of the wait at a training's start: CPU time (under a second of two processors), and wall time.
-START_WAIT_CPU, START_WAIT = 1.6, 4.0
-_LOOK_INTERVAL = 0.1
-_NICE = 10
+# Seconds for which a caller waits for a comparison that continues after it, and for one that does not.
+_START_WAIT, _WAIT = 0.5, 4.0
+# Seconds between two checks whether the caller lives.
+_LOOK_INTERVAL = 0.5
 # Seconds between two requests of the driver for the result of a running comparison.
 _POLL_INTERVAL = 1.0
 
@@ -98,14 +99,17 @@ class Order:
 
     Args:
         validation: A block of the validation data, or None.
-        seconds, cpu_seconds: Limits of the calling process' wait for the outcome, see `outcome`.
-        goes_on: Whether the comparison continues after that; otherwise it is ended.
+        goes_on: Whether the comparison continues after the calling process' wait for it; otherwise it is ended.
+        seconds: Limit of that wait, or None for the default.
     """
 
     validation: StoredDataset | TFData | None = None
-    seconds: float = START_WAIT
-    cpu_seconds: float | None = START_WAIT_CPU
     goes_on: bool = False
+    seconds: float | None = None
+
+    @property
+    def wait(self) -> float:
+        return (_START_WAIT if self.goes_on else _WAIT) if self.seconds is None else self.seconds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,12 +172,13 @@ def few_rows(block: StoredDataset | TFData) -> tuple[StoredDataset | TFData, int
 # ------------------------------------------------------------------------------------------ the processes
 
 
-def begin(trial: Callable[[], Any] | Proof) -> Running:
+def begin(trial: Callable[[], Any] | Proof, last: bool = False) -> Running:
     """Starts a comparison in other processes, which end with this one.
 
     Args:
         trial: Returns the `verification.VerificationTask`; called in each process that trains, as it may run
             TensorFlow. Or a `Proof` if there is nothing to try.
+        last: Whether other processes have priority, such as workers that start meanwhile.
     """
     reader, writer = os.pipe()
     asking = os.getpid()
@@ -184,7 +189,8 @@ def begin(trial: Callable[[], Any] | Proof) -> Running:
     try:
         os.close(reader)
         os.setsid()
-        os.nice(_NICE)
+        if last:
+            priority.go_last(forever=True)
         quiet = os.open(os.devnull, os.O_RDWR)
         for stream in (0, 1, 2):
             os.dup2(quiet, stream)
@@ -200,22 +206,17 @@ def begin(trial: Callable[[], Any] | Proof) -> Running:
         os._exit(0)
 
 
-def outcome(running: Running, seconds: float, cpu_seconds: float | None = None) -> Proof | None:
+def outcome(running: Running, seconds: float) -> Proof | None:
     """Returns the proof, or None if the comparison continues; then it can be called again.
 
     Args:
         running: Result of `begin`, in this process.
         seconds: Seconds to wait, at least 0.
-        cpu_seconds: Seconds of CPU time of its processes after which the wait ends, or None.
     """
-    deadline, spent = time.monotonic() + seconds, procfs.cpu_seconds(running.pid)
     poll = select.poll()
     poll.register(running.reader, select.POLLIN)
-    while not poll.poll(min(_LOOK_INTERVAL, max(0.0, deadline - time.monotonic())) * 1000):
-        if time.monotonic() >= deadline:
-            return None
-        if cpu_seconds is not None and procfs.cpu_seconds(running.pid) - spent >= cpu_seconds:
-            return None
+    if not poll.poll(seconds * 1000):
+        return None
     with os.fdopen(running.reader, "rb") as file:
         content = file.read()
     os.waitpid(running.pid, 0)
@@ -393,7 +394,7 @@ class _Supervisor:
             poll.register(descriptor, select.POLLIN)
         try:
             while left:
-                for descriptor, _ in poll.poll(_LOOK_INTERVAL * 5000):
+                for descriptor, _ in poll.poll(_LOOK_INTERVAL * 1000):
                     poll.unregister(descriptor)
                     os.waitpid(left.pop(descriptor).pid, 0)
                     os.close(descriptor)

@@ -77,6 +77,10 @@ class FeedCallback(TrainingPart):
         self.epoch_step, self.skipped = step, skip
         return self._feed.step_without(skip) if skip else self._feed.dataset()
 
+    def on_train_begin(self, logs=None):
+        if activity.here.began is None:  # otherwise the rest of a resumed epoch begins
+            activity.here.began = self.step
+
     def on_epoch_begin(self, epoch, logs=None):
         for feed in self._feeds.values():
             feed.set_epoch(epoch)

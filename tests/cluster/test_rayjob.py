@@ -14,7 +14,9 @@ import psutil
 import pytest
 import yaml
 
+import raytf
 from cluster import local, namespaces
+from raytf.events import Kind
 
 WHY_NOT = namespaces.available()
 ROOT = pathlib.Path(__file__).parents[2]
@@ -118,7 +120,10 @@ def test_a_job_whose_cluster_is_killed_resumes_in_a_new_one_at_the_next_step(tmp
 
 
 def test_a_drain_that_is_cut_short_loses_the_steps_that_are_not_kept(tmp_path, started):
-    """Both workers are on a node that is given 5 s, in a step that takes longer; after 2 s its raylet is killed."""
+    """Both workers are on a node that is given 5 s, in a step that takes longer; after 2 s its raylet is killed.
+
+    They end with it, and do not make the step.
+    """
     (tmp_path / "fifth_stuck").write_text("1 5")
     with started([2, 2]) as rayjob:
         job = rayjob.submit("fifth")
@@ -129,6 +134,7 @@ def test_a_drain_that_is_cut_short_loses_the_steps_that_are_not_kept(tmp_path, s
         (raylet,) = [
             one for one in seen if one.info["name"] == "raylet" and f"--node_id={node}" in (one.info["cmdline"] or ())
         ]
+        workers = raylet.children(recursive=True)
         drain = [str(local._ray()), "drain-node", f"--address={rayjob.cluster.address}", f"--node-id={node}"]
         drain += ["--reason=DRAIN_NODE_REASON_PREEMPTION", "--reason-message=a test", "--deadline-remaining-seconds=5"]
         drained = rayjob.popen(drain)
@@ -136,10 +142,13 @@ def test_a_drain_that_is_cut_short_loses_the_steps_that_are_not_kept(tmp_path, s
         time.sleep(2)  # the node's own time
         with contextlib.suppress(psutil.NoSuchProcess):  # on a slow machine the command alone takes the 5 s
             raylet.kill()
+        psutil.wait_procs(workers, 60)
         (tmp_path / "fifth_stuck").unlink()
-        finished(job)
+        said = finished(job)
     made = steps(tmp_path, "fifth")
     again = [place for i, place in enumerate(made) if place in made[:i]]
     # of the second epoch's steps those that no checkpoint has
     assert 0 < len(again) < 5 and again == [(1, batch) for batch in range(5 - len(again), 5)]
     assert sorted(set(made)) == EVERYTHING
+    said_of = [event.steps for event in raytf.run_events(tmp_path / "fifth") if event.kind == Kind.STEPS_REPEATED]
+    assert said_of == [len(again)] and f"at least {len(again)} step(s) made since are made again" in said

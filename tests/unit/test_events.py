@@ -73,6 +73,9 @@ LINES = {
             "there is room for 2 workers, and processes for them are not ready: no answer",
         )
     ],
+    Kind.STEPS_REPEATED: [
+        ({"step": 15, "steps": 4}, "the run resumes after step 15; at least 4 step(s) made since are made again")
+    ],
     Kind.NODE_DRAINED: [({"node": NODE}, "node abababab is drained")],
     Kind.ENDED_AFTER_STEP: [({"step": 7, "why": "all have ended after step 7"}, "all have ended after step 7")],
     Kind.NOT_TOLD: [

@@ -16,6 +16,7 @@ import raytf
 from raytf import activity
 from raytf.activity import Activity
 from raytf.runtime import stacks
+from raytf.runtime.hang_watch import HangWatch
 from raytf.runtime.hangs import Judge
 
 
@@ -30,6 +31,7 @@ class Worker:
             "meeting": None,
             "numbers": {activity.SUM: 17, activity.COLLECTIVE: 3, activity.REPORT: 0},
             "step": 17,
+            "began": 0,
             "usual": 0.1,
             "spent": {},
             "processor": 0.0,
@@ -275,3 +277,14 @@ def test_the_cost_of_a_step():
 def test_limits_out_of_range_are_refused(options):
     with pytest.raises(raytf.ConfigError, match="hang_timeout_s"):
         raytf.TensorflowConfig(**options)
+
+
+def test_restarted_workers_tell_how_many_steps_are_made_again():
+    said = []
+    watch = HangWatch(lambda rank, function: None, {}, 1.0, 1.0, emit=said.append, made=19)
+    watch.close()
+    for began, step in (None, 0), (15, 16), (15, 18):
+        watch._told = {0: Worker(began=began, step=step).told}
+        watch._look_for_repeats()
+        assert watch.made == 19
+    assert [(event.step, event.steps) for event in said] == [(15, 4)]

@@ -42,7 +42,7 @@ trainer = raytf.KerasTrainer(
 )
 result = trainer.fit()
 assert_type(result, Result)
-assert_type(raytf.plan(trainer).steps_per_epoch, int)
+assert_type(raytf.plan(trainer).steps_per_epoch, int | None)
 grid = raytf.sweep(trainer, {"learning_rate": tune.loguniform(1e-4, 1e-1)}, num_samples=2, scheduler="asha")
 assert_type(grid, tune.ResultGrid)
 raytf.sweep(raytf.TensorflowTrainer(lambda config: None, train_loop_config={}), resume="/shared/sweep")
