@@ -111,11 +111,8 @@ class ConfigError(RaytfError, ValueError):
     """
 
     def __init__(self, rule: str, received: object, fix: str):
-        super().__init__(rule, received, fix)
+        super().__init__(f"{rule}; received: {received}. {fix}{'' if fix.endswith('?') else '.'}")
         self.rule, self.received, self.fix = rule, received, fix
-
-    def __str__(self) -> str:
-        return f"{self.rule}; received: {self.received}. {self.fix}{'' if self.fix.endswith('?') else '.'}"
 
     def __reduce__(self):
         return type(self), (self.rule, str(self.received), self.fix)

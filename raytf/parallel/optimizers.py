@@ -188,10 +188,19 @@ def moments_sync(original, x, axes, keepdims):
 
     A replica's loss is the mean over its own rows, and its gradients are weighted later, see `gradients.mean`.
     Gradients from another replica's loss need that replica's weight. A placeholder row has the weight 0.
+
+    Raises:
+        ConfigError: The call is inside a `tf.cond` or `tf.while_loop` of a step.
     """
     step = step_module.current()
     if step is None or not step_module.in_replica_of_many():
         return original(x, axes, keepdims)
+    if step.is_in_control_flow():
+        raise ConfigError(
+            "BatchNormalization(synchronized=True) must be called in the step itself, as all workers exchange its sums",
+            "a call inside a tf.cond or tf.while_loop",
+            "Take it out, or pass synchronized=False",
+        )
     rows = tf.cast(step.rows, x.dtype)
     present = tf.cast(step.rows > 0, x.dtype)
 

@@ -63,6 +63,13 @@ class Step:
         """Whether the code that is traced is in a function, condition or loop within the step."""
         return not tf.executing_eagerly() and tf.compat.v1.get_default_graph() is not self._graph
 
+    def is_in_control_flow(self) -> bool:
+        """Whether the code that is traced is in a condition or loop within the step."""
+        graph = tf.compat.v1.get_default_graph() if self.is_nested() else self._graph
+        while graph not in (None, self._graph) and not getattr(graph, "is_control_flow_graph", False):
+            graph = getattr(graph, "outer_graph", None)
+        return graph not in (None, self._graph)
+
     def global_rows(self) -> tf.Tensor:
         """Returns the rows of all replicas, float64 scalar of at least 1; the first call in a step costs a collective.
 

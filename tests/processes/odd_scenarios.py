@@ -1,0 +1,275 @@
+"""Scenarios of the parity tests with what users put together in ways that no other scenario has."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers, ops
+
+from tests.processes.fresh_scenarios import compiled
+from tests.processes.loss_scenarios import UNEVEN, VALIDATION, branches, one_hot, pairs, rows_of
+from tests.processes.optimizer_scenarios import dense
+from tests.processes.scenarios import SCENARIOS, by_branch, classes, floats, results, scenario
+from tests.processes.state_scenarios import with_states
+
+BEFORE = list(SCENARIOS)
+
+
+@scenario
+def odd_reductions(p):
+    """Sums, and means by the sum of the weights, of which rows have many or none."""
+    kinds = {"sum": "sum", "weighed": "mean_with_sample_weight", "plain": "sum_over_batch_size"}
+    losses = {name: keras.losses.MeanSquaredError(reduction=kind) for name, kind in kinds.items()}
+    x, y = rows_of(losses, one_hot)
+    weights = np.random.default_rng(4).uniform(0, 2, UNEVEN) * (np.arange(UNEVEN) % 5 < 2)
+    return by_branch(p.fit(lambda: branches(losses), (x, y, dict.fromkeys(y, weights))))
+
+
+class Tied(layers.Layer):
+    """An embedding that is also the weights of the last layer: slices and a whole gradient for one variable."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.between = layers.Embedding(12, 8), layers.GRU(8, return_sequences=True)
+
+    def call(self, tokens):
+        return ops.matmul(self.between(self.table(tokens)), ops.transpose(self.table.embeddings))
+
+
+@scenario
+def odd_tied_embedding(p):
+    tokens = np.random.default_rng(3).integers(0, 12, (UNEVEN, 7))
+
+    def build():
+        model = keras.Sequential([keras.Input((7,), dtype="int64"), Tied()])
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        return compiled(model, loss, lambda: keras.optimizers.Adam(0.01, global_clipnorm=0.3), metrics=["accuracy"])
+
+    return p.fit(build, (tokens, np.roll(tokens, -1, 1)))[1]
+
+
+@tf.custom_gradient
+def reversed_gradient(x):
+    return tf.identity(x), lambda upstream: -0.5 * upstream
+
+
+class Reversal(layers.Layer):
+    def call(self, x):
+        return reversed_gradient(x)
+
+
+@scenario
+def odd_domain_adversary(p):
+    """A head that learns the domain, and features that unlearn it."""
+
+    def build():
+        inputs = keras.Input((6,))
+        x = layers.Dense(8, "tanh")(inputs)
+        outputs = {"kind": layers.Dense(3)(x), "domain": layers.Dense(1)(Reversal()(x))}
+        losses = {
+            "kind": keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+            "domain": keras.losses.BinaryCrossentropy(from_logits=True),
+        }
+        return compiled(keras.Model(inputs, outputs), losses, loss_weights={"kind": 1.0, "domain": 0.3})
+
+    y = {"kind": classes(3, rows=UNEVEN), "domain": classes(2, seed=9, rows=UNEVEN)[:, None]}
+    known = {"kind": 1.0 * (y["domain"][:, 0] == 0), "domain": np.ones(UNEVEN)}  # one domain has no labels
+    return p.fit(build, (floats(6, rows=UNEVEN), y, known))[1]
+
+
+@scenario
+def odd_ctc(p):
+    labels = np.random.default_rng(3).integers(1, 5, (UNEVEN, 4))
+    for i, row in enumerate(labels):
+        row[1 + i % 4 :] = 0
+
+    def build():
+        model = keras.Sequential([keras.Input((9, 3)), layers.Conv1D(8, 3, padding="same"), layers.Dense(5)])
+        return compiled(model, keras.losses.CTC())
+
+    return p.fit(build, (floats(9, 3, rows=UNEVEN), labels))[1]
+
+
+def _f1(y_true, y_pred):
+    true, said = np.argmax(y_true, -1), np.argmax(y_pred, -1)
+    scores = [2 * np.sum((true == k) & (said == k)) / max(1, np.sum(true == k) + np.sum(said == k)) for k in range(3)]
+    return np.float64(np.mean(scores))
+
+
+def f1_of_numpy(y_true, y_pred):
+    return tf.ensure_shape(tf.numpy_function(_f1, [y_true, y_pred], tf.float64), ())
+
+
+@scenario
+def odd_metric_of_numpy(p):
+    rows = lambda count: (floats(6, rows=count), one_hot(None, count))
+    build = lambda: compiled(dense(8, 3, inputs=6), metrics=[f1_of_numpy])
+    return p.fit(build, rows(UNEVEN), validation_data=p.data(rows(VALIDATION)))[1]
+
+
+class Report(keras.callbacks.Callback):
+    """Evaluates and predicts rows of its own after each epoch, and adds what it finds to the logs."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows = floats(6, seed=20, rows=11), floats(2, seed=21, rows=11)
+
+    def on_epoch_end(self, epoch, logs=None):
+        logs["own_loss"] = self.model.evaluate(*self.rows, verbose=0, batch_size=4)
+        logs["own_mean"] = float(np.mean(self.model.predict(self.rows[0], verbose=0, batch_size=4)))
+
+
+@scenario
+def odd_callback_that_evaluates(p):
+    stop = keras.callbacks.EarlyStopping("own_loss", mode="min", patience=1, min_delta=0.05, restore_best_weights=True)
+    return p.fit(lambda: compiled(dense(8, 2, inputs=6)), pairs(), epochs=5, callbacks=[Report(), stop])[1]
+
+
+@scenario
+def odd_arguments_of_fit(p):
+    data, held = p.data(pairs()), p.data(pairs(VALIDATION))
+    model = p._built(lambda: compiled(dense(8, 2, inputs=6), metrics=["mae"]), data)
+    history = model.fit(
+        data.repeat(),
+        epochs=5,
+        initial_epoch=1,
+        steps_per_epoch=2,
+        validation_data=held,
+        validation_steps=1,
+        validation_freq=2,
+        verbose=0,
+    )
+    return results(model, history)
+
+
+@scenario
+def odd_transfer_learning(p):
+    """A frozen base at first, and all of it then, at another rate."""
+    data, held = p.data(pairs()), p.data(pairs(VALIDATION))
+
+    def build():
+        base = keras.Sequential([keras.Input((6,)), layers.Dense(8), layers.BatchNormalization(synchronized=True)])
+        base.trainable = False
+        return compiled(keras.Sequential([base, layers.ReLU(), layers.Dense(2)]))
+
+    model = p._built(build, data)
+    first = model.fit(data, epochs=2, validation_data=held, verbose=0)
+    with p.strategy.scope():
+        model.layers[0].trainable = True
+        model.compile(keras.optimizers.RMSprop(1e-3), "mae", metrics=["mse"])
+    second = model.fit(data, epochs=2, validation_data=held, verbose=0)
+    out = results(model, second) | {f"first:{k}": np.asarray(v) for k, v in first.history.items()}
+    return with_states((model, out))
+
+
+class Predicting(keras.Model):
+    """Features in tuples and dicts, and a step of its own for predictions."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.head = layers.Dense(4, "tanh"), layers.Dense(4, "tanh"), layers.Dense(2)
+
+    def call(self, x):
+        first, (second, third) = x
+        return self.head(self.a(first["left"]) + self.b(second) * third)
+
+    def predict_step(self, data):
+        said = self(data[0] if isinstance(data, tuple) and len(data) == 1 else data)
+        return {"best": ops.argmax(said, -1), "said": said - ops.mean(said, -1, keepdims=True)}
+
+
+@scenario
+def odd_nested_features(p):
+    x = {"left": floats(3, rows=UNEVEN)}, (floats(5, seed=1, rows=UNEVEN), floats(1, seed=2, rows=UNEVEN))
+    model, out = p.fit(lambda: compiled(Predicting(), "mae"), (x, floats(2, seed=8, rows=UNEVEN)))
+    said = model.predict(tf.data.Dataset.from_tensor_slices((x,)).batch(8), verbose=0)
+    return out | said
+
+
+@scenario
+def odd_arguments_of_optimizers(p):
+    def build():
+        model = keras.Sequential([keras.Input((6,)), layers.Dense(8, "tanh", name="one"), layers.Dense(2, name="two")])
+        rate = keras.optimizers.schedules.CosineDecayRestarts(0.05, 3, 2.0, 0.9, 0.1)
+        optimizer = keras.optimizers.Nadam(rate, weight_decay=0.1, clipvalue=0.2, gradient_accumulation_steps=2)
+        optimizer.exclude_from_weight_decay(var_names=["bias"], var_list=[model.layers[1].kernel])
+        model.compile(optimizer, "mse")
+        return model
+
+    return p.fit(build, pairs(), epochs=4)[1]
+
+
+class Watched(layers.Layer):
+    """A layer with a metric of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.hidden, self.active = layers.Dense(8, "relu"), keras.metrics.Mean(name="active")
+
+    def call(self, x):
+        x = self.hidden(x)
+        self.active.update_state(ops.cast(x > 0, x.dtype))
+        return x
+
+
+@scenario
+def odd_metric_of_a_layer(p):
+    build = lambda: compiled(keras.Sequential([keras.Input((6,)), Watched(), layers.Dense(2)]))
+    return p.fit(build, pairs(), validation_data=p.data(pairs(VALIDATION)))[1]
+
+
+class Experts(layers.Layer):
+    """Experts that take their rows alone; a worker may have none for one of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate, self.experts = layers.Dense(4), [layers.Dense(3, "tanh") for _ in range(4)]
+
+    def build(self, shape):
+        for layer in (self.gate, *self.experts):
+            layer.build(shape)
+
+    def call(self, x):
+        shares = ops.softmax(self.gate(x))
+        best = tf.argmax(shares, -1, tf.int32)
+        places = tf.dynamic_partition(tf.range(tf.shape(x)[0]), best, 4)
+        parts = [expert(tf.gather(x, place)) for expert, place in zip(self.experts, places, strict=True)]
+        return tf.dynamic_stitch(places, parts) * ops.max(shares, -1, keepdims=True)
+
+
+@scenario
+def odd_experts_of_rows(p):
+    build = lambda: compiled(keras.Sequential([keras.Input((6,)), Experts(), layers.Dense(2)]))
+    return p.fit(build, pairs())[1]
+
+
+class Branching(layers.Layer):
+    """Normalizes only what looks large."""
+
+    def __init__(self):
+        super().__init__()
+        self.normalized = layers.BatchNormalization(synchronized=True)
+
+    def build(self, shape):
+        self.normalized.build(shape)
+
+    def call(self, x, training=False):
+        large = tf.reduce_mean(tf.abs(x)) > 0.8
+        return tf.cond(large, lambda: self.normalized(x, training=training), lambda: x)
+
+
+@scenario
+def odd_normalization_in_a_branch(p):
+    """Workers may take another branch: it is refused."""
+    build = lambda: compiled(keras.Sequential([keras.Input((6,)), Branching(), layers.Dense(2)]))
+    if p.world == 1:
+        return {"refused": np.ones(1)} if p.fit(build, pairs()) else {}
+    with pytest.raises(RuntimeError, match="must be called in the step itself.*inside a tf.cond"):
+        p.fit(build, pairs())
+    return {"refused": np.ones(1)}
+
+
+NEW = [name for name in SCENARIOS if name not in BEFORE]
+__all__ = ["NEW", "SCENARIOS"]
