@@ -72,6 +72,12 @@ def only_cpus(scaling_config) -> bool:
     )
 
 
+def living(suspects: Collection[str]) -> set[str]:
+    """Returns the ids of nodes that live and are not drained; the suspects must answer, see `silent`."""
+    alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+    return alive - ray_core.draining().keys() - silent(suspects)
+
+
 def silent(nodes: Collection[str]) -> set[str]:
     """Returns those of some nodes whose raylets refuse connections now: Ray marks a node dead only after 15 s.
 

@@ -298,8 +298,8 @@ class _Elastic:
         self._late_at = float("inf")  # when a requested stop after a step is overdue
 
     def _free(self) -> dict[str, dict[str, float]]:
-        gone = ray_core.draining().keys() | resources.silent(self.suspects)
-        return {node: free for node, free in ray_core.free_by_node().items() if node not in gone}
+        living = resources.living(self.suspects)
+        return {node: free for node, free in ray_core.free_by_node().items() if node in living}
 
     def reserve(self, hold: Callable, held: Reservation, check: Callable[[], None]) -> int:
         """Reserves as many workers as there is room for; waits until there is room for the fewest."""

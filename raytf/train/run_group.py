@@ -242,8 +242,7 @@ class RunGroup(EventGroup):
         """Whether processes can start for these ranks: their bundles are on a living node, or fit on one."""
         if not self._spec.elastic:
             return True
-        living = {node["NodeID"] for node in ray.nodes() if node["Alive"]} - ray_core.draining().keys()
-        living -= resources.silent({self.places[rank].node for rank in ranks})
+        living = resources.living({self.places[rank].node for rank in ranks})
         nodes = placement_group_table(self._group)["bundles_to_node_id"]
         homeless = sum(nodes.get(self.members[rank].bundle) not in living for rank in ranks)
         wanted = {name: amount for name, amount in self._each.items() if amount > 0}
