@@ -16,6 +16,9 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
     "keras.src.backend.tensorflow.optimizer:TFOptimizer._distributed_tf_update_step": (
         "(self, distribution, grads_and_vars, learning_rate)",
     ),
+    "keras.src.backend.tensorflow.optimizer:TFOptimizer.add_variable_from_reference": (
+        "(self, reference_variable, name=, initializer=)",
+    ),
     "keras.src.backend.tensorflow.trainer:TFEpochIterator": ("(distribute_strategy=, *args, **kwargs)",),
     "keras.src.backend.tensorflow.trainer:TensorFlowTrainer._autoconvert_optionals": ("(self, step_func)",),
     "keras.src.backend.tensorflow.trainer:TensorFlowTrainer._get_metrics_result_or_logs": ("(self, logs)",),
