@@ -33,13 +33,15 @@ def _clipping():
 
 def _scheduled():
     rate = keras.optimizers.schedules.CosineDecay(0.02, 8, warmup_steps=3, warmup_target=0.03)
-    return keras.optimizers.Adam(rate, amsgrad=True, weight_decay=0.01)
+    return keras.optimizers.Adam(rate)
 
 
 KINDS = {
     "adam": lambda: keras.optimizers.Adam(0.01),
     "adamw": _excluding,
     "schedule": _scheduled,
+    "amsgrad": lambda: keras.optimizers.Adam(0.01, amsgrad=True),
+    "decay": lambda: keras.optimizers.Adam(0.01, weight_decay=0.01),
     "sgd": lambda: keras.optimizers.SGD(0.1),
     "nesterov": lambda: keras.optimizers.SGD(0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
     "clipvalue": lambda: keras.optimizers.Adam(0.01, clipvalue=0.001),
