@@ -52,9 +52,7 @@ def read_all(
     to_read = {name: dataset for name, dataset in datasets.items() if not isinstance(dataset, TFData)}
     with stored.quiet(), ThreadPoolExecutor(max(1, len(datasets))) as pool:
         calls = [
-            pool.submit(
-                columns.of_dataset(name)(_read), name, dataset, materialized(materialize, name), workers, specs or {}
-            )
+            pool.submit(_read, name, dataset, materialized(materialize, name), workers, specs or {})
             for name, dataset in to_read.items()
         ]
         return {**datasets, **{name: call.result() for name, call in zip(to_read, calls, strict=True)}}

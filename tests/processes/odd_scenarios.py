@@ -79,19 +79,6 @@ def odd_domain_adversary(p):
     return p.fit(build, (floats(6, rows=UNEVEN), y, known))[1]
 
 
-@scenario
-def odd_ctc(p):
-    labels = np.random.default_rng(3).integers(1, 5, (UNEVEN, 4))
-    for i, row in enumerate(labels):
-        row[1 + i % 4 :] = 0
-
-    def build():
-        model = keras.Sequential([keras.Input((9, 3)), layers.Conv1D(8, 3, padding="same"), layers.Dense(5)])
-        return compiled(model, keras.losses.CTC())
-
-    return p.fit(build, (floats(9, 3, rows=UNEVEN), labels))[1]
-
-
 def _f1(y_true, y_pred):
     true, said = np.argmax(y_true, -1), np.argmax(y_pred, -1)
     scores = [2 * np.sum((true == k) & (said == k)) / max(1, np.sum(true == k) + np.sum(said == k)) for k in range(3)]
