@@ -169,11 +169,11 @@ def test_reports_are_waited_for_where_one_is_old_or_many_are_left(old, monkeypat
     found = []
     thread = threading.Thread(target=lambda: found.append(reports.wait()))
     thread.start()
-    until(lambda: activity.here.told()["phase"] == activity.CONTROLLER)
+    until(lambda: activity.here.told()["phase"] == activity.DRIVER)
     assert not found
     one.set_result(None)
     thread.join(30)
-    assert found and activity.here.told()["phase"] != activity.CONTROLLER
+    assert found and activity.here.told()["phase"] != activity.DRIVER
     set_timeouts(report_taken=0.01)
     with pytest.raises(TimeoutError, match="to take a report within 0.01 s and has not"):
         reports.wait()
