@@ -17,7 +17,7 @@ from ray.exceptions import RayActorError, RayError
 from ray.train import Result
 from ray.util.tpu import SlicePlacementGroup, get_tpu_num_slices_for_workers, get_tpu_version_from_type
 
-from raytf import events, timeouts
+from raytf import events, logs, timeouts
 from raytf.compat import ray_configs, ray_core
 from raytf.compat.ray_state import TrainTab
 from raytf.compat.ray_train import get_env_vars_to_propagate
@@ -30,12 +30,14 @@ from raytf.runtime.processes import WarmPool, worker_environment
 from raytf.runtime.reservation import Reservation
 from raytf.train import backend, decisions, ends, entry
 from raytf.train.checkpoint_list import CheckpointList
-from raytf.train.decisions import Decisions, Do, Phase, Started
-from raytf.train.group import LostGroupError
+from raytf.train.decisions import Decisions, Do, Phase, Started, WorkerState
+from raytf.train.group import LostGroupError, seen
 from raytf.train.run_group import GroupSpec, RunGroup
 from raytf.train.run_worker import RunJob, RunWorker
 from raytf.train.session_functions import place_of
 from raytf.worker.ending import MovedError
+
+logger = logs.get_logger(__name__)
 
 # Seconds between two checks of an elastic run's size: Ray Train's default, and raytf's unless the user sets another. A
 # change costs a start of workers, and no step.
@@ -245,6 +247,8 @@ class Engine:
             if failed and over:
                 self._tab.ended(in_a_line(cause_of(next(iter(failed.values())))))
                 raise failures.first_cause(failed)
+            if any(seen(error) is WorkerState.FAILED for error in failed.values()):
+                logger.warning(failures.first_cause(failed))
             self._tab.ended(None, again=True)
             self._idle[:0] = group.staying(errors)  # the chief stays where it is
         finally:

@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ray.exceptions import RayActorError
 from ray.train import CheckpointUploadMode
 
 from raytf import activity, timeouts
@@ -28,7 +27,7 @@ from raytf.compat.ray_train import (
     set_train_fn_utils,
 )
 from raytf.console.quiet import at_levels
-from raytf.errors import ConfigError, RaytfError
+from raytf.errors import ConfigError
 from raytf.runtime import process_monitor
 from raytf.runtime.failures import cause_of, is_consequence
 from raytf.runtime.process_monitor import ProcessLocation
@@ -218,12 +217,8 @@ class RunTrainFnUtils(TrialTrainFnUtils):
 
 
 def with_stack(error: BaseException) -> Exception:
-    """Returns an error with its stack, which is logged unless the driver raises that error as one sentence.
-
-    Those are raytf's own errors, and errors after the end of the run's other processes, as at a signal.
-    """
-    is_sentence = isinstance(error, (RaytfError, RayActorError))
-    with at_levels({loggers.TRAIN_ERRORS: logging.CRITICAL} if is_sentence else {}):
+    """Returns an error with its stack, which is not logged: the driver shows the first worker's one alone."""
+    with at_levels({loggers.TRAIN_ERRORS: logging.CRITICAL}):
         return ray_train.construct_user_exception_with_traceback(error)
 
 

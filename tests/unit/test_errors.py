@@ -52,11 +52,11 @@ def test_what_keras_makes_bold_is_plain():
     assert first_line(ValueError("\x1b[1mInvalid input\x1b[0m\nmore")) == "Invalid input"
 
 
-def test_the_stack_of_an_error_of_raytfs_own_is_not_printed(caplog):
-    """Its sentence is what the driver raises; the stack of a user's own code is shown."""
+def test_a_worker_does_not_print_the_stack_of_its_error(caplog):
+    """The driver shows that of the worker that failed first."""
     for error in (ConfigError("callbacks must be a list", "3", "Pass one"), RayActorError(), KeyError("a")):
         try:
             raise error
         except Exception as raised:
             assert with_stack(raised)._base_exc is error
-    assert ["KeyError" in message for message in caplog.messages] == [True]
+    assert not caplog.messages
