@@ -46,10 +46,8 @@ class RecordReader:
         size = block_rows(piece)
         parts = []
         for number in range(rows[0] // size, rows[-1] // size + 1):
-            block, few = (
-                self._block(piece, number),
-                rows[slice(*np.searchsorted(rows, [number * size, (number + 1) * size]))],
-            )
+            block = self._block(piece, number)
+            few = rows[slice(*np.searchsorted(rows, [number * size, (number + 1) * size]))]
             parts.append(block if len(few) == len(block) else tf.gather(block, few - number * size))
         return parts[0] if len(parts) == 1 else tf.concat(parts, 0)
 

@@ -19,7 +19,7 @@ from raytf.data import stored
 from raytf.data.columns import Column
 from raytf.data.file_source import FilePart, FileSource, in_task
 from raytf.data.files import CSV_ENDINGS, Files, find, retried
-from raytf.data.records import PIECE_BYTES
+from raytf.data.records import cut
 from raytf.data.tfrecords import read_tfrecords
 from raytf.errors import ConfigError
 
@@ -304,8 +304,7 @@ def _of_csv(files: Files, pictures: Sequence[str], path: str) -> pa.Table:
 def _image_pieces(files: Files, rows: pa.Table, skip: bool) -> Iterator[FilePart]:
     sizes = dict(zip(files.paths, files.sizes, strict=True))
     ends = np.cumsum([sizes[path] for path in rows["path"].to_pylist()])
-    starts = np.unique((ends - 1) // PIECE_BYTES, return_index=True)[1].tolist()
-    for first, stop in zip(starts, [*starts[1:], len(rows)], strict=True):
+    for first, stop in cut(ends - 1):
         part = rows.slice(first, stop - first).combine_chunks()
         size = int(ends[stop - 1] - (ends[first - 1] if first else 0))
         yield FilePart(part["path"][0].as_py(), part, size, None if skip else len(part))

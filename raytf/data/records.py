@@ -110,12 +110,14 @@ def index(filesystem: fs.FileSystem, path: str, size: int) -> list[Records]:
         raise _damaged(path, f"whose record {end} is cut off")
     if not headers:
         return []
-    positions = np.array(starts, np.int64)
-    cuts = [0] if zipped else np.unique(positions[:-1] // PIECE_BYTES, return_index=True)[1].tolist()
-    return [
-        Records(path, starts[a], starts[b], a, b - a, "GZIP" if zipped else "")
-        for a, b in zip(cuts, [*cuts[1:], len(headers)], strict=True)
-    ]
+    bounds = [(0, len(headers))] if zipped else cut(np.array(starts[:-1], np.int64))
+    return [Records(path, starts[a], starts[b], a, b - a, "GZIP" if zipped else "") for a, b in bounds]
+
+
+def cut(positions: np.ndarray) -> list[tuple[int, int]]:
+    """Returns (first, stop) of the pieces of about `PIECE_BYTES` of what has these ascending positions in bytes."""
+    firsts = np.unique(positions // PIECE_BYTES, return_index=True)[1].tolist()
+    return list(zip(firsts, [*firsts[1:], len(positions)], strict=True))
 
 
 def _headers(file, size: int | None) -> tuple[list[bytes], list[int], int | None]:

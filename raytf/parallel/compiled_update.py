@@ -20,6 +20,7 @@ from raytf.compat import keras_objects
 from raytf.compat.keras import BaseOptimizer
 from raytf.compat.patching import patch
 from raytf.compat.tensorflow import call_with_captures, is_stateful, traced_apart, try_to_compile, without_captures
+from raytf.parallel import keras_optimizers
 from raytf.parallel import step as step_module
 
 logger = logs.get_logger(__name__)
@@ -84,7 +85,7 @@ def updates_apart(optimizer, gradients: Sequence) -> bool:
         enabled
         and not tf.executing_eagerly()
         and not compiles_together([g for g in gradients if g is not None])
-        and type(optimizer) in [getattr(keras.optimizers, name) for name in _APART]
+        and keras_optimizers.is_one_of(optimizer, _APART)
         and not (optimizer.use_ema or optimizer.gradient_accumulation_steps or optimizer.global_clipnorm)
     )
 
@@ -140,9 +141,8 @@ def outcomes(optimizer, kinds: Sequence, update: Callable, inputs: Sequence[tupl
 
 def _handles(optimizer, variable) -> list:
     """Returns the handles of a variable and its slots in this process."""
-    strategy = tf.distribute.get_strategy()
-    held = [keras_objects.held_by(v) for v in (variable, *keras_objects.slots_of(optimizer, variable).values())]
-    return [strategy.experimental_local_results(v)[0].handle for v in held]
+    variables = (variable, *keras_objects.slots_of(optimizer, variable).values())
+    return [keras_optimizers.local_variable(v).handle for v in variables]
 
 
 def _with_shapes(pairs: Sequence) -> list[tf.Tensor]:

@@ -24,7 +24,7 @@ from raytf.compat.keras import LazyArray, TFOptimizer
 from raytf.compat.patching import patch
 from raytf.compat.tensorflow import may_record
 from raytf.errors import ConfigError
-from raytf.parallel import compiled_update, model_optimizers
+from raytf.parallel import compiled_update, keras_optimizers, model_optimizers
 from raytf.parallel import step as step_module
 from raytf.parallel.sparse_rows import PartOfVariable
 
@@ -106,7 +106,7 @@ class Shares:
                     "Leave shard_optimizer out, or what changes gradients or takes rows of a variable that is of no "
                     "keras.layers.Embedding",
                 )
-        locals_ = [_local(v) for v in self.variables]
+        locals_ = [keras_optimizers.local_variable(v) for v in self.variables]
         pairs = zip(own, locals_, strict=True)
         filled = [tf.zeros_like(v) if g is None else tf.ensure_shape(g, v.shape) for g, v in pairs]
         summed, _ = self._ring.sum(filled, step.rows, last=False, shares=True)
@@ -157,7 +157,7 @@ class Shares:
     def _slots_of(self, variable) -> dict:
         begin, end = self._bounds[id(variable)]
         slots = keras_objects.slots_of(self._optimizer(), variable, (end - begin,))
-        return {name: _local(slot) for name, slot in slots.items()}
+        return {name: keras_optimizers.local_variable(slot) for name, slot in slots.items()}
 
     def _decayed(self, variable, gradient: tf.Tensor, value: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         """Returns the clipped gradient and the decayed value of a share, by Keras' formulas."""
@@ -245,11 +245,6 @@ class Shares:
             variable.assign(value)
 
 
-def _local(variable):
-    """Returns the variable of this process' only replica."""
-    return tf.distribute.get_strategy().experimental_local_results(keras_objects.held_by(variable))[0]
-
-
 def attach(model, strategy) -> None:
     """Shares out the state of a compiled model's optimizer, if that is in force; call it before the model is built.
 
@@ -272,7 +267,7 @@ def attach(model, strategy) -> None:
         received.append("workers that exchange through TensorFlow's collectives, as with GPUs")
     if list(optimizers) != ["optimizer"] or model_optimizers.decides_itself(model):
         received.append("a model with its own fit or train_step, or several optimizers")
-    elif type(optimizer) not in [getattr(keras.optimizers, name) for name in _OPTIMIZERS]:
+    elif not keras_optimizers.is_one_of(optimizer, _OPTIMIZERS):
         received.append(f"{type(optimizer).__name__} ({type(optimizer).__module__})")
     else:
         received += [f"{name}={value}" for name in _OPTIONS if (value := getattr(optimizer, name, None))]

@@ -16,7 +16,7 @@ from raytf.compat import keras_objects
 from raytf.compat.keras import BaseOptimizer, TFOptimizer
 from raytf.compat.patching import patch
 from raytf.errors import ConfigError
-from raytf.parallel import own_loops
+from raytf.parallel import keras_optimizers, own_loops
 from raytf.parallel import step as step_module
 
 _OPTIMIZERS = ("SGD", "Adam", "AdamW", "Adagrad", "Ftrl")
@@ -77,7 +77,7 @@ def _check(optimizer) -> None:
     devices = local_replicas(strategy) if tf.distribute.has_strategy() else 1
     options = ("use_ema", "gradient_accumulation_steps", "loss_scale_factor")
     received = [f"{name}={value}" for name in options if (value := getattr(optimizer, name, None))]
-    if kind not in [getattr(keras.optimizers, name) for name in _OPTIMIZERS]:
+    if not keras_optimizers.is_one_of(optimizer, _OPTIMIZERS):
         received = [f"{kind.__name__} ({kind.__module__})"]
     if devices > 1:
         received.append(f"{devices} devices in each worker")
@@ -161,10 +161,10 @@ def update(optimizer, variable, gradient: tf.IndexedSlices, learning_rate) -> No
         gradient: Gradient with unique ids.
         learning_rate: As for `update_step`.
     """
-    strategy, ids = tf.distribute.get_strategy(), gradient.indices
-    local = lambda slot: strategy.experimental_local_results(keras_objects.held_by(slot))[0]
+    ids = gradient.indices
     table = _Rows(variable, ids, keras_objects.key_of(optimizer, variable))
-    slots = {name: _Rows(local(slot), ids) for name, slot in keras_objects.slots_of(optimizer, variable).items()}
+    held = keras_objects.slots_of(optimizer, variable)
+    slots = {name: _Rows(keras_optimizers.local_variable(slot), ids) for name, slot in held.items()}
     if optimizer.weight_decay is not None and keras_objects.decays(optimizer, variable):
         factor = tf.cast(optimizer.weight_decay, table.dtype) * tf.cast(learning_rate, table.dtype)
         table.assign_sub(table.value * factor)
