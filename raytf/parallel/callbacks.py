@@ -129,7 +129,7 @@ def _digest(array: np.ndarray) -> int:
 
 def settable_rate(optimizer):
     """Returns the learning-rate variable that callbacks can set, or None if there is a schedule."""
-    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    inner = model_optimizers.unscaled(optimizer)
     rate = keras_objects.rate_of(inner)
     return rate if isinstance(rate, keras.Variable) else None
 

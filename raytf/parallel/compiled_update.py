@@ -20,7 +20,7 @@ from raytf.compat import keras_objects
 from raytf.compat.keras import BaseOptimizer
 from raytf.compat.patching import patch
 from raytf.compat.tensorflow import call_with_captures, is_stateful, traced_apart, try_to_compile, without_captures
-from raytf.parallel import keras_optimizers
+from raytf.parallel import keras_optimizers, model_optimizers
 from raytf.parallel import step as step_module
 
 logger = logs.get_logger(__name__)
@@ -157,7 +157,7 @@ def _compiled(optimizer, update: Callable, inputs: Sequence[tf.Tensor]) -> tuple
         Exception: The user's or XLA's.
     """
     specs = [tf.TensorSpec(t.shape, t.dtype) for t in inputs]
-    stepping = getattr(optimizer, "inner_optimizer", optimizer)
+    stepping = model_optimizers.unscaled(optimizer)
     rate = stepping.learning_rate  # of a schedule: its functions of float32 are not rounded alike by XLA
 
     def whole(*its):

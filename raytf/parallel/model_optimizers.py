@@ -48,6 +48,11 @@ def variables(model) -> list:
     return list({id(v): v for optimizer in of(model).values() for v in optimizer.variables}.values())
 
 
+def unscaled(optimizer):
+    """Returns the optimizer that updates: the one within a LossScaleOptimizer, or itself."""
+    return getattr(optimizer, "inner_optimizer", optimizer)
+
+
 def alike(model) -> list:
     """Returns the variables of all optimizers that workers have alike: without shares of slots."""
     shares = [vars(optimizer)[SHARES] for optimizer in of(model).values() if SHARES in vars(optimizer)]

@@ -223,7 +223,7 @@ def _cause_first(where: str):
 def _refuse_what_cannot_work(model, strategy):
     used = []
     for optimizer in model_optimizers.of(model).values():
-        inner = getattr(optimizer, "inner_optimizer", optimizer)
+        inner = model_optimizers.unscaled(optimizer)
         used += [n for n in ("gradient_accumulation_steps", "ema_overwrite_frequency") if getattr(inner, n, None)]
         used += ["LossScaleOptimizer"] if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) else []
     used = sorted(set(used))

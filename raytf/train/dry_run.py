@@ -206,10 +206,10 @@ def _facts(model, feed) -> ModelFacts:
     tables = {id(keras_objects.table_of(layer)) for layer in keras_objects.layers_of(model)}
     table_slots = [
         slot
-        for optimizer in model_optimizers.of(model).values()
-        for variable in keras_objects.trained_by(getattr(optimizer, "inner_optimizer", optimizer))
+        for optimizer in map(model_optimizers.unscaled, model_optimizers.of(model).values())
+        for variable in keras_objects.trained_by(optimizer)
         if id(variable) in tables
-        for slot in keras_objects.slots_of(getattr(optimizer, "inner_optimizer", optimizer), variable).values()
+        for slot in keras_objects.slots_of(optimizer, variable).values()
     ]
     dense, sparse = _bytes_of(_gradients(model, batch))
     return ModelFacts(

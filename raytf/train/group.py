@@ -22,6 +22,9 @@ from raytf.runtime import answers, cores, process_monitor
 from raytf.runtime.failures import WorkerFrozenError, cause_of, is_consequence
 from raytf.runtime.hang_watch import HangWatch
 from raytf.runtime.process_monitor import ProcessLocation, Watchdog
+from raytf.runtime.processes import Process
+from raytf.runtime.settings import Listening
+from raytf.timeouts import Timeouts
 from raytf.train import backend, decisions, healing
 from raytf.train.decisions import Decisions, Do, Lost, WorkerState
 from raytf.train.healing import STARTS_ANEW, TAKES_ITS_PLACE, Healing, Member
@@ -380,6 +383,15 @@ class EventGroup:
         self._watchdog.close()
         for actor in actors:
             ray.kill(actor)
+
+
+class MemberProcess(Process):
+    """A worker of a group, a Ray actor of one thread; subclasses train in another one. On a worker."""
+
+    def reserve(self, limits: Timeouts, allowed: Listening, count: int) -> tuple[str, bool, ProcessLocation]:
+        """Returns its "host:port", whether it has claimed cores for the life of the group, and its process."""
+        timeouts.put_in_force(limits)
+        return *backend.reserve(allowed, count), process_monitor.here()
 
 
 def _taken(ref) -> Any:

@@ -17,7 +17,7 @@ from typing import Any
 
 from ray.train import CheckpointUploadMode
 
-from raytf import activity, timeouts
+from raytf import activity
 from raytf.collectives import healing
 from raytf.collectives.healing import Waiting
 from raytf.compat import loggers, ray_train
@@ -28,14 +28,8 @@ from raytf.compat.ray_train import (
 )
 from raytf.console.quiet import at_levels
 from raytf.errors import ConfigError
-from raytf.runtime import process_monitor
 from raytf.runtime.failures import cause_of, is_consequence
-from raytf.runtime.process_monitor import ProcessLocation
-from raytf.runtime.processes import Process
-from raytf.runtime.settings import Listening
-from raytf.timeouts import Timeouts
-from raytf.train import backend
-from raytf.train.group import LoopEnded, Report, Wait, Woken
+from raytf.train.group import LoopEnded, MemberProcess, Report, Wait, Woken
 from raytf.train.session_functions import Surroundings, TrialContext, TrialTrainFnUtils
 from raytf.worker import clearing, ending
 from raytf.worker.ending import MovedError
@@ -222,18 +216,13 @@ def with_stack(error: BaseException) -> Exception:
         return ray_train.construct_user_exception_with_traceback(error)
 
 
-class RunWorker(Process):
-    """A Ray actor of one thread, which starts the training in another one."""
+class RunWorker(MemberProcess):
+    """A worker of a run."""
 
     def __init__(self):
         self._thread: threading.Thread | None = None
         self._channel: Channel | None = None
         self._error: Exception | None = None
-
-    def reserve(self, limits: Timeouts, allowed: Listening, count: int) -> tuple[str, bool, ProcessLocation]:
-        """Returns its "host:port", whether it has claimed cores, and its process."""
-        timeouts.put_in_force(limits)
-        return *backend.reserve(allowed, count), process_monitor.here()
 
     def begin(self, job: RunJob, rank: int) -> None:
         """Starts the train loop."""

@@ -27,15 +27,10 @@ from raytf.compat.fast_import import import_keras
 from raytf.compat.ray_train import set_train_fn_utils
 from raytf.console import once, output
 from raytf.errors import RaytfError, in_a_line
-from raytf.runtime import process_monitor
 from raytf.runtime.answers import NoAnswerError, as_they_come, collect
 from raytf.runtime.failures import WorkerFrozenError
-from raytf.runtime.process_monitor import ProcessLocation
-from raytf.runtime.processes import Process
 from raytf.runtime.resources import placed_actor
-from raytf.runtime.settings import Listening
 from raytf.storage import scratch
-from raytf.timeouts import Timeouts
 from raytf.train import backend, ends
 from raytf.train.decisions import (
     Decisions,
@@ -46,7 +41,7 @@ from raytf.train.decisions import (
     StopRequested,
 )
 from raytf.train.entry import import_raytf
-from raytf.train.group import EventGroup, LoopEnded, LostGroupError, Report, Wait
+from raytf.train.group import EventGroup, LoopEnded, LostGroupError, MemberProcess, Report, Wait
 from raytf.train.healing import Member
 from raytf.train.session_functions import Surroundings, TrialTrainFnUtils
 from raytf.worker import clearing, ending
@@ -396,8 +391,8 @@ def _take(spares: Sequence[tuple[str, Any]], node: str):
     return None
 
 
-class GroupWorker(Process):
-    """A worker of a worker group; a Ray actor of one thread that executes the commands of `WorkerGroup`."""
+class GroupWorker(MemberProcess):
+    """A worker of a worker group, which executes the commands of `WorkerGroup`."""
 
     def __init__(self):
         self._stack = contextlib.ExitStack()
@@ -405,11 +400,6 @@ class GroupWorker(Process):
         self._session = None
         self._failed: Exception | None = None
         self._told: tuple = ()
-
-    def reserve(self, its: Timeouts, allowed: Listening, count: int) -> tuple[str, bool, ProcessLocation]:
-        """Returns its "host:port", whether it has claimed cores for the life of the group, and its process."""
-        timeouts.put_in_force(its)
-        return *backend.reserve(allowed, count), process_monitor.here()
 
     def end_with(self, leader) -> None:
         """Ends this process, which the driver started, after the group's actor has ended."""

@@ -304,7 +304,7 @@ class WarmupCallback(TrainingPart):
             )
         rate = settable_rate(model.optimizer)
         if rate is None:
-            optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
+            optimizer = model_optimizers.unscaled(model.optimizer)
             raise ConfigError(
                 "warmup_steps needs an optimizer with a number for its learning rate",
                 f"a schedule of type {type(keras_objects.rate_of(optimizer)).__name__}",

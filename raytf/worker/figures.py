@@ -17,6 +17,7 @@ import tensorflow as tf
 
 from raytf import activity, procfs
 from raytf.errors import first_line
+from raytf.parallel import model_optimizers
 from raytf.worker.part import Training, TrainingPart
 
 # Folder in the run's folder, with a file of JSON lines for each rank.
@@ -223,6 +224,6 @@ class _Events:
 
 def _rate(model) -> float | None:
     """Returns the current learning rate of the model's optimizer, also of a schedule; None without one."""
-    optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
+    optimizer = model_optimizers.unscaled(model.optimizer)
     rate = getattr(optimizer, "learning_rate", None)
     return None if rate is None else float(keras.ops.convert_to_numpy(rate))
