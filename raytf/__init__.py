@@ -96,14 +96,14 @@ if not TYPE_CHECKING:  # with it, type checkers would accept any name
         if name == "ReportCallback":
             from raytf.compat import legacy_keras
 
-            if legacy_keras.is_on():
+            if legacy_keras.is_enabled():
                 module, attribute = "raytf.worker.legacy_callbacks", "LegacyReportCallback"
         try:
             return getattr(importlib.import_module(module), attribute)
         except ImportError as error:
             from raytf.compat import versions
 
-            versions.explain(error)
+            versions.explain_import_error(error)
             raise
 
 

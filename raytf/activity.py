@@ -239,7 +239,7 @@ class Activity:
 
         writers = self.queued_writer() if phase == CHECKPOINT and self.queued_writer is not None else 0.0
         try:
-            return writers + procfs.queued_in_all(counts=counts)
+            return writers + procfs.total_queued_seconds(counts=counts)
         except OSError:
             return None
 
@@ -266,14 +266,14 @@ def _named(frame: FrameType) -> str | None:
 
 
 # The tracker of the training in this process.
-here = Activity()
+tracker = Activity()
 
 
-def told() -> dict[str, Any]:
+def snapshot() -> dict[str, Any]:
     """Returns the snapshot of this process' tracker; another process calls it here."""
-    return here.told()
+    return tracker.told()
 
 
 def stack() -> str:
     """Returns the stacks of this process' training; another process calls it here."""
-    return here.stack()
+    return tracker.stack()

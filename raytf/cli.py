@@ -19,7 +19,7 @@ from raytf.cli_parts import (
     Commands,
     checked,
     columns,
-    given,
+    given_options,
     option,
     options,
     path,
@@ -48,13 +48,13 @@ def main():
 def _check_checkpoint_every(text: str) -> None:
     from raytf.worker import checkpoint_every
 
-    checkpoint_every.parse(text)
+    checkpoint_every.parse_interval(text)
 
 
 def _check_memory_every(text: str) -> None:
     from raytf.worker import checkpoint_every
 
-    checkpoint_every.steps(text)
+    checkpoint_every.parse_steps(text)
 
 
 _TRAINING = options(
@@ -310,27 +310,27 @@ def sweep(ctx, model, domains, space, **_):
     """
     from raytf.cli_options import check_sweep
 
-    settings = given(ctx)["sweep"]
+    settings = given_options(ctx)["sweep"]
     with wrong_options():
         check_sweep(settings, domains, space)
-        written = _written(space, domains)
+        written = _unparsed_domains(space, domains)
 
     def largest():
         from raytf.tune import space
 
-        known = space.bounds(space.parse(written).get("num_workers", 1), "num_workers")
+        known = space.key_bounds(space.parse_space(written).get("num_workers", 1), "num_workers")
         return max((n for n in known if isinstance(n, int)), default=1)
 
     trainer = _trainer(ctx, largest, None if settings["resume"] else written)
-    from raytf.tune.space import parse
+    from raytf.tune.space import parse_space
     from raytf.tune.sweep import sweep as run
 
     with _wrong_values():
-        run(trainer, parse(written) or None, **settings)
+        run(trainer, parse_space(written) or None, **settings)
     _end_ray()
 
 
-def _written(space: str | None, domains: Collection[str]) -> dict[str, Any]:
+def _unparsed_domains(space: str | None, domains: Collection[str]) -> dict[str, Any]:
     """Returns the unparsed domains of a file and of arguments, by name."""
     written = {}
     if space:
@@ -407,23 +407,23 @@ def run(ctx, script, arguments, tfjob, address, env, ports, **options):
     """
     from raytf.launch.spec import LaunchSpec
 
-    _tell_of_options_behind(arguments)
+    _warn_of_late_options(arguments)
     if script is None and tfjob is None:
         raise click.MissingParameter(ctx=ctx, param_hint="'SCRIPT'", param_type="argument")
     with wrong_options():
         options |= {"script": script, "arguments": arguments, "environment": parse_variables(env)}
         if tfjob is not None:
-            options |= _of_tfjob(ctx, tfjob, script, arguments)
+            options |= _arguments_of_tfjob(ctx, tfjob, script, arguments)
         spec = LaunchSpec(ports=parse_ports(ports), **options)
-    from raytf.launch.launcher import run as run_script
-    from raytf.runtime.connection import located
+    from raytf.launch.launcher import launch_script as run_script
+    from raytf.runtime.connection import resolve_address
 
     with wrong_options():
-        located(address)
+        resolve_address(address)
     raise SystemExit(run_script(spec, address))
 
 
-def _of_tfjob(ctx: click.Context, tfjob: str, script: str | None, arguments) -> dict[str, Any]:
+def _arguments_of_tfjob(ctx: click.Context, tfjob: str, script: str | None, arguments) -> dict[str, Any]:
     """Returns arguments of `LaunchSpec` from a TFJob, and prints what it does not honour."""
     from raytf.errors import ConfigError
     from raytf.launch import tfjob as reader
@@ -435,7 +435,7 @@ def _of_tfjob(ctx: click.Context, tfjob: str, script: str | None, arguments) -> 
         if name in given_here:
             option = f"--{name.replace('_', '-')}"
             raise ConfigError("With --tfjob, the YAML says what runs where", option, f"Leave {option} out")
-    found, not_honoured = reader.read(tfjob, script, arguments)
+    found, not_honoured = reader.read_tfjob(tfjob, script, arguments)
     for sentence in not_honoured:
         click.echo(f"raytf run: {sentence}", err=True)
     if "max_restarts" in given_here:
@@ -443,7 +443,7 @@ def _of_tfjob(ctx: click.Context, tfjob: str, script: str | None, arguments) -> 
     return found
 
 
-def _tell_of_options_behind(arguments) -> None:
+def _warn_of_late_options(arguments) -> None:
     """Warns of options of `raytf run` after the script, which the script receives."""
     names = {name for option in run.params for name in (*option.opts, *option.secondary_opts)}
     long_names = {name for name in names if name.startswith("--")}
@@ -478,7 +478,7 @@ def doctor(address, ports, as_json, **options):
             limits = parse_ports(ports)
             from raytf.doctor import examination
 
-            report = examination.run(address, ports=limits, **options)
+            report = examination.run_examination(address, ports=limits, **options)
         except ConfigError as error:
             raise click.UsageError(str(error)) from error
         if as_json:
@@ -487,7 +487,7 @@ def doctor(address, ports, as_json, **options):
 
             click.echo(json.dumps(dataclasses.asdict(report), indent=2), file=stdout)
         else:
-            examination.show(report, lambda line: click.echo(line, file=stdout))
+            examination.print_report(report, lambda line: click.echo(line, file=stdout))
         raise SystemExit(1 if report.findings else 0)
 
 
@@ -509,7 +509,7 @@ def _end_ray() -> None:
 
     from raytf.console import phases
 
-    with phases.phases(phase="ending Ray", only_in_terminals=True):
+    with phases.show_phases(phase="ending Ray", only_in_terminals=True):
         ray.shutdown()
 
 
@@ -523,7 +523,7 @@ def _trainer(ctx: click.Context, largest=lambda: 1, space: Collection[str] | Non
     """
     from raytf import cli_options
 
-    values = given(ctx)
+    values = given_options(ctx)
     with wrong_options():
         module, function = cli_options.split_function(ctx.params["model"])
         config = {name: value for name, value in values["config"].items() if value is not None}
@@ -541,7 +541,7 @@ def _trainer(ctx: click.Context, largest=lambda: 1, space: Collection[str] | Non
 
     from raytf.console import phases
 
-    with phases.phases(phase=phases.starting(), only_in_terminals=ctx.command is plan) as shown:
+    with phases.show_phases(phase=phases.starting_phase(), only_in_terminals=ctx.command is plan) as shown:
         import logging
         import os
 
@@ -555,8 +555,8 @@ def _trainer(ctx: click.Context, largest=lambda: 1, space: Collection[str] | Non
         failures = FailureConfig(max_failures=values["run"].pop("max_failures"))
         run_config = RunConfig(**values["run"], failure_config=failures)
         if values["run"].get("name") and values["trainer"].get("resume", False) is not False:
-            has_ended = results.has_ended(run_folder.located(run_config), config["epochs"])
-            shown.begin(phases.starting(has_ended))
+            has_ended = results.has_ended(run_folder.with_absolute_path(run_config), config["epochs"])
+            shown.begin(phases.starting_phase(has_ended))
         # workers import the model function from the current folder of the command
         environment = {"env_vars": {"PYTHONPATH": os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")])}}
         connect([{"CPU": cpus}] * processes, logging_level=logging.ERROR, runtime_env=environment)

@@ -75,7 +75,7 @@ def check_training(
         config: The config of the model function.
         paths: Paths of the data, by name of the dataset.
     """
-    legacy_keras.refuse(legacy_keras.asked(False))
+    legacy_keras.refuse_keras_2(legacy_keras.requesting_option(False))
     workers, trainer = given["workers"], given["trainer"]
     validation.check_config(config)
     validation.check_num_ps(trainer["strategy"], trainer["num_ps"])
@@ -103,7 +103,7 @@ def check_config_keys(build_model: Callable, known: Collection[str], params: Seq
         known: Keys of its config.
         params: Options of the command.
     """
-    for key, line in config_keys.required(build_model).items():
+    for key, line in config_keys.required_keys(build_model).items():
         if key in known:
             continue
         option = next((p.opts[0] for p in params if getattr(p, "to", None) == "config" and p.name == key), None)

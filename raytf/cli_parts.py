@@ -91,7 +91,7 @@ def options(*decorators):
     return decorate
 
 
-def given(ctx: click.Context) -> dict[str, dict[str, Any]]:
+def given_options(ctx: click.Context) -> dict[str, dict[str, Any]]:
     """Returns the values of a command's options, by receiver and by name."""
     values: dict[str, dict[str, Any]] = defaultdict(dict)
     for param in ctx.command.params:
@@ -118,7 +118,7 @@ def checked(function: Callable[[Any], Any]) -> Callable:
     return callback
 
 
-class Which(click.ParamType):
+class WhichCheckpoint(click.ParamType):
     """Type of an option that selects the last checkpoint of a run, the best, or the one of a step."""
 
     name = "last|best|STEP"

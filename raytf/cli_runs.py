@@ -15,9 +15,9 @@ from raytf.cli_parts import (
     FILES,
     NUMBER,
     POSITIVE,
-    Which,
+    WhichCheckpoint,
     columns,
-    given,
+    given_options,
     option,
     options,
     path,
@@ -28,8 +28,8 @@ _RUN = click.argument("run", metavar="RUN")
 _WHICH = click.option(
     "--which",
     default="last",
-    type=Which(),
-    metavar=Which.name,  # click would show it in capitals
+    type=WhichCheckpoint(),
+    metavar=WhichCheckpoint.name,  # click would show it in capitals
     show_default=True,
     help="Of its checkpoints.",
 )
@@ -176,9 +176,9 @@ def report(folder, output):
       raytf report runs/first -o first.html
     """
     with wrong_options():
-        from raytf.tune.report import write
+        from raytf.tune.report import write_report
 
-        write(folder, output)
+        write_report(folder, output)
     click.echo(output)
 
 
@@ -213,7 +213,7 @@ def export(run, output, format, model, **options):
 
         exporting.check(run, output, format, **options)
         build_model = _build_model(model)
-    with wrong_options(but=_damaged()):
+    with wrong_options(but=_damaged_error()):
         written = exporting.export(run, output, format, build_model=build_model, **options)
     click.echo(written)
 
@@ -268,15 +268,15 @@ def _model_of(ctx: click.Context, run: str, data: str, labelled: bool = True):
     """
     workers, cpus, gpus = (ctx.params[name] for name in ("num_workers", "cpus_per_worker", "gpus_per_worker"))
     choice = {name: ctx.params[name] for name in ("which", "metric", "mode")}
-    values = given(ctx)
+    values = given_options(ctx)
     values["trainer"] = {"labels": None, "sample_weights": None} | values["trainer"]
     with wrong_options():
         from raytf.cli_options import check_files
-        from raytf.worker.choice import Choice
+        from raytf.worker.choice import CheckpointSelector
         from raytf.worker.export import check_source
 
         build_model = _build_model(ctx.params["model"])
-        check_source(run, Choice(**choice))
+        check_source(run, CheckpointSelector(**choice))
         check_files("given", data, values)
 
     import logging
@@ -287,7 +287,7 @@ def _model_of(ctx: click.Context, run: str, data: str, labelled: bool = True):
     import raytf
     from raytf.runtime.connection import connect
 
-    with wrong_options(but=_damaged()):
+    with wrong_options(but=_damaged_error()):
         model = raytf.load_model(run, build_model=build_model, **choice)
     resources = {"CPU": cpus} | ({"GPU": gpus} if gpus else {})
     environment = {"env_vars": {"PYTHONPATH": os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")])}}
@@ -302,7 +302,7 @@ def _model_of(ctx: click.Context, run: str, data: str, labelled: bool = True):
     )
 
 
-def _damaged() -> type[Exception]:
+def _damaged_error() -> type[Exception]:
     """Returns the error of a damaged checkpoint, which is no wrong option."""
     from raytf.storage.checkpoint_files import DamagedCheckpointError
 

@@ -13,15 +13,15 @@ _BOLD = re.compile(r"\x1b\[\d*m")
 
 def first_line(error: object) -> str:
     """Returns the first line of an error's text that is not blank, or ""."""
-    return next((line for line in plain(error).splitlines() if line.strip()), "")
+    return next((line for line in without_escapes(error).splitlines() if line.strip()), "")
 
 
-def plain(error: object) -> str:
+def without_escapes(error: object) -> str:
     """Returns an error's text without the escape sequences with which Keras makes it bold."""
     return _BOLD.sub("", str(error))
 
 
-def in_a_line(error: BaseException) -> str:
+def one_line(error: BaseException) -> str:
     """Returns the type and the first line of an error.
 
     For an error of TensorFlow, the line is the cause and its operation. For one raised in a Python function that a
@@ -29,15 +29,15 @@ def in_a_line(error: BaseException) -> str:
     """
     if type(error).__module__.partition(".")[0] == "tensorflow":
         text = str(error)
-        python_error, cause = _of_python(text), of_tensorflow(text)
+        python_error, cause = _python_cause(text), tensorflow_cause(text)
         if python_error:
             return cause if _WHOLE in text else python_error
         if cause:
             return f"{type(error).__name__}: {cause}"
-    return _of_autograph(str(error)) or f"{type(error).__name__}: {first_line(error)}".rstrip(": ")
+    return _autograph_cause(str(error)) or f"{type(error).__name__}: {first_line(error)}".rstrip(": ")
 
 
-def of_tensorflow(text: str) -> str:
+def tensorflow_cause(text: str) -> str:
     """Returns the cause in a text of TensorFlow, with its operation and the user's line that made it, or "".
 
     The text of a graph contains the cause in its last lines, below the line that made the operation. A cause that
@@ -77,11 +77,11 @@ def with_cause(text: str, where: str) -> str:
     """Returns a text of TensorFlow that begins with its cause and `where`; unchanged if it contains no cause."""
     if _WHOLE in text:
         return text
-    cause = _of_python(text) or of_tensorflow(text)
+    cause = _python_cause(text) or tensorflow_cause(text)
     return f"{cause}, {where}{_WHOLE}{text}" if cause else text
 
 
-def _of_autograph(text: str) -> str:
+def _autograph_cause(text: str) -> str:
     """Returns type and first line of the error that AutoGraph reports below "in user code:", or ""."""
     if not text.lstrip().startswith("in user code:"):
         return ""
@@ -89,7 +89,7 @@ def _of_autograph(text: str) -> str:
     return next((line.strip() for line in frame.splitlines()[1:] if re.match(r" {4}\S", line)), "")
 
 
-def _of_python(text: str) -> str:
+def _python_cause(text: str) -> str:
     """Returns type and first line of the Python error whose traceback ends a text of TensorFlow, or ""."""
     _, has_traceback, frames = text.rpartition("Traceback (most recent call last):\n")
     line = next((line for line in frames.splitlines() if line[:1].strip()), "") if has_traceback else ""

@@ -100,13 +100,13 @@ class RunEvent:
         return _TEXTS[self.kind](self)
 
 
-def names(ranks: Collection[int]) -> str:
+def worker_names(ranks: Collection[int]) -> str:
     """Returns the names of workers, as "worker 0 and worker 2"."""
     return " and ".join(f"worker {rank}" for rank in sorted(ranks))
 
 
-def _who(event: RunEvent) -> str:
-    return event.name or names(event.ranks)
+def _subject(event: RunEvent) -> str:
+    return event.name or worker_names(event.ranks)
 
 
 def _failed(event: RunEvent) -> str:
@@ -118,10 +118,10 @@ _TEXTS: dict[Kind, Callable[[RunEvent], str]] = {
     Kind.RESOURCES_AWAITED: lambda it: f"{it.why}; waiting for {it.seconds:.0f} s{it.more}",
     Kind.RESOURCES_GIVEN: lambda it: "the cluster has given the run its resources",
     Kind.WORKERS_STARTED: lambda it: f"{it.workers} worker(s) start",
-    Kind.WORKER_LOST: lambda it: f"{_who(it)} was lost: {it.why}{it.more}",
-    Kind.WORKER_FAILED: lambda it: f"{_who(it)} failed: {it.why}",
+    Kind.WORKER_LOST: lambda it: f"{_subject(it)} was lost: {it.why}{it.more}",
+    Kind.WORKER_FAILED: lambda it: f"{_subject(it)} failed: {it.why}",
     Kind.WORKER_REPLACED: lambda it: (
-        f"{_who(it)} was lost and is replaced in place after {it.seconds:.1f} s; the others kept their processes"
+        f"{_subject(it)} was lost and is replaced in place after {it.seconds:.1f} s; the others kept their processes"
     ),
     Kind.WORKERS_DISCONNECTED: lambda it: (
         "the workers have lost each other, and all processes live: they are reconnected"
@@ -130,7 +130,8 @@ _TEXTS: dict[Kind, Callable[[RunEvent], str]] = {
         f"the workers are connected again after {it.seconds:.1f} s; all kept their processes"
     ),
     Kind.RECOVERY_INTERRUPTED: lambda it: (
-        f"{it.why}, while {f'{_who(it)} was replaced' if it.ranks else 'they were reconnected'}; recovery starts again"
+        f"{it.why}, while {f'{_subject(it)} was replaced' if it.ranks else 'they were reconnected'}; "
+        "recovery starts again"
     ),
     Kind.RECOVERY_FAILED: _failed,
     Kind.TRIAL_RESTARTED: lambda it: (
@@ -157,9 +158,9 @@ _TEXTS: dict[Kind, Callable[[RunEvent], str]] = {
     Kind.STANDBY_GIVEN_UP: lambda it: (
         f"no standby worker can be kept on node {it.node[:8]}; a replacement there starts when it is needed: {it.why}"
     ),
-    Kind.WORKER_HUNG: lambda it: f"the other workers wait for {_who(it)}: {it.why}\n{it.more}".rstrip(),
-    Kind.WORKER_WENT_ON: lambda it: f"{_who(it)} continues",
-    Kind.STRAGGLER: lambda it: f"{_who(it)} on {it.node} is {it.why}",
+    Kind.WORKER_HUNG: lambda it: f"the other workers wait for {_subject(it)}: {it.why}\n{it.more}".rstrip(),
+    Kind.WORKER_WENT_ON: lambda it: f"{_subject(it)} continues",
+    Kind.STRAGGLER: lambda it: f"{_subject(it)} on {it.node} is {it.why}",
     Kind.WORKERS_RENEWED: lambda it: f"{it.why}: new workers {it.more}",
 }
 # Recorded but not logged: a run has many of them, or another line reports the outcome.
@@ -264,16 +265,16 @@ def run_events(run: Any) -> list[RunEvent]:
         filesystem, path = pyarrow.fs.FileSystem.from_uri(location if "://" in location else os.path.abspath(location))
     if filesystem.get_file_info(path).type != FileType.Directory:
         raise ConfigError("Events are read from the folder of a run", repr(run), "Name the folder that it printed")
-    return read(filesystem, path)
+    return read_events(filesystem, path)
 
 
-def read(filesystem: pyarrow.fs.FileSystem, run: str) -> list[RunEvent]:
+def read_events(filesystem: pyarrow.fs.FileSystem, run: str) -> list[RunEvent]:
     """Returns the events in a run's folder, sorted by time, without truncated or crafted ones."""
     infos = filesystem.get_file_info(FileSelector(posixpath.join(run, FOLDER), allow_not_found=True))
     events = []
     for info in infos:
         with contextlib.suppress(stored_json.UnreadableError, TypeError, ValueError):
-            events.append(_event(stored_json.fetched(filesystem, info.path)))
+            events.append(_event(stored_json.read_object(filesystem, info.path)))
     return sorted(events, key=lambda event: event.time)
 
 

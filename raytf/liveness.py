@@ -1,6 +1,6 @@
 """Detects stopped and dead processes from another process of the same host; a long computation is neither.
 
-Linux reports the state (`procfs.look`) without the process' help, also in a long step or with Python's lock held.
+Linux reports the state (`procfs.read_state`) without the process' help, also in a long step or with Python's lock held.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 
 from raytf import timeouts
-from raytf.procfs import Look
+from raytf.procfs import ProcessState
 
 # Seconds after which a process stopped by SIGSTOP or a debugger counts as lost, unless it continues before.
 # TensorFlow's coordination service gives up the others after 22 s, and names the wrong one: this must be earlier.
@@ -29,7 +29,7 @@ _WORDS = {
 }
 
 
-def held(state: str) -> str | None:
+def describe_stop(state: str) -> str | None:
     """Returns how the kernel stops a process in this state, as a clause after "it is"; None if it does not."""
     return _WORDS.get(state) if state in "Tt" else None
 
@@ -48,10 +48,10 @@ class StopWatch:
     def __init__(self, seconds: float = STOPPED_INTERVAL, clock: Callable[[], float] = time.monotonic):
         self._limit, self._clock = seconds, clock
         self.stands: str | None = None
-        self._last: Look | None = None
+        self._last: ProcessState | None = None
         self._since: float | None = None
 
-    def judge(self, seen: Look | None) -> str | None:
+    def judge(self, seen: ProcessState | None) -> str | None:
         """Processes the next look (None: no such process). Returns a clause after "it is" at a timeout, else None."""
         last, self._last = self._last, seen or self._last
         if last is not None and seen is not None and seen.started != last.started:
@@ -68,7 +68,7 @@ class StopWatch:
         return f"{self.stands}, for {time_now - self._since:.0f} s" if time_now - self._since >= limit else None
 
 
-def _letter(last: Look | None, seen: Look | None) -> str:
+def _letter(last: ProcessState | None, seen: ProcessState | None) -> str:
     """Returns Linux' letter for a stopped process, "R" for a running one, "X" for one that has ended."""
     if seen is None:
         return "X"
@@ -80,7 +80,7 @@ def _letter(last: Look | None, seen: Look | None) -> str:
 _CREDENTIALS = struct.Struct("3i")  # process, user, group
 
 
-def is_own_peer(connection: socket.socket) -> bool:
+def is_same_user(connection: socket.socket) -> bool:
     """Returns whether the other end of a connected Unix socket belongs to this user, or to root.
 
     Any user of a host can bind an abstract name. The kernel records the user of an end at its `listen` or `connect`.

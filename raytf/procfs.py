@@ -14,7 +14,7 @@ import psutil
 
 
 @dataclass(frozen=True)
-class Look:
+class ProcessState:
     """The state of a process at one time.
 
     Args:
@@ -28,15 +28,15 @@ class Look:
     ticks: int
 
 
-def look(pid: int, proc: str = "/proc") -> Look | None:
+def read_state(pid: int, proc: str = "/proc") -> ProcessState | None:
     """Returns the state of a process of this host; None if it does not exist, or `proc` has no such files."""
     try:
-        return parse(_text(f"{proc}/{pid}/stat"))
+        return parse_stat(_text(f"{proc}/{pid}/stat"))
     except OSError:  # ProcessLookupError if the process ends meanwhile
         return None
 
 
-def queued(thread: int, pid: int | str = "self", proc: str = "/proc") -> float:
+def queued_seconds(thread: int, pid: int | str = "self", proc: str = "/proc") -> float:
     """Returns the seconds that a thread was ready to run, and waited for a processor.
 
     It is the second number of `schedstat`, nanoseconds; see proc(5).
@@ -56,8 +56,8 @@ def queued(thread: int, pid: int | str = "self", proc: str = "/proc") -> float:
     return int(numbers[1]) / 1e9
 
 
-def queued_in_all(pid: int | str = "self", counts: Callable[[int], bool] = lambda thread: True) -> float:
-    """Returns the sum of `queued` over the threads of a process of this host, in seconds.
+def total_queued_seconds(pid: int | str = "self", counts: Callable[[int], bool] = lambda thread: True) -> float:
+    """Returns the sum of `queued_seconds` over the threads of a process of this host, in seconds.
 
     Args:
         pid: Id of the process, or "self".
@@ -67,25 +67,25 @@ def queued_in_all(pid: int | str = "self", counts: Callable[[int], bool] = lambd
         OSError: There is no such process, or the kernel does not report it.
     """
     total = 0.0
-    for thread in threads(pid):
+    for thread in thread_ids(pid):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the thread has just ended
             if counts(thread):
-                total += queued(thread, pid)
+                total += queued_seconds(thread, pid)
     return total
 
 
-def parse(text: str) -> Look:
-    """Returns a `Look` from the text of `/proc/PID/stat`, whose command may contain blanks and brackets."""
+def parse_stat(text: str) -> ProcessState:
+    """Returns a `ProcessState` from the text of `/proc/PID/stat`, whose command may contain blanks and brackets."""
     fields = text.rpartition(")")[2].split()
-    return Look(state=fields[0], started=int(fields[19]), ticks=int(fields[11]) + int(fields[12]))
+    return ProcessState(state=fields[0], started=int(fields[19]), ticks=int(fields[11]) + int(fields[12]))
 
 
-def looks(pids: list[int]) -> dict[int, Look | None]:
+def read_states(pids: list[int]) -> dict[int, ProcessState | None]:
     """Returns the states of several processes of this host, by pid."""
-    return {pid: look(pid) for pid in pids}
+    return {pid: read_state(pid) for pid in pids}
 
 
-def threads(pid: int | str = "self") -> list[int]:
+def thread_ids(pid: int | str = "self") -> list[int]:
     """Returns the thread ids of a process of this host; raises OSError if it does not exist."""
     return list(map(int, os.listdir(f"/proc/{pid}/task")))
 

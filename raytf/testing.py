@@ -47,7 +47,7 @@ def scale_timeouts(times: float) -> Iterator[None]:
     """
     if isinstance(times, bool) or not isinstance(times, (int, float)) or not 0 < times < math.inf:
         raise ConfigError("times of scale_timeouts must be a number more than 0", repr(times), "For example 5")
-    with timeouts.within(timeouts.get().scaled(times)):
+    with timeouts.temporarily(timeouts.get().scaled(times)):
         yield
 
 
@@ -184,7 +184,7 @@ class CutOff(Fault):
             raise ConfigError(rule, f"{self}, which has a neighbour on its own host", "Leave out silent, or use Stop")
         for connection in connections:
             if self.silent:
-                packet_filter.attach(connection, packet_filter.NOTHING)
+                packet_filter.attach_filter(connection, packet_filter.NOTHING)
             else:
                 with contextlib.suppress(OSError):  # the other end has closed it
                     connection.shutdown(socket.SHUT_RDWR)
@@ -279,7 +279,7 @@ class FailWrite(Fault):
             raise ConfigError(f"times of a fault must be at most {_MOST_TIMES}", repr(self.times), "Change it")
 
     def happen(self) -> None:
-        planted.plant(self.number, self.times)
+        planted.plan_faults(self.number, self.times)
 
 
 _MOST_TIMES = 1000
@@ -371,7 +371,9 @@ class FaultPlan:
             raise ConfigError(rule, f"{faults} faults of {kinds}", "Ask for fewer, or name a kind")
         source = random.Random(seed)
         positions = sorted(source.sample(range(workers * steps), faults))
-        return cls(_at(source.choice(common if p % workers else kinds), p % workers, p // workers) for p in positions)
+        return cls(
+            _make_fault(source.choice(common if p % workers else kinds), p % workers, p // workers) for p in positions
+        )
 
     def __str__(self) -> str:
         return "; ".join(map(str, self.faults)) or "no faults"
@@ -388,7 +390,7 @@ class FaultPlan:
             ConfigError: The text is no such JSON.
         """
         try:
-            return cls(_fault(entry) for entry in stored_json.value(text))
+            return cls(_fault(entry) for entry in stored_json.parse_value(text))
         except (TypeError, KeyError, AttributeError, stored_json.UnreadableError) as error:
             raise ConfigError("A plan is JSON of FaultPlan.to_json", repr(text)[:200], "Give one of these") from error
 
@@ -433,7 +435,7 @@ class FaultPlan:
                 pass
 
             def on_train_begin(self, logs=None):
-                self._rank, number = _place()
+                self._rank, number = _rank_and_size()
                 plan.check(number)
                 self._mine = [fault for fault in plan.faults if fault.rank == self._rank]
                 counted = [f for f in self._mine if f.epoch is None or getattr(f, "steps", None) is not None]
@@ -449,14 +451,14 @@ class FaultPlan:
                 steps = self.params.get("steps")
                 self._full.look(self._epoch * (steps or 0) + batch, steps)
                 for fault in self._mine:
-                    if fault.due(self._epoch, batch, steps) and _first(folder, fault):
+                    if fault.due(self._epoch, batch, steps) and _mark_first(folder, fault):
                         fault.happen()
                         if isinstance(fault, FillDisk):
                             self._full.add(fault)
 
             def on_train_end(self, logs=None):
                 self._full.end()
-                if planted.taken():
+                if planted.take_faults():
                     text = "No checkpoint was handed to raytf's writer after a FailWrite, which did nothing"
                     warnings.warn(f"{text}: plant it earlier, or have checkpoints", stacklevel=2)
 
@@ -506,7 +508,7 @@ class _Full:
                 fault.remove()
 
 
-def _at(kind: str | Fault, rank: int, step: int) -> Fault:
+def _make_fault(kind: str | Fault, rank: int, step: int) -> Fault:
     if isinstance(kind, str):
         return _KINDS[kind](rank=rank, step=step)
     return dataclasses.replace(kind, rank=rank, step=step, epoch=None)
@@ -516,7 +518,7 @@ def _fault(entry: Mapping[str, Any]) -> Fault:
     return _KINDS[entry["kind"]](**{name: value for name, value in entry.items() if name != "kind"})
 
 
-def _place() -> tuple[int, int]:
+def _rank_and_size() -> tuple[int, int]:
     """Returns (rank, number of workers) of this process."""
     tf_config = json.loads(os.environ.get("TF_CONFIG") or "{}")
     roles = {role: len(tf_config.get("cluster", {}).get(role, ())) for role in ("chief", "worker", "ps")}
@@ -537,7 +539,7 @@ def _marker(folder: str | os.PathLike, fault: Fault) -> pathlib.Path:
     return pathlib.Path(folder, _name(fault))
 
 
-def _first(folder: str | os.PathLike, fault: Fault) -> bool:
+def _mark_first(folder: str | os.PathLike, fault: Fault) -> bool:
     """Returns whether a fault is due for the first time, and marks it before it happens."""
     pathlib.Path(folder).mkdir(parents=True, exist_ok=True)
     with contextlib.suppress(FileExistsError), _marker(folder, fault).open("x") as file:

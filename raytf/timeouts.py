@@ -191,35 +191,35 @@ class Timeouts:
         return Timeouts(**{name: times * seconds for name, seconds in dataclasses.asdict(self).items()})
 
 
-_in_force = Timeouts()
+_current = Timeouts()
 
 
 def get() -> Timeouts:
     """Returns the deadlines of this process, which the processes that it starts receive too."""
-    return _in_force
+    return _current
 
 
-def put_in_force(its: Timeouts) -> None:
+def set_current(its: Timeouts) -> None:
     """Sets the deadlines of this process."""
-    global _in_force
-    _in_force = its
+    global _current
+    _current = its
 
 
-def under(its: Timeouts, function: Callable, *arguments):
+def call_with(its: Timeouts, function: Callable, *arguments):
     """Calls a function in another process, with the deadlines of the calling one."""
-    put_in_force(its)
+    set_current(its)
     return function(*arguments)
 
 
 @contextlib.contextmanager
-def within(its: Timeouts) -> Iterator[None]:
+def temporarily(its: Timeouts) -> Iterator[None]:
     """Sets the deadlines of this process until the context ends."""
-    previous = _in_force
-    put_in_force(its)
+    previous = _current
+    set_current(its)
     try:
         yield
     finally:
-        put_in_force(previous)
+        set_current(previous)
 
 
 def deadline(least: float, bytes: int = 0, first_step_seconds: float = 0.0) -> float:

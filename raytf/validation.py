@@ -39,7 +39,7 @@ def check_word(name: str, value: Any, known: Sequence[str | bool]) -> None:
         raise ConfigError(f"{name} must be one of {', '.join(map(str, known))}", repr(value), "Choose one of these")
 
 
-def doubt_of_mode(metric: str, mode: str) -> str | None:
+def mode_warning(metric: str, mode: str) -> str | None:
     """Returns a warning if the metric's name contradicts `mode`, or None."""
     small, large = (re.search(rf"(^|[_/]){words}(_?\d+)?($|[_/])", metric.lower()) for words in (_SMALL, _LARGE))
     if mode == "min" and large and not small:

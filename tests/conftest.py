@@ -188,8 +188,8 @@ def set_timeouts(patience):
     from raytf import timeouts
 
     before = timeouts.get()
-    yield lambda **seconds: timeouts.put_in_force(dataclasses.replace(timeouts.get(), **seconds))
-    timeouts.put_in_force(before)
+    yield lambda **seconds: timeouts.set_current(dataclasses.replace(timeouts.get(), **seconds))
+    timeouts.set_current(before)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -212,7 +212,7 @@ def gives_back(request):
     from raytf.compat import ray_core
     from raytf.fitting import warm
 
-    if warm.there():  # they give it back when somebody wants it
+    if warm.has_group():  # they give it back when somebody wants it
         return
 
     deadline = time.monotonic() + 60

@@ -374,7 +374,7 @@ def _fork_what_is_started(address: str) -> None:
                 if command[1] == "raytf.storage.snapshot_writer":
                     kind = _FILES
                 elif command[1] == "raytf.launch.bootstrap" and _forked_scripts(address).exists():
-                    kind = None if legacy_keras.is_on(options["env"]) else _TENSORFLOW
+                    kind = None if legacy_keras.is_enabled(options["env"]) else _TENSORFLOW
             elif "--once" in command:  # of a benchmark
                 kind = _TENSORFLOW
             if kind is None:
@@ -423,7 +423,7 @@ def listen(listening: socket.socket) -> None:
                 its = environment | _context(arguments).get("env_vars", {})
                 kind = how[0]["kind"] if how else _service(arguments) or _TENSORFLOW
                 key = kind, _read_by(kind, its)
-                if legacy_keras.is_on(its) or _folder(arguments) is None:
+                if legacy_keras.is_enabled(its) or _folder(arguments) is None:
                     connection.sendall(b"n")
                 elif key in there:
                     there[key] = there.pop(key)  # the last one asked

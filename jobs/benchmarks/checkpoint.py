@@ -65,7 +65,7 @@ def _raytf(folder: str, held: bool):
 
         def keep(self, step):
             state = checkpoint_files.CheckpointState(0, step, 0, False, [])
-            parts = checkpoint.parts(self.model, state)
+            parts = checkpoint.checkpoint_parts(self.model, state)
             self.writer.write(f"step_{step:012d}", {"model.keras": self.file.content(), **parts}, held and step > 0)
 
         def on_train_end(self, logs=None):

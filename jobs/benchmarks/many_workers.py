@@ -30,13 +30,13 @@ class _Ref:
 
 def answers(count: int) -> float:
     """Milliseconds to take the answers of so many workers as they come."""
-    from raytf.runtime.answers import as_they_come
+    from raytf.runtime.answers import in_completion_order
 
     refs = [_Ref() for _ in range(count)]
     for ref in refs:
         ref.future().set_result(None)
     began = time.process_time()
-    assert len(list(as_they_come(refs, 60.0, "nothing"))) == count
+    assert len(list(in_completion_order(refs, 60.0, "nothing"))) == count
     return 1e3 * (time.process_time() - began)
 
 
@@ -50,10 +50,10 @@ def start(count: int) -> float:
 
     addresses = [f"10.0.{i % HOSTS}.1:{20_000 + i // HOSTS}" for i in range(count)]
     began = time.process_time()
-    bundles, _ = reservation.layout(count, {"CPU": 8.0}, {}, "PACK", HOSTS)
-    reservation.apart(reservation.for_all(None, count), count, ["a"])
-    resources.total(bundles)
-    pinned = cores.agreed(addresses, [True] * count)
+    bundles, _ = reservation.bundle_layout(count, {"CPU": 8.0}, {}, "PACK", HOSTS)
+    reservation.avoid_nodes(reservation.bundle_selectors(None, count), count, ["a"])
+    resources.total_resources(bundles)
+    pinned = cores.agree_on_pinning(addresses, [True] * count)
     shared = cloudpickle.dumps((WorkerSetup(config=TensorflowConfig()), addresses))
     for rank in range(count):
         cloudpickle.dumps((rank, pinned[rank]))

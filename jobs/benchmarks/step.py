@@ -66,8 +66,8 @@ def once(way: str, kind: str, steps: str) -> None:
     """One way in this process, which may be one of a group; gives wall and CPU seconds of a step."""
     from raytf.runtime import cores
 
-    if way in (APART, *RAYTF) and way != "raytf unpinned" and cores.claim(1):
-        cores.keep()
+    if way in (APART, *RAYTF) and way != "raytf unpinned" and cores.claim_cores(1):
+        cores.enforce_cores()
     import tensorflow as tf
 
     tf.config.threading.set_intra_op_parallelism_threads(1)
@@ -91,7 +91,7 @@ def once(way: str, kind: str, steps: str) -> None:
         many = "TF_CONFIG" in os.environ
         strategy = tf.distribute.MultiWorkerMirroredStrategy() if many else tf.distribute.get_strategy()
         common.give(_seconds(strategy, name, kind, int(steps), execution))
-        cores.release()
+        cores.release_cores()
 
 
 def _seconds(strategy, name: str, kind: str, steps: int, execution: str) -> tuple[float, float]:

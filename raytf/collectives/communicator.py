@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from raytf.collectives import exchange
-from raytf.compat.tensorflow import in_multi_worker_mode, traced_apart
+from raytf.compat.tensorflow import in_multi_worker_mode, separate_function
 from raytf.compat.tensorflow import is_chief as strategy_is_chief
 
 
@@ -113,7 +113,7 @@ def _sum_function(strategy):
     def total(*local):
         return [strategy.experimental_local_results(v)[0] for v in strategy.run(replica, args=local)]
 
-    return traced_apart(total, autograph=False)
+    return separate_function(total, autograph=False)
 
 
 def from_chief(strategy, values: Sequence[np.ndarray]) -> list[np.ndarray]:

@@ -20,7 +20,7 @@ from raytf.collectives import ring as sockets
 from raytf.collectives.healing import Detached
 from raytf.collectives.packs import ALIGNED
 from raytf.collectives.ring import Ring
-from raytf.compat.tensorflow import giving_memory
+from raytf.compat.tensorflow import releasing_functions
 from raytf.errors import ConfigError, RaytfError
 
 SUMMABLE = frozenset({tf.float64, tf.float32, tf.float16, tf.bfloat16, tf.int64, tf.int32})
@@ -194,7 +194,7 @@ class Exchange:
 
     def _in_turn(self, function: Callable, tensors: Sequence[tf.Tensor], dtypes: Sequence[tf.DType]) -> list[tf.Tensor]:
         """Calls a function of arrays in a graph, after all earlier exchanges and before all later ones."""
-        with tf.control_dependencies([self._turn.read_value()]), giving_memory():
+        with tf.control_dependencies([self._turn.read_value()]), releasing_functions():
             results = tf.numpy_function(function, list(tensors), dtypes)
         with tf.control_dependencies(results):
             self._turn.assign_add(1)
@@ -258,4 +258,4 @@ def of(strategy) -> Exchange | None:
 
 def meeting():
     """Returns a context for an exchange between steps, which `activity` records."""
-    return activity.here.meeting(activity.COLLECTIVE)
+    return activity.tracker.meeting(activity.COLLECTIVE)

@@ -27,7 +27,7 @@ from raytf.collectives.exchange import Exchange, bytes_of, empty
 from raytf.collectives.healing import Detached
 from raytf.collectives.packs import ALIGNED, Pack
 from raytf.collectives.ring import Listener, Ring
-from raytf.compat.tensorflow import giving_memory
+from raytf.compat.tensorflow import releasing_functions
 from raytf.errors import ConfigError, PeerLostError
 from raytf.runtime import ports
 
@@ -109,7 +109,7 @@ class GradientRing(Exchange):
             sum_pack = functools.partial(self._made, self._sum_pack, exact, call_number, closes, bounds)
             pack = [gradients[i] for i in indices]
             dtypes = [tf.float64, *(g.dtype for g in pack)]
-            with giving_memory():
+            with releasing_functions():
                 total, *summed = tf.numpy_function(sum_pack, [own_rows, total, *pack], dtypes)
             total.set_shape([])
             for i, value in zip(indices, summed, strict=True):
@@ -450,14 +450,14 @@ def listener(group: Members) -> Listener:
         ConfigError: Another socket listens there.
     """
     address = group.addresses[group.rank]
-    return Listener(ports.split(address)[0], ports.own(address))
+    return Listener(ports.split_address(address)[0], ports.own_socket(address))
 
 
 def connect(group: Members, token: bytes, generation: int, join_timeout_s: float, timeout_s: float | None) -> Ring:
     """Joins a ring of one generation; a collective call of its members. See `join`."""
-    addresses = [ports.split(address) for address in group.addresses]
+    addresses = [ports.split_address(address) for address in group.addresses]
     listening = listener(group)
-    with activity.here.meeting(activity.COLLECTIVE):
+    with activity.tracker.meeting(activity.COLLECTIVE):
         joined = listening.join(group.rank, addresses, token, join_timeout_s, timeout_s, generation=generation)
     ring.was_joined(generation)
     return joined

@@ -460,7 +460,7 @@ class Healer:
         listener = self._listen()
         while not self._commands.empty():
             self._commands.get()
-        activity_log = activity.here
+        activity_log = activity.tracker
         numbers, address = activity_log.told()["numbers"], (listener.host, listener.port)
         with self._changed:
             between = self._since is not None and not self._executes

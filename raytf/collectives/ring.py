@@ -368,7 +368,7 @@ class Ring:
         self, what: int, size: int, place: int, sent: int, work: Callable[[], None], first: bytes = b""
     ) -> None:
         """Runs an exchange by `work`; `first` are the first bytes of it that this process sends."""
-        place |= activity.here.call << _CALL_BITS
+        place |= activity.tracker.call << _CALL_BITS
         with self._lock:
             if self._next.fileno() < 0:
                 raise self._broken()
@@ -376,7 +376,7 @@ class Ring:
                 loss = self._lookout.loss
                 if loss is not None:  # no member completes this sum without this one
                     raise _LostError(loss.lost, ConnectionResetError(loss.why))
-                with activity.here.meeting(activity.SUM):
+                with activity.tracker.meeting(activity.SUM):
                     self._agree(what, size, place, first)
                     self._within = True
                     work()
@@ -486,7 +486,7 @@ class Ring:
         cause = self._lookout.tell(Cause(lost, self.rank, why))  # its loss counts now even if it just left
         self._take_what_was_passed_on()
         self.close()
-        has_left, call = heard is not None and heard.left, activity.here.call
+        has_left, call = heard is not None and heard.left, activity.tracker.call
         alone = f"; this worker is in {activity.CALLS[call]}, {_TOGETHER}" if has_left and call else ""
         return PeerLostError(self.rank, f"{cause}{alone}", cause.lost)
 
@@ -1210,7 +1210,7 @@ class _Meeting:
             try:
                 sock.setblocking(False)
                 await loop.sock_connect(sock, _local_name(port, self._token) if local else (host, port))
-                if local and not liveness.is_own_peer(sock):
+                if local and not liveness.is_same_user(sock):
                     raise ConnectionRefusedError("another user's process listens there")
                 if not local:
                     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -1274,7 +1274,7 @@ class _Meeting:
 
     async def _ask(self, one: socket.socket) -> None:
         try:
-            if _is_local(one) and not liveness.is_own_peer(one):
+            if _is_local(one) and not liveness.is_same_user(one):
                 return
             async with asyncio.timeout(timeouts.get().ring_stranger):
                 hello = await _receive(one, _HELLO.size)

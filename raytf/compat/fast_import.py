@@ -23,7 +23,7 @@ def import_keras() -> None:
     Raises:
         ConfigError: Keras 2 is requested and not installed.
     """
-    if legacy_keras.is_on():
+    if legacy_keras.is_enabled():
         legacy_keras.check_installed(f"{legacy_keras.VARIABLE}=1", f" on host {os.uname().nodename}")
         # Unset in a thread that did not import Keras 2, whose second `model.save("a.keras")` then has another format.
         importlib.import_module("tf_keras.src.saving.saving_lib")._SAVING_V3_ENABLED.value = True

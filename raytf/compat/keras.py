@@ -51,7 +51,7 @@ from keras.src.utils import tracking  # lists and dicts of layers, which are pic
 from keras.src.utils.backend_utils import DynamicBackend  # random layers hold one
 from keras.src.utils.python_utils import is_default, pythonify_logs  # marks of Keras' own get_config; logs as numbers
 
-from raytf.compat.versions import at_least, uses
+from raytf.compat.versions import at_least, uses_private
 
 __all__ = [
     "TRACKED",
@@ -100,7 +100,9 @@ if at_least("keras", 3, 14):
     TRACKED = (*TRACKED, TrackedOrderedDict)
 
 
-@uses("keras.src.backend.common.global_state:get_global_attribute", "keras.src.random.seed_generator:SeedGenerator")
+@uses_private(
+    "keras.src.backend.common.global_state:get_global_attribute", "keras.src.random.seed_generator:SeedGenerator"
+)
 def shared_seed_generator() -> Any:
     """Returns the seed generator of layers and functions without one, None before its first draw; no public API.
 
@@ -208,7 +210,7 @@ class _Visited(set):
         self._tell(identity)
 
 
-@uses(
+@uses_private(
     "keras.src.saving.saving_lib:_save_state",
     "keras.src.saving.saving_lib:H5IOStore",
     "keras.src.saving.saving_lib:H5IOStore._create_h5_group",
@@ -283,32 +285,32 @@ def _store_all(found: dict[str, Any], store) -> None:
         store[key] = value
 
 
-@uses("keras.src.saving.saving_lib:_serialize_model_as_json")
+@uses_private("keras.src.saving.saving_lib:_serialize_model_as_json")
 def config_and_metadata(model) -> tuple[str, str]:
     """Returns the texts of config.json and metadata.json of a `.keras` file; `model.save` writes all or nothing."""
     return saving_lib._serialize_model_as_json(model)
 
 
-@uses("keras.src.utils.traceback_utils:inject_argument_info_in_traceback")
+@uses_private("keras.src.utils.traceback_utils:inject_argument_info_in_traceback")
 def not_wrapped(error: Exception) -> Exception:
     """Marks an error so that Keras raises it unchanged from a layer's call; no public API prevents the wrapping."""
     error._keras_call_info_injected = True  # type: ignore[attr-defined]
     return error
 
 
-@uses("keras.src.backend.tensorflow.nn:_get_logits")
+@uses_private("keras.src.backend.tensorflow.nn:_get_logits")
 def logits_of(tensor) -> Any:
     """Returns an activation's input, from which Keras' crossentropies compute instead of its output; or None."""
     return getattr(tensor, "_keras_logits", None)
 
 
-@uses("keras.src.backend.tensorflow.nn:_get_logits")
+@uses_private("keras.src.backend.tensorflow.nn:_get_logits")
 def set_logits(tensor, logits) -> None:
     """Sets the logits of another tensor."""
     tensor._keras_logits = logits
 
 
-@uses("keras.src.optimizers.base_optimizer:BaseOptimizer")
+@uses_private("keras.src.optimizers.base_optimizer:BaseOptimizer")
 def own_state(saved) -> dict[str, Any]:
     """Returns a layer's or an optimizer's content of a `.keras` file by key: variables, or arrays made for it.
 

@@ -8,24 +8,26 @@ import threading
 from typing import Any
 
 from raytf.compat.patching import patched_of
-from raytf.compat.versions import uses
+from raytf.compat.versions import uses_private
 
 # ------------------------------------------------------------------------------------------ layers and models
 
 
-@uses("keras.src.layers.layer:Layer._flatten_layers")
+@uses_private("keras.src.layers.layer:Layer._flatten_layers")
 def layers_of(layer, with_itself: bool = True) -> list:
     """Returns all layers within a layer or model; `Model.layers` has only the direct ones."""
     return list(layer._flatten_layers(include_self=with_itself))
 
 
-@uses("keras.src.layers.layer:Layer._trainable_variables", "keras.src.layers.layer:Layer._non_trainable_variables")
+@uses_private(
+    "keras.src.layers.layer:Layer._trainable_variables", "keras.src.layers.layer:Layer._non_trainable_variables"
+)
 def own_variables(layer) -> tuple[list, list]:
     """Returns (trainable, other) variables of a layer without its inner layers'; public lists contain all."""
     return layer._trainable_variables, layer._non_trainable_variables
 
 
-@uses("keras.src.layers.layer:Layer._seed_generators")
+@uses_private("keras.src.layers.layer:Layer._seed_generators")
 def seed_generators_of(layer) -> list:
     """Returns the layer's own seed generators; `variables` contains their states without a distinction."""
     return layer._seed_generators
@@ -52,7 +54,7 @@ def shared_seed() -> list:
     return [] if shared is None else [shared.state]
 
 
-@uses("keras.src.random.seed_generator:global_seed_generator")
+@uses_private("keras.src.random.seed_generator:global_seed_generator")
 def make_shared_seed() -> list:
     """Returns `shared_seed`, of a new generator if there is none, as its first draw would create; no draw is counted.
 
@@ -87,24 +89,24 @@ def shared_of_replicas():
     generator = _made_elsewhere() if hasattr(threading.current_thread(), "replica_id") else None
     in_this_strategy = (
         generator is not None
-        and getattr(held_by(generator.state), "distribute_strategy", None) is tf.distribute.get_strategy()
+        and getattr(variable_of(generator.state), "distribute_strategy", None) is tf.distribute.get_strategy()
     )
     return generator if in_this_strategy else None
 
 
-@uses("keras.src.layers.core.embedding:Embedding._embeddings")
+@uses_private("keras.src.layers.core.embedding:Embedding._embeddings")
 def table_of(layer):
     """Returns the variable of an Embedding; `embeddings` is a tensor if the layer is quantized or has LoRA."""
     return getattr(layer, "_embeddings", None)
 
 
-@uses("keras.src.layers.layer:Layer._call_has_training_arg")
+@uses_private("keras.src.layers.layer:Layer._call_has_training_arg")
 def takes_training(layer) -> bool:
     """Returns whether `call` accepts `training=`; Keras has determined it, without a public API."""
     return layer._call_has_training_arg
 
 
-@uses("keras.src.trainers.trainer:Trainer._symbolic_build")
+@uses_private("keras.src.trainers.trainer:Trainer._symbolic_build")
 def build_for(model, data_batch) -> None:
     """Builds model, loss and metrics for a batch; `build` accepts shapes and omits loss and metrics.
 
@@ -123,67 +125,67 @@ def build_for(model, data_batch) -> None:
         model._symbolic_build(data_batch=data_batch)
 
 
-@uses("keras.src.trainers.data_adapters.generator_data_adapter:GeneratorDataAdapter._first_batches")
+@uses_private("keras.src.trainers.data_adapters.generator_data_adapter:GeneratorDataAdapter._first_batches")
 def first_batch(adapter):
     """Returns the first batch of a Python generator, which Keras has read for its shapes; None for other data."""
     return next(iter(getattr(adapter, "_first_batches", ())), None)
 
 
-@uses("keras.src.trainers.trainer:Trainer._compile_loss", "keras.src.trainers.trainer:Trainer._compile_metrics")
+@uses_private("keras.src.trainers.trainer:Trainer._compile_loss", "keras.src.trainers.trainer:Trainer._compile_metrics")
 def compiled_parts(model) -> tuple[Any, Any]:
     """Returns (loss, metrics) of `compile`, or None each; `model.loss` and `model.metrics` contain its arguments."""
     return model._compile_loss, model._compile_metrics
 
 
-@uses("keras.src.trainers.trainer:Trainer._compute_loss")
+@uses_private("keras.src.trainers.trainer:Trainer._compute_loss")
 def step_loss(model, *args, **kwargs):
     """Returns the loss of a step for any signature of the user's `compute_loss`, which a caller would have to match."""
     return model._compute_loss(*args, **kwargs)
 
 
-@uses("keras.src.trainers.trainer:Trainer._loss_tracker")
+@uses_private("keras.src.trainers.trainer:Trainer._loss_tracker")
 def loss_tracker_of(model):
     """Returns the metric of the mean loss; `metrics` has it first, unless the user's property hides it."""
     return model._loss_tracker
 
 
-@uses("keras.src.metrics.reduction_metrics:MeanMetricWrapper._fn")
+@uses_private("keras.src.metrics.reduction_metrics:MeanMetricWrapper._fn")
 def function_of(metric):
     """Returns the function whose values a metric averages, or None; `get_config` has only its name."""
     return getattr(metric, "_fn", None)
 
 
-@uses("keras.src.trainers.trainer:Trainer._flatten_metrics_in_order")
+@uses_private("keras.src.trainers.trainer:Trainer._flatten_metrics_in_order")
 def in_order(model, logs: dict) -> list:
     """Returns the values of logs as `evaluate` without `return_dict`; only Keras has the order."""
     return model._flatten_metrics_in_order(logs)
 
 
-@uses("keras.src.trainers.trainer:Trainer._get_metrics_result_or_logs")
+@uses_private("keras.src.trainers.trainer:Trainer._get_metrics_result_or_logs")
 def epoch_logs(model, logs: dict) -> dict:
     """Returns the logs of `fit` at an epoch's end; the public API returns those of a batch only."""
     return model._get_metrics_result_or_logs(logs)
 
 
-@uses("keras.src.trainers.trainer:Trainer._assert_compile_called")
+@uses_private("keras.src.trainers.trainer:Trainer._assert_compile_called")
 def check_compiled(model, method: str) -> None:
     """Raises Keras' own error for a model that is not compiled, before raytf exchanges data with other workers."""
     model._assert_compile_called(method)
 
 
-@uses("keras.src.backend.tensorflow.trainer:TensorFlowTrainer._autoconvert_optionals")
+@uses_private("keras.src.backend.tensorflow.trainer:TensorFlowTrainer._autoconvert_optionals")
 def autoconverted(model, step):
     """Returns a step with optional inputs unwrapped as by Keras; part of its own `_make_function`."""
     return model._autoconvert_optionals(step)
 
 
-@uses("keras.src.backend.tensorflow.trainer:TensorFlowTrainer._distribute_strategy")
+@uses_private("keras.src.backend.tensorflow.trainer:TensorFlowTrainer._distribute_strategy")
 def given_strategy(model):
     """Returns the strategy in whose scope a model was made, or None; `distribute_strategy` then returns the default."""
     return model._distribute_strategy
 
 
-@uses(
+@uses_private(
     "keras.src.trainers.trainer:Trainer.fit", "keras.src.callbacks.backup_and_restore:BackupAndRestore.on_train_begin"
 )
 def first_epoch(model) -> int:
@@ -199,49 +201,49 @@ def set_first_epoch(model, epoch: int) -> None:
 # ------------------------------------------------------------------------------------------ optimizers
 
 
-@uses("keras.src.optimizers.base_optimizer:BaseOptimizer._learning_rate")
+@uses_private("keras.src.optimizers.base_optimizer:BaseOptimizer._learning_rate")
 def rate_of(optimizer):
     """Returns the variable or schedule of the learning rate, or None; `learning_rate` is a schedule's value."""
     return getattr(optimizer, "_learning_rate", None)
 
 
-@uses("keras.src.optimizers.base_optimizer:BaseOptimizer._get_current_learning_rate")
-def rate_is(optimizer, rate):
+@uses_private("keras.src.optimizers.base_optimizer:BaseOptimizer._get_current_learning_rate")
+def with_rate(optimizer, rate):
     """Within it the optimizer's learning rate, as a schedule of its gives it, is `rate`."""
     return patched_of(optimizer, "_get_current_learning_rate", lambda original: rate)
 
 
-@uses("keras.src.optimizers.base_optimizer:BaseOptimizer._trainable_variables")
-def trained_by(optimizer) -> list:
+@uses_private("keras.src.optimizers.base_optimizer:BaseOptimizer._trainable_variables")
+def variables_of_optimizer(optimizer) -> list:
     """Returns the variables that an optimizer was built for; `variables` are its own."""
     return optimizer._trainable_variables
 
 
-@uses("keras.src.optimizers.loss_scale_optimizer:LossScaleOptimizer._common_apply")
+@uses_private("keras.src.optimizers.loss_scale_optimizer:LossScaleOptimizer._common_apply")
 def apply_scaled(optimizer, grads, variables) -> None:
     """Makes a step of a LossScaleOptimizer outside of TensorFlow's merge call, as Keras does on other backends."""
     optimizer._common_apply(grads, trainable_variables=variables)
 
 
-@uses("keras.src.optimizers.base_optimizer:BaseOptimizer._use_weight_decay")
+@uses_private("keras.src.optimizers.base_optimizer:BaseOptimizer._use_weight_decay")
 def decays(optimizer, variable) -> bool:
     """Returns whether an optimizer's weight decay includes a variable; its exclusions are not public."""
     return optimizer._use_weight_decay(variable)
 
 
-@uses("keras.src.optimizers.base_optimizer:BaseOptimizer._use_weight_decay")
-def decay_as(optimizer, included) -> None:
+@uses_private("keras.src.optimizers.base_optimizer:BaseOptimizer._use_weight_decay")
+def with_decay_choice(optimizer, included) -> None:
     """Makes an optimizer use included(variable) for its choice of variables that decay; see `decays`."""
     optimizer._use_weight_decay = included
 
 
-@uses("keras.src.optimizers.base_optimizer:BaseOptimizer._var_key")
+@uses_private("keras.src.optimizers.base_optimizer:BaseOptimizer._var_key")
 def key_of(optimizer, variable):
     """Returns the key of an optimizer's state for a variable; it differs in another process."""
     return optimizer._var_key(variable)
 
 
-@uses("keras.src.optimizers.base_optimizer:BaseOptimizer._get_variable_index")
+@uses_private("keras.src.optimizers.base_optimizer:BaseOptimizer._get_variable_index")
 def slots_of(optimizer, variable, shape=None) -> dict[str, Any]:
     """Returns an optimizer's variables with the shape of a trained variable, for that one, by their lists' names.
 
@@ -250,7 +252,7 @@ def slots_of(optimizer, variable, shape=None) -> dict[str, Any]:
         variable: The trained variable.
         shape: The shape of its slots; None for that of the variable.
     """
-    index, trained = optimizer._get_variable_index(variable), trained_by(optimizer)
+    index, trained = optimizer._get_variable_index(variable), variables_of_optimizer(optimizer)
     shape = variable.shape if shape is None else shape
     lists = {name: item for name, item in vars(optimizer).items() if isinstance(item, list) and item is not trained}
     return {
@@ -261,8 +263,8 @@ def slots_of(optimizer, variable, shape=None) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-@uses("keras.src.optimizers.base_optimizer:BaseOptimizer._get_variable_index")
-def slots_are(optimizer, variable, slots: dict[str, Any]):
+@uses_private("keras.src.optimizers.base_optimizer:BaseOptimizer._get_variable_index")
+def with_slots(optimizer, variable, slots: dict[str, Any]):
     """Within it these objects are the slots of a trained variable, by the names of `slots_of`."""
     index, lists = optimizer._get_variable_index(variable), {name: vars(optimizer)[name] for name in slots}
     vars(optimizer).update({name: [*lists[name][:index], slots[name], *lists[name][index + 1 :]] for name in slots})
@@ -275,55 +277,55 @@ def slots_are(optimizer, variable, slots: dict[str, Any]):
 # ------------------------------------------------------------------------------------------ variables, graphs, losses
 
 
-@uses("keras.src.backend.common.variables:Variable._value")
-def held_by(variable):
+@uses_private("keras.src.backend.common.variables:Variable._value")
+def variable_of(variable):
     """Returns TensorFlow's variable of a Keras variable, or None without a value; `value` waits for workers."""
     return variable._value
 
 
-@uses("keras.src.backend.tensorflow.core:Variable._initialize")
+@uses_private("keras.src.backend.tensorflow.core:Variable._initialize")
 def initialize(variable, value) -> None:
     """Creates TensorFlow's variable of a Keras variable that was made without `__init__`, as by pickle."""
     variable._initialize(value)
 
 
-@uses("keras.src.ops.operation:Operation._inbound_nodes")
+@uses_private("keras.src.ops.operation:Operation._inbound_nodes")
 def nodes_of(operation) -> list:
     """Returns the calls of an operation in graphs, oldest first; `input` and `output` only work for a single call."""
     return operation._inbound_nodes
 
 
-@uses("keras.src.ops.node:KerasHistory")
+@uses_private("keras.src.ops.node:KerasHistory")
 def history_of(tensor) -> tuple:
     """Returns (operation, call, index) of a symbolic tensor's origin; no public API."""
     return tensor._keras_history
 
 
-@uses("keras.src.ops.function:Function._nodes")
+@uses_private("keras.src.ops.function:Function._nodes")
 def graph_nodes(function) -> set | None:
     """Returns the names of a functional model's nodes; None for other models."""
     return getattr(function, "_nodes", None)
 
 
-@uses("keras.src.ops.function:Function._nodes_by_depth", "keras.src.ops.function:Function._operations")
+@uses_private("keras.src.ops.function:Function._nodes_by_depth", "keras.src.ops.function:Function._operations")
 def graph_of(function) -> tuple[dict, list]:
     """Returns (nodes by depth, operations) of a functional model, which its pickle needs for names of nodes."""
     return function._nodes_by_depth, function._operations
 
 
-@uses("keras.src.losses.losses:LossFunctionWrapper._fn_kwargs")
+@uses_private("keras.src.losses.losses:LossFunctionWrapper._fn_kwargs")
 def loss_arguments(loss) -> dict:
     """Returns the arguments of the function that a loss wraps; `get_config` omits those of a plain function."""
     return loss._fn_kwargs
 
 
-@uses("keras.src.trainers.compile_utils:CompileLoss._flat_losses")
+@uses_private("keras.src.trainers.compile_utils:CompileLoss._flat_losses")
 def flat_losses(compile_loss) -> list:
     """Returns the losses of all outputs, as records that can be replaced; no public API."""
     return compile_loss._flat_losses
 
 
-@uses("keras.src.utils.backend_utils:DynamicBackend._backend")
+@uses_private("keras.src.utils.backend_utils:DynamicBackend._backend")
 def backend_of(dynamic) -> str:
     """Returns the backend for which a DynamicBackend, as in random layers, was made."""
     return dynamic._backend

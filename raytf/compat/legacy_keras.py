@@ -13,12 +13,12 @@ VARIABLE = "TF_USE_LEGACY_KERAS"
 VARIABLES = {VARIABLE: "1"}
 
 
-def is_on(environment: Mapping[str, str] | None = None) -> bool:
+def is_enabled(environment: Mapping[str, str] | None = None) -> bool:
     """Returns whether `tf.keras` is Keras 2 with this environment, or in this process: as TensorFlow reads it."""
     return (os.environ if environment is None else environment).get(VARIABLE) in ("1", "true", "True")
 
 
-def asked(option: bool, *environments: Mapping[str, str]) -> str | None:
+def requesting_option(option: bool, *environments: Mapping[str, str]) -> str | None:
     """Returns the setting that requests Keras 2 in the workers, in a word or two, or None.
 
     Args:
@@ -29,12 +29,12 @@ def asked(option: bool, *environments: Mapping[str, str]) -> str | None:
         return "legacy_keras=True"
     for environment in (*environments, os.environ):
         if VARIABLE in environment:
-            return f"{VARIABLE}={environment[VARIABLE]}" if is_on(environment) else None
+            return f"{VARIABLE}={environment[VARIABLE]}" if is_enabled(environment) else None
     return None
 
 
-def refuse(received: str | None) -> None:
-    """Raises ConfigError if Keras 2 is requested for a feature of Keras 3 only; see `asked`."""
+def refuse_keras_2(received: str | None) -> None:
+    """Raises ConfigError if Keras 2 is requested for a feature of Keras 3 only; see `requesting_option`."""
     if received is not None:
         raise ConfigError(
             "A KerasTrainer trains models of Keras 3 only",

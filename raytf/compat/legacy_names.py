@@ -10,7 +10,7 @@ import re
 from typing import Any
 
 from raytf.compat import legacy_keras
-from raytf.errors import RaytfError, in_a_line
+from raytf.errors import RaytfError, one_line
 
 _TRAINER = "pass tensorflow_config=raytf.TensorflowConfig(legacy_keras=True)"
 # Modules in which Keras 3 stores the user's `keras...`, `tf.keras...` or `tensorflow.keras...`.
@@ -41,11 +41,11 @@ def explain(error: BaseException, way: str = _TRAINER) -> None:
     """
     sentence = hint(error, way)
     if sentence is not None:
-        raise Keras2Error(f"{in_a_line(error).rstrip('.')}; {sentence}") from error
+        raise Keras2Error(f"{one_line(error).rstrip('.')}; {sentence}") from error
 
 
 @contextlib.contextmanager
-def explained():
+def explaining():
     """Explains errors of a user's train loop from names of Keras 2; other errors pass unchanged."""
     try:
         yield
@@ -56,7 +56,7 @@ def explained():
 
 def hint(error: BaseException, way: str = _TRAINER) -> str | None:
     """Returns the sentence without the error, or None; see `explain`."""
-    if legacy_keras.is_on():
+    if legacy_keras.is_enabled():
         return None
     name_and_place = _name(error)
     if name_and_place is None:

@@ -23,7 +23,7 @@ from tensorflow.python.distribute.cross_device_utils import CollectiveReplicaLau
 from tensorflow.python.trackable.base import CheckpointInitialValue  # a variable's restored value
 
 from raytf.compat.patching import overrides, patched
-from raytf.compat.versions import uses
+from raytf.compat.versions import uses_private
 
 
 class Launcher:
@@ -109,8 +109,8 @@ class RingExtended(CollectiveAllReduceExtended):
         return initial_value
 
 
-@uses("tensorflow.python.distribute.collective_all_reduce_strategy:CollectiveAllReduceExtended")
-def over(exchange: Any):
+@uses_private("tensorflow.python.distribute.collective_all_reduce_strategy:CollectiveAllReduceExtended")
+def ring_extended(exchange: Any):
     """Builds a MultiWorkerMirroredStrategy inside the context without TensorFlow's cluster.
 
     Args:

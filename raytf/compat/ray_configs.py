@@ -4,28 +4,28 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from raytf.compat.versions import uses
+from raytf.compat.versions import uses_private
 
 
-@uses("ray.train.v2.api.config:ScalingConfig._resources_per_worker_not_none")
+@uses_private("ray.train.v2.api.config:ScalingConfig._resources_per_worker_not_none")
 def resources_per_worker(scaling_config) -> dict[str, float]:
     """Returns a worker's resources with Ray's defaults; the public field contains the user's value, or None."""
     return scaling_config._resources_per_worker_not_none
 
 
-@uses("ray.train.v2.api.config:ScalingConfig._label_selector_per_worker")
+@uses_private("ray.train.v2.api.config:ScalingConfig._label_selector_per_worker")
 def label_selectors(scaling_config, workers: int) -> list[dict] | None:
     """Returns a label selector for each worker; the public field may be one for all."""
     return scaling_config._label_selector_per_worker(workers)
 
 
-@uses("ray.train._internal.data_config:DataConfig._datasets_to_split")
+@uses_private("ray.train._internal.data_config:DataConfig._datasets_to_split")
 def datasets_to_split(data_config):
     """Returns which datasets a DataConfig splits, "all" or names: it is an argument without a public field."""
     return data_config._datasets_to_split
 
 
-@uses(
+@uses_private(
     "ray.train._internal.data_config:DataConfig._get_user_execution_options",
     "ray.train._internal.data_config:DataConfig._resolve_execution_options",
 )

@@ -24,7 +24,7 @@ from ray.core.generated import (  # a head's answers, in Ray's messages: `ray.ut
 )
 from ray.experimental import internal_kv  # small values that outlive their writers, without a process
 
-from raytf.compat.versions import uses
+from raytf.compat.versions import uses_private
 
 __all__ = [
     "LOG_PREFIX_ACTOR_NAME",
@@ -42,38 +42,38 @@ AUTH_MODE = "RAY_AUTH_MODE"
 # ------------------------------------------------------------------------------------------ key-value store
 
 
-@uses("ray.experimental.internal_kv:_internal_kv_put")
-def put(key: str | bytes, value: str | bytes, overwrite: bool = True, namespace: bytes | None = None) -> bool:
+@uses_private("ray.experimental.internal_kv:_internal_kv_put")
+def kv_put(key: str | bytes, value: str | bytes, overwrite: bool = True, namespace: bytes | None = None) -> bool:
     """Writes a value; returns whether there was one, which stays unless `overwrite`. The public way is an actor."""
     return internal_kv._internal_kv_put(key, value, overwrite, namespace=namespace)
 
 
-@uses("ray.experimental.internal_kv:_internal_kv_get")
-def get(key: str) -> bytes | None:
-    """Reads a value of `put`."""
+@uses_private("ray.experimental.internal_kv:_internal_kv_get")
+def kv_get(key: str) -> bytes | None:
+    """Reads a value of `kv_put`."""
     return internal_kv._internal_kv_get(key)
 
 
-@uses("ray.experimental.internal_kv:_internal_kv_list")
-def keys(prefix: str) -> list[bytes]:
-    """Returns the keys of `put` that begin with a prefix."""
+@uses_private("ray.experimental.internal_kv:_internal_kv_list")
+def kv_keys(prefix: str) -> list[bytes]:
+    """Returns the keys of `kv_put` that begin with a prefix."""
     return internal_kv._internal_kv_list(prefix)
 
 
-@uses("ray.experimental.internal_kv:_internal_kv_del")
-def remove_all(prefix: str) -> None:
-    """Removes the values of `put` whose keys begin with a prefix."""
+@uses_private("ray.experimental.internal_kv:_internal_kv_del")
+def kv_remove(prefix: str) -> None:
+    """Removes the values of `kv_put` whose keys begin with a prefix."""
     internal_kv._internal_kv_del(prefix, del_by_prefix=True)
 
 
-@uses("ray.actor:ActorHandle._actor_id")
+@uses_private("ray.actor:ActorHandle._actor_id")
 def id_of(actor) -> bytes:
     """Returns the id of an actor; `ray.util.state` needs the dashboard for it, which may not run."""
     return actor._actor_id.binary()
 
 
-@uses("ray._private.state:actors")
-def lives(actor_id: str) -> bool:
+@uses_private("ray._private.state:actors")
+def is_alive(actor_id: str) -> bool:
     """Returns whether an actor may be alive: a handle would keep it alive, and `ray.util.state` needs the dashboard."""
     try:
         return ray._private.state.actors(actor_id).get("State", "DEAD") != "DEAD"
@@ -84,7 +84,7 @@ def lives(actor_id: str) -> bool:
 # ------------------------------------------------------------------------------------------ the connection
 
 
-@uses("ray._private.services:canonicalize_bootstrap_address")
+@uses_private("ray._private.services:canonicalize_bootstrap_address")
 def bootstrap_address(address: str | None) -> str | None:
     """Returns the "HOST:PORT" that `ray.init` would use, None if it would start Ray; no public API."""
     return services.canonicalize_bootstrap_address(address)
@@ -103,35 +103,35 @@ def enable_token_auth() -> None:
     Config.initialize("")
 
 
-@uses("ray._private.worker:global_worker", "ray._private.worker:WORKER_MODE")
+@uses_private("ray._private.worker:global_worker", "ray._private.worker:WORKER_MODE")
 def is_worker() -> bool:
     """Returns whether Ray started this process; `ray.get_runtime_context()` raises before `init`."""
     worker = ray._private.worker
     return worker.global_worker.mode == worker.WORKER_MODE
 
 
-@uses("ray._private.worker:global_worker")
+@uses_private("ray._private.worker:global_worker")
 def gcs_client():
     """Returns this process' client of the cluster's head, for `ray.autoscaler.v2.sdk`."""
     return ray._private.worker.global_worker.gcs_client
 
 
-@uses("ray._private.worker:_global_node", "ray._private.node:Node.is_head")
-def started_here() -> bool:
+@uses_private("ray._private.worker:_global_node", "ray._private.node:Node.is_head")
+def has_started_ray() -> bool:
     """Returns whether this process started its Ray, with `ray.init` or implicitly; no public API."""
     node = ray._private.worker._global_node
     return node is not None and node.is_head()
 
 
-@uses("ray._private.worker:_global_node", "ray._private.node:Node.get_session_dir_path")
+@uses_private("ray._private.worker:_global_node", "ray._private.node:Node.get_session_dir_path")
 def session_folder() -> str | None:
     """Returns Ray's folder on this node, below `ray start --temp-dir`; None without a node. No public API."""
     node = ray._private.worker._global_node
     return None if node is None else node.get_session_dir_path()
 
 
-@uses("ray._private.worker:_global_node", "ray._private.node:Node._ray_params")
-def cpus_were_said() -> bool:
+@uses_private("ray._private.worker:_global_node", "ray._private.node:Node._ray_params")
+def has_given_cpus() -> bool:
     """Returns whether this process started Ray with an explicit number of CPUs; the resources contain one anyway."""
     return ray._private.worker._global_node._ray_params.num_cpus is not None
 
@@ -139,7 +139,7 @@ def cpus_were_said() -> bool:
 # ------------------------------------------------------------------------------------------ lines of processes
 
 
-@uses("ray._private.worker:print_to_stdstream", "ray._private.ray_logging:WorkerStandardStreamDispatcher")
+@uses_private("ray._private.worker:print_to_stdstream", "ray._private.ray_logging:WorkerStandardStreamDispatcher")
 def take_lines(wrapped: Callable, raylets: Callable) -> None:
     """Intercepts the output lines of the cluster's processes: Ray prints them, or not, and has no hook.
 
@@ -166,32 +166,32 @@ def take_lines(wrapped: Callable, raylets: Callable) -> None:
 # ------------------------------------------------------------------------------------------ the cluster
 
 
-@uses("ray._private.state:available_resources_per_node")
+@uses_private("ray._private.state:available_resources_per_node")
 def free_by_node() -> dict[str, dict[str, float]]:
     """Returns free resources by node; `ray.available_resources` adds up all nodes."""
     return ray._private.state.available_resources_per_node()
 
 
-@uses("ray._private.state:GlobalState.get_max_resources_from_cluster_config")
+@uses_private("ray._private.state:GlobalState.get_max_resources_from_cluster_config")
 def most_resources() -> dict | None:
     """Returns the resources to which an autoscaler may scale the cluster; None without one. No public API."""
     return ray._private.state.state.get_max_resources_from_cluster_config()
 
 
-@uses("ray._private.state:GlobalState.get_draining_nodes")
+@uses_private("ray._private.state:GlobalState.get_draining_nodes")
 def draining() -> dict[str, int]:
     """Returns the deadline of each draining node by its id, in milliseconds of UNIX time; public only in Ray Train."""
     return ray._private.state.state.get_draining_nodes()
 
 
-@uses("ray._private.state:GlobalState._connect_and_get_accessor")
+@uses_private("ray._private.state:GlobalState._connect_and_get_accessor")
 def placement_groups() -> Iterator:
     """Returns placement groups with their owners and bundles, as messages; the public table has no owners."""
     accessor = ray._private.state.state._connect_and_get_accessor()
     return map(gcs_pb2.PlacementGroupTableData.FromString, accessor.get_placement_group_table())
 
 
-@uses("ray._private.state:GlobalState._connect_and_get_accessor")
+@uses_private("ray._private.state:GlobalState._connect_and_get_accessor")
 def living_actors() -> Iterator:
     """Returns living actors with their resources, as messages; `ray.util.state` needs the dashboard."""
     accessor = ray._private.state.state._connect_and_get_accessor()

@@ -33,7 +33,7 @@ from ray.data._internal.logical.optimizers import LogicalOptimizer, get_executio
 from ray.data._internal.pandas_block import PandasBlockSchema  # distinguishes blocks of pandas from those of Arrow
 from ray.data._internal.stats import DatasetStats  # an argument of a Dataset's constructor
 
-from raytf.compat.versions import at_least, uses
+from raytf.compat.versions import at_least, uses_private
 
 if at_least("ray", 2, 60):
     from ray.data._internal.datasource_v2.common.listing_utils import _build_pruners  # which files a source omits
@@ -77,7 +77,7 @@ __all__ = [
 # ------------------------------------------------------------------------------------------ plans
 
 
-@uses("ray.data.dataset:Dataset._logical_plan")
+@uses_private("ray.data.dataset:Dataset._logical_plan")
 def plan_of(dataset) -> LogicalPlan:
     """Returns the plan of a Dataset; no public API."""
     return dataset._logical_plan
@@ -88,14 +88,14 @@ def last_operator(dataset):
     return plan_of(dataset).dag
 
 
-@uses("ray.data._internal.logical.interfaces.logical_operator:LogicalOperator._apply_transform")
+@uses_private("ray.data._internal.logical.interfaces.logical_operator:LogicalOperator._apply_transform")
 def transformed(operator, change: Callable):
     """Returns the operators up to this one with `change(operator)` applied to each, from the source on."""
     return operator._apply_transform(change)
 
 
 @contextlib.contextmanager
-@uses("ray.data.dataset:Dataset._execute_to_iterator")
+@uses_private("ray.data.dataset:Dataset._execute_to_iterator")
 def executed(dataset) -> Iterator[Iterator[RefBundle]]:
     """Yields the blocks of a Dataset as they arrive; stops reading at the end of the context.
 
@@ -191,7 +191,7 @@ def rows_are_exact(scanner: Scanner) -> bool:
     return all(getattr(scanner, name, None) is None for name in ("predicate", "partition_predicate", "limit"))
 
 
-@uses(
+@uses_private(
     "ray.data._internal.datasource_v2.formats.parquet.footer_file_indexer:FooterFileIndexer._num_actors",
     since=("ray", 2, 60),
 )
@@ -202,7 +202,7 @@ def limit_footer_readers(source, most: int) -> None:
         indexer._num_actors = min(indexer._num_actors, most)
 
 
-@uses(
+@uses_private(
     "ray.data.datasource.file_based_datasource:FileBasedDatasource._paths",
     "ray.data.datasource.file_based_datasource:FileBasedDatasource._file_sizes",
     "ray.data.datasource.file_based_datasource:FileBasedDatasource._filesystem",

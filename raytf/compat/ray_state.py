@@ -17,8 +17,8 @@ from ray.train.v2._internal.util import TrainingFramework  # its name there
 
 from raytf import logs
 from raytf.compat import ray_core
-from raytf.compat.versions import uses
-from raytf.errors import in_a_line
+from raytf.compat.versions import uses_private
+from raytf.errors import one_line
 
 logger = logs.get_logger(__name__)
 
@@ -29,10 +29,10 @@ def _softly() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        logger.warning(f"the run's line in the dashboard's Train tab is not written: {in_a_line(error)}")
+        logger.warning(f"the run's line in the dashboard's Train tab is not written: {one_line(error)}")
 
 
-@uses("ray.train.v2._internal.state.state_manager:TrainStateManager._runs")
+@uses_private("ray.train.v2._internal.state.state_manager:TrainStateManager._runs")
 class TrainTab:
     """The line of a run, with an attempt for each group of workers; nothing without `RAY_TRAIN_ENABLE_STATE_TRACKING`.
 

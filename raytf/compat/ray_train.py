@@ -55,8 +55,8 @@ from ray.train.v2.api.report_config import CheckpointConsistencyMode  # an argum
 from ray.train.v2.api.reported_checkpoint import ReportedCheckpoint, ReportedCheckpointStatus  # values that a loop gets
 from ray.train.v2.api.validation_config import ValidationConfig  # as in Ray Train's second kind
 
-from raytf.compat.versions import at_least, uses
-from raytf.errors import in_a_line
+from raytf.compat.versions import at_least, uses_private
+from raytf.errors import one_line
 
 __all__ = [
     "CHECKPOINT_MANAGER_SNAPSHOT_FILENAME",
@@ -136,15 +136,19 @@ def count_reports(number: int) -> None:
 # ------------------------------------------------------------------------------------------ results
 
 
-@uses("ray.train.v2._internal.execution.checkpoint.checkpoint_manager:CheckpointManager._checkpoint_to_report_index")
+@uses_private(
+    "ray.train.v2._internal.execution.checkpoint.checkpoint_manager:CheckpointManager._checkpoint_to_report_index"
+)
 def reported_in_order(manager) -> list:
     """Returns the checkpoints of a CheckpointManager, oldest report first; its public lists are sorted by metric."""
     ranked = sorted(manager._checkpoint_to_report_index.items(), key=lambda item: item[1])
     return [checkpoint for checkpoint, _ in ranked]
 
 
-@uses("ray.train.v2._internal.execution.checkpoint.checkpoint_manager:CheckpointManager._write_state_to_storage")
-def outlive_full_storage(manager) -> Callable[[], None]:
+@uses_private(
+    "ray.train.v2._internal.execution.checkpoint.checkpoint_manager:CheckpointManager._write_state_to_storage"
+)
+def tolerate_full_storage(manager) -> Callable[[], None]:
     """Continues a run whose list of checkpoints cannot be written, as on a full disk: Ray Train would end it.
 
     The listed checkpoint exists all the same. The list is written again with the next one.
@@ -162,7 +166,7 @@ def outlive_full_storage(manager) -> Callable[[], None]:
         except OSError as error:
             warnings.warn(
                 f"{CHECKPOINT_MANAGER_SNAPSHOT_FILENAME}, Ray's list of the run's checkpoints, could not be written, "
-                f"and is tried again: {in_a_line(error)}",
+                f"and is tried again: {one_line(error)}",
                 stacklevel=2,
             )
 
@@ -185,13 +189,13 @@ def take_numpy(manager) -> None:
     manager.register_checkpoint = registered
 
 
-@uses("ray.train.v2._internal.execution.checkpoint.checkpoint_manager:CheckpointManager._get_checkpoint_status")
+@uses_private("ray.train.v2._internal.execution.checkpoint.checkpoint_manager:CheckpointManager._get_checkpoint_status")
 def status_of(manager, checkpoint) -> ReportedCheckpointStatus:
     """Returns the status of a reported checkpoint; the public list of all is asynchronous."""
     return manager._get_checkpoint_status(checkpoint)
 
 
-@uses(
+@uses_private(
     "ray.train.v2._internal.execution.checkpoint.validation_manager:ValidationManager._poll_validations",
     "ray.train.v2._internal.execution.checkpoint.validation_manager:ValidationManager._kick_off_validations",
 )
@@ -219,7 +223,7 @@ class Validations:
         self._manager.before_controller_abort()
 
 
-@uses("ray.train.v2.api.result:Result._from_checkpoint_manager")
+@uses_private("ray.train.v2.api.result:Result._from_checkpoint_manager")
 def result_of(manager, storage):
     """Returns the Result of a run from its CheckpointManager; the public way reads it from the storage again."""
     return ray.train.Result._from_checkpoint_manager(manager, storage)

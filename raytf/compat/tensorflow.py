@@ -37,7 +37,7 @@ from tensorflow.python.trackable.data_structures import (
 )
 
 from raytf.compat.patching import patched, replacing
-from raytf.compat.versions import uses
+from raytf.compat.versions import uses_private
 
 __all__ = [
     "AggregatingVariable",
@@ -52,55 +52,57 @@ __all__ = [
 ]
 
 
-@uses("tensorflow.python.distribute.collective_all_reduce_strategy:CollectiveAllReduceExtended._in_multi_worker_mode")
+@uses_private(
+    "tensorflow.python.distribute.collective_all_reduce_strategy:CollectiveAllReduceExtended._in_multi_worker_mode"
+)
 def in_multi_worker_mode(strategy) -> bool:
     """Returns whether a MultiWorkerMirroredStrategy has other processes; its public resolver may be the user's."""
     return strategy.extended._in_multi_worker_mode()
 
 
-@uses("tensorflow.python.distribute.collective_all_reduce_strategy:CollectiveAllReduceExtended._is_chief")
+@uses_private("tensorflow.python.distribute.collective_all_reduce_strategy:CollectiveAllReduceExtended._is_chief")
 def is_chief(strategy) -> bool:
     """Returns whether this process is the strategy's chief; the public way needs the resolver."""
     return bool(strategy.extended._is_chief)
 
 
-@uses("tensorflow.python.distribute.collective_all_reduce_strategy:CollectiveAllReduceExtended._id_in_cluster")
+@uses_private("tensorflow.python.distribute.collective_all_reduce_strategy:CollectiveAllReduceExtended._id_in_cluster")
 def rank(strategy) -> int:
     """Returns the rank of this process among the strategy's workers; the public way needs the resolver."""
     return strategy.extended._id_in_cluster
 
 
-@uses("tensorflow.python.data.ops.iterator_ops:OwnedIterator._dataset")
+@uses_private("tensorflow.python.data.ops.iterator_ops:OwnedIterator._dataset")
 def dataset_of(iterator):
     """Returns the dataset of an iterator; None if it was made from a resource. No public API."""
     return getattr(iterator, "_dataset", None)
 
 
-@uses("tensorflow.python.data.ops.iterator_ops:OwnedIterator._iterator_resource")
+@uses_private("tensorflow.python.data.ops.iterator_ops:OwnedIterator._iterator_resource")
 def take_resource(iterator):
     """Detaches and returns the resource of an iterator that TensorFlow must end; None if it has none."""
     return vars(iterator).pop("_iterator_resource", None)
 
 
-@uses("tensorflow.python.data.ops.dataset_ops:DatasetV2._inputs")
+@uses_private("tensorflow.python.data.ops.dataset_ops:DatasetV2._inputs")
 def inputs_of(dataset) -> list:
     """Returns the datasets that a dataset was made from; no public API."""
     return dataset._inputs()
 
 
-@uses("tensorflow.python.data.ops.dataset_ops:DatasetV2._functions")
+@uses_private("tensorflow.python.data.ops.dataset_ops:DatasetV2._functions")
 def functions_of(dataset) -> list:
     """Returns the functions of a dataset (`map`, `filter`, ...), which may use random numbers; no public API."""
     return dataset._functions()
 
 
-@uses("tensorflow.python.data.ops.shuffle_op:_ShuffleDataset._reshuffle_each_iteration")
+@uses_private("tensorflow.python.data.ops.shuffle_op:_ShuffleDataset._reshuffle_each_iteration")
 def reshuffles(dataset) -> bool:
     """Returns whether a dataset is a shuffle with another order in each iteration; no public API."""
     return bool(getattr(dataset, "_reshuffle_each_iteration", False))
 
 
-@uses("tensorflow.python.eager.context:Context._seed", "tensorflow.python.eager.context:Context._rng")
+@uses_private("tensorflow.python.eager.context:Context._seed", "tensorflow.python.eager.context:Context._rng")
 @contextlib.contextmanager
 def global_seed(seed: int) -> Iterator[None]:
     """Sets `tf.random`'s global seed for a while; `set_seed` would reset the counters of others."""
@@ -119,7 +121,7 @@ _PARALLEL = ("parallel_map_dataset_v2", "parallel_interleave_dataset_v4", "paral
 
 
 @contextlib.contextmanager
-def making_alike(caches: list) -> Iterator[None]:
+def deterministic_datasets(caches: list) -> Iterator[None]:
     """Builds datasets that keep their order, for any `deterministic=`, and that use caches from a list.
 
     Args:
@@ -146,7 +148,7 @@ def making_alike(caches: list) -> Iterator[None]:
         yield
 
 
-@uses(
+@uses_private(
     "tensorflow.python.data.ops.batch_op:_BatchDataset._drop_remainder",
     "tensorflow.python.data.ops.batch_op:_ParallelBatchDataset._drop_remainder",
     "tensorflow.python.data.ops.padded_batch_op:_PaddedBatchDataset._drop_remainder",
@@ -160,13 +162,13 @@ def dropping_batch(dataset) -> int | None:
     return int(dataset._batch_size) if drops is not None and bool(drops) else None
 
 
-@uses("tensorflow.python.distribute.values:PerReplicaSpec._value_specs")
+@uses_private("tensorflow.python.distribute.values:PerReplicaSpec._value_specs")
 def replica_spec(spec):
     """Returns the type of a batch's part for the first replica; no public API splits the type."""
     return spec._value_specs[0] if isinstance(spec, PerReplicaSpec) else spec
 
 
-@uses(
+@uses_private(
     "tensorflow.python.eager.polymorphic_function.polymorphic_function:Function._python_function",
     "tensorflow.python.eager.polymorphic_function.polymorphic_function:Function._autograph",
     "tensorflow.python.eager.polymorphic_function.polymorphic_function:Function._jit_compile",
@@ -182,14 +184,14 @@ def function_arguments(function) -> tuple[Any, dict[str, Any]]:
     }
 
 
-@uses("tensorflow.python.eager.polymorphic_function.polymorphic_function:_frequent_tracing_detector_manager")
+@uses_private("tensorflow.python.eager.polymorphic_function.polymorphic_function:_frequent_tracing_detector_manager")
 def forget_traces() -> None:
     """Resets TensorFlow's count of traces: it would warn of a process' next models, although each has few traces."""
     kind = type(polymorphic_function._frequent_tracing_detector_manager)
     polymorphic_function._frequent_tracing_detector_manager = kind()
 
 
-def traced_apart(function: Callable, **options):
+def separate_function(function: Callable, **options):
     """Returns `tf.function(function, **options)` with its own count of traces.
 
     TensorFlow counts traces by a function's code, and warns of retracing if several functions have the same code. A
@@ -198,19 +200,19 @@ def traced_apart(function: Callable, **options):
     return tf.function(functools.partial(function), **options)
 
 
-@uses("tensorflow.python.eager.polymorphic_function.concrete_function:ConcreteFunction.inference_fn")
+@uses_private("tensorflow.python.eager.polymorphic_function.concrete_function:ConcreteFunction.inference_fn")
 def without_captures(traced):
     """Returns a concrete function without the variables of its trace; graphs that call it keep it alive."""
     return traced.inference_fn
 
 
-@uses("tensorflow.python.eager.polymorphic_function.atomic_function:AtomicFunction.call_with_captures")
+@uses_private("tensorflow.python.eager.polymorphic_function.atomic_function:AtomicFunction.call_with_captures")
 def call_with_captures(function, arguments, captures):
     """Returns the result of a function of `without_captures`, with variables that replace those of its trace."""
     return function.call_with_captures(arguments, {}, captures)
 
 
-@uses("tensorflow.python.eager.context:Context.get_compiler_ir")
+@uses_private("tensorflow.python.eager.context:Context.get_compiler_ir")
 def try_to_compile(traced, specs) -> None:
     """Compiles a concrete function of `tf.function(jit_compile=True)` to HLO, to raise XLA's errors before its first
     call.
@@ -227,14 +229,14 @@ def try_to_compile(traced, specs) -> None:
     )
 
 
-@uses("tensorflow.python.framework.op_def_registry:get")
+@uses_private("tensorflow.python.framework.op_def_registry:get")
 def is_stateful(kind: str) -> bool:
     """Returns whether operations of a type have state or side effects; True if unknown."""
     definition = op_def_registry.get(kind)
     return definition is None or definition.is_stateful
 
 
-@uses(
+@uses_private(
     "tensorflow.python.ops.lookup_ops:StaticHashTable._default_value",
     "tensorflow.python.ops.lookup_ops:MutableHashTable._default_value",
 )
@@ -250,7 +252,7 @@ def structure_of(tracked: TrackedStructure):
     return tracked.__wrapped__ if hasattr(tracked, "__wrapped__") else list(tracked)
 
 
-@uses("tensorflow.python.ops.script_ops:_py_funcs", "tensorflow.python.ops.script_ops:FuncRegistry._funcs")
+@uses_private("tensorflow.python.ops.script_ops:_py_funcs", "tensorflow.python.ops.script_ops:FuncRegistry._funcs")
 def register_function(token: str, function) -> None:
     """Registers a Python function in this process under a name that a graph of another process calls.
 
@@ -260,11 +262,11 @@ def register_function(token: str, function) -> None:
 
 
 _registering = threading.local()
-_giving: weakref.WeakSet = weakref.WeakSet()
+_releasing: weakref.WeakSet = weakref.WeakSet()
 
 
 @contextlib.contextmanager
-def giving_memory() -> Iterator[None]:
+def releasing_functions() -> Iterator[None]:
     """Marks Python functions that this thread registers with TensorFlow meanwhile: no one else uses their arrays."""
     previous, _registering.giving = getattr(_registering, "giving", False), True
     try:
@@ -276,15 +278,15 @@ def giving_memory() -> Iterator[None]:
 def registered(function: Callable) -> None:
     """Records a newly registered Python function; called for each one."""
     if getattr(_registering, "giving", False):
-        _giving.add(function)
+        _releasing.add(function)
 
 
-def gives_memory(function: Callable | None) -> bool:
-    """Returns whether a function was registered within `giving_memory`."""
-    return function in _giving
+def releases_function(function: Callable | None) -> bool:
+    """Returns whether a function was registered within `releasing_functions`."""
+    return function in _releasing
 
 
-@uses("tensorflow.python.framework.registry:Registry._registry")
+@uses_private("tensorflow.python.framework.registry:Registry._registry")
 def forget_custom_gradients() -> None:
     """Removes the traced gradients of `tf.custom_gradient`s, and with them their graphs; TensorFlow never does."""
     registry = gradient_registry._registry
@@ -292,7 +294,7 @@ def forget_custom_gradients() -> None:
         del registry[name]
 
 
-@uses("tensorflow.python.autograph.pyct.loader:load_source")
+@uses_private("tensorflow.python.autograph.pyct.loader:load_source")
 def autograph_loader():
     """Returns the module by which AutoGraph writes files of converted functions; no option prevents that."""
     from tensorflow.python.autograph.pyct import loader  # imported late: a process without AutoGraph does not need it
@@ -315,13 +317,13 @@ def may_record() -> bool:
     return record.could_possibly_record()
 
 
-@uses("tensorflow.python.distribute.mirrored_run:_MirroredReplicaContext._merge_call")
+@uses_private("tensorflow.python.distribute.mirrored_run:_MirroredReplicaContext._merge_call")
 def mirrored_replica_context() -> type:
     """Returns the class of a process' replica among several; its merge call is patched."""
     return mirrored_run._MirroredReplicaContext
 
 
-@uses("tensorflow.python.distribute.distribute_lib:ReplicaContextBase._merge_call")
+@uses_private("tensorflow.python.distribute.distribute_lib:ReplicaContextBase._merge_call")
 def plain_merge_call(replica, fn, args, kwargs):
     """Makes a merge call of a single replica: a plain call."""
     return distribute_lib.ReplicaContextBase._merge_call(replica, fn, args, kwargs)

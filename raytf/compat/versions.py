@@ -20,7 +20,7 @@ TESTED = {
 
 
 @functools.cache
-def installed(package: str) -> str:
+def installed_version(package: str) -> str:
     """Imports a package, and returns its version."""
     return importlib.import_module(package).__version__
 
@@ -32,30 +32,30 @@ def at_least(package: str, *version: int) -> bool:
         package: "ray", "keras" or "tensorflow".
         version: Major, minor.
     """
-    return _minor(installed(package)) >= version
+    return _minor(installed_version(package)) >= version
 
 
 def _minor(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in version.split(".")[:2])
 
 
-def untested(*packages: str) -> dict[str, str]:
+def untested_versions(*packages: str) -> dict[str, str]:
     """Returns installed versions that are not in `TESTED`, by package; of all packages, or of the given ones."""
-    versions = {package: installed(package) for package in packages or TESTED}
+    versions = {package: installed_version(package) for package in packages or TESTED}
     return {p: v for p, v in versions.items() if ".".join(v.split(".")[:2]) not in TESTED[p]}
 
 
-def shown(found: dict[str, str]) -> str:
+def describe_versions(found: dict[str, str]) -> str:
     """Returns packages with versions, as a clause."""
     return ", ".join(f"{package} {version}" for package, version in found.items())
 
 
-def tested() -> str:
+def describe_tested() -> str:
     """Returns the tested versions, as a clause."""
     return ", ".join(f"{package} {versions[0]} to {versions[-1]}" for package, versions in TESTED.items())
 
 
-def uses(*paths: str, since: tuple | None = None, until: tuple | None = None) -> Callable:
+def uses_private(*paths: str, since: tuple | None = None, until: tuple | None = None) -> Callable:
     """Declares the private names that a function uses, for the tests; its docstring states the purpose.
 
     Args:
@@ -69,21 +69,24 @@ def uses(*paths: str, since: tuple | None = None, until: tuple | None = None) ->
     return keep
 
 
-def misfit(found: str) -> UnsupportedVersionError:
+def misfit_error(found: str) -> UnsupportedVersionError:
     """Returns the error for a misfit of the installed versions, given as a clause."""
     return UnsupportedVersionError(
-        f"raytf is tested with {tested()}, and does not fit {shown(untested())}: {found}. "
-        "Install versions that are tested."
+        f"raytf is tested with {describe_tested()}, and does not fit {describe_versions(untested_versions())}: "
+        f"{found}. Install versions that are tested."
     )
 
 
-def explain(error: ImportError) -> None:
+def explain_import_error(error: ImportError) -> None:
     """Raises UnsupportedVersionError for an import that failed because an untested version has moved its target."""
-    if error.name is not None and "." in error.name and error.name.split(".")[0] in TESTED and untested():
-        raise misfit(str(error)) from error
+    if error.name is not None and "." in error.name and error.name.split(".")[0] in TESTED and untested_versions():
+        raise misfit_error(str(error)) from error
 
 
-def warning() -> str:
+def untested_warning() -> str:
     """Returns the warning about untested versions."""
-    clause = shown(untested())
-    return f"raytf: {clause} is not tested with raytf ({tested()} are); it was checked here, and training continues"
+    clause = describe_versions(untested_versions())
+    return (
+        f"raytf: {clause} is not tested with raytf ({describe_tested()} are); "
+        "it was checked here, and training continues"
+    )

@@ -20,7 +20,7 @@ _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
 
 
 @contextlib.contextmanager
-def shown(entries):
+def shown_once(entries):
     """Shows a warning of Python or of a logger only if this worker claims it first, until the context ends.
 
     Args:

@@ -47,7 +47,7 @@ _names: list[str] = []
 def say_who(name: str) -> None:
     """Sets the name of this process' further lines, such as "worker 0"; no effect outside of Ray's processes."""
     _names[:] = [name]
-    _tell(f"{ray_core.LOG_PREFIX_ACTOR_NAME}{_OURS}{name}")
+    _tell_driver(f"{ray_core.LOG_PREFIX_ACTOR_NAME}{_OURS}{name}")
 
 
 def say_check() -> None:
@@ -57,16 +57,16 @@ def say_check() -> None:
 
 
 @contextlib.contextmanager
-def telling():
+def as_status():
     """Marks the lines in the context as those for which the driver waits."""
-    _tell(_BEGIN)
+    _tell_driver(_BEGIN)
     try:
         yield
     finally:
-        _tell(_END)
+        _tell_driver(_END)
 
 
-def _tell(line: str) -> None:
+def _tell_driver(line: str) -> None:
     if ray_core.is_worker():
         for stream in (sys.stdout, sys.stderr):
             print(line, file=stream, flush=True)
@@ -149,7 +149,9 @@ _listeners: list[Output] = []
 
 def _listen() -> None:
     """Removes the lines of raytf's processes from Ray's output while this process is connected to Ray."""
-    ray_core.take_lines(lambda handler: handler if isinstance(handler, _Sorted) else _Sorted(handler), _print_of_raylet)
+    ray_core.take_lines(
+        lambda handler: handler if isinstance(handler, _LineRouter) else _LineRouter(handler), _print_of_raylet
+    )
 
 
 def _print_of_raylet(original: Callable, batch: dict, ignore_prefix: bool) -> None:
@@ -158,7 +160,7 @@ def _print_of_raylet(original: Callable, batch: dict, ignore_prefix: bool) -> No
         original(batch, ignore_prefix)
 
 
-class _Sorted:
+class _LineRouter:
     """Routes lines to the last `Output`, or to Ray.
 
     Args:

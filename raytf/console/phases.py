@@ -19,7 +19,7 @@ FIRST_STEP, ENDING = "compiling and making the first step", "keeping the last ch
 COMPARING = "comparing the run, which has ended, with what is asked for"
 
 
-def starting(finished: str | None = None) -> str:
+def starting_phase(finished: str | None = None) -> str:
     """Returns the first phase of a run.
 
     Args:
@@ -120,7 +120,7 @@ class Phases:
         return Text.assemble(frame, shown, overflow="ellipsis", no_wrap=True)
 
 
-def phases(shown: bool = True, phase: str | None = None, only_in_terminals: bool = False) -> Phases:
+def show_phases(shown: bool = True, phase: str | None = None, only_in_terminals: bool = False) -> Phases:
     """Returns the `Phases` of stdout.
 
     Args:

@@ -25,22 +25,22 @@ class Entries:
         self._prefix = f"raytf/{kind}/{uuid.uuid4().hex}/"
 
     def put(self, name: str, value) -> None:
-        ray_core.put(self._prefix + name, json.dumps(value))
+        ray_core.kv_put(self._prefix + name, json.dumps(value))
 
     def claim(self, name: str) -> bool:
         """Creates an entry of this name. Returns whether it did not exist."""
-        return not ray_core.put(self._prefix + name, "null", overwrite=False)
+        return not ray_core.kv_put(self._prefix + name, "null", overwrite=False)
 
     def get(self, name: str):
         """Returns the value, or None."""
-        text = ray_core.get(self._prefix + name)
+        text = ray_core.kv_get(self._prefix + name)
         return json.loads(text) if text else None
 
     def names(self) -> list[str]:
-        return [key.decode().removeprefix(self._prefix) for key in ray_core.keys(self._prefix)]
+        return [key.decode().removeprefix(self._prefix) for key in ray_core.kv_keys(self._prefix)]
 
     def clear(self) -> None:
-        ray_core.remove_all(self._prefix)
+        ray_core.kv_remove(self._prefix)
 
 
 class Board:
@@ -126,7 +126,7 @@ class BoardReader:
 _LOOKS_INTERVAL = 0.2
 
 
-class Line:
+class ProgressLine:
     """Shows a board's updates until the context ends: live in a terminal, a line for each epoch elsewhere.
 
     Args:

@@ -22,7 +22,7 @@ _RAY_WIDGETS = "ray.widgets.util"
 
 _lock = threading.Lock()
 _state = {"active": False, "started": False}
-_left: list[subprocess.Popen] = []
+_restore: list[subprocess.Popen] = []
 
 
 def wants_native(environment) -> bool:
@@ -31,7 +31,7 @@ def wants_native(environment) -> bool:
 
 
 @contextlib.contextmanager
-def native():
+def quiet_native():
     """Hides TensorFlow's native start-up lines in this process until the context ends."""
     with _lock:
         filters = not (_state["active"] or _state["started"] or wants_native(os.environ)) and bool(sys.executable)
@@ -68,11 +68,11 @@ def _filtered():
         try:
             filtering.wait(timeouts.get().output_filter)
         except subprocess.TimeoutExpired:  # a child process that started meanwhile still writes to it
-            _left.append(filtering)
+            _restore.append(filtering)
 
 
 @contextlib.contextmanager
-def ray_starts() -> Iterator[None]:
+def quiet_ray_start() -> Iterator[None]:
     """Hides Ray's start-up lines in this process until the context ends; its warnings are shown.
 
     The line that a token protects the cluster is hidden too. From here on so are the hints of Ray and its tqdm to
@@ -88,7 +88,7 @@ def ray_starts() -> Iterator[None]:
     token = logging.getLogger(loggers.RAY_TOKEN)
     token.addFilter(_is_no_token)
     try:
-        with at_levels(dict.fromkeys((loggers.RAY_STARTS, loggers.RAY_TOKEN), logging.WARNING)):
+        with log_levels(dict.fromkeys((loggers.RAY_STARTS, loggers.RAY_TOKEN), logging.WARNING)):
             yield
     finally:
         token.removeFilter(_is_no_token)
@@ -99,7 +99,7 @@ def _is_no_token(record) -> bool:
 
 
 @contextlib.contextmanager
-def at_levels(levels: Mapping[str, int | str]) -> Iterator[None]:
+def log_levels(levels: Mapping[str, int | str]) -> Iterator[None]:
     """Sets the levels of loggers, by name, until the context ends."""
     import logging
 
@@ -113,6 +113,6 @@ def at_levels(levels: Mapping[str, int | str]) -> Iterator[None]:
             logging.getLogger(name).setLevel(level)
 
 
-def result_is_read():
+def quiet_result_reading():
     """Returns a context in which Ray reads a run's folder without its hints on how to start another run."""
-    return at_levels({loggers.TRAIN_CHECKPOINTS: "WARNING"})
+    return log_levels({loggers.TRAIN_CHECKPOINTS: "WARNING"})

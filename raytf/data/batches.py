@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from raytf.data.batch_spec import BatchSpec
 from raytf.data.gather import ColumnSource, Lists
-from raytf.errors import in_a_line
+from raytf.errors import one_line
 
 
 @dataclass
@@ -235,7 +235,7 @@ def why_unreadable(data: bytes) -> str | None:
         else:
             tf.io.decode_image(data, expand_animations=False)
     except tf.errors.OpError as error:
-        return in_a_line(error)
+        return one_line(error)
     return None
 
 

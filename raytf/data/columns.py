@@ -140,7 +140,7 @@ def parse(spec: ColumnSpecs | None, role: str) -> Columns | dict[str, Columns] |
 
 
 def read(found: Any) -> ColumnSpecs:
-    """Returns columns as users write them, from the form that `fingerprint.of_columns` writes into a checkpoint.
+    """Returns columns as users write them, from what `fingerprint.columns_fingerprint` writes into a checkpoint.
 
     Raises:
         ConfigError: The value has another form.

@@ -12,7 +12,7 @@ from google.protobuf.message import DecodeError
 from pyarrow import fs
 
 from raytf.data.records import PIECE_BYTES, Feature, Records
-from raytf.errors import ConfigError, in_a_line
+from raytf.errors import ConfigError, one_line
 
 _KINDS = {"int64_list": "int64", "float_list": "float32", "bytes_list": "string"}
 _BUFFER = 1 << 20  # bytes that are read of a file at once
@@ -104,7 +104,7 @@ class RecordReader:
         if isinstance(error, tf.errors.NotFoundError):
             return ConfigError(
                 "TFRecord files must be on a path that all nodes see",
-                in_a_line(error),
+                one_line(error),
                 "Use shared storage, or the URI of an object store",
             )
         iterator = iter(self._records(piece))
@@ -114,16 +114,16 @@ class RecordReader:
             except tf.errors.DataLossError as damage:
                 return ConfigError(
                     "Records must be whole, as their checksums say",
-                    f"record {number} of {piece.path!r} ({in_a_line(damage)})",
+                    f"record {number} of {piece.path!r} ({one_line(damage)})",
                     "Write the file again, or leave it out",
                 )
             except (tf.errors.OpError, ValueError) as misfit:
                 return ConfigError(
-                    "Records must fit the schema", f"record {number} of {piece.path!r}: {in_a_line(misfit)}", _FIX
+                    "Records must fit the schema", f"record {number} of {piece.path!r}: {one_line(misfit)}", _FIX
                 )
             except StopIteration:
                 break
-        return ConfigError("Records must fit the schema", f"{piece.path!r}: {in_a_line(error)}", _FIX)
+        return ConfigError("Records must fit the schema", f"{piece.path!r}: {one_line(error)}", _FIX)
 
 
 def block_rows(piece: Records) -> int:

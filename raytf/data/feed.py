@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import tensorflow as tf
 
-from raytf.compat.tensorflow import giving_memory
+from raytf.compat.tensorflow import releasing_functions
 from raytf.data import worker_part
 from raytf.data.batch_spec import BatchSpec
 from raytf.data.batches import Batcher
@@ -101,7 +101,7 @@ class Feed:
         """Returns a `tf.data.Dataset` of (features, labels, weights) batches; each new iterator is an epoch."""
         start, stop = self._shard.of(self.global_batch)
         shape = self.shape
-        with giving_memory():
+        with releasing_functions():
             dataset = tf.data.Dataset.from_generator(self._superbatches, output_signature=shape.signature)
         last_rows = self._order.total - (self.steps - 1) * self.global_batch
         # a step without rows of this worker is a step too

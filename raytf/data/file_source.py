@@ -18,7 +18,7 @@ from ray.data.block import BlockMetadata
 
 from raytf.data.files import Files
 from raytf.errors import ConfigError
-from raytf.runtime.answers import collect
+from raytf.runtime.answers import collect_answers
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def in_tasks(function: Callable, arguments: Sequence[Sequence]) -> list:
     with refused_in_task():
         refs = [_called.remote(function, some) for some in arguments]
         # no deadline: reading follows bytes, and a task that is lost ends the wait
-        return collect(refs, None, "tasks that read files", names=[f"task {i}" for i in range(len(refs))])
+        return collect_answers(refs, None, "tasks that read files", names=[f"task {i}" for i in range(len(refs))])
 
 
 def in_task(function: Callable, *arguments):

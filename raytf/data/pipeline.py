@@ -21,11 +21,11 @@ import tensorflow as tf
 from raytf import logs
 from raytf.collectives import communicator
 from raytf.compat.keras import PyDatasetAdapter, make_class_weight_map_fn
-from raytf.compat.tensorflow import global_seed, making_alike, reshuffles
+from raytf.compat.tensorflow import deterministic_datasets, global_seed, reshuffles
 from raytf.data import dataset_graph, worker_part
 from raytf.data.sampling import Sampling, generator
 from raytf.data.tf_data import Looked, PipelineContext, TFData
-from raytf.errors import ConfigError, in_a_line
+from raytf.errors import ConfigError, one_line
 from raytf.runtime.topology import Shard
 
 logger = logs.get_logger(__name__)
@@ -209,7 +209,7 @@ class PipelineFeed:
         try:
             batch = next(iter(self._made(0).take(1)), None)
         except tf.errors.OpError as error:
-            failed = f"one whose first batch fails: {in_a_line(error)}"
+            failed = f"one whose first batch fails: {one_line(error)}"
             raise self._error(_RULE, failed, "Correct the function") from error
         if batch is None:
             raise self._nothing()
@@ -311,7 +311,7 @@ class PipelineFeed:
         self._adapters.clear()
         try:
             # keeps these operations out of the graph of a step that is being traced
-            with tf.init_scope(), _seeded(self._sampling.seed, epoch), making_alike(self._caches):
+            with tf.init_scope(), _seeded(self._sampling.seed, epoch), deterministic_datasets(self._caches):
                 dataset = self._source.make_dataset(context)
                 if isinstance(dataset, keras.utils.PyDataset):
                     dataset = self._of_py_dataset(dataset)
@@ -360,7 +360,7 @@ class PipelineFeed:
             return made.map(make_class_weight_map_fn(dict(self._source.class_weight)))
         except (ValueError, TypeError) as error:
             rule = "class_weight is for one output of classes, and without sample weights"
-            raise self._error(rule, in_a_line(error), "Leave it out, and give weights in the function") from error
+            raise self._error(rule, one_line(error), "Leave it out, and give weights in the function") from error
 
     def _cut(self, made: tf.data.Dataset) -> tf.data.Dataset:
         if self._source.shards_itself or self._shard.count == 1:
@@ -487,4 +487,4 @@ def _where(error: Exception) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames[1:] if "/site-packages/" not in frame.filename and "/tmp/" not in frame.filename]
     last = (own or frames)[-1]
-    return f"{in_a_line(error)} ({last.filename.rsplit('/', 1)[-1]}, line {last.lineno})"
+    return f"{one_line(error)} ({last.filename.rsplit('/', 1)[-1]}, line {last.lineno})"

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from raytf.runtime.topology import share
+from raytf.runtime.topology import shard_of_rank
 from raytf.validation import check_word
 
 SHUFFLES = ("full", "window", "none")
@@ -356,12 +356,12 @@ def worker_part(rows: np.ndarray, global_batch: int, worker: int, workers: int, 
     """
     rows = rows[steps.start * global_batch : steps.stop * global_batch]
     whole = len(rows) // global_batch
-    start, stop = share(global_batch, workers, worker)
+    start, stop = shard_of_rank(global_batch, workers, worker)
     parts = rows[: whole * global_batch].reshape(whole, global_batch)[:, start:stop].ravel()
     remaining = rows[whole * global_batch :]
     if not len(remaining):
         return parts
-    start, stop = share(len(remaining), workers, worker)
+    start, stop = shard_of_rank(len(remaining), workers, worker)
     return np.concatenate([parts, remaining[start:stop]])
 
 

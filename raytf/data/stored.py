@@ -19,7 +19,7 @@ from ray.util.debug import reset_log_once
 
 from raytf.compat import loggers, ray_data
 from raytf.compat.ray_data import AbstractFrom, InputData, PandasBlockSchema, last_operator
-from raytf.console.quiet import at_levels
+from raytf.console.quiet import log_levels
 from raytf.data import columns as columns_module
 from raytf.data import gather
 from raytf.data.file_source import refused_in_task
@@ -208,7 +208,7 @@ def quiet():
     logger = logging.getLogger("ray.data.dataset")
     logger.addFilter(filtered)
     try:
-        with _unwarned, at_levels({"ray.data": logging.WARNING, loggers.DATA_PROGRESS: logging.ERROR}):
+        with _unwarned, log_levels({"ray.data": logging.WARNING, loggers.DATA_PROGRESS: logging.ERROR}):
             yield
     finally:
         logger.removeFilter(filtered)

@@ -301,7 +301,7 @@ class EpochRead:
         quiet = time.monotonic() - self._came
         if quiet > _REPORT_INTERVAL:
             self._came = time.monotonic()
-            held = resources.held()
+            held = resources.held_by_others()
             logger.warning(f"no rows of {self._name!r} have come for {quiet:.0f} s, reading continues; {held}")
 
     def let_go(self, start: int) -> None:
@@ -373,7 +373,9 @@ def watched(name: str):
         began, pause = time.monotonic(), _REPORT_INTERVAL
         while not ended.wait(pause):
             seconds = time.monotonic() - began
-            logger.warning(f"{name!r} is not read after {seconds:.0f} s, reading continues; {resources.held()}")
+            logger.warning(
+                f"{name!r} is not read after {seconds:.0f} s, reading continues; {resources.held_by_others()}"
+            )
             pause *= 2
 
     thread = threading.Thread(target=watch, daemon=True, name="raytf_watch")

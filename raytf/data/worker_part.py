@@ -79,7 +79,7 @@ def cut(dataset: tf.data.Dataset, strategy: tf.distribute.Strategy, worker: int)
 
 
 def part_of(batch: tuple, index: tf.Tensor, count: int):
-    """Returns one contiguous part of a batch's rows, which may be empty, as `topology.share` divides them.
+    """Returns one contiguous part of a batch's rows, which may be empty, as `topology.shard_of_rank` divides them.
 
     Args:
         batch: Arguments of a function for `tf.data.Dataset.map`.

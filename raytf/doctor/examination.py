@@ -18,12 +18,12 @@ from raytf import timeouts
 from raytf.collectives import ring
 from raytf.compat import versions
 from raytf.doctor import probe
-from raytf.doctor.findings import Finding, Measurements, address_of, examine, hinders_training
-from raytf.errors import ConfigError, first_line, in_a_line
+from raytf.doctor.findings import Finding, Measurements, address_of, find_problems, hinders_training
+from raytf.errors import ConfigError, first_line, one_line
 from raytf.launch.runner import TaskRunner
 from raytf.launch.spec import LaunchSpec
 from raytf.runtime import networks, roles, shared_folders
-from raytf.runtime.connection import connect, located
+from raytf.runtime.connection import connect, resolve_address
 from raytf.runtime.settings import PORTS, Listening, check_ports
 
 # Number of a node's links that are measured at a time.
@@ -53,7 +53,7 @@ class ExaminationReport:
     seconds: float
 
 
-def run(
+def run_examination(
     address: str | None = None,
     *,
     storage: str | None = None,
@@ -76,12 +76,12 @@ def run(
         ConfigError: An argument is wrong, or no cluster answers.
     """
     check_ports(ports)
-    networks.check(network)
+    networks.check_network(network)
     if not seconds >= LEAST_TIME:
         raise ConfigError(f"An examination takes at least {LEAST_TIME:g} seconds", seconds, "Give it more")
     if storage is not None and "://" not in storage and not os.path.isabs(storage):
         raise ConfigError("The storage is an absolute path or a URI", repr(storage), "Write it from the root")
-    if located(address) is None and "local" not in (address, os.environ.get("RAY_ADDRESS")):
+    if resolve_address(address) is None and "local" not in (address, os.environ.get("RAY_ADDRESS")):
         raise ConfigError(
             "raytf doctor examines a running Ray cluster",
             "no address, and none runs on this machine",
@@ -101,14 +101,14 @@ def run(
             left_out.append("No shared storage was named (--storage)")
         else:
             cluster.try_storage(storage)
-        if training and hinders_training(examine(cluster.found)):
+        if training and hinders_training(find_problems(cluster.found)):
             left_out.append("No training was tried, as nodes do not answer, differ in versions, or do not reach others")
         elif training:
             cluster.train()
         measurements = cluster.found
     return ExaminationReport(
         nodes=measurements.nodes,
-        findings=examine(measurements),
+        findings=find_problems(measurements),
         left_out=left_out,
         interfaces={node: interface for node, (interface, _) in measurements.places.items()},
         seconds=round(time.monotonic() - began, 1),
@@ -163,7 +163,7 @@ class _Cluster:
         asked = {name: self._actors[name].facts.remote() for name in self._answering()}
         self.found.facts = self._answers(asked, timeouts.get().doctor_facts, "its versions, limits and disks")
         self.found.places = {
-            name: networks.chosen(facts["interfaces"], self._listening.network, address_of(name))
+            name: networks.choose_address(facts["interfaces"], self._listening.network, address_of(name))
             for name, facts in self.found.facts.items()
         }
 
@@ -177,12 +177,12 @@ class _Cluster:
                 self.found.skew[name] = min(times[name] - asked_at, 0.0) + max(times[name] - answered_at, 0.0)
 
     def measure_network(self) -> None:
-        """Measures links, see `links_of`, and the rate to the next node, as in the ring of a training."""
+        """Measures links, see `choose_links`, and the rate to the next node, as in the ring of a training."""
         at = {name: address for name, (_, address) in self.found.places.items() if address is not None}
         asked = {name: self._actors[name].listen.remote(at[name]) for name in self._answering() if name in at}
         open_at, errors = self._gathered(asked, timeouts.get().doctor_facts)
         names = list(open_at)
-        pairs = links_of(names)
+        pairs = choose_links(names)
         links = {
             (source, target): self._actors[source].reach.remote(at[target], open_at[target]) for source, target in pairs
         }
@@ -232,7 +232,7 @@ class _Cluster:
         tasks = dict(zip(names, spec.tasks(), strict=True))
         actor_class = ray.remote(num_cpus=0, max_restarts=0, max_concurrency=4)(TaskRunner)
         self._runners = {n: actor_class.options(scheduling_strategy=self._places[n]).remote() for n in names}
-        folder = shared_folders.folder(os.getcwd())
+        folder = shared_folders.describe_folder(os.getcwd())
         asked = {
             n: runner.reserve.remote(folder, timeouts.get(), self._listening) for n, runner in self._runners.items()
         }
@@ -258,7 +258,7 @@ class _Cluster:
                 try:
                     end = next((value for kind, value in _value(ref) if kind == "exit"), None)
                 except ray.exceptions.RayError as error:
-                    errors[name] = in_a_line(error)
+                    errors[name] = one_line(error)
                     continue
                 if end is None:
                     asked[self._runners[name].follow.remote(numbers[name])] = name
@@ -313,7 +313,7 @@ class _Cluster:
         return answers, errors
 
 
-def links_of(names: Sequence[str]) -> list[tuple[str, str]]:
+def choose_links(names: Sequence[str]) -> list[tuple[str, str]]:
     """Returns the links to measure, (from, to): all of few nodes; of many, each node's to `_LINKS` others.
 
     These are the next one, as in a training's ring, and others at growing distances. Their number grows linearly with
@@ -341,7 +341,7 @@ def _nodes() -> dict[str, str]:
     return ids
 
 
-def show(report: ExaminationReport, say: Callable[[str], None]) -> None:
+def print_report(report: ExaminationReport, say: Callable[[str], None]) -> None:
     """Prints a report: a line for each finding, and a summary."""
     for line in _lines(report):
         say(line)
@@ -350,7 +350,7 @@ def show(report: ExaminationReport, say: Callable[[str], None]) -> None:
 def _lines(report: ExaminationReport) -> Iterable[str]:
     yield from (finding.line() for finding in report.findings)
     yield from (f"left out: {text}." for text in report.left_out)
-    yield from (f"network: {line}" for line in networks.lines(report.interfaces))
+    yield from (f"network: {line}" for line in networks.interface_lines(report.interfaces))
     wrong = f"{len(report.findings)} finding(s)" if report.findings else "healthy"
     yield f"{len(report.nodes)} node(s), {report.seconds:.0f} s: {wrong}"
 

@@ -82,7 +82,7 @@ class Measurements:
     places: dict[str, tuple[str | None, str | None]] = dataclasses.field(default_factory=dict)
 
 
-def examine(found: Measurements) -> list[Finding]:
+def find_problems(found: Measurements) -> list[Finding]:
     """Returns all findings, in the order in which to fix them."""
     judges = (_silent, _versions, _limits, _containers, _space, _names, _tokens, _clocks)
     judges += (_networks, _links, _storage, _training)
@@ -95,7 +95,7 @@ def hinders_training(findings: list[Finding]) -> bool:
 
 
 def _silent(found: Measurements) -> Iterator[Finding]:
-    for awaited, nodes in _by(found.silent).items():
+    for awaited, nodes in _group_by_value(found.silent).items():
         fix = "Look at Ray's logs there (raylet.out), and whether the host hangs; restart the node"
         yield Finding(check="answer", problem="a node does not answer", nodes=nodes, measured=awaited, fix=fix)
 
@@ -103,7 +103,7 @@ def _silent(found: Measurements) -> Iterator[Finding]:
 def _versions(found: Measurements) -> Iterator[Finding]:
     names = {name for facts in found.facts.values() for name in facts["versions"]}
     for name in sorted(names):
-        by = _by({node: facts["versions"].get(name) for node, facts in found.facts.items()})
+        by = _group_by_value({node: facts["versions"].get(name) for node, facts in found.facts.items()})
         nodes = tuple(node for node in found.facts if by.get(None) is None or node not in by[None])
         if missing := by.pop(None, ()):
             yield Finding(
@@ -136,7 +136,7 @@ def _versions(found: Measurements) -> Iterator[Finding]:
 
 def _limits(found: Measurements) -> Iterator[Finding]:
     few = {n: facts["files"] for n, facts in found.facts.items() if 0 <= facts["files"] < MIN_FILES}
-    for limit, nodes in _by(few).items():
+    for limit, nodes in _group_by_value(few).items():
         yield Finding(
             check="files",
             problem="a process may open too few files",
@@ -221,13 +221,13 @@ def _networks(found: Measurements) -> Iterator[Finding]:
                 check="network",
                 problem=f"the node has no interface or address of {found.network!r}",
                 nodes=(node,),
-                measured=f"it has {networks.listed(found.facts[node]['interfaces'])}",
+                measured=f"it has {networks.describe_interfaces(found.facts[node]['interfaces'])}",
                 fix='Name an interface that all nodes have, or a network of their addresses ("10.1.0.0/16")',
             )
 
 
 def _tokens(found: Measurements) -> Iterator[Finding]:
-    modes = _by({node: facts["token"]["mode"] == "token" for node, facts in found.facts.items()})
+    modes = _group_by_value({node: facts["token"]["mode"] == "token" for node, facts in found.facts.items()})
     if len(modes) > 1:
         yield Finding(
             check="token",
@@ -274,14 +274,14 @@ def _links(found: Measurements) -> Iterator[Finding]:
         ("bandwidth", "sends slowly to", "Look at the link's speed (`ethtool`), and at other traffic"),
     )
     for check, verb, fix in rules:
-        bad = {link: text for link, seen in found.links.items() if (text := _judged(check, seen))}
+        bad = {link: text for link, seen in found.links.items() if (text := _out_of_range(check, seen))}
         for (source, target), text in bad.items():
             yield Finding(
                 check=check, problem=f"{source} {verb} {target}", nodes=(source, target), measured=text, fix=fix
             )
 
 
-def _judged(check: str, seen: Mapping) -> str | None:
+def _out_of_range(check: str, seen: Mapping) -> str | None:
     """Returns the measurement if it is out of range."""
     if check == "ports":
         return seen.get("error")
@@ -311,7 +311,7 @@ def _storage(found: Measurements) -> Iterator[Finding]:
 
 
 def _training(found: Measurements) -> Iterator[Finding]:
-    for error, nodes in _by(found.training or {}).items():
+    for error, nodes in _group_by_value(found.training or {}).items():
         fix = "Put the other findings right first; else try `raytf run` with a script of two lines there"
         yield Finding(check="training", problem="two steps over all nodes fail", nodes=nodes, measured=error, fix=fix)
 
@@ -321,7 +321,7 @@ def address_of(node: str) -> str:
     return node.partition("#")[0]
 
 
-def _by(values: Mapping[str, object]) -> dict:
+def _group_by_value(values: Mapping[str, object]) -> dict:
     """Groups nodes by value."""
     groups = defaultdict(list)
     for node, value in values.items():

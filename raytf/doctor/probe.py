@@ -58,7 +58,7 @@ class Probe:
         self._places = threading.BoundedSemaphore(_SERVED)
 
     def facts(self) -> dict:
-        """Returns the node's versions, limits, free space and name; see `findings.examine`."""
+        """Returns the node's versions, limits, free space and name; see `findings.find_problems`."""
         return {
             "versions": _versions(),
             "files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
@@ -159,9 +159,9 @@ class Probe:
         to = socket.create_connection((address, port), self._step, source_address=(self._address, 0))
         try:
             to.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            nonce, own = _exactly(to, _NONCE), secrets.token_bytes(_NONCE)
+            nonce, own = _receive_exactly(to, _NONCE), secrets.token_bytes(_NONCE)
             to.sendall(own + self._proof(b"client", nonce, own))
-            if not hmac.compare_digest(_exactly(to, _MAC), self._proof(b"server", own, nonce)):
+            if not hmac.compare_digest(_receive_exactly(to, _MAC), self._proof(b"server", own, nonce)):
                 raise ValueError("another program answers on the port of the probe")
         except BaseException:
             to.close()
@@ -187,7 +187,7 @@ class Probe:
                 to.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 nonce = secrets.token_bytes(_NONCE)
                 to.sendall(nonce)
-                peer_nonce, proof = _exactly(to, _NONCE), _exactly(to, _MAC)
+                peer_nonce, proof = _receive_exactly(to, _NONCE), _receive_exactly(to, _MAC)
                 if not hmac.compare_digest(proof, self._proof(b"client", nonce, peer_nonce)):
                     return
                 to.sendall(self._proof(b"server", peer_nonce, nonce))
@@ -257,7 +257,7 @@ class Probe:
                 missing.discard(struct.unpack("!I", data[:4])[0])
 
 
-def _exactly(to: socket.socket, count: int) -> bytes:
+def _receive_exactly(to: socket.socket, count: int) -> bytes:
     until, data = time.monotonic() + to.gettimeout(), b""
     while len(data) < count:
         if time.monotonic() > until:
@@ -281,7 +281,7 @@ def _round_trips(to: socket.socket) -> float:
     for _ in range(PINGS):
         began = time.monotonic()
         to.sendall(b"p")
-        _exactly(to, 1)
+        _receive_exactly(to, 1)
         taken.append(time.monotonic() - began)
     return statistics.median(taken)
 
@@ -294,7 +294,7 @@ def _sent(to: socket.socket) -> float:
         to.sendall(CHUNK)
         count += len(CHUNK)
     to.sendall(b"\1")
-    _exactly(to, 1)
+    _receive_exactly(to, 1)
     return count / (time.monotonic() - began)
 
 

@@ -35,7 +35,7 @@ _ROLES = ("features", "labels", "sample_weights")
 
 
 @dataclass(frozen=True)
-class Data:
+class RowData:
     """Rows, and the conversion to tensors.
 
     Args:
@@ -56,11 +56,11 @@ class Data:
         """Returns the number of rows, or None if unknown."""
         return None if self.table is None else self.table.num_rows
 
-    def head(self, rows: int) -> Data:
+    def head(self, rows: int) -> RowData:
         """Returns only the first rows."""
         if self.table is None:
-            return Data(self.dataset.limit(rows), None, self.batch, self.structure)
-        return Data(None, self.table.slice(0, rows), self.batch, self.structure)
+            return RowData(self.dataset.limit(rows), None, self.batch, self.structure)
+        return RowData(None, self.table.slice(0, rows), self.batch, self.structure)
 
     def stored(self) -> StoredDataset:
         """Puts the table into Ray's object store."""
@@ -71,7 +71,7 @@ class Data:
         )
 
 
-def of(x, y, sample_weight, class_weight, features, labels, name: str = "x") -> Data:
+def check_rows(x, y, sample_weight, class_weight, features, labels, name: str = "x") -> RowData:
     """Returns the checked data.
 
     Args:
@@ -96,13 +96,13 @@ def is_arrays(x) -> bool:
     return not isinstance(x, (str, os.PathLike, ray.data.Dataset, TFData))
 
 
-def _pipeline(x: TFData, y, sample_weight, class_weight, features, labels, name: str) -> Data:
+def _pipeline(x: TFData, y, sample_weight, class_weight, features, labels, name: str) -> RowData:
     other_arguments = {"y": y, "sample_weight": sample_weight, "features": features, "labels": labels}
     if given := [argument for argument, value in other_arguments.items() if value is not None]:
         raise ConfigError(f"{name} is a raytf.TFData, which says that itself", ", ".join(given), "Leave it out")
     x.check_pickles()
     x = x if class_weight is None else dataclasses.replace(x, class_weight=class_weight)
-    return Data(x, None, BatchSpec(None))
+    return RowData(x, None, BatchSpec(None))
 
 
 def _refuse_other(x, name: str) -> None:
@@ -123,7 +123,7 @@ def _refuse_other(x, name: str) -> None:
 # ------------------------------------------------------------------------------------------ tables with columns
 
 
-def _columns(x, y, sample_weight, class_weight, features, labels, name: str) -> Data:
+def _columns(x, y, sample_weight, class_weight, features, labels, name: str) -> RowData:
     if y is not None:
         raise ConfigError(
             "Where rows have columns, labels= names those of the labels",
@@ -150,9 +150,9 @@ def _columns(x, y, sample_weight, class_weight, features, labels, name: str) -> 
     )
     table = x
     if isinstance(x, (str, os.PathLike)):
-        return Data(_parquet(x, name), None, batch)
+        return RowData(_parquet(x, name), None, batch)
     if isinstance(x, ray.data.Dataset):
-        return Data(x, None, batch)
+        return RowData(x, None, batch)
     if isinstance(x, pd.DataFrame):
         table = pa.Table.from_pandas(x, preserve_index=False)
     elif isinstance(x, Mapping):
@@ -165,7 +165,7 @@ def _columns(x, y, sample_weight, class_weight, features, labels, name: str) -> 
         )
     batch.check(table.column_names)
     _check_rows(table.num_rows, name)
-    return Data(None, table, batch)
+    return RowData(None, table, batch)
 
 
 def _parquet(path, name: str):
@@ -183,7 +183,7 @@ def _check_rows(rows: int, name: str) -> None:
 # ------------------------------------------------------------------------------------------ arrays
 
 
-def _arrays(x, y, sample_weight, class_weight, name: str) -> Data:
+def _arrays(x, y, sample_weight, class_weight, name: str) -> RowData:
     roles = ((name, x), (name.replace("x", "y") if name != "x" else "y", y), ("sample_weight", sample_weight))
     x, y, sample_weight = (_as_arrays(part, role) for role, part in roles)
     if sample_weight is not None and y is None:
@@ -218,7 +218,7 @@ def _arrays(x, y, sample_weight, class_weight, name: str) -> Data:
                 if isinstance(flat, str)
                 else {key: column_spec(column) for key, column in flat.items()}
             )
-    return Data(None, table, BatchSpec(**specs), None if plain else structure)
+    return RowData(None, table, BatchSpec(**specs), None if plain else structure)
 
 
 def _is_lists(table: pa.Table, column: str) -> bool:
@@ -344,7 +344,7 @@ def _column(array, name: str):
     )
 
 
-def split(x, y, sample_weight, part: float):
+def split_validation(x, y, sample_weight, part: float):
     """Splits off the last rows like Keras's `validation_split`. Returns a tuple (x, y, weights) of each part."""
     # Keras slices texts only as objects
     cut = lambda a: a.astype(object) if isinstance(a, np.ndarray) and a.dtype.kind in "US" else a

@@ -32,10 +32,10 @@ from raytf.data.pipeline import PipelineFeed
 from raytf.data.sampling import Sampling
 from raytf.data.stored import StoredDataset
 from raytf.data.tf_data import TFData
-from raytf.errors import ConfigError, StoppedCallError, StoppedError, TrainingError, plain
+from raytf.errors import ConfigError, StoppedCallError, StoppedError, TrainingError, without_escapes
 from raytf.fitting import arrays, fit_training, fit_worker, transport, warm
-from raytf.fitting.keeping import Keeping, identity
-from raytf.fitting.proving import Proving
+from raytf.fitting.keeping import NamedFitCheckpoints, training_identity
+from raytf.fitting.proving import BackgroundVerification
 from raytf.parallel import model_optimizers
 from raytf.runtime import answers, resources
 from raytf.runtime.processes import worker_environment
@@ -65,7 +65,7 @@ class Call:
     Args:
         model: The user's model.
         scaling_config, run_config: Configs of the workers.
-        parts: `arrays.Data` by name.
+        parts: `arrays.RowData` by name.
         keeping: Its checkpoints, or None for a call without a name.
         phases: Shows the phases before the first step.
 
@@ -79,8 +79,8 @@ class Call:
         model,
         scaling_config: ScalingConfig,
         run_config: RunConfig,
-        parts: dict[str, arrays.Data],
-        keeping: Keeping | None = None,
+        parts: dict[str, arrays.RowData],
+        keeping: NamedFitCheckpoints | None = None,
         phases: phases_module.Phases | None = None,
     ):
         self._phases = phases or phases_module.Phases(None)
@@ -89,7 +89,7 @@ class Call:
         self._files: dict[str, bytes] | None = None
         self._ending: Ending | None = None
         self._found: dict[str, Any] = {}
-        self._group: warm.Group | None = None
+        self._group: warm.WarmGroup | None = None
         self._last: dict | None = None  # the state for the model
         self._ends = contextlib.ExitStack()
         self._connected = False
@@ -124,8 +124,8 @@ class Call:
 
     def _connect(self) -> None:
         if not self._connected:
-            self._phases.begin(phases_module.starting())
-        self._scaling = placed(self._scaling, resources.bundles(self._scaling), keep_idle=True)
+            self._phases.begin(phases_module.starting_phase())
+        self._scaling = placed(self._scaling, resources.run_bundles(self._scaling), keep_idle=True)
         if not self._connected:  # a Ray started here handles SIGTERM itself; SIGINT is Python's KeyboardInterrupt
             signals = (signal.SIGTERM,) if self._keeping is None else (signal.SIGTERM, signal.SIGINT)
             self._ending = self._ends.enter_context(Ending(after_step=False, signals=signals, at_once=_AT_ONCE))
@@ -137,7 +137,7 @@ class Call:
 
     def _example(self, name: str) -> tf.data.Dataset:
         """Returns a dataset with the shapes and types of one of the parts."""
-        return fit_worker.structured(self._feed(name, 2).dataset(), self._parts[name].structure)
+        return fit_worker.restructure(self._feed(name, 2).dataset(), self._parts[name].structure)
 
     def _feed(self, name: str, rows: int) -> Feed | PipelineFeed:
         part = self._parts[name]
@@ -184,14 +184,14 @@ class Call:
             bare = do != "predict" and not isinstance(spec, tuple)
             raise ConfigError(
                 "The model must fit the data",
-                f"{_shown(spec)}{' without y' if bare else ''} ({_why(error)})",
+                f"{_describe_spec(spec)}{' without y' if bare else ''} ({_explained(error)})",
                 "Correct the model or the data" + ("; a loss compares with y, or labels= of a table" if bare else ""),
             ) from error
 
     def _check_labels(self, spec) -> None:
         """Raises ConfigError for labels in the first rows that the loss does not accept."""
         feed = self._feed("train", _LABELLED_ROWS)
-        rows = next(iter(fit_worker.structured(feed.first_batch(), self._parts["train"].structure)))
+        rows = next(iter(fit_worker.restructure(feed.first_batch(), self._parts["train"].structure)))
         if (
             isinstance(rows, tuple)
             and len(rows) > 1
@@ -206,9 +206,9 @@ class Call:
         Raises:
             ConfigError: One of them does not pickle.
         """
-        self._data, sent = transport.write_named([(f"the model {self._model.name!r}", self._model)])
+        self._data, sent = transport.serialize_named([(f"the model {self._model.name!r}", self._model)])
         names = [(f"callback {i}, a {type(c).__name__}", c) for i, c in enumerate(users)]
-        self._callbacks, own = transport.write_named(names, sent)
+        self._callbacks, own = transport.serialize_named(names, sent)
         self._values = sent.values()
         self.objects = sent.joined(own)
 
@@ -222,7 +222,7 @@ class Call:
             shown: Whether to print the location of the checkpoints.
 
         Returns:
-            (the seed of the training, further fields of `fit_worker.Work`).
+            (the seed of the training, further fields of `fit_worker.CallWork`).
 
         Raises:
             ConfigError: There is a checkpoint of another training.
@@ -233,7 +233,7 @@ class Call:
         rows = {name: 0 if isinstance(dataset, TFData) else sum(dataset.rows) for name, dataset in self._found.items()}
         if shown:
             print(f"run     {self._keeping.where}", flush=True)
-        run_identity = identity(self._model, self._parts, rows, batch, arguments)
+        run_identity = training_identity(self._model, self._parts, rows, batch, arguments)
         self._files, state = self._keeping.newest(run_identity)
         return (seed if state is None else state.seed), {
             "checkpoint_every": self._keeping.every,
@@ -242,7 +242,7 @@ class Call:
 
     def work(
         self, do: str, batches: dict, seed: int, shuffle: str, arguments: dict, drops: bool = False, **more
-    ) -> fit_worker.Work:
+    ) -> fit_worker.CallWork:
         """Returns the work for the workers; puts the rows into Ray's object store."""
         self._connect()
         rows = {}
@@ -256,7 +256,7 @@ class Call:
             rows[name] = fit_worker.FitDataset(
                 dataset=blocks, batch=part.batch, sampling=sampling, structure=part.structure
             )
-        settings = transport.settings()
+        settings = transport.global_settings()
         key = hashlib.sha256(self._data + repr(sorted(settings.items())).encode()).hexdigest()
         self._sending = {"key": key, "values": self._values, "settings": settings, "folder": os.getcwd()}
         steps = self._model.steps_per_execution if self._model.compiled else 1
@@ -275,21 +275,21 @@ class Call:
         proving = None
         try:
             self._phases.begin(phases_module.WORKERS)
-            self._group = warm.take(self._scaling, self._run, setup)
+            self._group = warm.take_group(self._scaling, self._run, setup)
             proving = self._proving(work, self._group)
             if proving is not None and self.verify == "error":
                 proving.wait(timeouts.get().verify_error)
             group, known = self._group, self._sending["key"] == self._group.model
-            sending = fit_worker.Sending(data=None if known else self._data, **self._sending)
+            sending = fit_worker.SentModel(data=None if known else self._data, **self._sending)
             group.model = self._sending["key"]
-            work_config = {"work": fit_worker.Work(model=sending, board=board, **work)}
+            work_config = {"work": fit_worker.CallWork(model=sending, board=board, **work)}
             mid_epoch = None if self._keeping is None else self._keeping.within
             more = {"within": mid_epoch, "heals": _HEALS if work.get("heals") else 0}
-            run = TrialRun(train=fit_worker.run, config=work_config, name=work["do"], files=self._files, **more)
+            run = TrialRun(train=fit_worker.run_call, config=work_config, name=work["do"], files=self._files, **more)
 
             def anew() -> TrialRun:
                 """Returns the run for a process without the model."""
-                sending = fit_worker.Sending(data=self._data, **self._sending)
+                sending = fit_worker.SentModel(data=self._data, **self._sending)
                 config = {"work": dataclasses.replace(work_config["work"], model=sending)}
                 return dataclasses.replace(run, config=config, files=None)
 
@@ -324,15 +324,15 @@ class Call:
         if proving is not None:
             proving.wait(_PROOF_INTERVAL, more=True)
 
-    def _proving(self, work: dict, group: warm.Group) -> Proving | None:
+    def _proving(self, work: dict, group: warm.WarmGroup) -> BackgroundVerification | None:
         """Starts a comparison of two workers with one process, unless this group has compared the model before."""
         key, several = self._sending["key"], self._scaling.num_workers > 1
         if not self.verify or not several or (key in group.proven and self.verify != "error"):
             return None
         group.proven.add(key)
         blocks = {name: rows.dataset.first().here() for name, rows in work["rows"].items()}
-        sending = fit_worker.Sending(data=self._data, **self._sending)
-        return Proving(self._scaling, self._run, self.verify, sending, work["rows"], blocks)
+        sending = fit_worker.SentModel(data=self._data, **self._sending)
+        return BackgroundVerification(self._scaling, self._run, self.verify, sending, work["rows"], blocks)
 
     def _heard(self) -> None:
         """Does nothing: `_why_end` detects the first signal at its next poll."""
@@ -359,14 +359,16 @@ class Call:
         for rank, worker in enumerate(self._group.worker_group.actors[: fit_training.HOLD_LAST]):
             call = worker.execute.remote(fit_training.last_epoch)
             with contextlib.suppress(ray.exceptions.RayError, answers.NoAnswerError):
-                (state,) = answers.collect([call], seconds, "the last epoch's weights", names=[f"worker {rank}"])
+                (state,) = answers.collect_answers(
+                    [call], seconds, "the last epoch's weights", names=[f"worker {rank}"]
+                )
                 if state:
                     return state
         return None
 
     def _end(self, well: bool) -> None:
         group, self._group = self._group, None
-        warm.give_back(group) if well else group.close()
+        warm.keep_group(group) if well else group.close()
 
     def fit(self, work: dict, users: Sequence, verbose):
         """Trains; in any case the model receives the state after the last complete epoch."""
@@ -399,7 +401,7 @@ class Call:
             yield from self.reports(work)
             return
         self._phases.close()
-        with progress.Line(board, phases_module.console()):
+        with progress.ProgressLine(board, phases_module.console()):
             yield from self.reports(work, board)
 
     def _learn(self, told: dict, users: Sequence, history) -> None:
@@ -426,7 +428,7 @@ class Call:
             for variable, value in zip(optimizer.variables, values, strict=True):
                 variable.assign(np.array(value))
         if "callbacks" in told:
-            transport.read_attributes(users, told["callbacks"], self.objects)
+            transport.apply_attributes(users, told["callbacks"], self.objects)
             if lost := [name for name in told["lost"] if not name.split(".", 1)[1].startswith("_")]:
                 warnings.warn(f"What does not pickle stays on the workers: {', '.join(lost)}", stacklevel=5)
         for callback in users:
@@ -482,7 +484,7 @@ def _check_shapes(model, spec, do: str) -> float:
     return float(sum(np.prod(o.shape[1:]) * 4 for o in tree.flatten(outputs)))
 
 
-def _shown(spec) -> str:
+def _describe_spec(spec) -> str:
     names = ("x", "y", "sample_weight")
     parts = spec if isinstance(spec, tuple) else (spec,)
 
@@ -493,9 +495,9 @@ def _shown(spec) -> str:
     return ", ".join(f"{name} {shown(part)}" for name, part in zip(names, parts, strict=False))
 
 
-def _why(error: Exception) -> str:
+def _explained(error: Exception) -> str:
     """Returns Keras's message; its cause follows a line that names the layer."""
-    lines = [line.strip() for line in plain(error).splitlines() if line.strip()]
+    lines = [line.strip() for line in without_escapes(error).splitlines() if line.strip()]
     cause = (
         lines[1] if len(lines) > 1 and lines[0].startswith("Exception encountered when calling") else "".join(lines[:1])
     )

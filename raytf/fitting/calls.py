@@ -20,7 +20,7 @@ from raytf import validation
 from raytf.compat import keras_objects
 from raytf.compat.keras import make_default_seed
 from raytf.compat.ray_configs import resources_per_worker
-from raytf.console.phases import phases
+from raytf.console.phases import show_phases
 from raytf.data import ingest, pipeline, sampling
 from raytf.data.columns import ColumnSpecs
 from raytf.data.sampling import Sampling
@@ -29,12 +29,12 @@ from raytf.errors import ConfigError
 from raytf.fitting import arrays as arrays_module
 from raytf.fitting import tf_data
 from raytf.fitting.call import Call
-from raytf.fitting.keeping import Keeping
-from raytf.fitting.predictor import named
+from raytf.fitting.keeping import NamedFitCheckpoints
+from raytf.fitting.predictor import named_outputs
 from raytf.runtime.topology import per_replica_batch
 from raytf.storage import run_folder
 from raytf.train import arguments as checks
-from raytf.worker.checkpoint_every import Every
+from raytf.worker.checkpoint_every import CheckpointInterval
 
 _BATCH = 32
 # Bytes of predictions that a worker sends at once.
@@ -180,8 +180,8 @@ def fit(
     if validation_split and validation_data is None:
         if not arrays_module.is_arrays(x) or features is not None:
             raise ConfigError("validation_split is for arrays", f"x of type {type(x).__name__}", "Pass validation_data")
-        (x, y, sample_weight), validation_data = arrays_module.split(x, y, sample_weight, validation_split)
-    parts = {"train": arrays_module.of(x, y, sample_weight, class_weight, features, labels)}
+        (x, y, sample_weight), validation_data = arrays_module.split_validation(x, y, sample_weight, validation_split)
+    parts = {"train": arrays_module.check_rows(x, y, sample_weight, class_weight, features, labels)}
     if validation_data is not None:
         parts["validation"] = _validation(validation_data, sample_weight, features, labels)
         parts["validation"] = _steps(parts["validation"], validation_steps, validation_batch)
@@ -189,10 +189,10 @@ def fit(
         parts["train"] = _steps(parts["train"], steps_per_epoch, batch)
     else:
         _check_steps(steps_per_epoch, parts["train"], batch, drops)
-    parts = {n: _looked(part, {"train": batch}.get(n, validation_batch), n, verbose) for n, part in parts.items()}
+    parts = {n: _inspected(part, {"train": batch}.get(n, validation_batch), n, verbose) for n, part in parts.items()}
     goes_on = getattr(getattr(parts["train"].dataset, "looked", None), "goes_on", "step")
-    keeping = Keeping.of(name, storage, checkpoint_every, resume)
-    with Call(model, workers, run_config, parts, keeping, phases(bool(verbose))) as call:
+    keeping = NamedFitCheckpoints.of(name, storage, checkpoint_every, resume)
+    with Call(model, workers, run_config, parts, keeping, show_phases(bool(verbose))) as call:
         call.verify = verify
         batches = {"train": batch, "validation": validation_batch}
         order = "full" if shuffle else "none"
@@ -205,7 +205,7 @@ def fit(
         arguments = {"epochs": epochs, "initial_epoch": initial_epoch, "validation_freq": validation_freq}
         more |= {"heals": workers.num_workers > 1 and goes_on == "step", "nan": nan}
         if goes_on == "epoch" and checkpoint_every == "auto" and keeping is not None:
-            more["checkpoint_every"] = Every()
+            more["checkpoint_every"] = CheckpointInterval()
         work = call.work("fit", batches, seed, order, arguments, drops, **more)
         return call.fit(work, users, verbose)
 
@@ -268,8 +268,10 @@ def evaluate(
         (x, y, sample_weight), batch_size = content.parts, content.batch
     batch = _check_batch(batch_size, workers, "batch_size")
     users = _callbacks(callbacks)
-    data = _looked(_steps(arrays_module.of(x, y, sample_weight, None, features, labels), steps, batch), batch, "train")
-    with Call(model, workers, run_config, {"train": data}, phases=phases(bool(verbose))) as call:
+    data = _inspected(
+        _steps(arrays_module.check_rows(x, y, sample_weight, None, features, labels), steps, batch), batch, "train"
+    )
+    with Call(model, workers, run_config, {"train": data}, phases=show_phases(bool(verbose))) as call:
         call.build("evaluate")
         call.pack(users)
         (reports,) = call.reports(call.work("evaluate", {"train": batch}, make_default_seed(), "none", {}))
@@ -335,8 +337,8 @@ def predict(
             "a raytf.TFData",
             "Pass arrays, or use a raytf.Predictor in ray.data.Dataset.map_batches",
         )
-    data = _steps(arrays_module.of(x, None, None, None, features, None), steps, batch)
-    with Call(model, workers, run_config, {"train": data}, phases=phases(bool(verbose))) as call:
+    data = _steps(arrays_module.check_rows(x, None, None, None, features, None), steps, batch)
+    with Call(model, workers, run_config, {"train": data}, phases=show_phases(bool(verbose))) as call:
         row_bytes = call.build("predict")
         call.pack(())
         chunk = max(1, int(_CHUNK_BYTES / max(1.0, row_bytes * batch / workers.num_workers)))
@@ -373,7 +375,7 @@ def _as_dataset(chunks):
         like, flat = chunk
         made = {
             name: pa.array(flat[index]) if flat[index].ndim == 1 else ArrowTensorArray.from_numpy(flat[index])
-            for name, index in sorted(named(like).items(), key=lambda pair: pair[1])
+            for name, index in sorted(named_outputs(like).items(), key=lambda pair: pair[1])
         }
         refs.append(ray.put(pa.table(made)))
     return ray.data.from_arrow_refs(refs)
@@ -467,7 +469,7 @@ def _is_one_epoch(epochs, initial_epoch) -> bool:
     return isinstance(epochs, int) and isinstance(initial_epoch, int) and epochs - initial_epoch == 1
 
 
-def _check_steps(steps_per_epoch, data: arrays_module.Data, batch: int, drops: bool) -> None:
+def _check_steps(steps_per_epoch, data: arrays_module.RowData, batch: int, drops: bool) -> None:
     if steps_per_epoch is None:
         return
     validation.check_whole("steps_per_epoch", steps_per_epoch, 1)
@@ -494,7 +496,7 @@ def _callbacks(callbacks) -> list:
     return users
 
 
-def _steps(data: arrays_module.Data, steps: int | None, batch: int) -> arrays_module.Data:
+def _steps(data: arrays_module.RowData, steps: int | None, batch: int) -> arrays_module.RowData:
     """Returns only the rows of the first steps."""
     if steps is None:
         return data
@@ -504,7 +506,7 @@ def _steps(data: arrays_module.Data, steps: int | None, batch: int) -> arrays_mo
     return data.head(steps * batch)
 
 
-def _looked(data: arrays_module.Data, batch: int, name: str, verbose: str | int = 0) -> arrays_module.Data:
+def _inspected(data: arrays_module.RowData, batch: int, name: str, verbose: str | int = 0) -> arrays_module.RowData:
     """Returns the data; for a pipeline with the result of `pipeline.look`."""
     source = data.dataset
     if not isinstance(source, TFData):
@@ -515,12 +517,12 @@ def _looked(data: arrays_module.Data, batch: int, name: str, verbose: str | int 
     return dataclasses.replace(data, dataset=source)
 
 
-def _validation(given, sample_weight, features, labels) -> arrays_module.Data:
+def _validation(given, sample_weight, features, labels) -> arrays_module.RowData:
     if isinstance(given, (tuple, list)) and features is None:
         if not 1 <= len(given) <= 3:
             raise ConfigError(
                 "validation_data must be (x, y) or (x, y, sample_weight)", f"{len(given)} parts", "Pass such"
             )
         x, y, weights = (*given, None, None)[:3]
-        return arrays_module.of(x, y, weights, None, None, None, "validation_data")
-    return arrays_module.of(given, None, sample_weight, None, features, labels, "validation_data")
+        return arrays_module.check_rows(x, y, weights, None, None, None, "validation_data")
+    return arrays_module.check_rows(given, None, sample_weight, None, features, labels, "validation_data")

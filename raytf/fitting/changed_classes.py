@@ -26,7 +26,7 @@ _LIBRARIES = frozenset(("keras", "tensorflow", "raytf", "builtins", "abc", "typi
 _CHANGEABLE = (dict, list, set, bytearray, collections.deque)
 
 
-def may_be(kind: type) -> bool:
+def may_change(kind: type) -> bool:
     """Whether a class is a user's or another library's, related to Keras, and importable by name."""
     kinds = (keras.Operation, keras.metrics.Metric, keras.Loss, keras.optimizers.Optimizer, keras.callbacks.Callback)
     if not issubclass(kind, kinds) or kind.__module__.split(".")[0] in _LIBRARIES:
@@ -47,8 +47,8 @@ def _by_value(module: str) -> bool:
     return any(".".join(parts[:end]) in registered for end in range(1, len(parts) + 1))
 
 
-def state(kind: type, pickles: Callable[[Any], bool]) -> dict[str, Any]:
-    """Returns the changes that `set_state` applies to the class in another process.
+def class_changes(kind: type, pickles: Callable[[Any], bool]) -> dict[str, Any]:
+    """Returns the changes that `apply_changes` applies to the class in another process.
 
     Args:
         kind: The class.
@@ -109,13 +109,13 @@ def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
             yield from _codes(part)
 
 
-def imported(module: str, name: str) -> type:
+def import_class(module: str, name: str) -> type:
     """Imports a class by name."""
     return operator.attrgetter(name)(importlib.import_module(module))
 
 
-def set_state(kind: type, found: dict[str, Any]) -> None:
-    """Applies the changes from `state` in another process to a class and its module."""
+def apply_changes(kind: type, found: dict[str, Any]) -> None:
+    """Applies the changes from `class_changes` in another process to a class and its module."""
     if kind.__bases__ != found["bases"]:
         kind.__bases__ = found["bases"]
     for name, value in found["values"].items():

@@ -22,7 +22,7 @@ from raytf.worker.parts import PARTS
 # Number of workers that hold a copy of the last epoch's weights, so that the loss of one worker loses nothing.
 HOLD_LAST = 2
 # The state after the last complete epoch, for the driver if the training does not complete.
-_last: dict[str, Any] = {}
+_last_states: dict[str, Any] = {}
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
@@ -73,9 +73,9 @@ class EpochReport(TrainingPart):
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """Drops the state of an earlier training, and that of a complete one."""
-        _last.clear()
+        _last_states.clear()
         yield
-        _last.clear()
+        _last_states.clear()
 
     def on_epoch_end(self, epoch, logs=None):
         if self._session.rank < HOLD_LAST:
@@ -83,9 +83,9 @@ class EpochReport(TrainingPart):
             values = {number: np.array(value) for number, value in self._everything.values().items()}  # steps change
             optimizers = {
                 name: (kind, trained, list(map(np.array, values)))
-                for name, (kind, trained, values) in built(self.model, self._everything).items()
+                for name, (kind, trained, values) in built_optimizers(self.model, self._everything).items()
             }
-            _last.update(values=values, built=optimizers, history=(dict(history.history), list(history.epoch)))
+            _last_states.update(values=values, built=optimizers, history=(dict(history.history), list(history.epoch)))
         self._session.report({}, None)
 
 
@@ -96,10 +96,10 @@ TABLE = (OwnValues, *PARTS[:_AFTER], EpochReport, *PARTS[_AFTER:])
 
 def last_epoch() -> dict:
     """Returns this worker's state after the last complete epoch; empty if there is none."""
-    return dict(_last)
+    return dict(_last_states)
 
 
-def run(session, work, model, folder: str | None, users, own, everything, pairs: Mapping[str, tuple], waited):
+def run_fit(session, work, model, folder: str | None, users, own, everything, pairs: Mapping[str, tuple], waited):
     """Returns the History of a training.
 
     Args:
@@ -122,7 +122,7 @@ def run(session, work, model, folder: str | None, users, own, everything, pairs:
     def save(metrics: dict, moment) -> None:
         """Saves the end of an epoch like a step; `EpochReport` reports it."""
         if session.saves and session.rank == 0:
-            session.save_step(step_folders.name_of(moment.step), moment.model, moment.parts())
+            session.save_step(step_folders.folder_name(moment.step), moment.model, moment.parts())
 
     training = FitTraining(
         options=work,
@@ -143,15 +143,15 @@ def run(session, work, model, folder: str | None, users, own, everything, pairs:
         own=own,
         everything=everything,
     )
-    return loop.run(training, TABLE)
+    return loop.run_training(training, TABLE)
 
 
-def built(model, everything) -> dict[str, tuple[str, list[int], list]]:
+def built_optimizers(model, everything) -> dict[str, tuple[str, list[int], list]]:
     """Returns optimizers built on this worker by name: (class, numbers of trained variables, variables' values)."""
     optimizers = {}
     for name, optimizer in model_optimizers.of(model).items():
         new = [v for v in optimizer.variables if id(v) not in everything.numbers]
         if new and optimizer.built:
-            trained = [everything.numbers.get(id(v)) for v in keras_objects.trained_by(optimizer)]
+            trained = [everything.numbers.get(id(v)) for v in keras_objects.variables_of_optimizer(optimizer)]
             optimizers[name] = type(optimizer).__name__, trained, [transport.value_of(v) for v in optimizer.variables]
     return optimizers

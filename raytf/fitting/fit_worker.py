@@ -21,21 +21,21 @@ from raytf.data.tf_data import TFData
 from raytf.runtime.topology import Shard
 from raytf.train.worker_group import GroupWorker
 from raytf.worker.ending import StopTraining
-from raytf.worker.job import Options
+from raytf.worker.job import TrainingOptions
 
 # The current model: its key, itself, its objects, its input wait, and its predict function.
-_kept: dict[str, Any] = {}
+_models: dict[str, Any] = {}
 # Ends that measurement. Functions that were traced for a model hold its variable.
 _measuring = contextlib.ExitStack()
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sending:
+class SentModel:
     """A model on its way to the workers.
 
     Args:
         key: Identifies the model.
-        data: Result of `transport.write`, or None if the workers have it.
+        data: Result of `transport.serialize`, or None if the workers have it.
         values: Values of its variables.
         settings: Keras's settings in the driver.
         folder: The driver's current folder.
@@ -54,7 +54,7 @@ class FitDataset:
 
     Args:
         dataset, batch, sampling: Arguments of `feed.open_feed`.
-        structure: Structure of the tensors, see `arrays.Data`.
+        structure: Structure of the tensors, see `arrays.RowData`.
     """
 
     dataset: StoredDataset | StreamedDataset | TFData
@@ -64,13 +64,13 @@ class FitDataset:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Work(Options):
+class CallWork(TrainingOptions):
     """The work of the workers in one call.
 
     Args:
         do: "fit", "evaluate" or "predict".
         model: The model, or its key.
-        callbacks: Result of `transport.write` that refers to the model's objects.
+        callbacks: Result of `transport.serialize` that refers to the model's objects.
         rows: Datasets by name: "train", "validation".
         seed: Seed of all random numbers.
         arguments: Arguments of Keras's method.
@@ -79,7 +79,7 @@ class Work(Options):
     """
 
     do: str
-    model: Sending
+    model: SentModel
     callbacks: bytes | None
     rows: dict[str, FitDataset]
     seed: int
@@ -92,7 +92,7 @@ class FitWorker(GroupWorker):
     """A worker that keeps its model after a call."""
 
 
-def run(session, config: dict[str, Any]) -> int | None:
+def run_call(session, config: dict[str, Any]) -> int | None:
     """Runs the loop of a `worker_group.TrialRun`; reports the results to the driver.
 
     Returns:
@@ -102,66 +102,66 @@ def run(session, config: dict[str, Any]) -> int | None:
 
     from raytf.worker import context
 
-    work: Work = config["work"]
+    work: CallWork = config["work"]
     with contextlib.suppress(OSError):  # another host may not have it
         os.chdir(work.model.folder)
     distribution = context.get_strategy()
     model, sent = _model(work.model, distribution)
-    _trace_anew(model, work)
+    _drop_stale_traces(model, work)
     keras.utils.set_random_seed(work.seed % 2**32)
     do = {"fit": _fit, "evaluate": _evaluate, "predict": _predict}[work.do]
     return do(session, work, model, sent, distribution)
 
 
-def _trace_anew(model, work: Work) -> None:
+def _drop_stale_traces(model, work: CallWork) -> None:
     """Drops the graphs of a kept model if the rows' shapes changed: with two shapes they would lose the rank."""
     spec_of = lambda dataset: dataset.looked.spec if isinstance(dataset, TFData) else None
     specs = {
         name: (rows.structure, rows.batch.features, rows.batch.labels, spec_of(rows.dataset))
         for name, rows in work.rows.items()
     }
-    previous = _kept["specs"].get(work.do)
-    _kept["specs"][work.do] = repr(specs)
+    previous = _models["specs"].get(work.do)
+    _models["specs"][work.do] = repr(specs)
     if previous is not None and previous != repr(specs):
         model.train_function = model.test_function = None
-        _kept.pop("predict", None)
+        _models.pop("predict", None)
 
 
-def _model(sending: Sending, distribution):
+def _model(sending: SentModel, distribution):
     import keras
 
     from raytf.fitting import transport
     from raytf.worker.input_wait import measure_input_wait
 
-    if sending.data is None and _kept.get("key") == sending.key:
+    if sending.data is None and _models.get("key") == sending.key:
         transport.apply_settings(sending.settings)  # Keras keeps some of them per thread
-        _kept["sent"].assign(sending.values)
-        return _kept["model"], _kept["sent"]
+        _models["sent"].assign(sending.values)
+        return _models["model"], _models["sent"]
     if sending.data is None:
         raise RuntimeError("the workers do not have the model that the driver takes them to have")
-    _kept.clear()
+    _models.clear()
     _measuring.close()
     keras.backend.clear_session()
     gc.collect()
     transport.apply_settings(sending.settings)
     with distribution.scope():
-        (model,), sent = transport.read(sending.data, sending.values)
+        (model,), sent = transport.deserialize(sending.data, sending.values)
     waited = _measuring.enter_context(measure_input_wait())
-    _kept.update(key=sending.key, model=model, sent=sent, waited=waited, plain=_plain_attributes(model), specs={})
+    _models.update(key=sending.key, model=model, sent=sent, waited=waited, plain=_plain_attributes(model), specs={})
     return model, sent
 
 
-def _dataset(work: Work, name: str, session, state: Mapping | None = None):
+def _dataset(work: CallWork, name: str, session, state: Mapping | None = None):
     """Returns (the feed, its dataset in the model's structure); `state` is the feed's on other workers, or None."""
     from raytf.data.feed import open_feed
     from raytf.worker import context
 
     rows, shared = work.rows[name], {"name": name, "strategy": context.get_strategy(), "told": state}
     feed = open_feed(rows.dataset, rows.batch, rows.sampling, Shard(session.rank, session.size), **shared)
-    return feed, structured(feed.dataset(), rows.structure)
+    return feed, restructure(feed.dataset(), rows.structure)
 
 
-def structured(dataset, structure: tuple | None):
+def restructure(dataset, structure: tuple | None):
     """Returns a feed's dataset in the user's structure."""
     from keras import tree
 
@@ -181,25 +181,30 @@ def structured(dataset, structure: tuple | None):
     return dataset.map(pack)
 
 
-def _fit(session, work: Work, model, sent, distribution) -> int | None:
+def _fit(session, work: CallWork, model, sent, distribution) -> int | None:
     from raytf.fitting import fit_training, transport
     from raytf.worker.callbacks import feed_state
 
-    users, own = transport.read(work.callbacks, known=sent)
+    users, own = transport.deserialize(work.callbacks, known=sent)
     everything = sent.joined(own)
     with session.checkpoint() as folder:
         pairs = {name: _dataset(work, name, session, feed_state(name)) for name in work.rows}
         try:
-            history = fit_training.run(session, work, model, folder, users, own, everything, pairs, _kept["waited"])
+            history = fit_training.run_fit(
+                session, work, model, folder, users, own, everything, pairs, _models["waited"]
+            )
         except StopTraining as stop:
             return stop.step
     totals = _totals(model, everything)
     report = {"values": everything.values() | totals if session.rank == 0 else None, "ended": True}
-    report |= {"built": fit_training.built(model, everything), "history": (dict(history.history), list(history.epoch))}
+    report |= {
+        "built": fit_training.built_optimizers(model, everything),
+        "history": (dict(history.history), list(history.epoch)),
+    }
     report["params"] = {k: v for k, v in (history.params or {}).items() if isinstance(v, (int, float, str, type(None)))}
-    report["changed"] = bool(report["built"]) or _plain_attributes(model) != _kept["plain"]
+    report["changed"] = bool(report["built"]) or _plain_attributes(model) != _models["plain"]
     if session.rank == 0:
-        report["callbacks"], report["lost"] = transport.write_attributes(users, everything)
+        report["callbacks"], report["lost"] = transport.serialize_attributes(users, everything)
     session.report(report, None)
 
 
@@ -219,10 +224,10 @@ def _plain_attributes(model) -> dict[tuple[int, str], Any]:
     }
 
 
-def _evaluate(session, work: Work, model, sent, distribution) -> None:
+def _evaluate(session, work: CallWork, model, sent, distribution) -> None:
     from raytf.fitting import transport
 
-    users, _ = transport.read(work.callbacks, known=sent)
+    users, _ = transport.deserialize(work.callbacks, known=sent)
     logs = model.evaluate(
         _dataset(work, "train", session)[1], callbacks=list(users), verbose=0, return_dict=True, **work.arguments
     )
@@ -250,7 +255,7 @@ def _plain(value):
     return value.item() if value.ndim == 0 else value
 
 
-def _predict(session, work: Work, model, sent, distribution) -> None:
+def _predict(session, work: CallWork, model, sent, distribution) -> None:
     """Predicts this worker's rows of each step, alone; the driver orders the results.
 
     A model's own `predict` ends in Keras's, which all workers call together, even without rows. It gives each of them
@@ -289,11 +294,11 @@ def _predicts_itself(model) -> bool:
 def _predict_function(model, distribution) -> Callable:
     import tensorflow as tf
 
-    from raytf.compat.tensorflow import traced_apart
+    from raytf.compat.tensorflow import separate_function
     from raytf.data import worker_part
 
-    if "predict" in _kept:
-        return _kept["predict"]
+    if "predict" in _models:
+        return _models["predict"]
     if _predicts_itself(model):
         part = lambda batch: worker_part.mark_worker_part(tf.data.Dataset.from_tensors(batch))
         return lambda batch: model.predict(part(batch), verbose=0)
@@ -302,5 +307,5 @@ def _predict_function(model, distribution) -> Callable:
         outputs = distribution.run(lambda data: type(model).predict_step(model, data), args=(batch,))
         return tf.nest.map_structure(lambda v: distribution.experimental_local_results(v)[0], outputs)
 
-    _kept["predict"] = step if model.run_eagerly else traced_apart(step, reduce_retracing=True)
-    return _kept["predict"]
+    _models["predict"] = step if model.run_eagerly else separate_function(step, reduce_retracing=True)
+    return _models["predict"]

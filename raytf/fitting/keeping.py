@@ -18,15 +18,15 @@ from ray.train import Checkpoint, RunConfig
 from raytf import logs, validation
 from raytf.data.tf_data import TFData
 from raytf.errors import ConfigError
-from raytf.fitting.arrays import Data
+from raytf.fitting.arrays import RowData
 from raytf.identity import canonical, fingerprint, same_run
 from raytf.storage import checkpoint_files, run_folder, snapshots, step_folders, stored_json
 from raytf.storage.checkpoint_files import STATE, CheckpointState
 from raytf.storage.run_folder import RunFolder
 from raytf.storage.run_lock import RunLock
 from raytf.worker import checkpoint_every as checkpoint_every_module
-from raytf.worker.checkpoint_every import Every
-from raytf.worker.session import Within, fetched
+from raytf.worker.checkpoint_every import CheckpointInterval
+from raytf.worker.session import TrialCheckpointDir, fetch_files
 
 logger = logs.get_logger(__name__)
 
@@ -34,7 +34,7 @@ _FOLDER = "fit"
 
 
 @dataclass(frozen=True)
-class Keeping:
+class NamedFitCheckpoints:
     """Location and schedule of a call's checkpoints.
 
     Args:
@@ -45,18 +45,18 @@ class Keeping:
     """
 
     run: RunFolder
-    every: Every
+    every: CheckpointInterval
     resume: str | bool
     where: str
 
     @staticmethod
-    def of(name: str | None, storage, checkpoint_every: str, resume: str | bool) -> Keeping | None:
+    def of(name: str | None, storage, checkpoint_every: str, resume: str | bool) -> NamedFitCheckpoints | None:
         """Parses arguments of `raytf.fit`; returns None without a name.
 
         Raises:
             ConfigError: An argument is wrong, or has no effect without a name.
         """
-        every = checkpoint_every_module.parse(checkpoint_every)
+        every = checkpoint_every_module.parse_interval(checkpoint_every)
         validation.check_word("resume", resume, ("auto", True, False))
         if name is None:
             given = {"storage": storage is not None, "checkpoint_every": not every.auto, "resume": resume != "auto"}
@@ -69,8 +69,8 @@ class Keeping:
             return None
         validation.check_run_name(name)
         location = {} if storage is None else {"storage_path": os.fspath(storage)}
-        config = run_folder.located(RunConfig(name=name, **location))
-        return Keeping(RunFolder.of(config), every, resume, run_folder.where(config))
+        config = run_folder.with_absolute_path(RunConfig(name=name, **location))
+        return NamedFitCheckpoints(RunFolder.of(config), every, resume, run_folder.folder_in_users_form(config))
 
     @property
     def folder(self) -> str:
@@ -78,9 +78,9 @@ class Keeping:
         return posixpath.join(self.run.path, _FOLDER)
 
     @property
-    def within(self) -> Within:
+    def within(self) -> TrialCheckpointDir:
         """Returns the checkpoint location for the workers."""
-        return Within(self.run.filesystem, self.folder, 0)
+        return TrialCheckpointDir(self.run.filesystem, self.folder, 0)
 
     def lock(self) -> RunLock:
         """Returns a lock that excludes other calls of the same name."""
@@ -90,7 +90,7 @@ class Keeping:
         """Returns (files, state) of the checkpoint to resume from, or Nones.
 
         Args:
-            now: Result of `identity`.
+            now: Result of `training_identity`.
 
         Raises:
             ConfigError: It is of another training, or there is none and resume=True.
@@ -99,7 +99,7 @@ class Keeping:
         snapshots.wait_for_all(self.run.filesystem, self.folder)
         if self.resume is False:
             self.forget()
-        steps = step_folders.listed(self.run.filesystem, self.folder)
+        steps = step_folders.finished_folders(self.run.filesystem, self.folder)
         if not steps and self.resume is True:
             raise ConfigError(
                 "With resume=True a training resumes from a checkpoint",
@@ -110,16 +110,16 @@ class Keeping:
             return None, None
         paths = [posixpath.join(self.folder, name) for _, name in steps]
         candidates = [Checkpoint(path, filesystem=self.run.filesystem) for path in paths]
-        saved, files = checkpoint_files.first_whole(candidates, fetched)
-        state = checkpoint_files.state_of(files[STATE], posixpath.basename(saved.path))
-        same_run.check(state.identity, now, self.resume, self.run.name)
-        progress = checkpoint_files.standing(state.epoch, state.epoch_step)
+        saved, files = checkpoint_files.first_whole(candidates, fetch_files)
+        state = checkpoint_files.parse_state(files[STATE], posixpath.basename(saved.path))
+        same_run.check_same_run(state.identity, now, self.resume, self.run.name)
+        progress = checkpoint_files.describe_progress(state.epoch, state.epoch_step)
         logger.info(f"{self.run.name}: resumes after step {state.step} ({progress})")
         return files, state
 
     def last(self) -> int:
         """Returns the total steps at the last finished checkpoint; 0 without one."""
-        steps = step_folders.listed(self.run.filesystem, self.folder)
+        steps = step_folders.finished_folders(self.run.filesystem, self.folder)
         return steps[0][0] if steps else 0
 
     def forget(self) -> None:
@@ -128,8 +128,10 @@ class Keeping:
             self.run.filesystem.delete_dir(self.folder)
 
 
-def identity(model, parts: Mapping[str, Data], rows: Mapping[str, int], batch: int, arguments: Mapping[str, Any]):
-    """Returns JSON that identifies a training, see `same_run.compare`.
+def training_identity(
+    model, parts: Mapping[str, RowData], rows: Mapping[str, int], batch: int, arguments: Mapping[str, Any]
+):
+    """Returns JSON that identifies a training, see `same_run.find_differences`.
 
     Args:
         model: A compiled and built model.
@@ -141,21 +143,21 @@ def identity(model, parts: Mapping[str, Data], rows: Mapping[str, int], batch: i
     data = {}
     for name, part in parts.items():
         if isinstance(part.dataset, TFData):
-            data[name] = fingerprint.of_pipeline(part.dataset)
+            data[name] = fingerprint.pipeline_fingerprint(part.dataset)
         elif part.table is None:
-            data[name] = fingerprint.of_dataset(part.dataset, rows[name])
+            data[name] = fingerprint.dataset_fingerprint(part.dataset, rows[name])
         else:
-            content = fingerprint.of_table(part.table)
+            content = fingerprint.table_fingerprint(part.table)
             data[name] = {"rows": part.table.num_rows, "sources": [{"content": content}], "operations": []}
     used = arguments["shuffle"]
     properties = {
         "version": same_run.VERSION,
-        **fingerprint.of_model(model),
-        "columns": {role: fingerprint.of_columns(spec) for role, spec in parts["train"].batch.roles.items()},
-        "map": canonical.described(parts["train"].batch.map),
+        **fingerprint.model_fingerprint(model),
+        "columns": {role: fingerprint.columns_fingerprint(spec) for role, spec in parts["train"].batch.roles.items()},
+        "map": canonical.describe(parts["train"].batch.map),
         "batch_size": batch,
         "order": {"shuffle": used, "used": used, "window": None},
         "settings": dict(arguments),
         "data": data,
     }
-    return stored_json.parsed(json.dumps(properties))
+    return stored_json.parse_object(json.dumps(properties))

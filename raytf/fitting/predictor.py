@@ -21,7 +21,7 @@ from raytf.data.sampling import Sampling
 from raytf.data.stored import StoredDataset, as_table
 from raytf.errors import ConfigError
 from raytf.worker import checkpoint
-from raytf.worker.choice import Choice
+from raytf.worker.choice import CheckpointSelector
 
 if TYPE_CHECKING:
     import keras
@@ -88,7 +88,7 @@ class Predictor:
         self._features = columns.parse(features, "features")
         self._keep = None if keep is None else tuple(keep)
         options = {"which": which, "metric": metric, "mode": mode, "average": average}
-        Choice(**options)
+        CheckpointSelector(**options)
         options |= {"build_model": build_model, "config": config, "custom_objects": custom_objects}
         self._source = _of_model(run, options) if _is_model(run) else _of_run(run, options)
 
@@ -151,13 +151,13 @@ def _of_run(run, how: dict) -> _Source:
     if not hasattr(run, "checkpoint") and not hasattr(run, "as_directory") and not checkpoint.is_uri(run):
         run = os.path.abspath(checkpoint.existing_path(run))
     path = getattr(run, "path", run)
-    made = checkpoint.made_here(path) if how["build_model"] is None and isinstance(path, str) else None
+    made = checkpoint.run_of_process(path) if how["build_model"] is None and isinstance(path, str) else None
     return _Source(functools.partial(_load, run, how, made))
 
 
 def _load(run, how: dict, made: tuple[Callable, dict] | None):
     if made is not None:  # set in the process that trained, which may be another one
-        checkpoint.remember(getattr(run, "path", run), *made)
+        checkpoint.remember_run(getattr(run, "path", run), *made)
     return checkpoint.load_model(run, compile=False, **how)
 
 
@@ -181,8 +181,8 @@ class _ModelSource(_Source):
         if self._sent is None:
             from raytf.fitting import transport
 
-            data, sent = transport.write_named([("the model", self.load())])
-            parts = data, sent.values(), transport.settings()
+            data, sent = transport.serialize_named([("the model", self.load())])
+            parts = data, sent.values(), transport.global_settings()
             self._sent = ray.put(parts) if ray.is_initialized() else parts
         return {"_key": self._key, "_sent": self._sent}
 
@@ -191,12 +191,12 @@ class _ModelSource(_Source):
         self.load = self._read
 
     def _read(self):
-        with quiet.native():
+        with quiet.quiet_native():
             from raytf.fitting import transport
 
         data, values, settings = ray.get(self._sent) if isinstance(self._sent, ray.ObjectRef) else self._sent
         transport.apply_settings(settings)
-        (model,), _ = transport.read(data, values)
+        (model,), _ = transport.deserialize(data, values)
         return model
 
 
@@ -220,14 +220,14 @@ class _Loaded:
         import keras
         import tensorflow as tf
 
-        from raytf.compat.tensorflow import traced_apart
+        from raytf.compat.tensorflow import separate_function
 
         self._model = model
         if type(model).predict is not keras.Model.predict:  # its own `predict` handles the rows
             self._step = lambda rows: model.predict(tf.data.Dataset.from_tensors(rows), verbose=0)
         else:
             step = lambda rows: model.predict_step(rows)
-            self._step = step if model.run_eagerly else traced_apart(step, reduce_retracing=True)
+            self._step = step if model.run_eagerly else separate_function(step, reduce_retracing=True)
 
     def predict(self, table: pa.Table, features) -> dict[str, np.ndarray]:
         """Returns an array for each output, by its column.
@@ -244,7 +244,7 @@ class _Loaded:
         spec.check(table.column_names)
         rows = _tensors(table, spec)
         self._check_shapes(rows)
-        outputs = named(self._step(rows))
+        outputs = named_outputs(self._step(rows))
         return {name: np.asarray(output) for name, output in outputs.items()}
 
     def _check_shapes(self, rows) -> None:
@@ -318,7 +318,7 @@ def _tensors(table: pa.Table, spec: BatchSpec):
     return next(iter(feed.shape.batches(whole, rows)))
 
 
-def named(outputs) -> dict[str, Any]:
+def named_outputs(outputs) -> dict[str, Any]:
     """Returns the outputs of a model by column name: its key, "predictions", "predictions_0", ...
 
     Args:

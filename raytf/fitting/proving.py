@@ -16,11 +16,11 @@ import ray
 
 from raytf import timeouts
 from raytf.data.stored import StoredDataset
-from raytf.errors import in_a_line
+from raytf.errors import one_line
 from raytf.fitting import fit_worker
-from raytf.fitting.fit_worker import FitDataset, Sending
-from raytf.runtime.answers import collect
-from raytf.runtime.processes import Process, start, threads, worker_environment
+from raytf.fitting.fit_worker import FitDataset, SentModel
+from raytf.runtime.answers import collect_answers
+from raytf.runtime.processes import Process, start_process, thread_variables, worker_environment
 from raytf.train import verify
 from raytf.train.entry import import_raytf
 
@@ -28,7 +28,7 @@ _NICE = 10
 _MOST_BYTES = 64 << 20
 
 
-class Proving:
+class BackgroundVerification:
     """A comparison that runs in a thread, and in a process of the cluster.
 
     Args:
@@ -44,7 +44,7 @@ class Proving:
         scaling_config,
         run_config,
         word: str,
-        sending: Sending,
+        sending: SentModel,
         rows: Mapping[str, FitDataset],
         blocks: Mapping[str, StoredDataset],
     ):
@@ -91,30 +91,34 @@ class Proving:
         self._proof = self._proof or verify.NOT_IN_TIME
         self.look()
 
-    def _run(self, scaling_config, run_config, sending: Sending, parts: dict) -> None:
+    def _run(self, scaling_config, run_config, sending: SentModel, parts: dict) -> None:
         try:
-            environment = worker_environment(run_config, scaling_config, threads(1) | {"CUDA_VISIBLE_DEVICES": "-1"})
-            process = start(Process, ray.get_runtime_context().get_node_id(), environment, soft=True)
+            environment = worker_environment(
+                run_config, scaling_config, thread_variables(1) | {"CUDA_VISIBLE_DEVICES": "-1"}
+            )
+            process = start_process(Process, ray.get_runtime_context().get_node_id(), environment, soft=True)
             try:
-                importing, settings = process.execute.remote(_import_nicely), timeouts.get()
-                collect([importing], settings.imports, "its imports", names=["a process"])
-                call = process.execute.remote(timeouts.under, settings, prove, sending, parts, self._word == "warn")
-                (self._proof,) = collect([call], settings.verify_error + 60, "its outcome", names=["a process"])
+                importing, settings = process.execute.remote(_import_at_low_priority), timeouts.get()
+                collect_answers([importing], settings.imports, "its imports", names=["a process"])
+                call = process.execute.remote(
+                    timeouts.call_with, settings, compare_workers, sending, parts, self._word == "warn"
+                )
+                (self._proof,) = collect_answers([call], settings.verify_error + 60, "its outcome", names=["a process"])
             finally:
                 ray.kill(process)
         except Exception as error:
-            self._proof = self._proof or verify.Proof(failed=in_a_line(error))
+            self._proof = self._proof or verify.Proof(failed=one_line(error))
         if self._more:
             atexit.unregister(self._give_up)
             self.look()
 
 
-def _import_nicely() -> None:
+def _import_at_low_priority() -> None:
     os.nice(_NICE)
     import_raytf()
 
 
-def prove(sending: Sending, parts: dict[str, tuple], last: bool) -> verify.Proof:
+def compare_workers(sending: SentModel, parts: dict[str, tuple], last: bool) -> verify.Proof:
     """Compares two workers with one device, in a process that has run no TensorFlow.
 
     Args:
@@ -130,7 +134,7 @@ def prove(sending: Sending, parts: dict[str, tuple], last: bool) -> verify.Proof
     def build() -> Any:
         from raytf.fitting import transport
 
-        (model,), _ = transport.read(sending.data, sending.values)
+        (model,), _ = transport.deserialize(sending.data, sending.values)
         return model
 
     def trial():
@@ -146,9 +150,9 @@ def prove(sending: Sending, parts: dict[str, tuple], last: bool) -> verify.Proof
             rows=rows,
             validation=validation,
             global_batch=first,
-            structure=lambda dataset: fit_worker.structured(dataset, structure),
+            structure=lambda dataset: fit_worker.restructure(dataset, structure),
             validation_batch=validation_batch,
-            validation_structure=lambda dataset: fit_worker.structured(dataset, validation_structure),
+            validation_structure=lambda dataset: fit_worker.restructure(dataset, validation_structure),
         )
 
     proof = verify.outcome(verify.begin(trial, last), timeouts.get().verify_error)

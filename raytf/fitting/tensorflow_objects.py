@@ -10,7 +10,7 @@ from raytf.compat.tensorflow import Function as TfFunction
 from raytf.compat.tensorflow import TrackedStructure, default_of, function_arguments, structure_of
 
 
-def reduced(value):
+def reduce_object(value):
     """Returns (function, arguments) that rebuild an object in another process; NotImplemented for others.
 
     Raises:

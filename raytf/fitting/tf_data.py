@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from raytf.compat.tensorflow import dropping_batch, inputs_of, reshuffles
 from raytf.data.dataset_graph import draws, is_unknown, kind, operations
-from raytf.errors import ConfigError, in_a_line
+from raytf.errors import ConfigError, one_line
 
 _CHANCE = ("RandomDataset", "SampleFromDatasets", "DirectedInterleaveDataset")
 # Operations that give the same rows for any order of their input.
@@ -59,7 +59,7 @@ def rows_of(dataset: tf.data.Dataset, name: str, others: Mapping[str, Any], once
     if given := [argument for argument, value in others.items() if value is not None]:
         raise ConfigError(f"{name} is a tf.data.Dataset, which says that itself", ", ".join(given), "Leave it out")
     shuffles = not once and _check_same(dataset, name)
-    dataset, drops = _whole(dataset) if shuffles else (dataset, None)
+    dataset, drops = _with_last_batch(dataset) if shuffles else (dataset, None)
     if int(dataset.cardinality()) == tf.data.INFINITE_CARDINALITY:
         raise ConfigError(
             f"{name} must be a tf.data.Dataset that ends, as every row comes once an epoch",
@@ -74,21 +74,21 @@ def rows_of(dataset: tf.data.Dataset, name: str, others: Mapping[str, Any], once
             parts.append([leaf.numpy() for leaf in flat])
             sizes.append({leaf.shape[0] for leaf in parts[-1]} if all(leaf.shape.rank for leaf in flat) else set())
     except AttributeError:
-        raise _refused(name, "ragged or sparse tensors", "Pass arrays") from None
+        raise _refused_error(name, "ragged or sparse tensors", "Pass arrays") from None
     except tf.errors.OpError as error:
-        raise _refused(name, in_a_line(error), "Correct the dataset") from error
+        raise _refused_error(name, one_line(error), "Correct the dataset") from error
     size = _one_size(sizes, name)
     if drops is not None and size < drops:
-        raise _refused(name, f"{size} rows, of which drop_remainder=True leaves none", "Use a smaller batch")
+        raise _refused_error(name, f"{size} rows, of which drop_remainder=True leaves none", "Use a smaller batch")
     try:
         whole = [np.concatenate(leaf) for leaf in zip(*parts, strict=True)]
     except ValueError as error:
-        raise _refused(name, f"batches of different shapes ({error})", "Pad all rows to one length") from error
+        raise _refused_error(name, f"batches of different shapes ({error})", "Pad all rows to one length") from error
     structure = tf.nest.pack_sequence_as(dataset.element_spec, whole)
     return DatasetContent(keras.utils.unpack_x_y_sample_weight(structure), size, shuffles, drops is not None)
 
 
-def _refused(name: str, received: str, fix: str) -> ConfigError:
+def _refused_error(name: str, received: str, fix: str) -> ConfigError:
     return ConfigError(
         f"{name}, a tf.data.Dataset, must give batches that can be sent to workers as rows", received, fix
     )
@@ -98,10 +98,10 @@ def _one_size(sizes: list[set], name: str) -> int:
     if not sizes:
         raise ConfigError(f"{name} must hold rows", "an empty tf.data.Dataset", "Check what it is made from")
     if any(len(size) != 1 for size in sizes):
-        raise _refused(name, "elements that are no batches", "Use .batch(...)")
+        raise _refused_error(name, "elements that are no batches", "Use .batch(...)")
     counts = [next(iter(size)) for size in sizes]
     if len(set(counts[:-1]) | {counts[0]}) > 1 or counts[-1] > counts[0]:
-        raise _refused(
+        raise _refused_error(
             name, f"batches of {', '.join(map(str, sorted(set(counts))))} rows", "Use .batch(...) once, at the end"
         )
     return int(counts[0])
@@ -113,7 +113,7 @@ def _check_same(dataset, name: str) -> bool:
     Raises:
         ConfigError: Two readings may give different rows.
     """
-    layers = list(_layers(dataset, ()))
+    layers = list(_repeated_layers(dataset, ()))
     operation_kinds = {operation for layer, _ in layers for operation in operations(layer)}
     kinds = {kind(layer) for layer, _ in layers}
     chance = sorted(k for k in kinds if k in _CHANCE)
@@ -146,17 +146,17 @@ def _check_same(dataset, name: str) -> bool:
     return bool(shuffles)
 
 
-def _layers(dataset, after: tuple) -> Iterator[tuple]:
+def _repeated_layers(dataset, after: tuple) -> Iterator[tuple]:
     """Yields each dataset that is read again in each epoch, with those after it."""
     yield dataset, after
     if kind(dataset) == "CacheDataset" and all(kind(source) in _READING_ALL for source in after):
         return
     for source in inputs_of(dataset):
-        yield from _layers(source, (*after, dataset))
+        yield from _repeated_layers(source, (*after, dataset))
 
 
 def _drops_within(after: tuple) -> bool:
-    """Whether a batch drops rows at a location that `_whole` does not check; `after` begins with the last dataset."""
+    """Whether a batch drops rows at a location that `_with_last_batch` does not check; the last dataset is first."""
     dropping = [i for i, layer in enumerate(after) if dropping_batch(layer) is not None]
     if not dropping:
         return False
@@ -168,7 +168,7 @@ def _drops_within(after: tuple) -> bool:
 _LAST = ("PrefetchDataset", "OptionsDataset")
 
 
-def _whole(dataset) -> tuple[tf.data.Dataset, int | None]:
+def _with_last_batch(dataset) -> tuple[tf.data.Dataset, int | None]:
     """Returns a dataset with the last batch that it drops, and the size of a batch if it drops any."""
     batch = dataset
     while kind(batch) in _LAST:

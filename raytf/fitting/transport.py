@@ -25,7 +25,7 @@ import tensorflow as tf
 from raytf.compat import keras_objects
 from raytf.compat.keras import TRACKED, BaseOptimizer, DynamicBackend, as_array, make_node_key, tracking
 from raytf.compat.tensorflow import DistributedVariable
-from raytf.errors import ConfigError, in_a_line
+from raytf.errors import ConfigError, one_line
 from raytf.fitting import changed_classes, tensorflow_objects
 
 # Attributes that each process creates itself: of all objects, of layers and of models.
@@ -50,7 +50,7 @@ _OF_PYTHON = 1 << 9
 _reading = threading.local()
 
 
-class Sent:
+class ObjectTable:
     """Objects that were sent or received, by number.
 
     Attributes:
@@ -73,7 +73,7 @@ class Sent:
             number: value
             for number, value in enumerate(self.objects)
             if isinstance(value, tf.Variable)
-            or (isinstance(value, keras.Variable) and keras_objects.held_by(value) is not None)
+            or (isinstance(value, keras.Variable) and keras_objects.variable_of(value) is not None)
         }
 
     def values(self) -> dict[int, np.ndarray]:
@@ -86,9 +86,9 @@ class Sent:
             for local in _locals(self.objects[number]):
                 local.assign(np.array(value))
 
-    def joined(self, other: Sent) -> Sent:
+    def joined(self, other: ObjectTable) -> ObjectTable:
         """Returns these objects followed by another's, under one numbering."""
-        merged = Sent()
+        merged = ObjectTable()
         for value in (*self.objects, *other.objects):
             merged.add(value)
         return merged
@@ -96,7 +96,7 @@ class Sent:
 
 def _locals(variable) -> list:
     """Returns a variable's local variables; reading metrics through a strategy would wait for other workers."""
-    inner = keras_objects.held_by(variable) if isinstance(variable, keras.Variable) else variable
+    inner = keras_objects.variable_of(variable) if isinstance(variable, keras.Variable) else variable
     return list(inner.values) if isinstance(inner, DistributedVariable) else [inner]
 
 
@@ -113,9 +113,9 @@ class _Pickler(ray.cloudpickle.Pickler):
         classes: Whether importable classes are sent with their changes since their import.
     """
 
-    def __init__(self, file, known: Sent | None = None, classes: bool = True):
+    def __init__(self, file, known: ObjectTable | None = None, classes: bool = True):
         super().__init__(file, protocol=5)
-        self._known, self._classes, self.sent = known, classes, Sent()
+        self._known, self._classes, self.sent = known, classes, ObjectTable()
         self._changed: list[tuple] = []
         self._states: list[tuple] = []
         self._plain: dict[type, bool] = {}
@@ -153,13 +153,13 @@ class _Pickler(ray.cloudpickle.Pickler):
             state = {k: v for k, v in vars(value).items() if k not in _OF_A_TRAINING}
             return self._numbered(value, state, _set_callback)
         if isinstance(value, tracking.Tracker):
-            return self._deferred(value, (_new, (type(value),)), _tracker_state(value), _set_tracker)
+            return self._deferred(value, (_new_object, (type(value),)), _tracker_state(value), _set_tracker)
         if isinstance(value, TRACKED):
             items = dict.copy(value) if isinstance(value, dict) else list(value)
             return self._deferred(value, (_new_tracked, (type(value),)), (value.tracker, items), _set_tracked)
         if isinstance(value, DynamicBackend):
             return DynamicBackend, (keras_objects.backend_of(value),)
-        reduced = tensorflow_objects.reduced(value)
+        reduced = tensorflow_objects.reduce_object(value)
         return self._object(value) if reduced is NotImplemented else reduced
 
     def _object(self, value):
@@ -175,14 +175,14 @@ class _Pickler(ray.cloudpickle.Pickler):
         made, arguments, state, items, pairs, *_ = (*value.__reduce_ex__(5), None, None, None)
         if made is not copyreg.__newobj__ or arguments != (kind,) or type(state) is not dict or items or pairs:
             return NotImplemented
-        return self._deferred(value, (_new, (kind,)), state, _update)
+        return self._deferred(value, (_new_object, (kind,)), state, _update_attributes)
 
     def _class(self, kind: type):
-        if not self._classes or not changed_classes.may_be(kind):
+        if not self._classes or not changed_classes.may_change(kind):
             return NotImplemented
-        state = changed_classes.state(kind, self._pickles)
-        self._changed.append((kind, changed_classes.set_state, state))
-        return changed_classes.imported, (kind.__module__, kind.__qualname__)
+        state = changed_classes.class_changes(kind, self._pickles)
+        self._changed.append((kind, changed_classes.apply_changes, state))
+        return changed_classes.import_class, (kind.__module__, kind.__qualname__)
 
     def _pickles(self, value) -> bool:
         """Whether a value can be written, and is smaller than data that a module reads at its import."""
@@ -199,15 +199,15 @@ class _Pickler(ray.cloudpickle.Pickler):
         return made
 
     def _numbered(self, value, state, setter):
-        return self._deferred(value, (_new, (type(value), self.sent.add(value))), state, setter)
+        return self._deferred(value, (_new_object, (type(value), self.sent.add(value))), state, setter)
 
     def _variable(self, value):
         state = _plain_state(value)
         state.pop("_value")
         basic = {name: state.pop(name) for name in _BASIC}
-        content = None if keras_objects.held_by(value) is None else self._content(value)
+        content = None if keras_objects.variable_of(value) is None else self._content(value)
         made = _new_variable, (type(value), self.sent.add(value), basic, content)
-        return self._deferred(value, made, state, _update)
+        return self._deferred(value, made, state, _update_attributes)
 
     def _tf_variable(self, value):
         basic = {
@@ -270,11 +270,11 @@ def _tracker_state(tracker) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------ at the reader
 
 
-def _new(kind, number: int | None = None):
-    return _came(kind.__new__(kind), number)
+def _new_object(kind, number: int | None = None):
+    return _received(kind.__new__(kind), number)
 
 
-def _came(value, number: int | None):
+def _received(value, number: int | None):
     if number is not None:
         objects = _reading.sent.objects
         objects.extend([None] * (number + 1 - len(objects)))
@@ -289,11 +289,11 @@ def _new_variable(kind, number, basic, content):
     vars(value).update(_overwrite_with_gradient=False, _layout=None)
     if content is not None:
         keras_objects.initialize(value, _content_of(number, content))
-    return _came(value, number)
+    return _received(value, number)
 
 
 def _new_tf_variable(number, basic, content):
-    return _came(tf.Variable(_content_of(number, content), **basic), number)
+    return _received(tf.Variable(_content_of(number, content), **basic), number)
 
 
 def _content_of(number, content) -> np.ndarray:
@@ -301,7 +301,7 @@ def _content_of(number, content) -> np.ndarray:
     return np.array(value)  # TensorFlow may modify its argument in place, and this may be in Ray's store
 
 
-def _update(value, state) -> None:
+def _update_attributes(value, state) -> None:
     vars(value).update(state)
 
 
@@ -372,7 +372,7 @@ def _set_tracked(made, state) -> None:
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, file, known: Sent | None):
+    def __init__(self, file, known: ObjectTable | None):
         super().__init__(file)
         self._known = known
 
@@ -391,7 +391,7 @@ class _Unpickler(pickle.Unpickler):
 # ------------------------------------------------------------------------------------------ for both
 
 
-def write(value, known: Sent | None = None, classes: bool = True) -> tuple[bytes, Sent]:
+def serialize(value, known: ObjectTable | None = None, classes: bool = True) -> tuple[bytes, ObjectTable]:
     """Returns (the bytes of an object without its variables' values, the objects in it).
 
     Args:
@@ -405,8 +405,10 @@ def write(value, known: Sent | None = None, classes: bool = True) -> tuple[bytes
     return file.getvalue(), pickler.sent
 
 
-def read(data: bytes, values: dict[int, np.ndarray] | None = None, known: Sent | None = None) -> tuple[Any, Sent]:
-    """Reads the output of `write` in the scope of the current strategy. Returns the value and the objects in it.
+def deserialize(
+    data: bytes, values: dict[int, np.ndarray] | None = None, known: ObjectTable | None = None
+) -> tuple[Any, ObjectTable]:
+    """Reads the output of `serialize` in the scope of the current strategy. Returns the value and the objects in it.
 
     Args:
         data: The bytes.
@@ -414,7 +416,7 @@ def read(data: bytes, values: dict[int, np.ndarray] | None = None, known: Sent |
         known: The reader's objects.
     """
     outer = dict(vars(_reading))
-    vars(_reading).update(sent=Sent(), values=values or {}, after=[])
+    vars(_reading).update(sent=ObjectTable(), values=values or {}, after=[])
     try:
         value = _Unpickler(io.BytesIO(data), known).read()
         for finish in _reading.after:
@@ -425,36 +427,36 @@ def read(data: bytes, values: dict[int, np.ndarray] | None = None, known: Sent |
         vars(_reading).update(outer)
 
 
-def write_named(values: Sequence[tuple[str, Any]], known: Sent | None = None) -> tuple[bytes, Sent]:
+def serialize_named(values: Sequence[tuple[str, Any]], known: ObjectTable | None = None) -> tuple[bytes, ObjectTable]:
     """Writes a list of named values.
 
     Raises:
         ConfigError: One of them does not pickle; it is named.
     """
     try:
-        return write([value for _, value in values], known)
+        return serialize([value for _, value in values], known)
     except Exception as whole:
         for name, value in values:
             try:
-                write(value, known)
+                serialize(value, known)
             except Exception as error:
                 culprit = _culprit(value, known)
                 raise ConfigError(
                     "The model and the callbacks are sent to the workers, so all of them must pickle",
-                    f"{name}{culprit} ({in_a_line(error)})",
+                    f"{name}{culprit} ({one_line(error)})",
                     "Make what does not pickle (locks, files, connections, generators) where it is used, for example "
                     "in on_train_begin",
                 ) from error
         raise whole
 
 
-def _culprit(value, known: Sent | None) -> str:
+def _culprit(value, known: ObjectTable | None) -> str:
     """Returns " with its attribute 'name'" if a single attribute is to blame, else ""."""
     for name, part in getattr(value, "__dict__", {}).items():
         if name in (*_ANEW, *_ANEW_OF_LAYERS, *_ANEW_OF_MODELS, *_OF_A_TRAINING):
             continue
         try:
-            write(part, known)
+            serialize(part, known)
         except Exception:
             return f" with its attribute {name!r}"
     return ""
@@ -463,7 +465,7 @@ def _culprit(value, known: Sent | None) -> str:
 # ------------------------------------------------------------------------------------------ callbacks
 
 
-def write_attributes(callbacks: Sequence, known: Sent) -> tuple[list[dict[str, bytes]], list[str]]:
+def serialize_attributes(callbacks: Sequence, known: ObjectTable) -> tuple[list[dict[str, bytes]], list[str]]:
     """Returns (the attributes of each callback, as bytes; names of the user's own that do not pickle)."""
     results, lost = [], []
     for callback in callbacks:
@@ -472,7 +474,7 @@ def write_attributes(callbacks: Sequence, known: Sent) -> tuple[list[dict[str, b
             if name in _OF_A_TRAINING:
                 continue
             try:
-                attributes[name] = write(value, known, classes=False)[0]
+                attributes[name] = serialize(value, known, classes=False)[0]
             except Exception:
                 if not type(callback).__module__.startswith("keras."):  # Keras's files and writers are not transferable
                     lost.append(f"{type(callback).__name__}.{name}")
@@ -480,33 +482,33 @@ def write_attributes(callbacks: Sequence, known: Sent) -> tuple[list[dict[str, b
     return results, lost
 
 
-def read_attributes(callbacks: Sequence, attributes: Sequence[dict[str, bytes]], known: Sent) -> None:
+def apply_attributes(callbacks: Sequence, attributes: Sequence[dict[str, bytes]], known: ObjectTable) -> None:
     """Sets the callbacks' attributes to those of their copies."""
     for callback, own_attributes in zip(callbacks, attributes, strict=True):
         for name, data in own_attributes.items():
             with contextlib.suppress(AttributeError):  # a property without a setter
-                vars(callback)[name] = read(data, known=known)[0]
+                vars(callback)[name] = deserialize(data, known=known)[0]
 
 
 # ------------------------------------------------------------------------------------------ Keras' settings
 
 
-def settings() -> dict[str, Any]:
+def global_settings() -> dict[str, Any]:
     """Returns the global settings of Keras and TensorFlow that a model depends on."""
     return {
         "floatx": keras.config.floatx(),
         "epsilon": keras.config.epsilon(),
         "image_data_format": keras.config.image_data_format(),
-        "dtype_policy": write(keras.config.dtype_policy())[0],
+        "dtype_policy": serialize(keras.config.dtype_policy())[0],
         "eager": tf.config.functions_run_eagerly(),
         "recursion": sys.getrecursionlimit(),
     }
 
 
 def apply_settings(given: dict[str, Any]) -> None:
-    """Applies the result of `settings` in another process."""
+    """Applies the result of `global_settings` in another process."""
     for name in ("floatx", "epsilon", "image_data_format"):
         getattr(keras.config, f"set_{name}")(given[name])
-    keras.config.set_dtype_policy(read(given["dtype_policy"])[0])
+    keras.config.set_dtype_policy(deserialize(given["dtype_policy"])[0])
     tf.config.run_functions_eagerly(given["eager"])
     sys.setrecursionlimit(max(sys.getrecursionlimit(), given["recursion"]))  # Keras itself descends into deep models

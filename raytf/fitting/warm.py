@@ -24,10 +24,10 @@ from raytf.errors import first_line
 from raytf.events import Kind, RunEvent
 from raytf.fitting.fit_worker import FitWorker
 from raytf.runtime import connection
-from raytf.runtime.answers import NoAnswerError, collect
+from raytf.runtime.answers import NoAnswerError, collect_answers
 from raytf.runtime.processes import worker_environment
 from raytf.runtime.reservation import Reservation
-from raytf.runtime.resources import per_worker
+from raytf.runtime.resources import resources_per_worker
 from raytf.train.worker_group import WorkerGroup, WorkerGroupLostError
 
 logger = logs.get_logger(__name__)
@@ -39,7 +39,7 @@ _LOOK_INTERVAL = 0.5
 _WAITING = ("PENDING", "RESCHEDULING")
 
 
-class Group:
+class WarmGroup:
     """Workers, and their resources in the cluster.
 
     Args:
@@ -56,7 +56,7 @@ class Group:
         self.proven: set[str] = set()
         self._warned = Entries("warned")
         self._reservation = Reservation({}, cleaned=True)
-        workers, per_bundle = scaling_config.num_workers, per_worker(scaling_config)
+        workers, per_bundle = scaling_config.num_workers, resources_per_worker(scaling_config)
         selectors = label_selectors(scaling_config, workers)
         self._reservation.take(workers, per_bundle, scaling_config.placement_strategy, selectors)
         try:
@@ -71,7 +71,7 @@ class Group:
     def answers(self) -> bool:
         """Whether all workers are alive."""
         try:
-            collect(
+            collect_answers(
                 [w.__ray_ready__.remote() for w in self.worker_group.actors],
                 timeouts.get().idle_answer,
                 "idle workers",
@@ -112,17 +112,17 @@ def _session() -> str:
     return f"{ray.get_runtime_context().gcs_address} {ray.get_runtime_context().get_worker_id()}"
 
 
-class _Shelf:
+class _IdleGroup:
     """Holds the group while it is idle."""
 
     def __init__(self):
         self._lock = threading.Lock()
-        self._group: Group | None = None
+        self._group: WarmGroup | None = None
         self._session = ""
         self._since = 0.0
         self._watch: threading.Thread | None = None
 
-    def take(self) -> Group | None:
+    def take(self) -> WarmGroup | None:
         """Removes and returns the group; None if no live one is stored."""
         with self._lock:
             group, self._group = self._group, None
@@ -130,7 +130,7 @@ class _Shelf:
                 return group
             return None
 
-    def put(self, group: Group) -> None:
+    def put(self, group: WarmGroup) -> None:
         with self._lock:
             self._group, self._session, self._since = group, _session(), time.monotonic()
             if self._watch is None or not self._watch.is_alive():
@@ -153,14 +153,14 @@ class _Shelf:
                     return
                 late = time.monotonic() - self._since > _IDLE_INTERVAL
             try:
-                if late or not ray.is_initialized() or wanted():
+                if late or not ray.is_initialized() or is_wanted():
                     self.clear()
             except Exception as error:  # the cluster has gone, and the group with it
                 logger.debug("idle workers: %s", error)
                 self.clear()
 
 
-def wanted() -> bool:
+def is_wanted() -> bool:
     """Whether anything in the cluster waits for resources: a task, an actor, or a placement group of any driver.
 
     Placement groups are checked separately: Ray's reported load may omit those that it has tried in vain.
@@ -171,45 +171,45 @@ def wanted() -> bool:
     return any(group["state"] in _WAITING for group in placement_group_table().values())
 
 
-_shelf = _Shelf()
+_idle = _IdleGroup()
 
 
-def take(scaling_config, run_config, setup) -> Group:
+def take_group(scaling_config, run_config, setup) -> WarmGroup:
     """Returns the workers of the last call if they match, or new ones.
 
     Args:
         scaling_config, run_config, setup: Configs of the workers.
     """
-    group = _shelf.take()
+    group = _idle.take()
     if group is not None and group.key == _key(scaling_config, run_config, setup) and group.answers():
         return group
     if group is not None:
         group.close()
-    return Group(scaling_config, run_config, setup)
+    return WarmGroup(scaling_config, run_config, setup)
 
 
-def give_back(group: Group) -> None:
+def keep_group(group: WarmGroup) -> None:
     """Keeps idle workers, unless their memory has grown too much."""
     try:
         outgrown = group.worker_group.outgrown()
     except WorkerGroupLostError as error:
         outgrown = first_line(error)
     if outgrown is None:
-        _shelf.put(group)
+        _idle.put(group)
     else:
         events.emit(RunEvent(kind=Kind.WORKERS_RENEWED, why=outgrown, more="take the next call"))
         group.close()
 
 
-def end() -> None:
+def end_group() -> None:
     """Ends the kept workers."""
-    _shelf.clear()
+    _idle.clear()
 
 
-def there() -> bool:
+def has_group() -> bool:
     """Whether workers of an earlier call are kept."""
-    return _shelf._group is not None
+    return _idle._group is not None
 
 
-atexit.register(end)
-connection.idle.append(end)
+atexit.register(end_group)
+connection.idle.append(end_group)

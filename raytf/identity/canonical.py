@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from raytf.compat.patching import patched
-from raytf.identity.config_keys import AccessTrackingConfig, codes, is_filled
+from raytf.identity.config_keys import AccessTrackingConfig, codes_of, is_filled
 
 # Longer lists and texts become a hash: a vocabulary, a table of constants.
 _LONGEST_LIST, _LONGEST_TEXT = 256, 256
@@ -34,7 +34,7 @@ _OF_THE_TRAINER = frozenset(("epochs", "batch_size", "num_workers"))
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 
-def described(value: Any, left_out: frozenset[str] = frozenset()) -> Any:
+def describe(value: Any, left_out: frozenset[str] = frozenset()) -> Any:
     """Returns a value as JSON: numbers and texts as they are, functions and objects by their distinguishing parts.
 
     Args:
@@ -99,7 +99,7 @@ def _without_sources():
         yield
 
 
-def number(value: float) -> Any:
+def fixed_number(value: float) -> Any:
     """Returns a number in float32 precision: float32 and float64 of one number are the same.
 
     Above 2**24, where float32 skips whole numbers, it keeps float64: two clocks of one minute must differ.
@@ -113,16 +113,16 @@ def number(value: float) -> Any:
     return float(str(np.float32(value)))
 
 
-def shortened(values: list, longest: int = _LONGEST_LIST) -> Any:
+def shorten(values: list, longest: int = _LONGEST_LIST) -> Any:
     """Returns a list, or its length and hash if it is long."""
-    return values if len(values) <= longest else f"{len(values)} values, {hashed(dumped(values))}"
+    return values if len(values) <= longest else f"{len(values)} values, {hash_value(dump(values))}"
 
 
-def dumped(value: Any) -> str:
+def dump(value: Any) -> str:
     return json.dumps(value, sort_keys=True)
 
 
-def hashed(value: str | bytes) -> str:
+def hash_value(value: str | bytes) -> str:
     return hashlib.blake2b(value.encode() if isinstance(value, str) else value, digest_size=8).hexdigest()
 
 
@@ -189,12 +189,12 @@ class _Describer:
         if isinstance(value, int):
             return int(value)
         if isinstance(value, float):
-            return number(value)
+            return fixed_number(value)
         if isinstance(value, str):
             value = _ADDRESS.sub("", value)
-            return str(value) if len(value) <= _LONGEST_TEXT else f"{len(value)} characters, {hashed(value)}"
+            return str(value) if len(value) <= _LONGEST_TEXT else f"{len(value)} characters, {hash_value(value)}"
         if isinstance(value, (bytes, bytearray)):
-            return f"{len(value)} bytes, {hashed(bytes(value))}"
+            return f"{len(value)} bytes, {hash_value(bytes(value))}"
         if isinstance(value, np.generic):
             return self.of(value.item(), depth)
         if isinstance(value, np.ndarray):
@@ -209,16 +209,16 @@ class _Describer:
         """Returns an array's numbers, or dtype, shape and a hash if there are many."""
         if value.size <= 16 and value.dtype.kind in "biuf":
             return self.of(value.tolist(), depth)
-        raw = dumped(self.of(value.tolist(), depth)) if value.dtype.hasobject else np.ascontiguousarray(value).tobytes()
-        return f"{value.dtype}{list(value.shape)}, {hashed(raw)}"
+        raw = dump(self.of(value.tolist(), depth)) if value.dtype.hasobject else np.ascontiguousarray(value).tobytes()
+        return f"{value.dtype}{list(value.shape)}, {hash_value(raw)}"
 
     def _container(self, value: Any, depth: int) -> Any:
         if isinstance(value, Mapping):
             return self._dict(value, depth)
         if isinstance(value, (list, tuple)):
-            return shortened([self.of(part, depth) for part in value])
+            return shorten([self.of(part, depth) for part in value])
         if isinstance(value, (set, frozenset)):
-            return shortened(sorted((self.of(part, depth) for part in value), key=dumped))
+            return shorten(sorted((self.of(part, depth) for part in value), key=dump))
         if isinstance(value, functools.partial):
             keywords = {str(k): self.of(v, depth) for k, v in value.keywords.items()}
             return {"partial": self.of(value.func, depth), "args": self.of(value.args, depth), **keywords}
@@ -268,7 +268,7 @@ class _Describer:
                 for name, value in _read(function):
                     reads.setdefault(name, self.of(value, depth))
         parts = [[name, _instructions(function.__code__)] for name, function in sorted(functions.items())]
-        code = f"{sys.version_info.major}.{sys.version_info.minor} {hashed(dumped(parts))}"
+        code = f"{sys.version_info.major}.{sys.version_info.minor} {hash_value(dump(parts))}"
         return {"code": code, **({"reads": reads} if reads else {})}
 
     def class_code(self, kind: type, depth: int) -> dict[str, Any]:
@@ -310,7 +310,7 @@ class _Describer:
 def _read(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
     """Yields (name, value) of a function's defaults, and of variables of its closure and module that it only reads."""
     code, spaces = function.__code__, function.__globals__
-    steps = [step for inner in codes(code) for step in dis.get_instructions(inner)]
+    steps = [step for inner in codes_of(code) for step in dis.get_instructions(inner)]
     changed = {step.argval for step in steps if step.opname in ("STORE_GLOBAL", "STORE_DEREF")} - set(code.co_cellvars)
     names = code.co_varnames[: code.co_argcount]
     defaults = function.__defaults__ or ()
@@ -339,6 +339,6 @@ def _constant(value: Any) -> Any:
         return _instructions(value)
     if isinstance(value, (tuple, frozenset)):
         parts = [_constant(part) for part in value]
-        return parts if isinstance(value, tuple) else sorted(parts, key=dumped)
+        return parts if isinstance(value, tuple) else sorted(parts, key=dump)
     # the outer names in a qualified name change when a function is moved
     return value.rpartition("<locals>.")[2] if isinstance(value, str) else repr(value)

@@ -75,7 +75,7 @@ for _name in ("__iter__", "__reversed__", "__or__", "__ror__", "__eq__", "keys",
     setattr(AccessTrackingConfig, _name, _reads_all(_name))
 
 
-def unread(
+def unread_keys(
     names: Collection[str], noted: AccessTrackingConfig, functions: Collection[Callable], references: int
 ) -> dict[str, str]:
     """Returns those of `names` that were not read, each with a similar key that was requested, or "".
@@ -93,7 +93,7 @@ def unread(
     asked = {*noted.read, *noted.defaults, *noted.missing} - set(names) | {"batch_size", "epochs"}
     unread_names = lambda: [] if noted.whole else sorted(set(names) - noted.read)
     for function in functions:
-        noted.read |= mentioned(function).intersection(dict.keys(noted)) if unread_names() else set()
+        noted.read |= mentioned_keys(function).intersection(dict.keys(noted)) if unread_names() else set()
     kept = [_quiet(function)(noted) for function in list(functions)[1:] if unread_names()]
     if unread_names():
         gc.collect()
@@ -104,8 +104,8 @@ def unread(
     return {name: next(iter(matches), "") for name, matches in close.items()}
 
 
-def warning(unread: Mapping[str, str]) -> str:
-    """Returns the warning about keys that were not read, see `unread`."""
+def unread_warning(unread: Mapping[str, str]) -> str:
+    """Returns the warning about keys that were not read, see `unread_keys`."""
     hints = {name: f" (did you mean {close!r}?)" if close else "" for name, close in unread.items()}
     keys = ", ".join(f"config[{name!r}]{hint}" for name, hint in hints.items())
     return f"Nothing read {keys} when the model was tried. Is a key misspelt?"
@@ -123,7 +123,7 @@ def _quiet(callbacks: Callable) -> Callable:
     return call
 
 
-def mentioned(function: Callable) -> set[str]:
+def mentioned_keys(function: Callable) -> set[str]:
     """Returns the string constants of a function, and of the functions and classes of its package that it names."""
     constants: set[str] = set()
     seen: set[int] = set()
@@ -137,7 +137,7 @@ def mentioned(function: Callable) -> set[str]:
         if isinstance(value, type):
             waiting += vars(value).values()
             continue
-        inner = list(codes(value.__code__))
+        inner = list(codes_of(value.__code__))
         constants |= {const for code in inner for const in _strings(code.co_consts)}
         waiting += [value.__globals__[n] for code in inner for n in code.co_names if n in value.__globals__]
         waiting += [cell.cell_contents for cell in value.__closure__ or () if is_filled(cell)]
@@ -145,12 +145,12 @@ def mentioned(function: Callable) -> set[str]:
     return constants
 
 
-def codes(code: CodeType) -> Iterator[CodeType]:
+def codes_of(code: CodeType) -> Iterator[CodeType]:
     """Yields the code of a function, and of those that are defined in it."""
     yield code
     for const in code.co_consts:
         if isinstance(const, CodeType):
-            yield from codes(const)
+            yield from codes_of(const)
 
 
 def is_filled(cell) -> bool:
@@ -186,7 +186,7 @@ _PLAIN = (ast.Assign, ast.AnnAssign, ast.Expr, ast.Return, ast.Import, ast.Impor
 _MAYBE = (ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp, ast.IfExp, ast.BoolOp)
 
 
-def required(function: Callable) -> dict[str, int]:
+def required_keys(function: Callable) -> dict[str, int]:
     """Returns the keys that a function of a config reads unconditionally at its beginning, and their lines.
 
     It parses plain statements up to the first branch, or the first use of the config except `config[key]` and

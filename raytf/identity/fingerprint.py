@@ -24,9 +24,9 @@ from raytf import timeouts
 from raytf.compat import keras_objects, ray_data
 from raytf.data.columns import flat
 from raytf.data.stored import as_table
-from raytf.identity.canonical import arguments_of, class_code, config_of, described, dumped, hashed, shortened
+from raytf.identity.canonical import arguments_of, class_code, config_of, describe, dump, hash_value, shorten
 from raytf.parallel import model_optimizers
-from raytf.runtime.answers import collect
+from raytf.runtime.answers import collect_answers
 
 _MOST_LAYERS = 2000
 # Keys of a layer's config that do not affect its computation, or belong to the trainer.
@@ -46,7 +46,7 @@ _ODD = 0x9E3779B97F4A7C15
 # ----------------------------------------------------------------------------------------------- a model, its training
 
 
-def of_model(model) -> dict[str, Any]:
+def model_fingerprint(model) -> dict[str, Any]:
     """Returns the description of a compiled and built model, and of its training.
 
     Args:
@@ -63,9 +63,9 @@ def of_model(model) -> dict[str, Any]:
     training = ("loss", "loss_weights", "metrics", "weighted_metrics")
     return {
         "keras": keras.__version__,
-        "model": {**_layer(model), "layers": shortened(layers, _MOST_LAYERS), "weights": shortened(weights)},
+        "model": {**_layer(model), "layers": shorten(layers, _MOST_LAYERS), "weights": shorten(weights)},
         "optimizers": {name: _optimizer(optimizer) for name, optimizer in model_optimizers.of(model).items()},
-        **{name: described(compiled.get(name)) for name in training},
+        **{name: describe(compiled.get(name)) for name in training},
     }
 
 
@@ -84,7 +84,7 @@ def _layer(layer) -> dict[str, Any]:
         if is_default(layer.get_config):
             arguments |= {k: v for k, v in config.items() if k not in ("dtype", "trainable")}
             config = {k: config[k] for k in ("dtype", "trainable") if k in config}
-        description |= {"config": described(config, _LEFT_OUT), "arguments": described(arguments, _LEFT_OUT)}
+        description |= {"config": describe(config, _LEFT_OUT), "arguments": describe(arguments, _LEFT_OUT)}
     return description | class_code(type(layer))
 
 
@@ -108,7 +108,7 @@ def _graph(model) -> str | None:
             return {str(k): argument(v) for k, v in value.items()}
         if isinstance(value, (list, tuple)):
             return [argument(part) for part in value]
-        return described(value, _LEFT_OUT)
+        return describe(value, _LEFT_OUT)
 
     parts = []
     for operation in operations:
@@ -118,10 +118,10 @@ def _graph(model) -> str | None:
             if make_node_key(operation, i) in nodes
         ]
         is_layer = isinstance(operation, (keras.Layer, Functional))
-        config = None if is_layer else described(config_of(operation), _LEFT_OUT)
+        config = None if is_layer else describe(config_of(operation), _LEFT_OUT)
         parts.append([type(operation).__name__, own, config])
     ends = [[argument(t) for t in tensors] for tensors in (model.inputs, model.outputs)]
-    return hashed(dumped([parts, ends]))
+    return hash_value(dump([parts, ends]))
 
 
 def _optimizer(optimizer) -> dict[str, Any]:
@@ -131,8 +131,8 @@ def _optimizer(optimizer) -> dict[str, Any]:
         config = config | {"learning_rate": keras_objects.rate_of(optimizer)}
     description = {
         "class": type(optimizer).__name__,
-        "config": described(config, _LEFT_OUT | {"inner_optimizer", "jit_compile"}),
-        "slots": shortened([_shape(v) for v in optimizer.variables]),
+        "config": describe(config, _LEFT_OUT | {"inner_optimizer", "jit_compile"}),
+        "slots": shorten([_shape(v) for v in optimizer.variables]),
         **class_code(type(optimizer)),
     }
     return description | ({"inner": _optimizer(inner)} if inner is not None else {})
@@ -157,7 +157,7 @@ def types_of(block, *specs) -> dict[str, str]:
     return {name: str(schema.field(name).type).replace("large_", "") for name in names}
 
 
-def of_dataset(dataset, rows: int) -> dict[str, Any]:
+def dataset_fingerprint(dataset, rows: int) -> dict[str, Any]:
     """Returns the parts of a `ray.data.Dataset` that are cheap to read: its rows, sources and operations.
 
     Args:
@@ -177,10 +177,10 @@ def of_dataset(dataset, rows: int) -> dict[str, Any]:
     }
 
 
-def of_pipeline(source) -> dict[str, Any]:
+def pipeline_fingerprint(source) -> dict[str, Any]:
     """Returns the same for a `raytf.TFData`: its function with the values that it reads, without files."""
     names = ("make_dataset", "shards_itself", "rows", "steps_per_epoch", "class_weight")
-    description = {name: described(getattr(source, name)) for name in names}
+    description = {name: describe(getattr(source, name)) for name in names}
     return {"rows": 0, "sources": [], "operations": [description]}
 
 
@@ -189,7 +189,7 @@ def _operation(operator) -> dict[str, Any]:
     for name in ("fn", "fn_args", "fn_kwargs", "fn_constructor_args", "fn_constructor_kwargs", "limit", "key", "seed"):
         value = getattr(operator, name, None)
         if value is not None and not isinstance(value, types.MethodType):
-            description[name] = described(value)
+            description[name] = describe(value)
     return description
 
 
@@ -232,8 +232,8 @@ def _files(filesystem, files: list[tuple[str, str, int]]) -> dict[str, Any]:
 
     chosen = sorted({i * (len(files) - 1) // max(1, _TAILS - 1) for i in range(_TAILS)}) if files else []
     with ThreadPoolExecutor(_TAILS) as pool:
-        tails = list(pool.map(lambda i: hashed(tail(*files[i][1:])), chosen))
-    content = hashed(dumped([[[name, size] for name, _, size in files], tails]))
+        tails = list(pool.map(lambda i: hash_value(tail(*files[i][1:])), chosen))
+    content = hash_value(dump([[[name, size] for name, _, size in files], tails]))
     return {"files": len(files), "bytes": sum(size for *_, size in files), "content": content}
 
 
@@ -257,7 +257,7 @@ def _in_memory(operator) -> dict[str, Any]:
         for i in range(0, len(work), _DIGESTS_AT_ONCE):
             refs = [remote.remote(*arguments) for arguments in work[i : i + _DIGESTS_AT_ONCE]]
             names = [f"block {i + j}" for j in range(len(refs))]
-            digests += collect(refs, timeouts.get().digest, "digests of the data in memory", names=names)
+            digests += collect_answers(refs, timeouts.get().digest, "digests of the data in memory", names=names)
     return {"content": content_of(digests)}
 
 
@@ -273,12 +273,12 @@ def stride_of(size: int) -> int:
 def content_of(digests: list[dict[str, int]]) -> str:
     """Returns a hash of all rows, from the digests of their blocks."""
     columns = sorted({name for digest_of_block in digests for name in digest_of_block})
-    return hashed(
-        dumped([[name, sum(digest_of_block.get(name, 0) for digest_of_block in digests) % 2**64] for name in columns])
+    return hash_value(
+        dump([[name, sum(digest_of_block.get(name, 0) for digest_of_block in digests) % 2**64] for name in columns])
     )
 
 
-def of_table(table: pa.Table) -> str:
+def table_fingerprint(table: pa.Table) -> str:
     """Returns a hash of the rows of a table."""
     return content_of([digest(table, 0, stride_of(table.nbytes))])
 
@@ -330,15 +330,15 @@ def _sum(array: pa.Array, numbers: np.ndarray) -> int:
     return int(bits.sum(dtype=np.uint64))
 
 
-def of_columns(spec) -> Any:
+def columns_fingerprint(spec) -> Any:
     """Returns the columns of `features`, `labels` or `sample_weights`, parsed."""
     if spec is None:
         return None
     if isinstance(spec, Mapping):
-        return {name: of_columns(part) for name, part in spec.items()}
+        return {name: columns_fingerprint(part) for name, part in spec.items()}
     usual = {field.name: field.default for field in dataclasses.fields(spec.parts[0])}
     parts = []
     for part in spec.parts:
         changed = {k: v for k, v in dataclasses.asdict(part).items() if k == "name" or v != usual[k]}
-        parts.append(part.name if set(changed) == {"name"} else described(changed))
+        parts.append(part.name if set(changed) == {"name"} else describe(changed))
     return {"stacked": parts} if spec.stacked else parts[0]

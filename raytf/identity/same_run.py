@@ -41,7 +41,7 @@ class Difference(NamedTuple):
     values: tuple[str, str] = ("", "")
 
 
-def check(was: Mapping[str, Any], now: Mapping[str, Any], resume: str | bool, name: str) -> None:
+def check_same_run(was: Mapping[str, Any], now: Mapping[str, Any], resume: str | bool, name: str) -> None:
     """Warns of differences, or raises.
 
     Args:
@@ -59,12 +59,12 @@ def check(was: Mapping[str, Any], now: Mapping[str, Any], resume: str | bool, na
             "asked for: layers, weights, optimizer, columns, seed, batch size and number of rows",
             stacklevel=3,
         )
-    differences = compare(was, now)
+    differences = find_differences(was, now)
     refused = [difference for difference in differences if difference.refused]
     if refused:
         raise ConfigError(
             "A run resumes with the model and the optimizer of its checkpoints",
-            f"{name!r} with {shown(refused)}",
+            f"{name!r} with {describe_differences(refused)}",
             "Use resume=False to start from scratch, or choose another name",
         )
     if not differences:
@@ -72,14 +72,14 @@ def check(was: Mapping[str, Any], now: Mapping[str, Any], resume: str | bool, na
     if resume == "auto":
         raise ConfigError(
             'With resume="auto" a run resumes if it is the same run',
-            f"{name!r} with {shown(differences)}",
+            f"{name!r} with {describe_differences(differences)}",
             "Use resume=True (--resume true) to resume with what is new, resume=False to start from scratch, or "
             "another name",
         )
-    warnings.warn(f"{name}: resumes with {shown(differences)}", stacklevel=3)
+    warnings.warn(f"{name}: resumes with {describe_differences(differences)}", stacklevel=3)
 
 
-def shown(found: list[Difference]) -> str:
+def describe_differences(found: list[Difference]) -> str:
     """Returns the differences as a clause, the first few by name; "" if there are none."""
     texts = list(dict.fromkeys(difference.text for difference in found))
     more = f"; and {len(texts) - _SHOWN} more" if len(texts) > _SHOWN else ""
@@ -108,7 +108,7 @@ def _rate(optimizer: Mapping[str, Any]) -> Any:
     return _rate(optimizer["inner"]) if "inner" in optimizer else optimizer["config"]["learning_rate"]
 
 
-def compare(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[Difference]:
+def find_differences(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[Difference]:
     """Returns the differences between two identities; those that prevent resuming are first."""
     if was.get("version") != now.get("version"):
         was, now = _in_common(was), _in_common(now)
@@ -274,10 +274,10 @@ def _hashes(was: str | None, now: str | None, path: tuple[str, ...], refused) ->
     """Compares hashes; those of code from two versions of Python are not compared."""
     if was == now or (was and now and was.rpartition(" ")[0] != now.rpartition(" ")[0]):
         return []
-    return [Difference(_HASHES[path[-1]].format(_place(path[:-1])), refused(path))]
+    return [Difference(_HASHES[path[-1]].format(_location(path[:-1])), refused(path))]
 
 
-def _place(path: tuple[str, ...]) -> str:
+def _location(path: tuple[str, ...]) -> str:
     return " ".join(part for part in path if part not in ("config", "arguments", "reads"))
 
 
@@ -286,7 +286,7 @@ def _difference(path: tuple[str, ...], was: Any, now: Any, refused: bool) -> Dif
     if values[0] == values[1]:
         values = _value(now, digits=9), _value(was, digits=9)
     same = values[0] == values[1]
-    text = f"other values of {_place(path)}" if same else f"{_place(path)} {values[0]}, was {values[1]}"
+    text = f"other values of {_location(path)}" if same else f"{_location(path)} {values[0]}, was {values[1]}"
     return Difference(text, bool(refused), ("", "") if same else (values[0].casefold(), values[1].casefold()))
 
 

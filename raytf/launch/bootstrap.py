@@ -61,14 +61,14 @@ def main(arguments: list[str]) -> None:
     """Runs the script as `__main__` until it ends."""
     order, script, *script_arguments = arguments
     order = BootOptions(**json.loads(order))
-    timeouts.put_in_force(Timeouts(**order.timeouts))
+    timeouts.set_current(Timeouts(**order.timeouts))
     ring.keep_token(os.read(order.alive, ring.TOKEN_BYTES))
     threading.Thread(target=_end_with, args=(order.alive,), daemon=True).start()
     threading.Thread(target=_answer, args=(order.asked,), daemon=True).start()
-    activity.here.train_here()
+    activity.tracker.train_here()
     if order.cores:
-        cores.adopt(order.cores)
-    if not legacy_keras.is_on():
+        cores.adopt_cores(order.cores)
+    if not legacy_keras.is_enabled():
         sys.meta_path.insert(0, _AfterImport(functools.partial(_prepare, tuple(order.ports))))
     sys.argv = [script, *script_arguments]
     sys.excepthook = _show
@@ -90,7 +90,7 @@ def _answer(asked: int) -> None:
     """Answers requests of one byte with a line of JSON: the training's snapshot, or its stack."""
     with socket.socket(fileno=asked) as parent, contextlib.suppress(OSError):  # the parent may have ended
         while question := parent.recv(1):
-            answer = activity.told() if question == TOLD else activity.stack()
+            answer = activity.snapshot() if question == TOLD else activity.stack()
             parent.sendall(json.dumps(answer).encode() + b"\n")
 
 

@@ -18,14 +18,14 @@ from ray.util.placement_group import placement_group, remove_placement_group
 
 from raytf import activity, timeouts
 from raytf.collectives import ring
-from raytf.errors import RaytfError, first_line, in_a_line
+from raytf.errors import RaytfError, first_line, one_line
 from raytf.launch.runner import BEAT_INTERVAL, TaskLocation, TaskRunner
 from raytf.launch.spec import LaunchSpec
 from raytf.runtime import cores, resources, roles, settings, shared_folders
-from raytf.runtime.answers import NoAnswerError, as_they_come, collect
-from raytf.runtime.connection import connect, located
+from raytf.runtime.answers import NoAnswerError, collect_answers, in_completion_order
+from raytf.runtime.connection import connect, resolve_address
 from raytf.runtime.hang_watch import HangWatch
-from raytf.runtime.roles import Exit, Task
+from raytf.runtime.roles import Task, TaskExit
 
 # Seconds between two checks for silent tasks. The pause of a driver that was itself stopped counts no more than twice
 # that.
@@ -38,7 +38,7 @@ _COLORS = ("cyan", "magenta", "green", "yellow", "blue", "red")
 _JOB_CONFIG = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 
 
-def run(script: LaunchSpec, address: str | None = None) -> int:
+def launch_script(script: LaunchSpec, address: str | None = None) -> int:
     """Runs a script on all tasks of its cluster until it has ended.
 
     Args:
@@ -55,13 +55,13 @@ def run(script: LaunchSpec, address: str | None = None) -> int:
     environment = _runtime_env(address)
     bundles = [script.bundle(task) for task in script.tasks()]
     connect(bundles, address, logging_level=logging.ERROR, log_to_driver=False, runtime_env=environment)
-    with _terminated() as signals:
+    with _sigterm_as_interrupt() as signals:
         cluster = ScriptCluster(script)
         try:
             return cluster.run()
         except KeyboardInterrupt:
             number = signals[0] if signals else signal.SIGINT
-            _say(f"stopped by {signal.Signals(number).name}; all processes are ended")
+            _print(f"stopped by {signal.Signals(number).name}; all processes are ended")
             return 128 + number
         finally:
             cluster.close()
@@ -69,13 +69,13 @@ def run(script: LaunchSpec, address: str | None = None) -> int:
 
 def _runtime_env(address: str | None) -> dict:
     jobs = json.loads(os.environ.get(_JOB_CONFIG, "{}")).get("runtime_env") or {}
-    if "working_dir" in jobs or located(address) is None:
+    if "working_dir" in jobs or resolve_address(address) is None:
         return {}  # the job has sent its folder, or Ray is started for this machine only
     return {"working_dir": os.getcwd(), "excludes": [".git", ".venv"]}
 
 
 @contextlib.contextmanager
-def _terminated() -> Iterator[list[int]]:
+def _sigterm_as_interrupt() -> Iterator[list[int]]:
     """Handles SIGTERM, as sent by `ray job stop`, as an interrupt; yields a list for its number."""
     signals: list[int] = []
 
@@ -128,7 +128,7 @@ class ScriptCluster:
             if self._restarts == self._script.max_restarts:
                 return exits[first].status
             self._restarts += 1
-            _say(f"restart {self._restarts} of {self._script.max_restarts}: all tasks")
+            _print(f"restart {self._restarts} of {self._script.max_restarts}: all tasks")
             if lost:
                 self.close()
             else:
@@ -138,7 +138,9 @@ class ScriptCluster:
         bundles = [self._script.bundle(task) for task in self._tasks]
         resources.check_bundles(bundles)
         self._group = placement_group(bundles, strategy="PACK")
-        say = _saying(lambda: f"waiting for the cluster's resources ({_needed(bundles)}): other work holds them")
+        say = _wait_reporter(
+            lambda: f"waiting for the cluster's resources ({_describe_needs(bundles)}): other work holds them"
+        )
         while not self._group.wait(_TICK_INTERVAL):
             if say():
                 resources.check_bundles(bundles)  # a node may be lost
@@ -148,14 +150,16 @@ class ScriptCluster:
     def _start(self, tasks: Sequence[Task]) -> None:
         """Starts tasks: all with new addresses, or one at its former address."""
         if len(tasks) == len(self._tasks):
-            folder = shared_folders.folder(os.getcwd())
+            folder = shared_folders.describe_folder(os.getcwd())
             wanted = timeouts.get(), self._script.listening(), self._script.to_claim()
             refs = [self._runners[task].reserve.remote(folder, *wanted) for task in tasks]
             locations = self._answers(tasks, refs, timeouts.get().process_start, "the start of its process")
             self._places = dict(zip(tasks, locations, strict=True))
             self._configs = roles.environment({task: location.address for task, location in self._places.items()})
             places = self._places.values()
-            agreed = cores.agreed([location.address for location in places], [location.claimed for location in places])
+            agreed = cores.agree_on_pinning(
+                [location.address for location in places], [location.claimed for location in places]
+            )
             self._pinned = dict(zip(self._places, agreed, strict=True))
             self._token = ring.new_token()
             self._tell_folders(folder.path)
@@ -186,14 +190,16 @@ class ScriptCluster:
         Raises:
             StartError, NoAnswerError: An actor failed, or did not answer.
         """
-        late = _saying(lambda: f"waiting for {_unready(tasks, refs)}: {what}", _PATIENCE_WITH_PROCESSES_INTERVAL)
-        return collect(
+        late = _wait_reporter(
+            lambda: f"waiting for {_unready_tasks(tasks, refs)}: {what}", _PATIENCE_WITH_PROCESSES_INTERVAL
+        )
+        return collect_answers(
             refs,
             seconds,
             what,
             names=[str(task) for task in tasks],
             look=late,
-            failure=lambda name, error: StartError(f"{name} did not start: {in_a_line(error)}"),
+            failure=lambda name, error: StartError(f"{name} did not start: {one_line(error)}"),
         )
 
     def _tell_folders(self, here: str) -> None:
@@ -201,7 +207,7 @@ class ScriptCluster:
         for task in self._places.values():
             if task.folder != here and task.host not in self._told:
                 self._told.add(task.host)
-                _say(
+                _print(
                     f"{task.host} does not see the current folder; the script runs there in a copy, {task.folder}, "
                     "and what it writes into it stays there"
                 )
@@ -225,14 +231,14 @@ class ScriptCluster:
         runners = [self._runners[task] for task in tasks]
 
         def execute(rank, function):
-            return runners[rank].told.remote() if function is activity.told else runners[rank].stack.remote()
+            return runners[rank].told.remote() if function is activity.snapshot else runners[rank].stack.remote()
 
         limit = self._script.hang_timeout
         first = max(limit, settings.FIRST_STEP_TIMEOUT)
         self._ranks = dict(enumerate(tasks))
         names = {rank: str(task) for rank, task in self._ranks.items()}
         self._hangs = HangWatch(
-            execute, places, limit, first, lambda event: _say(str(event)), names, through_others=True
+            execute, places, limit, first, lambda event: _print(str(event)), names, through_others=True
         )
         try:
             yield
@@ -240,7 +246,7 @@ class ScriptCluster:
             self._hangs.close()
             self._hangs = None
 
-    def _hanging(self, exits: Mapping[Task, Exit]) -> dict[Task, Exit]:
+    def _hanging(self, exits: Mapping[Task, TaskExit]) -> dict[Task, TaskExit]:
         """Returns tasks that end the run because they hang."""
         if self._hangs is None:
             return {}
@@ -249,17 +255,24 @@ class ScriptCluster:
                 self._hangs.over(rank)
         hanging = {self._ranks[rank]: error for rank, error in self._hangs.ended.items()}
         return {
-            task: Exit(-signal.SIGKILL, why=f"hangs: {error}") for task, error in hanging.items() if task not in exits
+            task: TaskExit(-signal.SIGKILL, why=f"hangs: {error}")
+            for task, error in hanging.items()
+            if task not in exits
         }
 
-    def _follow(self) -> tuple[dict[Task, Exit], bool]:
+    def _follow(self) -> tuple[dict[Task, TaskExit], bool]:
         """Prints the tasks' output until the run is decided; returns (exits in order, whether an actor was lost)."""
-        exits: dict[Task, Exit] = {}
+        exits: dict[Task, TaskExit] = {}
         lost, until = False, None
         while self._asked:
             for task, end, gone in self._hear():
                 lost = lost or gone
-                if end.code and not gone and roles.restarts_alone(task, self._tasks) and self._may_restart(task, end):
+                if (
+                    end.code
+                    and not gone
+                    and roles.can_restart_alone(task, self._tasks)
+                    and self._may_restart(task, end)
+                ):
                     self._start([task])
                 else:
                     exits[task] = end
@@ -272,22 +285,22 @@ class ScriptCluster:
                 if time.monotonic() >= until:
                     exits |= self._standing(exits)
                     break
-            elif roles.decides_end(self._tasks) <= exits.keys():
+            elif roles.ends_run(self._tasks) <= exits.keys():
                 break
         return exits, lost
 
-    def _may_restart(self, task: Task, end: Exit) -> bool:
+    def _may_restart(self, task: Task, end: TaskExit) -> bool:
         if self._restarts == self._script.max_restarts:
             return False
         self._restarts += 1
-        _say(f"{task} failed ({end.reason()}); restart {self._restarts} of {self._script.max_restarts}: it alone")
+        _print(f"{task} failed ({end.reason()}); restart {self._restarts} of {self._script.max_restarts}: it alone")
         return True
 
     def _ask(self, task: Task) -> None:
         self._asked[self._runners[task].follow.remote(self._numbers[task])] = task
         self._silent[task] = 0.0
 
-    def _hear(self) -> list[tuple[Task, Exit, bool]]:
+    def _hear(self) -> list[tuple[Task, TaskExit, bool]]:
         """Prints new output of tasks; returns (task, exit, whether its actor was lost) of those that have ended."""
         done, silent = [], list(self._asked)
         if silent:
@@ -310,16 +323,16 @@ class ScriptCluster:
                 del self._asked[ref]
                 self._lost.add(task)
                 why = f"its host {self._places[task].host}, or Ray's process there, gives no answer: frozen or gone"
-                ended.append((task, Exit(-signal.SIGKILL, why=why), True))
+                ended.append((task, TaskExit(-signal.SIGKILL, why=why), True))
         return ended
 
-    def _show(self, task: Task, ref) -> tuple[Exit | None, bool]:
+    def _show(self, task: Task, ref) -> tuple[TaskExit | None, bool]:
         """Prints new output; returns (exit of the task, or None; whether its actor was lost)."""
         try:
             events = ray.get(ref)
         except RayActorError as error:
             why = f"its host {self._places[task].host}, or Ray's process there, was lost: {first_line(error)}"
-            return Exit(-signal.SIGKILL, why=why), True
+            return TaskExit(-signal.SIGKILL, why=why), True
         for kind, value in events:
             if kind == "exit":
                 return value, False
@@ -329,45 +342,47 @@ class ScriptCluster:
                 click.echo(f"{name} {value}", err=kind == "stderr")
         return None, False
 
-    def _standing(self, exits: Mapping[Task, Exit]) -> dict[Task, Exit]:
+    def _standing(self, exits: Mapping[Task, TaskExit]) -> dict[Task, TaskExit]:
         """Returns tasks whose process is stopped now: others may fail before the stop has lasted long enough."""
         refs = [self._runners[task].stands.remote() for task in self._tasks if task not in exits]
         tasks = [task for task in self._tasks if task not in exits]
         exits_of = {}
         with contextlib.suppress(NoAnswerError):
-            for index, ref in as_they_come(refs, timeouts.get().task_cause, "whether their processes are stopped"):
+            for index, ref in in_completion_order(
+                refs, timeouts.get().task_cause, "whether their processes are stopped"
+            ):
                 with contextlib.suppress(RayActorError):
                     if (end := ray.get(ref)) is not None:
                         exits_of[tasks[index]] = end
         return exits_of
 
-    def _explain(self, first: Task, exits: Mapping[Task, Exit]) -> None:
+    def _explain(self, first: Task, exits: Mapping[Task, TaskExit]) -> None:
         ended = [str(task) for task, end in exits.items() if not end.code]
         if exits[first].is_consequence() and ended:
-            _say(
+            _print(
                 f"{', '.join(ended)} ended while others continued; every worker must make the same number of steps. "
                 f"{first} then failed: {exits[first].reason()}"
             )
         else:
-            _say(f"{first} failed first: {exits[first].reason()}")
+            _print(f"{first} failed first: {exits[first].reason()}")
         if self._script.quiet and first != self._tasks[0] and exits[first].error:
             click.echo(exits[first].error, err=True)
 
-    def _end(self, exits: Mapping[Task, Exit]) -> None:
+    def _end(self, exits: Mapping[Task, TaskExit]) -> None:
         """Ends the tasks that wait forever; an evaluator may continue for a while, with its output shown."""
         waiting = {task for task in self._tasks if task not in exits}
         evaluators = {task for task in waiting if task.role == "evaluator"}
         self._tell_to_stop(waiting - evaluators)
         for task, end in self._hear_out(evaluators, timeouts.get().last_evaluation).items():
             if end.code:
-                _say(f"{task} failed after the end of the training: {end.reason()}")
+                _print(f"{task} failed after the end of the training: {end.reason()}")
             evaluators.discard(task)
         for task in evaluators:
-            _say(f"{task} is ended, {timeouts.get().last_evaluation:g} s after the training")
+            _print(f"{task} is ended, {timeouts.get().last_evaluation:g} s after the training")
         self._tell_to_stop(evaluators)
         self._hear_out(waiting, 2 * timeouts.get().script_grace)
 
-    def _hear_out(self, tasks: set[Task], seconds: float) -> dict[Task, Exit]:
+    def _hear_out(self, tasks: set[Task], seconds: float) -> dict[Task, TaskExit]:
         """Prints the output of tasks until they have ended, or for some seconds; returns their exits."""
         until, exits = time.monotonic() + seconds, {}
         while tasks & set(self._asked.values()) and time.monotonic() < until:
@@ -381,7 +396,7 @@ class ScriptCluster:
 
     def _stop(self, tasks: Iterable[Task]) -> None:
         with contextlib.suppress(NoAnswerError):  # Ray kills tasks that do not answer, or they are lost
-            for _ in as_they_come(
+            for _ in in_completion_order(
                 self._tell_to_stop(tasks), 4 * timeouts.get().script_grace, "the ends of their scripts"
             ):
                 pass
@@ -399,11 +414,11 @@ class ScriptCluster:
             self._group = None
 
 
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     click.echo(f"raytf run: {text}", err=True)
 
 
-def _saying(text: Callable[[], str], patience_s: float = _PATIENCE_INTERVAL) -> Callable[[], bool]:
+def _wait_reporter(text: Callable[[], str], patience_s: float = _PATIENCE_INTERVAL) -> Callable[[], bool]:
     """Returns a function to call during a wait: it reports the wait at intervals, and returns whether it did."""
     due = [time.monotonic() + patience_s]
 
@@ -411,19 +426,21 @@ def _saying(text: Callable[[], str], patience_s: float = _PATIENCE_INTERVAL) -> 
         if time.monotonic() < due[0]:
             return False
         due[0] = time.monotonic() + _AGAIN_INTERVAL
-        _say(text())
+        _print(text())
         return True
 
     return maybe
 
 
-def _unready(tasks: Sequence[Task], refs: list) -> str:
+def _unready_tasks(tasks: Sequence[Task], refs: list) -> str:
     waiting = set(ray.wait(refs, num_returns=len(refs), timeout=0)[1])
     return ", ".join(str(task) for task, ref in zip(tasks, refs, strict=True) if ref in waiting)
 
 
-def _needed(bundles: Sequence[Mapping[str, float]]) -> str:
+def _describe_needs(bundles: Sequence[Mapping[str, float]]) -> str:
     """Returns the resources that bundles need, and those that are free, for a message."""
     free = ray.available_resources()
-    amounts = (f"{amount:g} {name}, {free.get(name, 0):g} free" for name, amount in resources.total(bundles).items())
+    amounts = (
+        f"{amount:g} {name}, {free.get(name, 0):g} free" for name, amount in resources.total_resources(bundles).items()
+    )
     return f"{len(bundles)} task(s): {'; '.join(amounts)}"

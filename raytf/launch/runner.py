@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from raytf import timeouts
 from raytf.launch.bootstrap import STACK, TOLD, BootOptions
 from raytf.liveness import LOOK_INTERVAL, StopWatch
-from raytf.procfs import look
+from raytf.procfs import read_state
 from raytf.runtime import cores, ports, process_monitor, shared_folders
-from raytf.runtime.roles import Exit
+from raytf.runtime.roles import TaskExit
 from raytf.runtime.settings import Listening
 from raytf.runtime.shared_folders import Folder
 from raytf.timeouts import Timeouts
@@ -57,7 +57,7 @@ class TaskLocation:
     @property
     def host(self) -> str:
         """Returns the address without the port."""
-        return ports.split(self.address)[0]
+        return ports.split_address(self.address)[0]
 
 
 class TaskRunner:
@@ -77,12 +77,12 @@ class TaskRunner:
             allowed: Where the task's processes may listen.
             count: Number of cores.
         """
-        timeouts.put_in_force(its)
+        timeouts.set_current(its)
         self._ports = allowed.ports
         self._place = TaskLocation(
             address=ports.reserve_address(allowed),
-            folder=folder.path if shared_folders.is_seen(folder) else os.getcwd(),
-            claimed=cores.claim(count),
+            folder=folder.path if shared_folders.exists_as(folder) else os.getcwd(),
+            claimed=cores.claim_cores(count),
         )
         return self._place
 
@@ -109,14 +109,14 @@ class TaskRunner:
             self._script.end(0.0)
         ports.release_port()
         if not pinned:
-            cores.release()
+            cores.release_cores()
         self._number += 1  # first: a pending `follow` of the earlier script gets nothing of this one
-        own = sorted(cores.own())
+        own = sorted(cores.own_cores())
         self._script = _Script(command, module, environment, self._place, frozen_s, token, self._ports, own)
         return self._number
 
     def follow(self, number: int) -> list[tuple]:
-        """Returns new events of the script `number`: ("stdout" or "stderr", line), and last ("exit", `Exit`)."""
+        """Returns new events of the script `number`: ("stdout" or "stderr", line), and last ("exit", `TaskExit`)."""
         lines, events = self._script.events, []
         with contextlib.suppress(queue.Empty):
             if number == self._number:
@@ -125,14 +125,14 @@ class TaskRunner:
                 events.append(lines.get_nowait())
         return events
 
-    def stands(self) -> Exit | None:
+    def stands(self) -> TaskExit | None:
         """Returns the exit of a script that is stopped now, if that lasts; None if it runs, or has ended."""
         return self._script.stands()
 
     def process(self) -> process_monitor.ProcessLocation:
         """Returns the location of the script's process."""
-        own = process_monitor.here()
-        seen = look(self._script.pid)
+        own = process_monitor.current_process()
+        seen = read_state(self._script.pid)
         return process_monitor.ProcessLocation(own.node, own.host, self._script.pid, seen and seen.started)
 
     def told(self) -> dict | None:
@@ -217,11 +217,11 @@ class _Script:
                 if end is None and (end := self._ended()) is not None:
                     until = time.monotonic() + _LAST_INTERVAL
                     for key in pipes.get_map().values():
-                        self._take(key.data, _waiting(key.fd))
+                        self._take(key.data, _pending_bytes(key.fd))
         for name, remaining in self._started.items():
             if remaining:
                 self._hand_on(name, remaining)
-        self.events.put(("exit", end if end.why else Exit(end.code, "\n".join(self._tail))))
+        self.events.put(("exit", end if end.why else TaskExit(end.code, "\n".join(self._tail))))
 
     def _wait(self, pipes) -> list:
         if pipes.get_map():
@@ -245,14 +245,14 @@ class _Script:
             self._tail.append(text)
         self.events.put((name, text))
 
-    def _ended(self) -> Exit | None:
+    def _ended(self) -> TaskExit | None:
         """Returns the script's exit, or None; ends it if it is stopped for too long."""
         if (code := self._process.poll()) is not None:
-            return Exit(code)
+            return TaskExit(code)
         if time.monotonic() - self._looked < LOOK_INTERVAL:
             return None
         self._looked = time.monotonic()
-        how = self._watch.judge(look(self._process.pid))
+        how = self._watch.judge(read_state(self._process.pid))
         if how is None or self._process.poll() is not None:
             return None
         end = self._frozen(how)
@@ -285,16 +285,16 @@ class _Script:
         except ConnectionError:
             return b""
 
-    def stands(self) -> Exit | None:
+    def stands(self) -> TaskExit | None:
         if self._process.poll() is not None:
             return None
         watch = StopWatch()
-        watch.judge(look(self._process.pid))
+        watch.judge(read_state(self._process.pid))
         return None if watch.stands is None else self._frozen(watch.stands)
 
-    def _frozen(self, how: str) -> Exit:
+    def _frozen(self, how: str) -> TaskExit:
         why = f"frozen: its process {self._process.pid} on {self._host} is {how} (--frozen-after SECONDS waits longer)"
-        return Exit(-signal.SIGSTOP, why=why)
+        return TaskExit(-signal.SIGSTOP, why=why)
 
     def _signal(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -312,7 +312,7 @@ class _Script:
             self._asks.close()
 
 
-def _waiting(pipe: int) -> bytes:
+def _pending_bytes(pipe: int) -> bytes:
     """Returns the bytes that are in a pipe now."""
     count = int.from_bytes(fcntl.ioctl(pipe, termios.FIONREAD, b"\0" * 4), sys.byteorder)
     content = b""

@@ -92,7 +92,7 @@ class LaunchSpec:
             check_whole(name, getattr(self, name), least)
         self.tasks()
         settings.check_ports(self.ports)
-        networks.check(self.network)
+        networks.check_network(self.network)
         for cpus in (self.cpus_per_worker, *(role.cpus for role in self.of_roles.values())):
             if not 0 < cpus < math.inf:
                 raise ConfigError("cpus_per_worker must be more than 0", cpus, "Raise it")
@@ -105,12 +105,12 @@ class LaunchSpec:
         elif not os.path.isfile(self.script):
             problem = "a folder" if os.path.isdir(self.script) else "no such file"
             raise ConfigError("The script must be a file that exists", f"{self.script!r} ({problem})", "Check the path")
-        if self.legacy_keras or legacy_keras.is_on(self.environment):
+        if self.legacy_keras or legacy_keras.is_enabled(self.environment):
             legacy_keras.check_installed("--legacy-keras" if self.legacy_keras else f"--env {legacy_keras.VARIABLE}=1")
 
     def tasks(self) -> list[Task]:
         """Returns the tasks of its cluster."""
-        return roles.tasks(self.num_workers, num_ps=self.num_ps, chief=self.chief, evaluator=self.evaluator)
+        return roles.run_tasks(self.num_workers, num_ps=self.num_ps, chief=self.chief, evaluator=self.evaluator)
 
     def bundle(self, task: Task) -> dict[str, float]:
         """Returns the resources of a task."""

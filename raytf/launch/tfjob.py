@@ -53,7 +53,7 @@ _WHY = {
 }
 
 
-def read(path: str, script: str | None, arguments: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+def read_tfjob(path: str, script: str | None, arguments: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     """Reads the TFJob of a file.
 
     Args:
@@ -68,9 +68,9 @@ def read(path: str, script: str | None, arguments: Sequence[str]) -> tuple[dict[
         ConfigError: The file is no TFJob that can run; the message contains the place in it.
     """
     job = _document(path)
-    unread = _Unread()
-    spec = _map(job, "spec", "the TFJob")
-    policy = _map(spec, "runPolicy", "spec", {})
+    unread = _UnreadFields()
+    spec = _require_map(job, "spec", "the TFJob")
+    policy = _require_map(spec, "runPolicy", "spec", {})
     unread.note("spec", spec, "the TFJob")
     unread.note("runPolicy", policy, "runPolicy")
     replicas = _replicas(spec)
@@ -81,10 +81,10 @@ def read(path: str, script: str | None, arguments: Sequence[str]) -> tuple[dict[
         scripts[role], specs[role] = _role(role, container, script, arguments, unread)
     if len(different := set(scripts.values())) > 1:
         scripts_text = "; ".join(f"{role}: {name}" for role, (name, _) in scripts.items())
-        raise _wrong("All replicas run one script", scripts_text, f"Name the one to run: --tfjob {path} SCRIPT")
+        raise _config_error("All replicas run one script", scripts_text, f"Name the one to run: --tfjob {path} SCRIPT")
     ((name, module),) = different
     if script is None and not module and not os.path.isfile(name):
-        raise _wrong("The script of the command must be here", name, f"Name it here: --tfjob {path} SCRIPT")
+        raise _config_error("The script of the command must be here", name, f"Name it here: --tfjob {path} SCRIPT")
     options = {
         "script": name,
         "module": module,
@@ -104,41 +104,43 @@ def _document(path: str) -> dict:
         with open(path) as file:
             documents = [document for document in yaml.safe_load_all(file) if document is not None]
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise _wrong("--tfjob takes a YAML file", " ".join(str(error).split()), "Correct it") from error
+        raise _config_error("--tfjob takes a YAML file", " ".join(str(error).split()), "Correct it") from error
     jobs = [document for document in documents if isinstance(document, dict) and document.get("kind") == "TFJob"]
     if len(jobs) != 1:
         kinds = [
             document.get("kind") if isinstance(document, dict) else type(document).__name__ for document in documents
         ]
-        raise _wrong("--tfjob takes a file with one TFJob", f"{path} with {kinds}", "Give the TFJob alone")
+        raise _config_error("--tfjob takes a file with one TFJob", f"{path} with {kinds}", "Give the TFJob alone")
     version = str(jobs[0].get("apiVersion"))
     if not version.startswith("kubeflow.org/"):
-        raise _wrong("apiVersion of a TFJob is kubeflow.org/v1", repr(version), "Correct it")
+        raise _config_error("apiVersion of a TFJob is kubeflow.org/v1", repr(version), "Correct it")
     return jobs[0]
 
 
 def _replicas(spec: Mapping) -> dict[str, dict]:
     """Returns the replica specs by TensorFlow's role."""
     specs: dict[str, dict] = {}
-    for name, replica in _map(spec, "tfReplicaSpecs", "spec").items():
+    for name, replica in _require_map(spec, "tfReplicaSpecs", "spec").items():
         role = _ROLES.get(str(name).lower())
         if role is None:
             known = "Chief, Master, Worker, PS or Evaluator"
-            raise _wrong(f"A replica of a TFJob is {known}", repr(name), "Correct the name in tfReplicaSpecs")
+            raise _config_error(f"A replica of a TFJob is {known}", repr(name), "Correct the name in tfReplicaSpecs")
         if role in specs:
-            raise _wrong("A role stands once in tfReplicaSpecs", f"{name} beside another {role}", "Leave one out")
-        specs[role] = _map({name: replica}, name, "tfReplicaSpecs")
+            raise _config_error(
+                "A role stands once in tfReplicaSpecs", f"{name} beside another {role}", "Leave one out"
+            )
+        specs[role] = _require_map({name: replica}, name, "tfReplicaSpecs")
     if not specs:
-        raise _wrong("tfReplicaSpecs names the replicas", "none", "Add a Worker")
+        raise _config_error("tfReplicaSpecs names the replicas", "none", "Add a Worker")
     return specs
 
 
 def _count(role: str, replica: Mapping) -> int:
     count = replica.get("replicas", 1)
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-        raise _wrong(f"replicas of {role} is an integer of at least 1", repr(count), "Correct it")
+        raise _config_error(f"replicas of {role} is an integer of at least 1", repr(count), "Correct it")
     if role in ("chief", "evaluator") and count > 1:
-        raise _wrong(f"There is one {role} at most", count, "Set its replicas to 1")
+        raise _config_error(f"There is one {role} at most", count, "Set its replicas to 1")
     return count
 
 
@@ -146,25 +148,27 @@ def _cluster(counts: Mapping[str, int]) -> dict[str, Any]:
     """Returns the numbers of tasks as arguments of `LaunchSpec`."""
     chief, workers, servers = (counts.get(role, 0) for role in ("chief", "worker", "ps"))
     if servers and not (chief and workers):
-        raise _wrong(
+        raise _config_error(
             "In TensorFlow 2, parameter servers need a Chief that coordinates, and a Worker",
             ", ".join(counts),
             "Add the one that is missing to tfReplicaSpecs",
         )
     if not chief and not workers:
-        raise _wrong("A TFJob has a Chief or a Worker", ", ".join(counts), "Add one to tfReplicaSpecs")
+        raise _config_error("A TFJob has a Chief or a Worker", ", ".join(counts), "Add one to tfReplicaSpecs")
     number = workers if servers else workers + chief
     evaluator = bool(counts.get("evaluator"))
     return {"num_workers": number, "num_ps": servers, "chief": bool(chief and not servers), "evaluator": evaluator}
 
 
-def _restarts(replicas: Mapping[str, Mapping], policy: Mapping, unread: _Unread) -> int:
+def _restarts(replicas: Mapping[str, Mapping], policy: Mapping, unread: _UnreadFields) -> int:
     policies = {str(replica.get("restartPolicy", "Never")) for replica in replicas.values()}
     if unknown := policies - {"Never", "OnFailure", "Always", "ExitCode"}:
-        raise _wrong("restartPolicy is Never, OnFailure, Always or ExitCode", ", ".join(sorted(unknown)), "Correct it")
+        raise _config_error(
+            "restartPolicy is Never, OnFailure, Always or ExitCode", ", ".join(sorted(unknown)), "Correct it"
+        )
     limit = policy.get("backoffLimit")
     if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 0):
-        raise _wrong("backoffLimit is an integer of at least 0", repr(limit), "Correct it")
+        raise _config_error("backoffLimit is an integer of at least 0", repr(limit), "Correct it")
     if policies == {"Never"}:
         return 0
     if "ExitCode" in policies:
@@ -177,18 +181,18 @@ def _restarts(replicas: Mapping[str, Mapping], policy: Mapping, unread: _Unread)
 # ------------------------------------------------------------------------------------------------ a container
 
 
-def _container(role: str, replica: Mapping, unread: _Unread) -> dict:
+def _container(role: str, replica: Mapping, unread: _UnreadFields) -> dict:
     """Returns the container named tensorflow of a replica."""
     unread.note("replica", replica, role)
-    pod = _map(_map(replica, "template", role), "spec", f"template of {role}")
+    pod = _require_map(_require_map(replica, "template", role), "spec", f"template of {role}")
     unread.note("pod", pod, role)
     containers = pod.get("containers")
     if not isinstance(containers, list) or not all(isinstance(entry, dict) for entry in containers):
-        raise _wrong(f"containers of {role} is a list of maps", repr(containers), "Correct it")
+        raise _config_error(f"containers of {role} is a list of maps", repr(containers), "Correct it")
     named = [entry for entry in containers if entry.get("name") == _CONTAINER]
     if len(named) != 1:
         names = [entry.get("name") for entry in containers]
-        raise _wrong(f"One container of {role} has the name {_CONTAINER}", names, "Rename the one that trains")
+        raise _config_error(f"One container of {role} has the name {_CONTAINER}", names, "Rename the one that trains")
     if len(containers) > 1:
         unread.add("sidecars", role)
     unread.note("container", named[0], role)
@@ -196,11 +200,11 @@ def _container(role: str, replica: Mapping, unread: _Unread) -> dict:
 
 
 def _role(
-    role: str, container: Mapping, script: str | None, arguments: Sequence[str], unread: _Unread
+    role: str, container: Mapping, script: str | None, arguments: Sequence[str], unread: _UnreadFields
 ) -> tuple[tuple[str, bool], RoleSpec]:
     """Returns ((script, whether it is a module), spec of the role)."""
     environment = _environment(role, container, unread)
-    command, more = (_words(container, key, role, environment) for key in ("command", "args"))
+    command, more = (_command_words(container, key, role, environment) for key in ("command", "args"))
     chosen, module, own = script, False, []
     if command:
         words = _unwrapped([*command, *more])
@@ -211,7 +215,7 @@ def _role(
                 raise
             own = []
     elif script is None:
-        raise _wrong(
+        raise _config_error(
             "The YAML does not say what its image runs",
             f"no command of {role}",
             "Name the script, and options that the image's entrypoint gives it, after the file: --tfjob FILE SCRIPT",
@@ -225,11 +229,11 @@ def _role(
     )
 
 
-def _words(container: Mapping, key: str, role: str, environment: Mapping[str, str]) -> list[str]:
+def _command_words(container: Mapping, key: str, role: str, environment: Mapping[str, str]) -> list[str]:
     """Returns the words of a command with the values of $(NAME), as Kubernetes fills them in."""
     words = container.get(key) or []
     if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
-        raise _wrong(f"{key} of {role} is a list of texts", repr(words), "Write each word in quotes")
+        raise _config_error(f"{key} of {role} is a list of texts", repr(words), "Write each word in quotes")
 
     def value(found: re.Match) -> str:
         return found[0][1:] if found[0].startswith("$$") else environment.get(found[1], found[0])
@@ -253,7 +257,7 @@ def _of_python(role: str, words: list[str]) -> tuple[str, bool, list[str]]:
         if len(remaining) > 1 and remaining[0] == "-m":
             return remaining[1], True, remaining[2:]
     if not remaining or remaining[0].startswith("-") or not remaining[0].endswith(".py"):
-        raise _wrong(
+        raise _config_error(
             f"The command of {role} starts a Python script or module",
             shlex.join(words),
             "Name the script after the file: --tfjob FILE SCRIPT",
@@ -261,23 +265,25 @@ def _of_python(role: str, words: list[str]) -> tuple[str, bool, list[str]]:
     return remaining[0], False, remaining[1:]
 
 
-def _environment(role: str, container: Mapping, unread: _Unread) -> dict[str, str]:
+def _environment(role: str, container: Mapping, unread: _UnreadFields) -> dict[str, str]:
     entries, values = container.get("env") or [], {}
     if not isinstance(entries, list) or not all(isinstance(item, dict) and "name" in item for item in entries):
-        raise _wrong(f"env of {role} is a list of names and values", repr(entries), "Correct it")
+        raise _config_error(f"env of {role} is a list of names and values", repr(entries), "Correct it")
     for entry in entries:
         if "valueFrom" in entry:
             unread.add("valueFrom", f"{entry['name']} of {role}")
         elif not isinstance(value := entry.get("value", ""), str):
-            raise _wrong(f"The value of {entry['name']} in env of {role} is a text", repr(value), "Put it in quotes")
+            raise _config_error(
+                f"The value of {entry['name']} in env of {role} is a text", repr(value), "Put it in quotes"
+            )
         else:
             values[entry["name"]] = value
     return values
 
 
-def _resources(role: str, container: Mapping, unread: _Unread) -> dict[str, Any]:
-    resources = _map(container, "resources", role, {})
-    amounts = {**_map(resources, "requests", role, {}), **_map(resources, "limits", role, {})}
+def _resources(role: str, container: Mapping, unread: _UnreadFields) -> dict[str, Any]:
+    resources = _require_map(container, "resources", role, {})
+    amounts = {**_require_map(resources, "requests", role, {}), **_require_map(resources, "limits", role, {})}
     unread.note("resources", amounts, role)
     gpus = _quantity(role, _GPU, amounts.get(_GPU, 0))
     return {"cpus": _quantity(role, "cpu", amounts.get("cpu", 1)), "gpus": int(gpus)}
@@ -286,14 +292,14 @@ def _resources(role: str, container: Mapping, unread: _Unread) -> dict[str, Any]
 def _quantity(role: str, name: str, amount) -> float:
     match = re.fullmatch(r"(\d+\.?\d*|\.\d+)(m?)", str(amount))
     if not match:
-        raise _wrong(f"{name} of {role} is a number, or thousandths such as 500m", repr(amount), "Correct it")
+        raise _config_error(f"{name} of {role} is a number, or thousandths such as 500m", repr(amount), "Correct it")
     return float(match[1]) / (1000 if match[2] else 1)
 
 
 # ------------------------------------------------------------------------------------------------------ others
 
 
-class _Unread:
+class _UnreadFields:
     """Fields that are not honoured, and their places."""
 
     def __init__(self):
@@ -319,14 +325,14 @@ class _Unread:
         ]
 
 
-def _map(values: Mapping, key: str, where: str, default: dict | None = None) -> dict:
+def _require_map(values: Mapping, key: str, where: str, default: dict | None = None) -> dict:
     value = values.get(key, default)
     if value is None and default is not None:
         value = default
     if not isinstance(value, dict):
-        raise _wrong(f"{key} of {where} is a map", "none" if value is None else repr(value), "Correct the TFJob")
+        raise _config_error(f"{key} of {where} is a map", "none" if value is None else repr(value), "Correct the TFJob")
     return value
 
 
-def _wrong(rule: str, received: object, fix: str) -> ConfigError:
+def _config_error(rule: str, received: object, fix: str) -> ConfigError:
     return ConfigError(f"--tfjob: {rule}" if not rule.startswith("--tfjob") else rule, received, fix)

@@ -210,7 +210,7 @@ def prepared(model, callbacks):
     batches = bool(looking)
     ends, kept = contextlib.ExitStack(), listed
     if not communicator.is_chief(model.distribute_strategy):
-        kept = list(_redirected(listed, lambda: ends.enter_context(scratch.folder())))
+        kept = list(_redirected(listed, lambda: ends.enter_context(scratch.temporary_folder())))
     agreement = _BatchAgreement(bool(begins)) if batches else _Agreement()
     later = [c for c in kept if getattr(c, "raytf_after_agreement", False)]
     kept = [c for c in kept if c not in later]

@@ -12,7 +12,7 @@ import tensorflow as tf
 from keras import tree
 
 from raytf.compat.keras import get_keras_mask, logits_of, not_wrapped, set_keras_mask, set_logits
-from raytf.compat.tensorflow import traced_apart
+from raytf.compat.tensorflow import separate_function
 from raytf.errors import ConfigError
 from raytf.parallel import compiled_update
 from raytf.parallel import step as step_module
@@ -67,7 +67,7 @@ def call(model, original, *args, **kwargs):
         outputs = tree.flatten(structure)
         return outputs, [get_keras_mask(item) for item in outputs], [logits_of(item) for item in outputs]
 
-    function = traced_apart(whole, jit_compile=True, autograph=False)
+    function = separate_function(whole, jit_compile=True, autograph=False)
     try:
         graph = function.get_concrete_function(tensors, masks).graph.as_graph_def()
     except ConfigError:

@@ -19,7 +19,7 @@ from raytf.collectives.communicator import local_replicas, many_replicas
 from raytf.compat import keras_objects
 from raytf.compat.keras import BaseOptimizer
 from raytf.compat.patching import patch
-from raytf.compat.tensorflow import call_with_captures, is_stateful, traced_apart, try_to_compile, without_captures
+from raytf.compat.tensorflow import call_with_captures, is_stateful, separate_function, try_to_compile, without_captures
 from raytf.parallel import keras_optimizers, model_optimizers
 from raytf.parallel import step as step_module
 
@@ -163,11 +163,11 @@ def _compiled(optimizer, update: Callable, inputs: Sequence[tf.Tensor]) -> tuple
     def whole(*its):
         with (
             step_module.within(compiles=True, has_rows=False, apart=False),
-            keras_objects.rate_is(stepping, rate),
+            keras_objects.with_rate(stepping, rate),
         ):
             return update(*its)
 
-    traced = traced_apart(whole, jit_compile=True, autograph=False).get_concrete_function(*specs)
+    traced = separate_function(whole, jit_compile=True, autograph=False).get_concrete_function(*specs)
     graph = traced.graph.as_graph_def()
     if (why := _refused(graph)) is not None:
         raise ValueError(why)
@@ -208,7 +208,7 @@ def _hindrance(pairs: Sequence, optimizer) -> str | None:
     if not pairs:
         return "no gradients"
     variables = [*(v for _, v in pairs), *optimizer.variables]
-    held = [keras_objects.held_by(v) if isinstance(v, keras.Variable) else v for v in variables]
+    held = [keras_objects.variable_of(v) if isinstance(v, keras.Variable) else v for v in variables]
     not_on_cpu = next((v for v in held if "CPU" not in v.device), None)
     return None if not_on_cpu is None else f"{not_on_cpu.name} is on {not_on_cpu.device}"
 

@@ -186,7 +186,7 @@ def _is_alike(step: step_module.Step, source) -> bool:
 
 def _note_weight(step: step_module.Step, variable) -> None:
     # `keras.Variable.handle` would be the handle of a cast value within a layer's call
-    held = keras_objects.held_by(variable) if isinstance(variable, keras.Variable) else variable
+    held = keras_objects.variable_of(variable) if isinstance(variable, keras.Variable) else variable
     if held is not None:
         step.note_alike(held.handle)
 

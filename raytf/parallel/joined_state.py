@@ -32,7 +32,7 @@ def assigned(variable: keras.Variable, value) -> bool:
             step.states.note(step, variable, value)
         return False
     strategy, context = tf.distribute.get_strategy(), tf.distribute.get_replica_context()
-    held = keras_objects.held_by(variable)
+    held = keras_objects.variable_of(variable)
     value = tf.cast(value, held.dtype)
     # TensorFlow's own assignment would start another collective of the replicas
     local = strategy.experimental_local_results(held)[_number_here(context, strategy)]

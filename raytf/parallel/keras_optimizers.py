@@ -17,4 +17,4 @@ def is_one_of(optimizer, names: Collection[str]) -> bool:
 
 def local_variable(variable):
     """Returns TensorFlow's variable of this process' first replica."""
-    return tf.distribute.get_strategy().experimental_local_results(keras_objects.held_by(variable))[0]
+    return tf.distribute.get_strategy().experimental_local_results(keras_objects.variable_of(variable))[0]

@@ -21,7 +21,7 @@ from raytf.collectives.communicator import all_sum, local_replicas, many_replica
 from raytf.compat import keras_objects
 from raytf.compat.keras import backend_core, backend_trainer
 from raytf.compat.patching import patch
-from raytf.compat.tensorflow import traced_apart
+from raytf.compat.tensorflow import separate_function
 from raytf.errors import RaytfError
 from raytf.parallel import assigned, halves, joined_state, local_sgd, step_logs, whole_batch
 from raytf.parallel import step as step_module
@@ -49,7 +49,7 @@ def _totals(model, assign: bool) -> tuple[list, list]:
     if known != key:
         function = _synchronize_function(strategy, metrics, averaged, assign)
         functions[assign] = (key, function)
-    with activity.here.meeting(activity.COLLECTIVE):
+    with activity.tracker.meeting(activity.COLLECTIVE):
         totals, means = function()
     return list(zip(metrics, totals, strict=True)), list(zip(averaged, means, strict=True))
 
@@ -205,7 +205,7 @@ def _replace(model, pairs: Sequence[tuple], added: bool) -> None:
             variable.assign(tf.where(first, total, old) if summed else total)
 
     if local:
-        traced_apart(lambda: strategy.run(replica), autograph=False)()
+        separate_function(lambda: strategy.run(replica), autograph=False)()
 
 
 def last_logs(model, last: tuple) -> tuple[dict[str, float], int]:
@@ -245,7 +245,7 @@ def direct_assign(original, self, value):
     would count once for each of them. Values other than sums become the mean. A replica without rows changes nothing.
     """
     assigned.tell(self)
-    held = keras_objects.held_by(self)
+    held = keras_objects.variable_of(self)
     shown, whole = step_logs.seen(), whole_batch.current()
     if shown is not None:
         shown.written.add(id(self))
@@ -305,7 +305,7 @@ def _synchronize_function(strategy, metrics, averaged, assign):
     def synchronize():
         return tf.nest.map_structure(lambda v: strategy.experimental_local_results(v)[0], strategy.run(replica))
 
-    return traced_apart(synchronize, autograph=False)
+    return separate_function(synchronize, autograph=False)
 
 
 def _summed(metrics: Sequence, values: Sequence[tf.Tensor], others: Sequence[tf.Tensor] = ()) -> tuple[list, list]:

@@ -149,11 +149,11 @@ def noted(model) -> dict[str, dict]:
     for name, optimizer in of(model).items():
         if not optimizer.built:
             continue
-        trained = [places.get(id(v)) for v in keras_objects.trained_by(optimizer)]
+        trained = [places.get(id(v)) for v in keras_objects.variables_of_optimizer(optimizer)]
         if None in trained:
             raise ConfigError(
                 "What an optimizer trains must belong to the model, or checkpoints do not hold it",
-                f"{name}, which trains {keras_objects.trained_by(optimizer)[trained.index(None)].name!r}",
+                f"{name}, which trains {keras_objects.variables_of_optimizer(optimizer)[trained.index(None)].name!r}",
                 "Make the layers attributes of the model",
             )
         entries[name] = {"class": type(optimizer).__name__, "weights": trained}
@@ -173,7 +173,9 @@ def build_as_saved(folder: str, model) -> None:
     optimizers, weights = of(model), model.weights
     for name, saved in checkpoint_files.read_json(folder, FILE).items():
         if type(saved) is not dict or type(saved.get("weights")) is not list or type(saved.get("class")) is not str:
-            raise checkpoint_files.damaged(os.path.basename(os.path.normpath(folder)), f"{FILE} has no right {name!r}")
+            raise checkpoint_files.damaged_error(
+                os.path.basename(os.path.normpath(folder)), f"{FILE} has no right {name!r}"
+            )
         current = type(optimizers[name]).__name__ if name in optimizers else "none"
         trained = saved["weights"]
         if current != saved["class"] or not all(type(i) is int and 0 <= i < len(weights) for i in trained):

@@ -41,7 +41,7 @@ def apply(original, self, grads, trainable_variables=None):
                 self.iterations.assign_add(1)
             return None
     local = local_sgd.every(strategy) > 1
-    weights = trainable_variables or keras_objects.trained_by(self)
+    weights = trainable_variables or keras_objects.variables_of_optimizer(self)
     grads = gradients.of_this_worker(grads) if local else gradients.for_optimizer(grads, weights)
     # variables without gradients, such as `iterations`, must not change before all gradients are ready: see `healing`
     dependencies = [] if local else [own_loops.content_of(g) for g in grads if g is not None]
@@ -64,7 +64,7 @@ def _updated(original, optimizer, grads, variables):
             optimizer.build(variables)
         optimizer.built = True
     update = lambda values: original(optimizer, values, variables)
-    trained = variables or keras_objects.trained_by(optimizer)
+    trained = variables or keras_objects.variables_of_optimizer(optimizer)
     if any(isinstance(g, tf.IndexedSlices) for g in grads):
         grads, tables = sparse_rows.prepared(optimizer, grads, trained)
         with step_module.within(has_rows=True, tables=tables):

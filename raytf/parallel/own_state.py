@@ -16,7 +16,7 @@ import tensorflow as tf
 from raytf.collectives import communicator, gradient_ring, healing
 from raytf.collectives.exchange import NO_NUMBERS
 from raytf.compat import keras_objects
-from raytf.compat.tensorflow import traced_apart
+from raytf.compat.tensorflow import separate_function
 from raytf.errors import RaytfError
 from raytf.parallel import model_optimizers
 from raytf.parallel import step as step_module
@@ -94,7 +94,7 @@ def content_of(model) -> bytes:
     if known != key:
         strategy = model.distribute_strategy
         read = lambda: [tf.identity(v.value) for v in variables]
-        function = traced_apart(
+        function = separate_function(
             lambda: [strategy.experimental_local_results(v)[0] for v in strategy.run(read)], autograph=False
         )
         model.__dict__["_raytf_own_state"] = key, function
@@ -159,14 +159,14 @@ def put(model, values: Sequence[np.ndarray]) -> None:
 
 def here(strategy, variable) -> np.ndarray:
     """Returns the value of a variable in this process as bytes, without a copy if TensorFlow allows it."""
-    array = communicator.read(strategy.experimental_local_results(keras_objects.held_by(variable))[0])
+    array = communicator.read(strategy.experimental_local_results(keras_objects.variable_of(variable))[0])
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
 def put_each(strategy, pairs: Iterable[tuple]) -> None:
     """Assigns each (variable, value) like `put`."""
     for variable, value in pairs:
-        (local,) = strategy.experimental_local_results(keras_objects.held_by(variable))
+        (local,) = strategy.experimental_local_results(keras_objects.variable_of(variable))
         local.assign(value)
 
 
@@ -176,4 +176,4 @@ def _assign(strategy, variables: Sequence[keras.Variable], values: Sequence[np.n
             for variable, value in zip(variables, values, strict=True):
                 variable.assign(value)
 
-    traced_apart(lambda: strategy.run(replica), autograph=False)()
+    separate_function(lambda: strategy.run(replica), autograph=False)()

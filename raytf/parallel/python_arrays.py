@@ -12,7 +12,7 @@ import numpy as np
 
 from raytf.collectives.exchange import ALIGNED
 from raytf.compat.patching import patch
-from raytf.compat.tensorflow import FuncRegistry, gives_memory, registered
+from raytf.compat.tensorflow import FuncRegistry, registered, releases_function
 
 
 @patch((FuncRegistry, "insert"))
@@ -26,7 +26,7 @@ def insert(original, self, func):
 def call(original, self, token, device, args):
     """Returns copies of the user's arrays to TensorFlow from a Python function."""
     given = original(self, token, device, args)
-    if gives_memory(self.get(token)):
+    if releases_function(self.get(token)):
         return given
     return [_own(value) for value in given] if isinstance(given, list) else _own(given)
 

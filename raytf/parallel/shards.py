@@ -58,7 +58,7 @@ class Shares:
         """The variables whose state is shared out, once the optimizer is built: all but tables of `Embedding`s."""
         layers = keras_objects.layers_of(self._model())
         tables = {id(keras_objects.table_of(layer)) for layer in layers}
-        trained = keras_objects.trained_by(self._optimizer())
+        trained = keras_objects.variables_of_optimizer(self._optimizer())
         return [v for v in trained if id(v) not in tables and not getattr(v, "overwrite_with_gradient", False)]
 
     @functools.cached_property
@@ -173,7 +173,7 @@ class Shares:
         """Returns the new value of a share by Keras' own `update_step`."""
         optimizer = self._optimizer()
         share = PartOfVariable(value, keras_objects.key_of(optimizer, variable))
-        with keras_objects.slots_are(optimizer, variable, self._slots_of(variable)):
+        with keras_objects.with_slots(optimizer, variable, self._slots_of(variable)):
             optimizer.update_step(gradient, share, optimizer.learning_rate)
         return share.value
 

@@ -27,7 +27,7 @@ lazy = False
 @patch((keras.layers.Embedding, "call"))
 def call(original, self, inputs):
     """Replaces `Embedding.call`: reads the used rows only, as TensorFlow copies a table that it reads as a whole."""
-    table = keras_objects.held_by(keras_objects.table_of(self))  # None as Keras computes shapes
+    table = keras_objects.variable_of(keras_objects.table_of(self))  # None as Keras computes shapes
     if not lazy or table is None or getattr(self, "lora_enabled", False) or not isinstance(inputs, tf.Tensor):
         return original(self, inputs)
     ids = inputs if inputs.dtype in (tf.int32, tf.int64) else tf.cast(inputs, tf.int32)
@@ -168,7 +168,7 @@ def update(optimizer, variable, gradient: tf.IndexedSlices, learning_rate) -> No
     if optimizer.weight_decay is not None and keras_objects.decays(optimizer, variable):
         factor = tf.cast(optimizer.weight_decay, table.dtype) * tf.cast(learning_rate, table.dtype)
         table.assign_sub(table.value * factor)
-    with keras_objects.slots_are(optimizer, variable, slots):
+    with keras_objects.with_slots(optimizer, variable, slots):
         optimizer.update_step(gradient.values, table, learning_rate)
     for rows in (table, *slots.values()):
         rows.store()

@@ -253,7 +253,7 @@ def outside():
 
 def is_shared(variable) -> bool:
     """Whether all replicas share one variable, as under CentralStorageStrategy."""
-    return isinstance(keras_objects.held_by(variable), AggregatingVariable)
+    return isinstance(keras_objects.variable_of(variable), AggregatingVariable)
 
 
 def is_joined(variable) -> bool:

@@ -23,7 +23,7 @@ def check() -> str | None:
     Raises:
         UnsupportedVersionError: A step has other results.
     """
-    if not versions.untested():
+    if not versions.untested_versions():
         return None
     trainer.install()
     (cpu,) = tf.config.list_physical_devices("CPU")
@@ -34,8 +34,8 @@ def check() -> str | None:
     for name, value in single.items():
         if not np.allclose(value, two[name], rtol=0, atol=_TOLERANCE):
             where = f"a step on two devices has {name} {two[name].ravel()[0]:g}, not {value.ravel()[0]:g}"
-            raise versions.misfit(where)
-    return versions.warning()
+            raise versions.misfit_error(where)
+    return versions.untested_warning()
 
 
 def _stepped(strategy, eagerly: bool = False) -> dict[str, np.ndarray]:
@@ -58,4 +58,4 @@ def refusal() -> UnsupportedVersionError | str | None:
     except UnsupportedVersionError as error:
         return error
     except Exception as error:
-        return versions.misfit(f"a step failed with {type(error).__name__}: {error}")
+        return versions.misfit_error(f"a step failed with {type(error).__name__}: {error}")

@@ -34,7 +34,7 @@ from raytf.collectives.communicator import local_replicas, many_replicas, spans_
 from raytf.compat import keras_objects, patching
 from raytf.compat.keras import backend_trainer, pythonify_logs
 from raytf.compat.patching import patch
-from raytf.compat.tensorflow import DistributedVariable, traced_apart
+from raytf.compat.tensorflow import DistributedVariable, separate_function
 from raytf.errors import ConfigError, UnsupportedVersionError, with_cause
 from raytf.parallel import callbacks as callbacks_module
 from raytf.parallel import (
@@ -102,7 +102,7 @@ def _make_function(original, self, step_function):
 
     one_step = keras_objects.autoconverted(self, one_step)
     if not self.run_eagerly:
-        one_step = traced_apart(one_step, reduce_retracing=True)
+        one_step = separate_function(one_step, reduce_retracing=True)
 
     @tf.autograph.experimental.do_not_convert
     def steps(iterator):
@@ -124,7 +124,7 @@ def _make_function(original, self, step_function):
         )
         return result
 
-    compiled = None if self.run_eagerly else traced_apart(steps, reduce_retracing=True)
+    compiled = None if self.run_eagerly else separate_function(steps, reduce_retracing=True)
 
     def eager_steps(iterator):
         for done in range(self.steps_per_execution):
@@ -162,7 +162,7 @@ def _make_function(original, self, step_function):
 
 def _told(model, function: Callable, training: bool) -> Callable:
     """Wraps an execution of steps: reports its begin and end to `activity`."""
-    activity_log, notes = activity.here, step_logs.notes_of(model)
+    activity_log, notes = activity.tracker, step_logs.notes_of(model)
     if not training:
 
         def tested(iterator):
@@ -247,8 +247,8 @@ def _fit(original, self, x=None, y=None, batch_size=None, epochs=1, verbose="aut
     validation.check_callbacks(callbacks)
     verbose, callbacks = verbosity.for_fit(verbose, callbacks)
     with contextlib.ExitStack() as ends:
-        ends.callback(activity.here.at, activity.BEGIN)  # the user's code follows
-        ends.enter_context(activity.here.calling("model.fit()"))
+        ends.callback(activity.tracker.at, activity.BEGIN)  # the user's code follows
+        ends.enter_context(activity.tracker.calling("model.fit()"))
         return _agreed_fit(original, self, x, y, batch_size, epochs, verbose, callbacks, *args, **kwargs)
 
 
@@ -281,7 +281,7 @@ def _agree_on_seed(strategy):
 @patch((backend_trainer.TensorFlowTrainer, "evaluate"))
 def _evaluate(original, self, x=None, y=None, batch_size=None, verbose="auto", *args, **kwargs):
     """Replaces `evaluate`: raises ConfigError for unsupported options; only the chief prints progress."""
-    with activity.here.calling("model.evaluate()"):
+    with activity.tracker.calling("model.evaluate()"):
         if many_replicas(self.distribute_strategy):
             _refuse_what_cannot_work(self, self.distribute_strategy)
             if self.built:

@@ -21,7 +21,7 @@ import tensorflow as tf
 
 from raytf import logs
 from raytf.compat.keras import pythonify_logs
-from raytf.compat.tensorflow import traced_apart
+from raytf.compat.tensorflow import separate_function
 from raytf.data.feed import SUPERBATCH, Feed
 from raytf.parallel import callbacks as callbacks_module
 from raytf.parameter_server import rows
@@ -30,8 +30,8 @@ from raytf.parameter_server.servers import ServerGroup, ServerLostError
 from raytf.worker import checkpoint, context, loop
 from raytf.worker.callbacks import ProgressCallback
 from raytf.worker.ending import StopTraining
-from raytf.worker.fit import build_from_data, described, users_callbacks
-from raytf.worker.job import ended
+from raytf.worker.fit import build_from_data, describe_build, users_callbacks
+from raytf.worker.job import is_complete
 from raytf.worker.part import Training, TrainingPart
 from raytf.worker.parts import PARTS
 from raytf.worker.within_epoch import StepCheckpointCallback
@@ -104,7 +104,7 @@ class EpochRunner:
 
         @tf.autograph.experimental.do_not_convert
         def span(epoch, first, count):
-            batches = iter(rows.span(name, feed, epoch, first, count))
+            batches = iter(rows.row_span(name, feed, epoch, first, count))
             begin = epoch * feed.steps + first
 
             def one(done, *totals):
@@ -116,7 +116,7 @@ class EpochRunner:
             _, *totals = tf.while_loop(lambda done, *_: done < count, one, start, parallel_iterations=1)
             return totals
 
-        return traced_apart(span)
+        return separate_function(span)
 
     def train(
         self, number: int, position: StepCounter, kept: StepCheckpointCallback | None, progress
@@ -259,7 +259,7 @@ def train(task, session) -> dict[str, int] | None:
     strategy, servers = context.get_strategy(), context.servers()
     with session.checkpoint() as folder:
         state = checkpoint.read_state(folder) if folder else None
-        if ended(state, task):
+        if is_complete(state, task):
             return None
         arguments = {name: task.feed(name) for name in task.used()}
         servers.feed(arguments)
@@ -283,13 +283,13 @@ def train(task, session) -> dict[str, int] | None:
             position=StepCounter(state.step if state else 0),
             waited=None,
             epochs=task.config["epochs"],
-            build=described(task, data),
+            build=describe_build(task, data),
             workers=servers.plan.num_workers,
             strategy=strategy,
             servers=servers,
         )
         try:
-            loop.run(training, PARTS)
+            loop.run_training(training, PARTS)
         except StopTraining as stop:
             return {"step": stop.step}
         except ServerLostError as error:

@@ -43,7 +43,7 @@ class RemoteModel:
 
     def __init__(self, model, strategy, partitioner: Callable | None = None):
         self._model, self._strategy = model, strategy
-        check(model)
+        check_model(model)
         if not model.optimizer.built:
             model.optimizer.build(model.trainable_variables)
         self._trainable = list(model.trainable_variables)
@@ -54,9 +54,9 @@ class RemoteModel:
         with strategy.scope():
             for variable in (*self._trainable, *self._states):
                 self.parts[id(variable)] = self._placed(variable, partitioner)
-            self._optimizer = _copied(model.optimizer)
+            self._optimizer = _copies(model.optimizer)
             shards = [part for v in self._trainable for part in self.parts[id(v)]]
-            created = _built(self._optimizer, shards)
+            created = _built_model(self._optimizer, shards)
         self._decay_as_the_models()
         iterations = self._optimizer.iterations
         # Keras reads, adds and writes, which loses steps if several workers do so
@@ -82,7 +82,7 @@ class RemoteModel:
             for variable in self._trainable
             for part in self.parts[id(variable)]
         }
-        keras_objects.decay_as(
+        keras_objects.with_decay_choice(
             self._optimizer,
             lambda part: keras_objects.decays(
                 self._model.optimizer, whole[keras_objects.key_of(self._optimizer, part)].value
@@ -115,7 +115,7 @@ class RemoteModel:
 
     def _matched(self, created: list[tuple]) -> list[tuple[Any, list]]:
         """Returns (variable of the model's optimizer, its server variables) for each variable."""
-        whole = _built(_copied(self._model.optimizer), self._trainable)
+        whole = _built_model(_copies(self._model.optimizer), self._trainable)
         first = np.cumsum([0, *(len(self.parts[id(v)]) for v in self._trainable)])
         owner = {shard: i for i, start in enumerate(first[:-1]) for shard in range(start, first[i + 1])}
         by_key: dict[tuple, list] = {}
@@ -178,7 +178,7 @@ class RemoteModel:
     def _forward(self, data, number, totals, training: bool):
         model = self._model
         x, y, weights = keras.utils.unpack_x_y_sample_weight(data)
-        with _looked_up(self._tables, self.parts):
+        with _lookup(self._tables, self.parts):
             tables = {id(keras_objects.table_of(layer)) for layer in self._tables}
             mapping = [(v, self._read(v)) for v in self._trainable if id(v) not in tables]
             states = [(v, self._read(v)) for v in self._states]
@@ -211,7 +211,7 @@ class RemoteModel:
             part.value.assign(after)
 
 
-def check(model) -> None:
+def check_model(model) -> None:
     """Raises ConfigError if workers cannot train the model asynchronously."""
     base = keras.Model
     own = [name for name in ("train_step", "test_step") if getattr(type(model), name) is not getattr(base, name)]
@@ -249,7 +249,7 @@ def _tables(model) -> list:
 
 
 @contextlib.contextmanager
-def _looked_up(layers, parts):
+def _lookup(layers, parts):
     """Patches embedding layers to read rows from the servers; their gradients are of those rows."""
 
     def call(layer):
@@ -271,7 +271,7 @@ def _looked_up(layers, parts):
             del layer.call
 
 
-def _copied(optimizer):
+def _copies(optimizer):
     """Returns an unbuilt copy of an optimizer, with settings that are not in its config."""
     copy = type(optimizer).from_config(optimizer.get_config())
     for name, value in vars(optimizer).items():
@@ -280,7 +280,7 @@ def _copied(optimizer):
     return copy
 
 
-def _built(optimizer, variables) -> list[tuple]:
+def _built_model(optimizer, variables) -> list[tuple]:
     """Builds an optimizer, and returns (key, variable) for each of its variables.
 
     The key is (index of the trained variable, name) for variables that belong to one, else None.

@@ -18,10 +18,10 @@ from raytf.data.feed import Feed
 from raytf.runtime.topology import Shard
 
 # Strong references, as TensorFlow keeps only weak ones.
-_kept: list[Callable] = []
+_registered: list[Callable] = []
 
 
-def register(feeds: dict[str, dict[str, Any]], worker: int, workers: int) -> None:
+def register_rows(feeds: dict[str, dict[str, Any]], worker: int, workers: int) -> None:
     """Opens datasets in a worker's process, and registers functions for their rows.
 
     Args:
@@ -29,10 +29,10 @@ def register(feeds: dict[str, dict[str, Any]], worker: int, workers: int) -> Non
         worker: Index of this worker.
         workers: Number of workers.
     """
-    _kept.clear()
+    _registered.clear()
     for name, arguments in feeds.items():
         function = _rows(Feed(**arguments, reader_shard=Shard(worker, workers)))
-        _kept.append(function)
+        _registered.append(function)
         register_function(_token(name), function)
 
 
@@ -50,7 +50,7 @@ def _token(name: str) -> str:
     return f"raytf/{name}"
 
 
-def span(name: str, feed: Feed, epoch: tf.Tensor, first: tf.Tensor, count: tf.Tensor) -> tf.data.Dataset:
+def row_span(name: str, feed: Feed, epoch: tf.Tensor, first: tf.Tensor, count: tf.Tensor) -> tf.data.Dataset:
     """Returns the batches of some steps, in a graph that a worker runs.
 
     Args:

@@ -19,8 +19,8 @@ from raytf import timeouts
 from raytf.console import output
 from raytf.errors import ConfigError, RaytfError, first_line
 from raytf.runtime import ports, process_monitor, roles, settings
-from raytf.runtime.answers import NoAnswerError, collect
-from raytf.runtime.process_monitor import Watchdog
+from raytf.runtime.answers import NoAnswerError, collect_answers
+from raytf.runtime.process_monitor import ProcessKiller
 from raytf.runtime.resources import placed_actor
 from raytf.runtime.roles import Task
 from raytf.runtime.topology import tf_config
@@ -55,7 +55,7 @@ class ServerSpec:
 
     def tasks(self) -> list[Task]:
         """Returns the tasks of all workers and parameter servers."""
-        return [task for task in roles.tasks(self.num_workers, num_ps=self.num_ps) if task.role != "chief"]
+        return [task for task in roles.run_tasks(self.num_workers, num_ps=self.num_ps) if task.role != "chief"]
 
     def bundle(self, task: Task) -> dict[str, float]:
         """Returns the resources of a task."""
@@ -77,8 +77,8 @@ class ServerActor:
 
     def reserve(self, its: Timeouts, allowed: settings.Listening) -> tuple[str, process_monitor.ProcessLocation]:
         """Returns ("host:port", location of this process); `allowed` is where it may listen."""
-        timeouts.put_in_force(its)
-        return ports.reserve_address(allowed), process_monitor.here()
+        timeouts.set_current(its)
+        return ports.reserve_address(allowed), process_monitor.current_process()
 
     def serve(
         self, task: Task, cluster: dict[str, list[str]], cpus: int, workers: int, feeds: dict[str, dict[str, Any]]
@@ -116,7 +116,7 @@ class ServerActor:
         """
         from raytf.parameter_server import rows
 
-        rows.register(feeds, worker, workers)
+        rows.register_rows(feeds, worker, workers)
 
     def join(self) -> None:
         """Blocks until the process ends, so that its end is visible."""
@@ -141,7 +141,7 @@ class ServerGroup:
         if plan.group is None:
             raise ConfigError("Servers need a run's placement group", None, "Start them from a trainer of raytf")
         self._actors = {}
-        self._watchdog = Watchdog()
+        self._watchdog = ProcessKiller()
         try:
             self._start(chief)
         except BaseException:
@@ -169,7 +169,7 @@ class ServerGroup:
                 return error
             return ServerLostError(f"{name} did not start: {first_line(error)}{self._why(name)}")
 
-        return collect(asked, seconds, what, names=[str(task) for task in tasks or self._tasks], failure=failed)
+        return collect_answers(asked, seconds, what, names=[str(task) for task in tasks or self._tasks], failure=failed)
 
     def _why(self, name: str) -> str:
         """Returns why the watchdog has ended a task's process, as a clause; "" if it has not."""
@@ -220,7 +220,7 @@ class ServerGroup:
         connect(definition, *arguments)
 
     def _answers(self, task: Task) -> bool:
-        return ports.answers(self.cluster[task.role][task.index])
+        return ports.is_listening(self.cluster[task.role][task.index])
 
     def kill(self, task: Task) -> None:
         """Kills a server, as a failure would."""
@@ -245,7 +245,7 @@ class ServerGroup:
                     self._lose(f"{task} died{cause}, and with it the variables that it held")
                     return
                 # a host that has vanished closes no connection, and TensorFlow would wait for one
-                ports.hang_up(self.cluster[task.role][task.index])
+                ports.close_connections(self.cluster[task.role][task.index])
                 if cause:
                     warnings.warn(f"{task} is replaced:{cause}", stacklevel=1)
                 try:
@@ -265,12 +265,12 @@ class ServerGroup:
         self._actors[task] = self._actor(task)
         with contextlib.suppress(RayActorError):  # it died again; the next iteration of `_watch` replaces it
             purpose, names, limits = "a worker in place of one that died", [str(task)], timeouts.get()
-            ((address, location),) = collect(
+            ((address, location),) = collect_answers(
                 [self._actors[task].reserve.remote(limits, self._allowed)], limits.process_start, purpose, names=names
             )
             self.cluster[task.role][task.index] = address
             self._watchdog.watch(task, location)
-            collect([self._serve(task)], timeouts.get().process_setup, purpose, names=names)
+            collect_answers([self._serve(task)], timeouts.get().process_setup, purpose, names=names)
 
     def close(self) -> None:
         """Kills all servers."""

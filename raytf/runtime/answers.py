@@ -33,7 +33,7 @@ class NoAnswerError(RaytfError, TimeoutError):
         return type(self), (self.names, self.seconds, self.what)
 
 
-def collect(
+def collect_answers(
     refs: Sequence,
     seconds: float | None,
     what: str,
@@ -70,7 +70,7 @@ def collect(
     return results
 
 
-def as_they_come(
+def in_completion_order(
     refs: Sequence,
     seconds: float | None,
     what: str,
@@ -78,7 +78,7 @@ def as_they_come(
     names: Sequence[str] | None = None,
     look: Callable[[], None] | None = None,
 ) -> Iterator[tuple[int, object]]:
-    """Yields (index, ref) of each of `refs` as soon as it has completed or failed; see `collect`."""
+    """Yields (index, ref) of each of `refs` as soon as it has completed or failed; see `collect_answers`."""
     for index, _ in _settled(refs, seconds, what, names, look):
         yield index, refs[index]
 

@@ -56,7 +56,7 @@ def connect(
         give_up()
     if ray.is_initialized():
         return
-    name, cluster = _named(address), located(address)
+    name, cluster = _parse_address(address), resolve_address(address)
     if cluster is not None and name == _HERE and _has_ended(cluster):
         logger.warning(f"the last Ray of this machine, {cluster}, has ended; another one is started")
         address, cluster = "local", None
@@ -67,8 +67,8 @@ def connect(
                 logger.info(f"{len(bundles)} processes share the {cores} core(s) of this machine")
             options["num_cpus"] = max(wanted, cores)
         else:
-            _knock(cluster, name if name != _HERE else f"{cluster}, the last Ray of this machine")
-        with _sigterm_kept(), quiet.ray_starts():
+            _check_cluster(cluster, name if name != _HERE else f"{cluster}, the last Ray of this machine")
+        with _sigterm_kept(), quiet.quiet_ray_start():
             ray.init(address=address, **options)
     except ConfigError:
         raise
@@ -99,7 +99,7 @@ def _exit(number: int, frame=None) -> None:
     sys.exit(128 + number)
 
 
-def located(address: str | None = None) -> str | None:
+def resolve_address(address: str | None = None) -> str | None:
     """Returns the "HOST:PORT" of the cluster that `connect` would use, or None if it would start Ray.
 
     Raises:
@@ -109,11 +109,13 @@ def located(address: str | None = None) -> str | None:
         return ray_core.bootstrap_address(address)
     except (OSError, ValueError) as error:
         raise ConfigError(
-            "The address of a Ray cluster is HOST:PORT, local or auto", f"{_named(address)!r} ({error})", "Correct it"
+            "The address of a Ray cluster is HOST:PORT, local or auto",
+            f"{_parse_address(address)!r} ({error})",
+            "Correct it",
         ) from error
 
 
-def _named(address: str | None) -> str:
+def _parse_address(address: str | None) -> str:
     return address or os.environ.get("RAY_ADDRESS") or _HERE
 
 
@@ -129,7 +131,7 @@ def _has_ended(address: str) -> bool:
         return False
 
 
-def _knock(address: str, where: str) -> None:
+def _check_cluster(address: str, where: str) -> None:
     """Checks that a cluster answers, and enables Ray's token in this process if the cluster requires one.
 
     Args:
@@ -141,10 +143,10 @@ def _knock(address: str, where: str) -> None:
     """
     if is_token_auth_enabled() and not _has_token():
         raise ConfigError("With RAY_AUTH_MODE=token Ray needs a token", "none where Ray looks for it", _NO_TOKEN)
-    if _lets_in(address, where):
+    if _accepts(address, where):
         return
     if is_token_auth_enabled():
-        raise _refused(where)
+        raise _refused_error(where)
     mode = os.environ.get(ray_core.AUTH_MODE)
     if mode is not None:
         fix = "Set RAY_AUTH_MODE=token, or leave it out"
@@ -152,11 +154,11 @@ def _knock(address: str, where: str) -> None:
     if not _has_token():
         raise ConfigError(f"The cluster at {where} wants a token", "none where Ray looks for it", _NO_TOKEN)
     ray_core.enable_token_auth()
-    if not _lets_in(address, where):
-        raise _refused(where)
+    if not _accepts(address, where):
+        raise _refused_error(where)
 
 
-def _lets_in(address: str, where: str) -> bool:
+def _accepts(address: str, where: str) -> bool:
     """Returns whether a cluster's head answers this process; False if it requires a token, or another one.
 
     Raises:
@@ -186,7 +188,7 @@ def _has_token() -> bool:
         raise ConfigError("Ray's token must be one that can be read", received, _NO_TOKEN) from error
 
 
-def _refused(where: str) -> ConfigError:
+def _refused_error(where: str) -> ConfigError:
     from_variable, path = os.environ.get("RAY_AUTH_TOKEN"), os.environ.get("RAY_AUTH_TOKEN_PATH")
     source = "RAY_AUTH_TOKEN" if from_variable else path or os.path.join("~", ".ray", "auth_token")
     return ConfigError(f"The cluster at {where} lets in who has its token", f"another one, of {source}", _NO_TOKEN)

@@ -29,7 +29,7 @@ _DOOR = "\0raytf/cpus"
 _SYSTEM = pathlib.Path("/sys/devices/system/cpu")
 
 
-class Cores:
+class ClaimedCores:
     """Cores that are claimed for this process, and to which it is pinned.
 
     Args:
@@ -44,7 +44,7 @@ class Cores:
         self._end, self._thread = threading.Event(), None
 
     @classmethod
-    def claim(cls, count: int) -> Cores | None:
+    def claim(cls, count: int) -> ClaimedCores | None:
         """Claims `count` of the cores that the calling thread may use; None if fewer are free, or this is not Linux.
 
         Args:
@@ -53,13 +53,13 @@ class Cores:
         if sys.platform != "linux":
             return None
         allowed = frozenset(os.sched_getaffinity(0))
-        groups = {core: levels(core) for core in allowed}
-        with _one_at_a_time():
-            free = allowed - claimed(allowed)
+        groups = {core: sharing_levels(core) for core in allowed}
+        with _choice_lock():
+            free = allowed - claimed_cores(allowed)
             while len(free) >= count:
-                got = {core: _claimed(core) for core in choose(free, count, groups)}
+                got = {core: _claimed(core) for core in choose_cores(free, count, groups)}
                 if lost := {core for core, claim in got.items() if claim is None}:
-                    _close(got.values())  # the lock had timed out, see `_one_at_a_time`
+                    _close(got.values())  # the lock had timed out, see `_choice_lock`
                     free -= lost
                     continue
                 return cls(got, allowed, got.values())
@@ -80,7 +80,7 @@ class Cores:
             self._look()
 
     def _look(self) -> None:
-        self._move(self.before - claimed(self.before - self.own))
+        self._move(self.before - claimed_cores(self.before - self.own))
 
     def _move(self, to: frozenset[int]) -> None:
         if to != self._now:
@@ -96,48 +96,48 @@ class Cores:
         _close(self._claims)
 
 
-_mine: list[Cores] = []
+_current: list[ClaimedCores] = []
 
 
-def claim(count: int) -> bool:
-    """Claims cores for this process, see `Cores.claim`; returns whether it has some. 0 only releases cores."""
-    release()
-    cores = Cores.claim(count) if count else None
-    _mine.extend([] if cores is None else [cores])
+def claim_cores(count: int) -> bool:
+    """Claims cores for this process, see `ClaimedCores.claim`; returns whether it has some. 0 only releases cores."""
+    release_cores()
+    cores = ClaimedCores.claim(count) if count else None
+    _current.extend([] if cores is None else [cores])
     return cores is not None
 
 
-def keep() -> None:
+def enforce_cores() -> None:
     """Pins this process to the cores that it has claimed and to unclaimed ones."""
-    _mine[0].keep()
+    _current[0].keep()
 
 
-def adopt(own: Iterable[int]) -> None:
+def adopt_cores(own: Iterable[int]) -> None:
     """Pins this process to cores that another process, which outlives it, has claimed for it."""
-    _mine[:] = [Cores(own, frozenset(os.sched_getaffinity(0)))]
-    keep()
+    _current[:] = [ClaimedCores(own, frozenset(os.sched_getaffinity(0)))]
+    enforce_cores()
 
 
-def release() -> None:
+def release_cores() -> None:
     """Releases the cores that this process has claimed; it may use its former ones."""
-    while _mine:
-        _mine.pop().close()
+    while _current:
+        _current.pop().close()
 
 
-def own() -> frozenset[int]:
+def own_cores() -> frozenset[int]:
     """Returns the cores that this process has claimed."""
-    return _mine[0].own if _mine else frozenset()
+    return _current[0].own if _current else frozenset()
 
 
-def before() -> frozenset[int] | None:
+def cores_before() -> frozenset[int] | None:
     """Returns the cores that this process could use before it claimed some; None if it has claimed none.
 
     Child processes that do not train belong on these.
     """
-    return _mine[0].before if _mine else None
+    return _current[0].before if _current else None
 
 
-def agreed(addresses: Sequence[str], have: Sequence[bool]) -> list[bool]:
+def agree_on_pinning(addresses: Sequence[str], have: Sequence[bool]) -> list[bool]:
     """Returns for each worker whether it is pinned to its cores: only if all workers of its host have some.
 
     A worker that shares a core while others do not would be the straggler.
@@ -151,7 +151,7 @@ def agreed(addresses: Sequence[str], have: Sequence[bool]) -> list[bool]:
     return [host not in without for host in hosts]
 
 
-def claimed(among: Iterable[int]) -> frozenset[int]:
+def claimed_cores(among: Iterable[int]) -> frozenset[int]:
     """Returns those of some cores that any process has claimed on this host."""
     result = set()
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as asks:
@@ -166,13 +166,13 @@ def claimed(among: Iterable[int]) -> frozenset[int]:
     return frozenset(result)
 
 
-def choose(free: frozenset[int], count: int, levels: Mapping[int, list[frozenset[int]]]) -> list[int]:
+def choose_cores(free: frozenset[int], count: int, levels: Mapping[int, list[frozenset[int]]]) -> list[int]:
     """Returns `count` free cores that share most with each other, and little with other processes' cores.
 
     Args:
         free: Free cores.
         count: Number of cores, at most the number of free ones.
-        levels: By core, the groups of cores with which it shares hardware, see the function `levels`.
+        levels: By core, the groups of cores with which it shares hardware, see the function `sharing_levels`.
     """
     everything = frozenset(levels)
     groups_of = {core: sorted({*levels[core], everything}, key=len) for core in free}
@@ -189,16 +189,16 @@ def choose(free: frozenset[int], count: int, levels: Mapping[int, list[frozenset
     return sorted(best & free, key=lambda core: (shared(core, best), core))[:count]
 
 
-def levels(core: int, system: pathlib.Path = _SYSTEM) -> list[frozenset[int]]:
+def sharing_levels(core: int, system: pathlib.Path = _SYSTEM) -> list[frozenset[int]]:
     """Returns the groups of cores that share a physical core, a cache or a NUMA node with a core, itself included."""
     folder = system / f"cpu{core}"
     files = [folder / "topology/thread_siblings_list", *folder.glob("cache/index*/shared_cpu_list")]
     files += folder.glob("node*/cpulist")
-    groups = {_listed(file.read_text()) for file in files if file.exists()}
+    groups = {_parse_list(file.read_text()) for file in files if file.exists()}
     return [group for group in groups if core in group]
 
 
-def _listed(text: str) -> frozenset[int]:
+def _parse_list(text: str) -> frozenset[int]:
     """Parses the cores of a list like "0-3,8"."""
     parts = [part.partition("-") for part in text.strip().split(",") if part]
     return frozenset(core for first, _, last in parts for core in range(int(first), int(last or first) + 1))
@@ -207,7 +207,7 @@ def _listed(text: str) -> frozenset[int]:
 def _move_threads(was: frozenset[int], to: frozenset[int]) -> None:
     """Moves those threads of this process that may use the cores `was` to the cores `to`."""
     # repeated: a thread that starts meanwhile inherits its parent's cores
-    while sum(_moved(thread, was, to) for thread in procfs.threads()):
+    while sum(_moved(thread, was, to) for thread in procfs.thread_ids()):
         pass
 
 
@@ -246,7 +246,7 @@ def _close(claims) -> None:
 
 
 @contextlib.contextmanager
-def _one_at_a_time() -> Iterator[None]:
+def _choice_lock() -> Iterator[None]:
     """Prevents other processes of this host from choosing cores meanwhile, so that each gets cores that share hardware.
 
     A suspended process is not waited for: claims are exclusive by themselves.
@@ -259,7 +259,7 @@ def _one_at_a_time() -> Iterator[None]:
             except OSError as error:
                 if error.errno != errno.EADDRINUSE:
                     break
-                if not _waited_for_door(remaining):
+                if not _waited_for_chooser(remaining):
                     break
                 continue
             door.listen(128)
@@ -267,13 +267,13 @@ def _one_at_a_time() -> Iterator[None]:
         yield
 
 
-def _waited_for_door(seconds: float) -> bool:
+def _waited_for_chooser(seconds: float) -> bool:
     """Waits until the process that chooses cores is done; returns whether it belongs to this user."""
     with socket.socket(socket.AF_UNIX) as waiting:
         waiting.settimeout(seconds)
         try:
             waiting.connect(_DOOR)
-            if not liveness.is_own_peer(waiting):
+            if not liveness.is_same_user(waiting):
                 return False
             waiting.recv(1)  # no process accepts this connection: it ends when the other process closes its door
         except OSError as error:  # it is done meanwhile, or about to listen; otherwise it is no door

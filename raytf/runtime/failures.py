@@ -7,7 +7,7 @@ import traceback
 from ray.train import TrainingFailedError
 
 from raytf.compat.ray_train import CollectiveTimeoutError
-from raytf.errors import PeerLostError, RaytfError, TrainingError, in_a_line
+from raytf.errors import PeerLostError, RaytfError, TrainingError, one_line
 from raytf.runtime.roles import is_consequence_of_tensorflow
 
 
@@ -60,32 +60,32 @@ def first_rank(failures: dict[int, BaseException]) -> int:
 
 def is_consequence(error: BaseException) -> bool:
     """Returns whether a worker failed because another died: by the type of its error, and TensorFlow's text."""
-    cause = cause_of(error)
+    cause = user_error(error)
     kind = type(cause)
     return isinstance(cause, (PeerLostError, CollectiveTimeoutError)) or is_consequence_of_tensorflow(
         f"{kind.__module__}.{kind.__name__}", str(cause)
     )
 
 
-def cause_of(error: BaseException | None) -> BaseException | None:
+def user_error(error: BaseException | None) -> BaseException | None:
     """Returns the error of the user's process that Ray Train's errors wrap."""
     for name in ("_base_exc", "health_check_failure", "cause"):
         inner = getattr(error, name, None)
         if isinstance(inner, BaseException):
-            return cause_of(inner)
+            return user_error(inner)
     return error
 
 
 def _line(error: BaseException) -> str:
-    return in_a_line(cause_of(error))
+    return one_line(user_error(error))
 
 
 def _details(error: BaseException) -> str:
-    frozen = cause_of(error)
+    frozen = user_error(error)
     if isinstance(frozen, WorkerFrozenError):
         return frozen.stack
     text = getattr(error, "_traceback_str", None)
     if text is None:
         return ""
-    cause = "".join(traceback.format_exception_only(cause_of(error)))
+    cause = "".join(traceback.format_exception_only(user_error(error)))
     return text if cause.strip() in text else f"{text}\n{cause}"

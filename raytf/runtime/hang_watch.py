@@ -20,9 +20,9 @@ from raytf import activity, events, liveness, logs, procfs, timeouts
 from raytf.events import Kind, RunEvent
 from raytf.runtime import process_monitor, stacks
 from raytf.runtime.failures import WorkerFrozenError
-from raytf.runtime.hangs import Hang, Judge, Turns
+from raytf.runtime.hangs import HangDetector, HangReport, PollOrder
 from raytf.runtime.process_monitor import ProcessLocation
-from raytf.runtime.stragglers import Stragglers
+from raytf.runtime.stragglers import StragglerDetector
 
 logger = logs.get_logger(__name__)
 
@@ -77,7 +77,7 @@ class HangWatch:
         lead = min(_LEAD_INTERVAL, limit / 4)
         self._limit = limit - lead
         self._names = dict(names or {rank: f"worker {rank}" for rank in places})
-        self._judge = Judge(self._limit, first, self._names)
+        self._judge = HangDetector(self._limit, first, self._names)
         self._over: dict[int, float] = {}
         self._through_others, self._made, self._repeats = through_others, made, made > 0
         self.ended: dict[int, WorkerFrozenError] = {}
@@ -86,10 +86,10 @@ class HangWatch:
         self._silent: dict[int, float] = {}
         # of silent workers: length of the silence and processor ticks at first sight
         self._ticks: dict[int, tuple[float, int]] = {}
-        self._turns = Turns(_AT_ONCE)
+        self._turns = PollOrder(_AT_ONCE)
         self._last = clock()
-        self._said: Hang | None = None
-        self._stragglers = Stragglers()
+        self._said: HangReport | None = None
+        self._stragglers = StragglerDetector()
         self._lock, self._closed = threading.Lock(), threading.Event()
         self._thread = threading.Thread(target=self._follow, daemon=True, name="raytf_hang_watch")
         self._thread.start()
@@ -200,7 +200,7 @@ class HangWatch:
                 self._silent[rank] = self._silent.get(rank, 0.0) + passed
         for rank in self._turns.of(ranks - self._asked.keys(), self._all_at_once()):
             with contextlib.suppress(ray.exceptions.RayError):
-                self._asked[rank] = self._execute(rank, activity.told)
+                self._asked[rank] = self._execute(rank, activity.snapshot)
 
     def _all_at_once(self) -> bool:
         """Returns whether to poll all workers: one may hang, or not all have answered so far."""
@@ -225,7 +225,7 @@ class HangWatch:
         """Returns (seconds without an answer and without processor use, by rank; how the kernel stops some of them)."""
         seconds_of, stopped = {}, {}
         asked = [rank for rank, seconds in self._silent.items() if seconds >= max(_SILENT_INTERVAL, self._limit / 2)]
-        looks = self._there({rank: self._places[rank] for rank in asked}, procfs.look, timeouts.get().stack)
+        looks = self._there({rank: self._places[rank] for rank in asked}, procfs.read_state, timeouts.get().stack)
         for rank, seconds in self._silent.items():
             if seconds < _SILENT_INTERVAL:
                 continue
@@ -235,7 +235,7 @@ class HangWatch:
                 if seen.ticks - ticks >= _WORKING_TICKS:
                     start, _ = self._ticks[rank] = seconds, seen.ticks
                 seconds_of[rank] = min(seconds, seconds - start + self._limit / 2)
-                if (how := liveness.held(seen.state)) is not None:
+                if (how := liveness.describe_stop(seen.state)) is not None:
                     stopped[rank] = how
             else:
                 seconds_of[rank] = _SILENT_INTERVAL  # lost with its host, perhaps, which Ray notices
@@ -252,7 +252,7 @@ class HangWatch:
         return self._stack_from_outside(self._places[rank])
 
     def _stack_from_outside(self, place: ProcessLocation) -> str:
-        stack = self._there({0: place}, stacks.of, timeouts.get().far_stack).get(0)
+        stack = self._there({0: place}, stacks.stack_of, timeouts.get().far_stack).get(0)
         return stack if stack is not None else "its stack is not known: its host does not answer"
 
     def _there(self, places: Mapping[int, ProcessLocation], function: Callable, seconds: float) -> dict[int, Any]:
@@ -263,7 +263,7 @@ class HangWatch:
         node, results, refs = ray.get_runtime_context().get_node_id(), {}, {}
         for rank, location in places.items():
             if location.node != node:
-                refs[process_monitor.on(location.node, function, location.pid)] = rank
+                refs[process_monitor.call_on_node(location.node, function, location.pid)] = rank
         for rank, location in places.items():
             if location.node == node:
                 results[rank] = function(location.pid)

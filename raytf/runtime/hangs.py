@@ -1,10 +1,10 @@
 """Hang detection: finds the worker that others wait for, from snapshots of all workers. Pure.
 
 A worker is named if, for the whole limit, others have waited, and it has stayed in one part of its step. It also used
-little processor time, and was not ready to run. The limit is the option, or `_TIMES_USUAL` usual steps if that is more:
+little processor time, and was not ready to run. The limit is the option, or `_TIMES_USUAL` usual steps if more:
 some steps take 20 times as long. A part that took long once, and then continued, may later take twice as long. The run
-ends after `_ENDS` times the limit, or `_ENDS_LATE` times if the worker may just be slow. A `process_monitor.Watchdog`
-ends stopped processes (SIGSTOP) sooner. See docs/design/hang-detection.md.
+ends after `_ENDS` times the limit, or `_ENDS_LATE` times if the worker may just be slow. A
+`process_monitor.ProcessKiller` ends stopped processes (SIGSTOP) sooner. See docs/design/hang-detection.md.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _WAITS_INTERVAL = 1.5
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Hang:
+class HangReport:
     """A worker that others wait for.
 
     Args:
@@ -37,7 +37,7 @@ class Hang:
         what: Its current activity, as a clause that follows "it".
         seconds: Duration of that activity.
         waiting: Clause with the workers that wait for it, and since which step.
-        part: Part of its step, for `Judge.went_on`.
+        part: Part of its step, for `HangDetector.went_on`.
         ends: Whether the run ends because of it.
     """
 
@@ -52,7 +52,7 @@ class Hang:
         return f"{self.what} since {self.seconds:.0f} s; {self.waiting}"
 
 
-class Turns:
+class PollOrder:
     """Chooses the workers to poll: those that were not polled for longest. Pure.
 
     Args:
@@ -74,7 +74,7 @@ class Turns:
         return set(chosen)
 
 
-class Judge:
+class HangDetector:
     """Finds the worker that others wait for.
 
     Args:
@@ -93,7 +93,7 @@ class Judge:
         told: Mapping[int, Mapping[str, Any]],
         silent: Mapping[int, float],
         stopped: Mapping[int, str] | None = None,
-    ) -> Hang | None:
+    ) -> HangReport | None:
         """Finds a hang in the snapshots of all workers.
 
         Args:
@@ -118,7 +118,7 @@ class Judge:
             return self._elsewhere(told, waiting)
         return self._all_still(told)
 
-    def went_on(self, hang: Hang) -> None:
+    def went_on(self, hang: HangReport) -> None:
         """Records that a named worker continued by itself."""
         self._longest[hang.part] = max(2 * hang.seconds, self._longest.get(hang.part, 0.0))
 
@@ -168,21 +168,25 @@ class Judge:
         usual = max(snapshot["usual"] for snapshot in told.values())
         return max(self._limit, _TIMES_USUAL * usual, self._longest.get(part, 0.0))
 
-    def _hang(self, rank: int, told, seconds: float, waited: float, what: str, part: str, late: bool) -> Hang | None:
+    def _hang(
+        self, rank: int, told, seconds: float, waited: float, what: str, part: str, late: bool
+    ) -> HangReport | None:
         """Returns a hang if `seconds` in one part, and the `waited` seconds of others, exceed the limit."""
         lasted, limit = min(seconds, waited), self._limits(told, part)
         if lasted < limit:
             return None
         late = late or part in _STILL or self._moves(rank, lasted)
         ends = lasted >= limit * (_ENDS_LATE if late else _ENDS)
-        return Hang(rank=rank, what=what, seconds=seconds, waiting=self.waiting_for(rank, told), part=part, ends=ends)
+        return HangReport(
+            rank=rank, what=what, seconds=seconds, waiting=self.waiting_for(rank, told), part=part, ends=ends
+        )
 
-    def _silent(self, rank: int, seconds: float, told, stopped: str | None) -> Hang:
+    def _silent(self, rank: int, seconds: float, told, stopped: str | None) -> HangReport:
         clause = f"is {stopped}" if stopped else "gives no answer and uses no processor: a call holds Python's lock"
         waiting, ends = self.waiting_for(rank, told), stopped is None and seconds >= _ENDS * self._limit
-        return Hang(rank=rank, what=clause, seconds=seconds, waiting=waiting, part="silent", ends=ends)
+        return HangReport(rank=rank, what=clause, seconds=seconds, waiting=waiting, part="silent", ends=ends)
 
-    def _not_coming(self, told, waiting: Mapping[int, float], coming: list[int]) -> Hang | None:
+    def _not_coming(self, told, waiting: Mapping[int, float], coming: list[int]) -> HangReport | None:
         idle = [rank for rank in coming if not self._works(rank)]
         if not idle:
             return None
@@ -190,9 +194,11 @@ class Judge:
         snapshot = told[rank]
         # between two sums of a custom loop, a worker is late for as long as the others wait
         seconds = max(waiting.values()) if snapshot["phase"] == activity.BEGIN else snapshot["seconds"]
-        return self._hang(rank, told, seconds, max(waiting.values()), describe(snapshot), snapshot["phase"], late=False)
+        return self._hang(
+            rank, told, seconds, max(waiting.values()), describe_activity(snapshot), snapshot["phase"], late=False
+        )
 
-    def _elsewhere(self, told, waiting: Mapping[int, float]) -> Hang | None:
+    def _elsewhere(self, told, waiting: Mapping[int, float]) -> HangReport | None:
         """Finds the cause if all wait, but in different collectives: the worker with the fewest steps."""
         places = {state["meeting"][:2] for state in told.values()}
         if len(places) == 1:
@@ -207,7 +213,7 @@ class Judge:
         )
         return self._hang(rank, told, lasted, lasted, clause, "elsewhere", late=False)
 
-    def _all_still(self, told) -> Hang | None:
+    def _all_still(self, told) -> HangReport | None:
         """Finds a hang without a visible collective: some workers are idle while others compute, or all are idle."""
         still = [r for r, snapshot in told.items() if snapshot["phase"] in _STILL and not self._works(r)]
         active = [r for r in told if r not in still]
@@ -222,11 +228,11 @@ class Judge:
         if not active:
             waited = min(told[r]["seconds"] for r in still)
         return self._hang(
-            rank, told, snapshot["seconds"], waited, describe(snapshot), snapshot["phase"], late=not active
+            rank, told, snapshot["seconds"], waited, describe_activity(snapshot), snapshot["phase"], late=not active
         )
 
 
-def describe(its: Mapping[str, Any]) -> str:
+def describe_activity(its: Mapping[str, Any]) -> str:
     """Returns a worker's current activity, as a clause that follows "it"."""
     step = its["step"]
     if its["phase"] == activity.CHECKPOINT and its["failing"]:

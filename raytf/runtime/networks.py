@@ -11,7 +11,7 @@ import psutil
 from raytf.errors import ConfigError
 
 
-def check(network: str | None) -> None:
+def check_network(network: str | None) -> None:
     """Raises ConfigError unless `network` may be an interface's name, or is a network of addresses."""
     try:
         if network is not None and ("/" in network or not 0 < len(network) < 16):  # Linux' longest name has 15 bytes
@@ -33,7 +33,7 @@ def interfaces() -> dict[str, list[str]]:
     }
 
 
-def chosen(found: Mapping[str, list[str]], network: str | None, node: str) -> tuple[str | None, str | None]:
+def choose_address(found: Mapping[str, list[str]], network: str | None, node: str) -> tuple[str | None, str | None]:
     """Returns (interface, address) of a worker; pure.
 
     Args:
@@ -57,7 +57,9 @@ def chosen(found: Mapping[str, list[str]], network: str | None, node: str) -> tu
     return fit[0] if fit else (None, None)
 
 
-def places(hosts: Mapping[str, Mapping[str, list[str]]], network: str | None) -> dict[str, tuple[str | None, str]]:
+def worker_addresses(
+    hosts: Mapping[str, Mapping[str, list[str]]], network: str | None
+) -> dict[str, tuple[str | None, str]]:
     """Returns (interface, address) of a worker on each host; pure.
 
     Args:
@@ -67,11 +69,11 @@ def places(hosts: Mapping[str, Mapping[str, list[str]]], network: str | None) ->
     Raises:
         ConfigError: A host has no address in `network`, or two hosts have the same.
     """
-    found = {node: chosen(interfaces_of, network, node) for node, interfaces_of in hosts.items()}
+    found = {node: choose_address(interfaces_of, network, node) for node, interfaces_of in hosts.items()}
     if without := [node for node, (_, address) in found.items() if address is None]:
         raise ConfigError(
             "network= names an interface, or a network of addresses, that each worker's host has",
-            f"{network!r}, and " + "; ".join(f"{node} has {listed(hosts[node])}" for node in without),
+            f"{network!r}, and " + "; ".join(f"{node} has {describe_interfaces(hosts[node])}" for node in without),
             "Name one of these",
         )
     for node, (_, address) in found.items():
@@ -84,12 +86,12 @@ def places(hosts: Mapping[str, Mapping[str, list[str]]], network: str | None) ->
     return found
 
 
-def listed(found: Mapping[str, list[str]]) -> str:
+def describe_interfaces(found: Mapping[str, list[str]]) -> str:
     """Returns interfaces with their addresses as text: "lo (127.0.0.1), eth0 (10.0.0.3)"."""
     return ", ".join(f"{name} ({', '.join(addresses) or 'no address'})" for name, addresses in found.items())
 
 
-def lines(interfaces_by_node: Mapping[str, str | None]) -> list[str]:
+def interface_lines(interfaces_by_node: Mapping[str, str | None]) -> list[str]:
     """Returns a line for each interface, with the nodes whose workers exchange by it."""
     by: dict[str | None, list[str]] = {}
     for node, name in interfaces_by_node.items():

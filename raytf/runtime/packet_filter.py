@@ -21,7 +21,7 @@ Program = Sequence[tuple[int, int, int, int]]
 NOTHING: Program = ((_RETURN, 0, 0, 0),)
 
 
-def attach(one: socket.socket, program: Program) -> None:
+def attach_filter(one: socket.socket, program: Program) -> None:
     """Filters the incoming packets of a socket by a program, from now on.
 
     Raises:
@@ -31,7 +31,7 @@ def attach(one: socket.socket, program: Program) -> None:
     one.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("HP", len(program), ctypes.addressof(code)))
 
 
-def to_address_only(host: str) -> Program:
+def only_to_address(host: str) -> Program:
     """Returns a program that drops packets for other addresses than `host`, a numeric address."""
     address = ipaddress.ip_address(host)
     version, begins = (0x40, 16) if address.version == 4 else (0x60, 24)

@@ -40,7 +40,7 @@ def reserve_address(allowed: Listening) -> str:
     _reserved[:] = [held]
     _claims.append(claim)
     port = held.getsockname()[1]
-    return joined(host, port)
+    return join_address(host, port)
 
 
 def _own_address(network: str | None) -> str:
@@ -54,7 +54,7 @@ def _own_address(network: str | None) -> str:
     node = ray.util.get_node_ip_address()
     if network is None:
         return node
-    interface, address = networks.places({node: networks.interfaces()}, network)[node]
+    interface, address = networks.worker_addresses({node: networks.interfaces()}, network)[node]
     os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
     return address
 
@@ -88,7 +88,7 @@ def _bound(host: str, ports: tuple[int, int]) -> tuple[socket.socket, socket.soc
     )
 
 
-def own(address: str) -> socket.socket:
+def own_socket(address: str) -> socket.socket:
     """Returns a socket on this worker's own "host:port", which does not listen so far; frees the reserved port for it.
 
     Binds the port on all addresses if another address is translated to this host's.
@@ -97,7 +97,7 @@ def own(address: str) -> socket.socket:
         ConfigError: Another program uses the port.
     """
     release_port()
-    host, port = split(address)
+    host, port = split_address(address)
     held = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of an earlier ring may remain
     try:
@@ -117,33 +117,33 @@ def own(address: str) -> socket.socket:
     return held
 
 
-def split(address: str) -> tuple[str, int]:
+def split_address(address: str) -> tuple[str, int]:
     """Returns the host, without brackets, and the port of "host:port"."""
     host, _, port = address.rpartition(":")
     return host.strip("[]"), int(port)
 
 
-def joined(host: str, port: int) -> str:
-    """Returns "host:port", the inverse of `split`; an IPv6 host has brackets."""
+def join_address(host: str, port: int) -> str:
+    """Returns "host:port", the inverse of `split_address`; an IPv6 host has brackets."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def answers(address: str, seconds: float = 1.0) -> bool:
+def is_listening(address: str, seconds: float = 1.0) -> bool:
     """Returns whether a process listens at "host:port"."""
     try:
-        socket.create_connection(split(address), seconds).close()
+        socket.create_connection(split_address(address), seconds).close()
     except OSError:
         return False
     return True
 
 
-def hang_up(address: str) -> None:
+def close_connections(address: str) -> None:
     """Shuts down this process' connections to "host:port", as the vanished peer would have done. On Linux."""
     for number in procfs.sockets():
-        with contextlib.suppress(OSError), _copied(number) as connection:  # not connected, or closed meanwhile
+        with contextlib.suppress(OSError), _copied_socket(number) as connection:  # not connected, or closed meanwhile
             peer = connection.getpeername()
             # gRPC's sockets are IPv6, and write IPv4 addresses so
-            if len(peer) > 1 and (peer[0].removeprefix("::ffff:"), peer[1]) == split(address):
+            if len(peer) > 1 and (peer[0].removeprefix("::ffff:"), peer[1]) == split_address(address):
                 connection.shutdown(socket.SHUT_RDWR)
 
 
@@ -156,19 +156,19 @@ def listen_only_at(address: str) -> None:
     Args:
         address: "host:port" with a numeric host.
     """
-    host, port = split(address)
-    if sys.platform != "linux" or not _has(host):
+    host, port = split_address(address)
+    if sys.platform != "linux" or not _is_own_host(host):
         return
-    program = packet_filter.to_address_only(host)
+    program = packet_filter.only_to_address(host)
     for number in procfs.sockets():
-        with contextlib.suppress(OSError), _copied(number) as listener:  # closed meanwhile
+        with contextlib.suppress(OSError), _copied_socket(number) as listener:  # closed meanwhile
             if listener.family == socket.AF_UNIX or listener.getsockname()[1] != port:
                 continue
             if listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                packet_filter.attach(listener, program)
+                packet_filter.attach_filter(listener, program)
 
 
-def _has(host: str) -> bool:
+def _is_own_host(host: str) -> bool:
     """Returns whether a numeric address is one of this host's."""
     try:
         ipaddress.ip_address(host)
@@ -180,7 +180,7 @@ def _has(host: str) -> bool:
 
 
 @contextlib.contextmanager
-def _copied(number: int) -> Iterator[socket.socket]:
+def _copied_socket(number: int) -> Iterator[socket.socket]:
     """Yields a socket of another object's descriptor, which that may close meanwhile; closes the copy at the end."""
     copy = os.dup(number)
     try:
@@ -220,7 +220,7 @@ def _is_another_users(port: int) -> bool:
             asks.connect(f"\0raytf/{port}")
         except OSError as error:
             return error.errno == errno.EPROTOTYPE  # raytf's own sockets are of one kind
-        return not liveness.is_own_peer(asks)
+        return not liveness.is_same_user(asks)
 
 
 def release_port() -> None:

@@ -23,7 +23,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raytf import liveness, logs, procfs, timeouts
 from raytf.liveness import StopWatch
-from raytf.procfs import Look
+from raytf.procfs import ProcessState
 
 logger = logs.get_logger(__name__)
 
@@ -41,7 +41,7 @@ class ProcessLocation:
         node: Ray's id of its node.
         host: Address of the node.
         pid: Its process id.
-        started: `procfs.Look.started`, or None if unknown.
+        started: `procfs.ProcessState.started`, or None if unknown.
     """
 
     node: str
@@ -50,15 +50,15 @@ class ProcessLocation:
     started: int | None
 
 
-def here() -> ProcessLocation:
+def current_process() -> ProcessLocation:
     """Returns the location of this process."""
-    seen = procfs.look(os.getpid())
+    seen = procfs.read_state(os.getpid())
     node = ray.get_runtime_context().get_node_id()
     return ProcessLocation(node, ray.util.get_node_ip_address(), os.getpid(), seen and seen.started)
 
 
 @dataclass(frozen=True)
-class Frozen:
+class StoppedProcess:
     """A process that is stopped for too long, or a host without an answer.
 
     Args:
@@ -70,21 +70,21 @@ class Frozen:
 
     keys: tuple
     place: ProcessLocation
-    seen: Look | None
+    seen: ProcessState | None
     how: str
 
 
 @dataclass
-class _Watched:
+class _MonitoredProcess:
     """A monitored process: its location, its stop watch, the time of its last answer, and its last state, if read."""
 
     place: ProcessLocation
     watch: StopWatch
     heard: float = -math.inf
-    seen: Look | None = None
+    seen: ProcessState | None = None
 
 
-class ProcessJudge:
+class StopDetector:
     """Finds stopped processes from their polled states, each with a key; from any thread. Pure.
 
     Args:
@@ -95,13 +95,13 @@ class ProcessJudge:
     def __init__(self, seconds: float | None = None, clock: Callable[[], float] = time.monotonic):
         self._seconds, self._clock = liveness.STOPPED_INTERVAL if seconds is None else seconds, clock
         self._lock = threading.Lock()
-        self._watched: dict[Any, _Watched] = {}
+        self._watched: dict[Any, _MonitoredProcess] = {}
 
     def watch(self, key, place: ProcessLocation) -> None:
         """Monitors a process, instead of an earlier one with its key."""
         with self._lock:
             if key not in self._watched or self._watched[key].place != place:
-                self._watched[key] = _Watched(place, self._anew())
+                self._watched[key] = _MonitoredProcess(place, self._anew())
 
     def forget(self, key) -> None:
         """Stops monitoring a process."""
@@ -127,7 +127,7 @@ class ProcessJudge:
                     due.setdefault(process.place.node, []).append(process.place.pid)
         return due
 
-    def judge(self, node: str, seen: Mapping[int, Look | None]) -> list[Frozen]:
+    def judge(self, node: str, seen: Mapping[int, ProcessState | None]) -> list[StoppedProcess]:
         """Records states of a node's processes by pid; returns those that are stopped for too long."""
         frozen = []
         with self._lock:
@@ -141,15 +141,15 @@ class ProcessJudge:
                     continue
                 process.seen = look
                 if (how := process.watch.judge(look)) is not None:
-                    frozen.append(Frozen((key,), process.place, look, how))
+                    frozen.append(StoppedProcess((key,), process.place, look, how))
         return frozen
 
-    def standing(self) -> Frozen | None:
+    def standing(self) -> StoppedProcess | None:
         """Returns a process that was stopped at the last check, for any time; None if there is none."""
         with self._lock:
             for key, process in self._watched.items():
                 if process.watch.stands is not None:
-                    return Frozen((key,), process.place, process.seen, process.watch.stands)
+                    return StoppedProcess((key,), process.place, process.seen, process.watch.stands)
         return None
 
     def of(self, node: str) -> dict[Any, ProcessLocation]:
@@ -161,8 +161,8 @@ class ProcessJudge:
         return StopWatch(self._seconds, self._clock)
 
 
-class ProcessMonitor(ProcessJudge):
-    """Checks processes from their own hosts at each call of `look`; see `ProcessJudge`."""
+class ProcessMonitor(StopDetector):
+    """Checks processes from their own hosts at each call of `look`; see `StopDetector`."""
 
     def __init__(self, seconds: float | None = None, clock: Callable[[], float] = time.monotonic):
         super().__init__(seconds, clock)
@@ -170,7 +170,7 @@ class ProcessMonitor(ProcessJudge):
         self._hosts: dict[str, _Host] = {}
         self._last, self._look_at = clock(), -math.inf
 
-    def look(self) -> list[Frozen]:
+    def look(self) -> list[StoppedProcess]:
         """Returns processes that are stopped for too long, or whose host does not answer; called about every second."""
         current_time, due, frozen = self._clock(), self.due(), []
         passed, self._last = min(current_time - self._last, _COUNTED_INTERVAL), current_time
@@ -178,7 +178,7 @@ class ProcessMonitor(ProcessJudge):
         if looks:
             self._look_at = current_time + liveness.LOOK_INTERVAL
         if looks and self._node in due:
-            frozen += self.judge(self._node, procfs.looks(due[self._node]))
+            frozen += self.judge(self._node, procfs.read_states(due[self._node]))
         for node in (due.keys() | self._hosts.keys()) - {self._node}:
             host = self._hosts.setdefault(node, _Host(node))
             if (seen := host.answer(passed)) is not None:
@@ -187,7 +187,7 @@ class ProcessMonitor(ProcessJudge):
                 host.silent = 0.0
             elif host.silent >= host.limit and len(processes := self.of(node)) == len(due[node]):
                 how = f"has given no answer for {host.silent:.0f} s"
-                frozen.append(Frozen(tuple(processes), next(iter(processes.values())), None, how))
+                frozen.append(StoppedProcess(tuple(processes), next(iter(processes.values())), None, how))
             elif looks:
                 host.ask(due[node])
         return frozen
@@ -199,11 +199,11 @@ class ProcessMonitor(ProcessJudge):
         self._hosts.clear()
 
 
-class _Watcher:
+class _StateReader:
     """Reads the states of processes on a host."""
 
-    def looks(self, pids: list[int]) -> dict[int, Look | None]:
-        return procfs.looks(pids)
+    def looks(self, pids: list[int]) -> dict[int, ProcessState | None]:
+        return procfs.read_states(pids)
 
 
 class _Host:
@@ -227,11 +227,11 @@ class _Host:
             return
         if self._actor is None:
             strategy = NodeAffinitySchedulingStrategy(self._node, soft=False)
-            self._actor = ray.remote(_Watcher).options(num_cpus=0, scheduling_strategy=strategy).remote()
+            self._actor = ray.remote(_StateReader).options(num_cpus=0, scheduling_strategy=strategy).remote()
             self._answered = False
         self._asked, self.silent = self._actor.looks.remote(pids), 0.0
 
-    def answer(self, passed: float) -> dict[int, Look | None] | None:
+    def answer(self, passed: float) -> dict[int, ProcessState | None] | None:
         """Returns new states, or None; `passed` seconds have passed since its last call."""
         if self._asked is None:
             return None
@@ -253,7 +253,7 @@ class _Host:
             self._actor = self._asked = None
 
 
-class Watchdog(ProcessMonitor):
+class ProcessKiller(ProcessMonitor):
     """Checks processes in a thread, and ends (SIGKILL) those that are stopped for too long.
 
     Nothing else would notice them; Ray notices a host that does not answer.
@@ -306,7 +306,7 @@ class Watchdog(ProcessMonitor):
             except Exception:  # a failure may be temporary, and without this thread nothing checks processes
                 logger.exception("the process monitor could not poll processes")
 
-    def _end(self, frozen: list[Frozen]) -> None:
+    def _end(self, frozen: list[StoppedProcess]) -> None:
         words = self._words_of([key for stopped in frozen for key in stopped.keys])
         for stopped in frozen:
             (key,), location = stopped.keys, stopped.place
@@ -317,9 +317,9 @@ class Watchdog(ProcessMonitor):
             self.ended[key] = text
             self.forget(key)
             if location.node == self._node:
-                kill(location.pid, stopped.seen.started)
+                kill_process(location.pid, stopped.seen.started)
             else:
-                on(location.node, kill, location.pid, stopped.seen.started)
+                call_on_node(location.node, kill_process, location.pid, stopped.seen.started)
 
     def _words_of(self, keys: list) -> dict:
         """Returns the results of `last_words` for all keys, with one deadline."""
@@ -339,16 +339,16 @@ class Watchdog(ProcessMonitor):
         return dict(words)
 
 
-def kill(pid: int, started: int) -> None:
+def kill_process(pid: int, started: int) -> None:
     """Ends a process of this host if it started at `started`; SIGKILL ends stopped ones, too."""
-    state = procfs.look(pid)
+    state = procfs.read_state(pid)
     if state is not None and state.started == started:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 
 
-def on(node: str, function: Callable, *arguments):
+def call_on_node(node: str, function: Callable, *arguments):
     """Returns the ref of a function's result on a node."""
     strategy = NodeAffinitySchedulingStrategy(node, soft=False)
-    task = ray.remote(num_cpus=0, max_retries=0)(timeouts.under).options(scheduling_strategy=strategy)
+    task = ray.remote(num_cpus=0, max_retries=0)(timeouts.call_with).options(scheduling_strategy=strategy)
     return task.remote(timeouts.get(), function, *arguments)

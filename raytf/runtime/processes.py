@@ -23,7 +23,7 @@ from raytf.console.progress import Entries
 from raytf.errors import TrainingError
 from raytf.runtime import resources
 from raytf.runtime.allocator import allocator
-from raytf.runtime.answers import as_they_come, collect
+from raytf.runtime.answers import collect_answers, in_completion_order
 
 # A worker's environment; `RunConfig.worker_runtime_env` overrides it.
 _VARIABLES = {
@@ -69,16 +69,18 @@ class WarmPool:
         self.asked, self.compares = None, False
         # A process must not search for devices before Ray assigns it some: without devices it can only try the model.
         if resources.only_cpus(scaling_config):
-            environment = _early_environment(run_config, scaling_config, threads(_cpus(scaling_config)))
+            environment = _early_environment(run_config, scaling_config, thread_variables(_cpus(scaling_config)))
             for node in resources.likely_nodes(scaling_config, workers):
-                self.there.append((node, start(kind, node, environment)))
+                self.there.append((node, start_process(kind, node, environment)))
         if not self.there:
             node_id = ray.get_runtime_context().get_node_id()
             environment = _early_environment(run_config, scaling_config, {"CUDA_VISIBLE_DEVICES": "-1"})
-            self._extra.append(start(kind, node_id, environment, soft=True))
+            self._extra.append(start_process(kind, node_id, environment, soft=True))
         self.warned = Entries("warned")
         self._output = Output(worker_environment(run_config, scaling_config)["env_vars"])
-        self._ready = {actor.execute.remote(timeouts.under, timeouts.get(), preload): actor for actor in self._all()}
+        self._ready = {
+            actor.execute.remote(timeouts.call_with, timeouts.get(), preload): actor for actor in self._all()
+        }
 
     def ask(self, function, *arguments):
         """Calls a function in the first process that is ready; if that dies, the next one replaces it.
@@ -87,13 +89,13 @@ class WarmPool:
             NoAnswerError: No process started, or the function did not end, in time.
         """
         failed = None
-        for _, ready in as_they_come(
+        for _, ready in in_completion_order(
             list(self._ready), timeouts.get().process_start, "the start of a process", names=self._names()
         ):
             try:
                 ray.get(ready)
-                call = self._ready[ready].execute.remote(timeouts.under, timeouts.get(), function, *arguments)
-                (answer,) = collect(
+                call = self._ready[ready].execute.remote(timeouts.call_with, timeouts.get(), function, *arguments)
+                (answer,) = collect_answers(
                     [call], timeouts.get().model_answer, "what it finds out about the model", names=["a process"]
                 )
             except (RayActorError, ActorUnschedulableError, RuntimeEnvSetupError) as error:
@@ -173,7 +175,7 @@ def _cpus(scaling_config) -> int:
     return cpus_of(resources_per_worker(scaling_config or ScalingConfig()))
 
 
-def threads(cpus: int) -> dict[str, str]:
+def thread_variables(cpus: int) -> dict[str, str]:
     """Returns the variable that Ray sets for a process with CPUs, for a process that requests none."""
     return {"OMP_NUM_THREADS": str(cpus)}
 
@@ -182,7 +184,7 @@ def _early_environment(run_config, scaling_config, variables: dict[str, str]) ->
     return worker_environment(run_config, scaling_config, get_env_vars_to_propagate() | variables)
 
 
-def start(kind, node: str, environment: dict, soft: bool = False):
+def start_process(kind, node: str, environment: dict, soft: bool = False):
     """Starts a process that holds no CPU; returns its actor.
 
     Args:

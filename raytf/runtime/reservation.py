@@ -31,7 +31,7 @@ _AGAIN_INTERVAL = 60.0
 _TICK_INTERVAL = 1.0
 
 
-def layout(
+def bundle_layout(
     workers: int, each: Mapping[str, float], beside: Mapping[str, Mapping[str, float]], strategy: str, nodes: int
 ) -> tuple[list[dict[str, float]], dict[str, int]]:
     """Returns (the bundles of a run, the workers' first; the index of each additional task's bundle); pure.
@@ -94,10 +94,10 @@ class Reservation:
             return self.group
         self.drop()
         nodes = sum(node["Alive"] for node in ray.nodes())
-        self._bundles, self.places = layout(workers, each, self._beside, strategy, nodes)
+        self._bundles, self.places = bundle_layout(workers, each, self._beside, strategy, nodes)
         self._workers, self._number = workers, self._number + 1
         self._start_cleaner()
-        selectors = for_all(selectors, len(self._bundles))
+        selectors = bundle_selectors(selectors, len(self._bundles))
         self.group = placement_group(
             self._bundles, strategy, name=f"{self._name}-{self._number}", bundle_label_selector=selectors
         )
@@ -160,7 +160,7 @@ class Reservation:
 
     def _wanted(self) -> str:
         """Returns the missing resources, as a sentence without a full stop."""
-        wanted = resources.total(self._bundles)
+        wanted = resources.total_resources(self._bundles)
         free, total = ray.available_resources(), ray.cluster_resources()
         trains = "a coordinator" if "ps 0" in self._beside else f"{self._workers} worker(s)"
         need = [trains, *self._beside]
@@ -217,13 +217,13 @@ class _Cleaner:
 
     def watch(self, owner: str, prefix: str) -> None:
         """Waits for the death of the actor with this id."""
-        while ray_core.lives(owner):
+        while ray_core.is_alive(owner):
             time.sleep(_TICK_INTERVAL)
         _remove_named(prefix)
         ray.actor.exit_actor()
 
 
-def for_all(selectors: list[dict] | None, bundles: int) -> list[dict] | None:
+def bundle_selectors(selectors: list[dict] | None, bundles: int) -> list[dict] | None:
     """Returns a selector for each bundle; the first ones are the workers'."""
     if selectors is None:
         return None
@@ -231,7 +231,7 @@ def for_all(selectors: list[dict] | None, bundles: int) -> list[dict] | None:
     return [*selectors, *[dict(common) for _ in range(bundles - len(selectors))]]
 
 
-def apart(selectors: list[dict] | None, bundles: int, nodes: Collection[str]) -> list[dict] | None:
+def avoid_nodes(selectors: list[dict] | None, bundles: int, nodes: Collection[str]) -> list[dict] | None:
     """Returns the workers' selectors, with a rule against some nodes: Ray would wait for a lost node.
 
     Args:
@@ -245,7 +245,7 @@ def apart(selectors: list[dict] | None, bundles: int, nodes: Collection[str]) ->
     return [rule | selector for selector in selectors or [{}] * bundles]
 
 
-def patience(failure_config) -> float | None:
+def wait_limit(failure_config) -> float | None:
     """Returns the seconds for which Ray Train waits for the cluster: its attempts, each with the timeout of a start."""
     attempts = failure_config.controller_failure_limit
     start_timeout = float(os.environ.get(WORKER_GROUP_START_TIMEOUT_S_ENV_VAR, DEFAULT_WORKER_GROUP_START_TIMEOUT_S))

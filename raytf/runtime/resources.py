@@ -14,7 +14,7 @@ from raytf.compat import ray_configs, ray_core
 from raytf.compat.ray_core import gcs_pb2
 from raytf.errors import ResourceError
 from raytf.runtime import networks, ports
-from raytf.runtime.answers import collect
+from raytf.runtime.answers import collect_answers
 
 logger = logs.get_logger(__name__)
 
@@ -29,7 +29,7 @@ def count_fitting(nodes: list[dict[str, float]], per_worker: dict[str, float]) -
     return sum(int(min((node.get(name, 0) + 1e-9) // amount for name, amount in per_worker.items())) for node in nodes)
 
 
-def per_worker(scaling_config) -> dict[str, float]:
+def resources_per_worker(scaling_config) -> dict[str, float]:
     """Returns the resources that a worker requests, each more than 0."""
     return {name: amount for name, amount in ray_configs.resources_per_worker(scaling_config).items() if amount > 0}
 
@@ -68,17 +68,19 @@ def format_resources(amounts: dict[str, float]) -> str:
 def only_cpus(scaling_config) -> bool:
     """Returns whether a worker requests only CPUs, on any node."""
     return (
-        set(per_worker(scaling_config)) <= {"CPU"} and not scaling_config.use_tpu and not scaling_config.label_selector
+        set(resources_per_worker(scaling_config)) <= {"CPU"}
+        and not scaling_config.use_tpu
+        and not scaling_config.label_selector
     )
 
 
 def living(suspects: Collection[str]) -> set[str]:
-    """Returns the ids of nodes that live and are not drained; the suspects must answer, see `silent`."""
+    """Returns the ids of nodes that live and are not drained; the suspects must answer, see `is_silent_about`."""
     alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
-    return alive - ray_core.draining().keys() - silent(suspects)
+    return alive - ray_core.draining().keys() - is_silent_about(suspects)
 
 
-def silent(nodes: Collection[str]) -> set[str]:
+def is_silent_about(nodes: Collection[str]) -> set[str]:
     """Returns those of some nodes whose raylets refuse connections now: Ray marks a node dead only after 15 s.
 
     Args:
@@ -89,7 +91,7 @@ def silent(nodes: Collection[str]) -> set[str]:
         for node in (ray.nodes() if nodes else ())
         if node["NodeID"] in nodes
         and node["Alive"]
-        and not ports.answers(ports.joined(node["NodeManagerAddress"], node["NodeManagerPort"]))
+        and not ports.is_listening(ports.join_address(node["NodeManagerAddress"], node["NodeManagerPort"]))
     }
 
 
@@ -103,7 +105,7 @@ def interfaces(scaling_config, network: str | None) -> dict[str, tuple[str | Non
     Raises:
         ConfigError: A node is not in the network.
     """
-    needed = per_worker(scaling_config)
+    needed = resources_per_worker(scaling_config)
     nodes = {
         node["NodeManagerAddress"]: node["NodeID"]
         for node in ray.nodes()
@@ -112,18 +114,22 @@ def interfaces(scaling_config, network: str | None) -> dict[str, tuple[str | Non
     ask, seconds = ray.remote(num_cpus=0)(networks.interfaces), timeouts.get().process_start
     on = [NodeAffinitySchedulingStrategy(node, soft=False) for node in nodes.values()]
     refs = [ask.options(scheduling_strategy=strategy).remote() for strategy in on]
-    found = collect(refs, seconds, "its network interfaces", names=list(nodes))
-    return networks.places(dict(zip(nodes, found, strict=True)), network)
+    found = collect_answers(refs, seconds, "its network interfaces", names=list(nodes))
+    return networks.worker_addresses(dict(zip(nodes, found, strict=True)), network)
 
 
 def likely_nodes(scaling_config, workers: int) -> list[str]:
     """Returns the node of each of `workers` workers if Ray places them now; shorter if there is no room for all."""
     drained = ray_core.draining()
     nodes = {node: free for node, free in ray_core.free_by_node().items() if node not in drained}
-    return placed(nodes, per_worker(scaling_config), workers, spread="SPREAD" in scaling_config.placement_strategy)
+    return has_room_on(
+        nodes, resources_per_worker(scaling_config), workers, spread="SPREAD" in scaling_config.placement_strategy
+    )
 
 
-def placed(nodes: dict[str, dict[str, float]], per_worker: dict[str, float], workers: int, spread: bool) -> list[str]:
+def has_room_on(
+    nodes: dict[str, dict[str, float]], per_worker: dict[str, float], workers: int, spread: bool
+) -> list[str]:
     """Returns nodes for up to `workers` workers; pure.
 
     Args:
@@ -145,7 +151,7 @@ def autoscales() -> bool:
     return bool(ray_core.most_resources())
 
 
-def without(nodes: list[dict[str, float]], bundles: list[dict[str, float]]) -> list[dict[str, float]] | None:
+def free_without(nodes: list[dict[str, float]], bundles: list[dict[str, float]]) -> list[dict[str, float]] | None:
     """Returns the remaining resources of nodes that hold bundles of different sizes; None if they cannot.
 
     The largest are placed first.
@@ -161,19 +167,19 @@ def without(nodes: list[dict[str, float]], bundles: list[dict[str, float]]) -> l
 
 
 def can_hold(nodes: list[dict[str, float]], bundles: list[dict[str, float]]) -> bool:
-    """Returns whether nodes with these total resources can hold bundles of different sizes; see `without`."""
-    return without(nodes, bundles) is not None
+    """Returns whether nodes with these total resources can hold bundles of different sizes; see `free_without`."""
+    return free_without(nodes, bundles) is not None
 
 
 def capacity(scaling_config) -> float:
     """Returns how many workers the cluster can hold; infinite with an autoscaler, or if a worker requests nothing."""
-    amounts = per_worker(scaling_config)
+    amounts = resources_per_worker(scaling_config)
     if not amounts or autoscales():
         return math.inf
     return count_fitting([node["Resources"] for node in ray.nodes() if node["Alive"]], amounts)
 
 
-def held() -> str:
+def held_by_others() -> str:
     """Returns the holders of the cluster's CPUs, as a clause."""
     total, free = (amounts.get("CPU", 0) for amounts in (ray.cluster_resources(), ray.available_resources()))
     if free >= 1:
@@ -197,7 +203,7 @@ def held() -> str:
     return f"{total - free:g} of {total:g} CPUs are held: {shown}"
 
 
-def sharing(scaling_config, bundles: list[dict[str, float]]):
+def describe_sharing(scaling_config, bundles: list[dict[str, float]]):
     """Returns the ScalingConfig, with less CPU per worker if a run's processes must share this machine's cores.
 
     They must in a Ray that this process started without a number of CPUs, as `ray.data` does. Any other Ray keeps its
@@ -207,9 +213,9 @@ def sharing(scaling_config, bundles: list[dict[str, float]]):
         scaling_config: A `ray.train.ScalingConfig`.
         bundles: Resources of each process of the run.
     """
-    if not ray_core.started_here() or ray_core.cpus_were_said():
+    if not ray_core.has_started_ray() or ray_core.has_given_cpus():
         return scaling_config
-    wanted, cores = total(bundles).get("CPU", 0), ray.cluster_resources().get("CPU", 0)
+    wanted, cores = total_resources(bundles).get("CPU", 0), ray.cluster_resources().get("CPU", 0)
     amounts = dict(ray_configs.resources_per_worker(scaling_config))
     if wanted <= cores or not amounts.get("CPU") or not isinstance(scaling_config.num_workers, int):
         return scaling_config
@@ -218,7 +224,7 @@ def sharing(scaling_config, bundles: list[dict[str, float]]):
     return dataclasses.replace(scaling_config, resources_per_worker=amounts)
 
 
-def remedy(each: dict[str, float], count: int) -> str:
+def suggest_fix(each: dict[str, float], count: int) -> str:
     """Returns the user's options if the cluster cannot hold `count` processes, by the resources that it lacks.
 
     Args:
@@ -226,11 +232,13 @@ def remedy(each: dict[str, float], count: int) -> str:
         count: Number of processes.
     """
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    return advice(nodes, each, count, started_here=ray_core.started_here())
+    return suggest_workers(nodes, each, count, started_here=ray_core.has_started_ray())
 
 
-def advice(nodes: list[dict[str, float]], each: dict[str, float], count: int, started_here: bool = False) -> str:
-    """Returns the same as `remedy`; pure.
+def suggest_workers(
+    nodes: list[dict[str, float]], each: dict[str, float], count: int, started_here: bool = False
+) -> str:
+    """Returns the same as `suggest_fix`; pure.
 
     Args:
         nodes: Total resources of each node.
@@ -271,13 +279,13 @@ def check_cluster(scaling_config) -> None:
     wanted = fewest_workers(scaling_config)
     holds = capacity(scaling_config)
     if holds < wanted:
-        amounts, total = per_worker(scaling_config), ray.cluster_resources()
+        amounts, total = resources_per_worker(scaling_config), ray.cluster_resources()
         need, has = format_resources(amounts), format_resources({name: total.get(name, 0) for name in amounts})
         nodes = [node for node in ray.nodes() if node["Alive"]]
         raise ResourceError(
             f"The cluster must be able to hold every worker ({need} each)",
             f"num_workers={wanted} on {len(nodes)} node(s) with {has}, room for {holds}",
-            remedy(amounts, wanted),
+            suggest_fix(amounts, wanted),
         )
 
 
@@ -290,17 +298,17 @@ def check_servers(scaling_config, plan, extra: dict[str, float] | None = None) -
         extra: Resources of one more task.
     """
     if plan is not None or extra:
-        check_bundles(bundles(scaling_config, plan, extra))
+        check_bundles(run_bundles(scaling_config, plan, extra))
 
 
-def bundles(scaling_config, plan=None, extra: dict[str, float] | None = None) -> list[dict[str, float]]:
+def run_bundles(scaling_config, plan=None, extra: dict[str, float] | None = None) -> list[dict[str, float]]:
     """Returns the resources of each process of a run; see `check_servers`."""
-    result = [per_worker(scaling_config)] * fewest_workers(scaling_config)
+    result = [resources_per_worker(scaling_config)] * fewest_workers(scaling_config)
     result += [plan.bundle(task) for task in plan.tasks()] if plan else []
     return [*result, *([extra] if extra else [])]
 
 
-def total(bundles: list[dict[str, float]]) -> dict[str, float]:
+def total_resources(bundles: list[dict[str, float]]) -> dict[str, float]:
     """Returns the total resources of all bundles."""
     names = dict.fromkeys(name for bundle in bundles for name in bundle)
     return {name: sum(bundle.get(name, 0) for bundle in bundles) for name in names}
@@ -308,7 +316,7 @@ def total(bundles: list[dict[str, float]]) -> dict[str, float]:
 
 def _mean(bundles: list[dict[str, float]]) -> dict[str, float]:
     """Returns the mean amount of each resource over the bundles that request it."""
-    asks = {name: [bundle[name] for bundle in bundles if bundle.get(name)] for name in total(bundles)}
+    asks = {name: [bundle[name] for bundle in bundles if bundle.get(name)] for name in total_resources(bundles)}
     return {name: sum(amounts) / len(amounts) for name, amounts in asks.items() if amounts}
 
 
@@ -317,9 +325,9 @@ def check_bundles(bundles: list[dict[str, float]]) -> None:
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     if autoscales() or can_hold(nodes, bundles):
         return
-    wanted, available = total(bundles), ray.cluster_resources()
+    wanted, available = total_resources(bundles), ray.cluster_resources()
     raise ResourceError(
         f"The cluster must be able to hold {len(bundles)} tasks ({format_resources(wanted)})",
         f"{len(nodes)} node(s) with {format_resources({name: available.get(name, 0) for name in wanted})}",
-        remedy(_mean(bundles), len(bundles)),
+        suggest_fix(_mean(bundles), len(bundles)),
     )

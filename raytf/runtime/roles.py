@@ -57,7 +57,7 @@ class Task:
         return f"{self.role} {self.index}"
 
 
-def tasks(num_workers: int, *, num_ps: int = 0, chief: bool = False, evaluator: bool = False) -> list[Task]:
+def run_tasks(num_workers: int, *, num_ps: int = 0, chief: bool = False, evaluator: bool = False) -> list[Task]:
     """Returns the tasks of a cluster; the first one writes files.
 
     Args:
@@ -93,7 +93,7 @@ def environment(addresses: Mapping[Task, str]) -> dict[Task, str]:
 
 
 @dataclass(frozen=True)
-class Exit:
+class TaskExit:
     """The end of a task's process.
 
     Args:
@@ -142,19 +142,19 @@ def _exception(text: str) -> str:
     return "" if first is None else "\n".join(lines[first:])
 
 
-def decides_end(tasks: Sequence[Task]) -> set[Task]:
+def ends_run(tasks: Sequence[Task]) -> set[Task]:
     """Returns the tasks that end by themselves after the training; servers and evaluators wait forever."""
     if any(task.role == "ps" for task in tasks):
         return {task for task in tasks if task.role == "chief"}
     return {task for task in tasks if task.role in ("chief", "worker")}
 
 
-def restarts_alone(task: Task, tasks: Sequence[Task]) -> bool:
+def can_restart_alone(task: Task, tasks: Sequence[Task]) -> bool:
     """Returns whether a task can restart while the others continue: a worker of a coordinator, or an evaluator."""
     return task.role == "evaluator" or (task.role == "worker" and any(other.role == "ps" for other in tasks))
 
 
-def first_failure(exits: Mapping[Task, Exit]) -> Task | None:
+def first_failure(exits: Mapping[Task, TaskExit]) -> Task | None:
     """Returns the task that failed first and not because of another; `exits` are in the order of their ends."""
     failed = [task for task, end in exits.items() if end.code]
     return next((task for task in failed if not exits[task].is_consequence()), failed[0] if failed else None)

@@ -191,7 +191,7 @@ class TensorflowConfig:
         if self.renew_worker_mb is not None and not self.renew_worker_mb >= 1:
             raise ConfigError("renew_worker_mb must be at least 1 megabyte, or None", self.renew_worker_mb, "Raise it")
         check_ports(self.ports)
-        networks.check(self.network)
+        networks.check_network(self.network)
         for name in ("intra_op_threads", "inter_op_threads"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, or None", getattr(self, name), "Raise it")

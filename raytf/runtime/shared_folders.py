@@ -40,7 +40,7 @@ class Folder:
         return same_host or (self.shared is not None and self.shared == other.shared)
 
 
-def folder(path: str) -> Folder:
+def describe_folder(path: str) -> Folder:
     """Returns the folder at a path; raises OSError if it does not exist."""
     status = os.stat(path)
     return Folder(
@@ -48,18 +48,18 @@ def folder(path: str) -> Folder:
         device=status.st_dev,
         inode=status.st_ino,
         boot=procfs.boot_id() or os.uname().nodename,
-        shared=shared(procfs.mounts(), status.st_dev),
+        shared=is_shared(procfs.mounts(), status.st_dev),
     )
 
 
-def is_seen(other: Folder) -> bool:
+def exists_as(other: Folder) -> bool:
     """Whether this process sees another process's folder at the same path."""
     with contextlib.suppress(OSError):
-        return folder(other.path).is_same(other)
+        return describe_folder(other.path).is_same(other)
     return False
 
 
-def shared(mounts: str, device: int) -> tuple[str, str] | None:
+def is_shared(mounts: str, device: int) -> tuple[str, str] | None:
     """Returns a device's type and source from `/proc/self/mountinfo` if several hosts may see it, else None; pure."""
     number = f"{os.major(device)}:{os.minor(device)}"
     for line in mounts.splitlines():

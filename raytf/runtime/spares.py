@@ -14,9 +14,9 @@ import ray
 from ray.exceptions import RayError
 
 from raytf import events, timeouts
-from raytf.errors import in_a_line
+from raytf.errors import one_line
 from raytf.events import Kind, RunEvent
-from raytf.runtime.failures import cause_of
+from raytf.runtime.failures import user_error
 
 # Seconds between two checks whether they live.
 _LOOK_INTERVAL = 5.0
@@ -24,7 +24,7 @@ _LOOK_INTERVAL = 5.0
 _MOST_FAILURES = 3
 
 
-class Spares:
+class StandbyPool:
     """Maintains a number of standby workers on each of some nodes.
 
     Args:
@@ -38,7 +38,7 @@ class Spares:
         self, each: int, start: Callable, preload: Callable[[], None], clock: Callable[[], float] = time.monotonic
     ):
         self._each, self._start, self._preload, self._clock = each, start, preload, clock
-        self._there: list[_Spare] = []
+        self._there: list[_StandbyProcess] = []
         self._failures: dict[str, int] = {}
         self._said = False
         self._lock, self._look_at = threading.Lock(), 0.0
@@ -61,11 +61,11 @@ class Spares:
                 if self._failures.get(node, 0) < _MOST_FAILURES:
                     self._there += [self._started(node) for _ in range(missing)]
 
-    def _started(self, node: str) -> _Spare:
+    def _started(self, node: str) -> _StandbyProcess:
         events.emit(RunEvent(kind=Kind.STANDBY_STARTED, node=node))
-        return _Spare(node, self._start(node), self._preload)
+        return _StandbyProcess(node, self._start(node), self._preload)
 
-    def _lives(self, spare: _Spare) -> bool:
+    def _lives(self, spare: _StandbyProcess) -> bool:
         why = spare.look()
         if why is None:
             if spare.ready:
@@ -111,7 +111,7 @@ class Spares:
             self._there.clear()
 
 
-class _Spare:
+class _StandbyProcess:
     """A standby worker.
 
     Attributes:
@@ -122,7 +122,7 @@ class _Spare:
     def __init__(self, node: str, actor, preload: Callable[[], None]):
         self.node, self.actor, self.ready = node, actor, False
         self.less: str | None = None
-        self._answer = actor.execute.remote(timeouts.under, timeouts.get(), preload)
+        self._answer = actor.execute.remote(timeouts.call_with, timeouts.get(), preload)
 
     def look(self) -> str | None:
         """Returns in one line why it is unusable; None as long as no failure is known."""
@@ -131,7 +131,7 @@ class _Spare:
         try:
             limits = ray.get(self._answer)
         except Exception as error:  # any failure: a process that starts when needed reports it again
-            return in_a_line(cause_of(error))
+            return one_line(user_error(error))
         if not self.ready:
             self.ready, self.less = True, limits
         self._answer = self.actor.execute.remote(time.monotonic)

@@ -13,7 +13,7 @@ from raytf import timeouts
 _LINES = 120
 
 
-def of(pid: int) -> str:
+def stack_of(pid: int) -> str:
     """Returns the stacks of a process of this host, even a stopped one, or the reason why they are unknown.
 
     py-spy comes with Ray. It reads another process' memory, which requires the right to trace it: in a container the

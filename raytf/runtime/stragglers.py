@@ -51,7 +51,7 @@ class Straggler:
         )
 
 
-class Stragglers:
+class StragglerDetector:
     """Compares the workers; `look` is called with all snapshots as they arrive."""
 
     def __init__(self) -> None:

@@ -64,10 +64,10 @@ def per_replica_batch(global_batch: int, replicas: int) -> tuple[int, ...]:
             f"batch_size={global_batch!r} with {replicas} replica(s)",
             f"Use a batch_size of {replicas} or more, or fewer workers",
         )
-    return tuple(stop - start for start, stop in (share(global_batch, replicas, i) for i in range(replicas)))
+    return tuple(stop - start for start, stop in (shard_of_rank(global_batch, replicas, i) for i in range(replicas)))
 
 
-def share(rows: int, parts: int, index: int) -> tuple[int, int]:
+def shard_of_rank(rows: int, parts: int, index: int) -> tuple[int, int]:
     """Returns the half-open range of part `index` of `parts` within `rows` consecutive rows.
 
     Parts are contiguous and in order, and their sizes differ by at most 1; a part may be empty.
@@ -90,8 +90,8 @@ class Shard:
     count: int = 1
 
     def of(self, rows: int) -> tuple[int, int]:
-        """Returns the half-open range of this part within `rows` rows, see `share`."""
-        return share(rows, self.count, self.index)
+        """Returns the half-open range of this part within `rows` rows, see `shard_of_rank`."""
+        return shard_of_rank(rows, self.count, self.index)
 
 
 STRATEGIES = (

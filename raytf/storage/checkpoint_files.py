@@ -116,7 +116,7 @@ class CheckpointState:
         for field in dataclasses.fields(cls):
             missing = field.name not in fields and field.default is field.default_factory is dataclasses.MISSING
             if missing or (field.name in fields and not right[field.name](fields[field.name])):
-                raise damaged(name, f"{STATE} has no right {field.name!r}")
+                raise damaged_error(name, f"{STATE} has no right {field.name!r}")
         return cls(**fields)
 
 
@@ -124,7 +124,7 @@ def _is_count(value) -> bool:
     return type(value) is int and value >= 0
 
 
-def damaged(name: str, why: str) -> DamagedCheckpointError:
+def damaged_error(name: str, why: str) -> DamagedCheckpointError:
     return DamagedCheckpointError(
         "A checkpoint is used only if every part of it is what was written",
         f"{name} ({why})",
@@ -135,7 +135,7 @@ def damaged(name: str, why: str) -> DamagedCheckpointError:
 def check_version(version, name: str) -> None:
     """Raises ConfigError for a checkpoint of a newer format."""
     if type(version) is not int or version < 1:
-        raise damaged(name, "it has no right version")
+        raise damaged_error(name, "it has no right version")
     if version > VERSION_OF_PARTS:
         raise ConfigError(
             f"This raytf reads checkpoints of format {VERSION_OF_PARTS} and before",
@@ -156,9 +156,9 @@ def read_json(folder: str, part: str, name: str | None = None) -> dict:
         DamagedCheckpointError: The file holds no readable object.
     """
     try:
-        return stored_json.load(os.path.join(folder, part))
+        return stored_json.load_object(os.path.join(folder, part))
     except stored_json.UnreadableError as error:
-        raise damaged(name or _name(folder), f"{part} {error}") from error
+        raise damaged_error(name or _name(folder), f"{part} {error}") from error
 
 
 def read_state(folder: str, name: str | None = None) -> CheckpointState:
@@ -173,10 +173,10 @@ def read_state_of(checkpoint) -> CheckpointState:
         DamagedCheckpointError: The checkpoint has no readable state.
     """
     name = posixpath.basename(checkpoint.path.rstrip("/"))
-    return state_of(_small(checkpoint.filesystem, checkpoint.path, STATE, name), name)
+    return parse_state(_small(checkpoint.filesystem, checkpoint.path, STATE, name), name)
 
 
-def state_of(text: bytes, name: str) -> CheckpointState:
+def parse_state(text: bytes, name: str) -> CheckpointState:
     """Parses the text of a `state.json` as a `CheckpointState`.
 
     Args:
@@ -187,10 +187,10 @@ def state_of(text: bytes, name: str) -> CheckpointState:
         DamagedCheckpointError: The text is not such a state.
         ConfigError: A newer raytf wrote it.
     """
-    return CheckpointState.of(object_of(text, STATE, name), name)
+    return CheckpointState.of(parse_object(text, STATE, name), name)
 
 
-def standing(epoch: int, epoch_step: int) -> str:
+def describe_progress(epoch: int, epoch_step: int) -> str:
     """Describes the training progress for the user.
 
     Args:
@@ -200,10 +200,10 @@ def standing(epoch: int, epoch_step: int) -> str:
     return f"step {epoch_step} of epoch {epoch + 1}" if epoch_step else f"epoch {epoch}"
 
 
-def look(filesystem, path: str) -> CheckpointState:
+def check_stored(filesystem, path: str) -> CheckpointState:
     """Returns the state of a stored checkpoint after a check of the parts' sizes and the state's checksum.
 
-    Reads only the small files; `check` reads the others.
+    Reads only the small files; `check_folder` reads the others.
 
     Args:
         filesystem: A `pyarrow.fs.FileSystem`.
@@ -215,12 +215,12 @@ def look(filesystem, path: str) -> CheckpointState:
     """
     name = posixpath.basename(path.rstrip("/"))
     text = _small(filesystem, path, STATE, name)
-    state = object_of(text, STATE, name)
+    state = parse_object(text, STATE, name)
     try:
-        manifest = stored_json.fetched(filesystem, posixpath.join(path, MANIFEST))
+        manifest = stored_json.read_object(filesystem, posixpath.join(path, MANIFEST))
     except stored_json.UnreadableError as error:
         if not error.missing or "version" in state:
-            raise damaged(name, f"{MANIFEST} {error}") from error
+            raise damaged_error(name, f"{MANIFEST} {error}") from error
         return CheckpointState.of(state, name)  # format 1
     parts = _parts(manifest, name)
     for info, (part, known) in zip(
@@ -228,11 +228,11 @@ def look(filesystem, path: str) -> CheckpointState:
     ):
         _check_size(part, info.size if info.is_file else None, known, name)
     if zlib.crc32(text) != parts[STATE]["crc32"]:
-        raise damaged(name, f"{STATE} is not what was written")
+        raise damaged_error(name, f"{STATE} is not what was written")
     return CheckpointState.of(state, name)
 
 
-def finished(filesystem, run: str, wanted: Callable[[str], bool]) -> list[str]:
+def finished_names(filesystem, run: str, wanted: Callable[[str], bool]) -> list[str]:
     """Returns the names of finished checkpoints in a run's folder: those with a manifest, which is written last.
 
     Other damage shows when the checkpoint is opened.
@@ -248,7 +248,9 @@ def finished(filesystem, run: str, wanted: Callable[[str], bool]) -> list[str]:
     return [name for name, end in zip(names, ends, strict=True) if end.type == FileType.File]
 
 
-def unlisted(filesystem, run: str, listed: Callable[[], Container[str]]) -> list[tuple[str, CheckpointState]]:
+def unlisted_checkpoints(
+    filesystem, run: str, listed: Callable[[], Container[str]]
+) -> list[tuple[str, CheckpointState]]:
     """Returns (name, state) of whole epoch-end checkpoints that Ray does not list, as their workers ended first.
 
     Args:
@@ -256,27 +258,27 @@ def unlisted(filesystem, run: str, listed: Callable[[], Container[str]]) -> list
         run: Path of the run's folder there; it may be missing.
         listed: Returns the names that Ray lists; called only if raytf's checkpoints exist.
     """
-    stored = finished(filesystem, run, lambda name: name.startswith(AT_ENDS))
+    stored = finished_names(filesystem, run, lambda name: name.startswith(AT_ENDS))
     known, states = listed() if stored else (), []
     for name in stored:
         if name not in known:
             with contextlib.suppress(DamagedCheckpointError):  # Ray was removing it
-                states.append((name, look(filesystem, posixpath.join(run, name))))
+                states.append((name, check_stored(filesystem, posixpath.join(run, name))))
     return states
 
 
 def _small(filesystem, path: str, part: str, name: str) -> bytes:
     try:
-        return stored_json.content(filesystem, posixpath.join(path, part))
+        return stored_json.read_bytes(filesystem, posixpath.join(path, part))
     except stored_json.UnreadableError as error:
-        raise damaged(name, f"{part} {error}") from error
+        raise damaged_error(name, f"{part} {error}") from error
 
 
-def object_of(text: bytes, part: str, name: str) -> dict:
+def parse_object(text: bytes, part: str, name: str) -> dict:
     try:
-        return stored_json.parsed(text)
+        return stored_json.parse_object(text)
     except stored_json.UnreadableError as error:
-        raise damaged(name, f"{part} {error}") from error
+        raise damaged_error(name, f"{part} {error}") from error
 
 
 def _name(folder: str) -> str:
@@ -285,7 +287,7 @@ def _name(folder: str) -> str:
 
 def _check_regular(path: str, part: str, name: str) -> None:
     if not os.path.isfile(path):
-        raise damaged(name, f"{part} is {'not a file' if os.path.lexists(path) else 'missing'}")
+        raise damaged_error(name, f"{part} is {'not a file' if os.path.lexists(path) else 'missing'}")
 
 
 def check_archive(path: str, name: str) -> None:
@@ -300,21 +302,21 @@ def check_archive(path: str, name: str) -> None:
     part = os.path.basename(path)
     _check_regular(path, part, name)
     if not zipfile.is_zipfile(path):
-        raise damaged(name, f"{part} is {'no archive' if os.path.getsize(path) else 'empty'}")
+        raise damaged_error(name, f"{part} is {'no archive' if os.path.getsize(path) else 'empty'}")
     try:
         with zipfile.ZipFile(path) as archive:
             unpacked = sum(info.file_size for info in archive.infolist())
     except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError) as error:
-        raise damaged(name, f"{part} is no archive: {first_line(error)}") from error
+        raise damaged_error(name, f"{part} is no archive: {first_line(error)}") from error
     if unpacked > max(_ALWAYS_UNPACKED, _MOST_UNPACKED * os.path.getsize(path)):
-        raise damaged(name, f"{part} has {os.path.getsize(path)} bytes and would unpack to {unpacked}")
+        raise damaged_error(name, f"{part} has {os.path.getsize(path)} bytes and would unpack to {unpacked}")
 
 
 def keras_version(path: str) -> str:
     """Returns the version of Keras that wrote a file, or "" if the file does not name it."""
     try:
         with zipfile.ZipFile(path) as archive, archive.open("metadata.json") as file:
-            metadata = stored_json.parsed(file.read(_LONGEST_METADATA))
+            metadata = stored_json.parse_object(file.read(_LONGEST_METADATA))
     except (KeyError, ValueError, zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError):
         return ""
     return str(metadata.get("keras_version", ""))
@@ -343,7 +345,7 @@ def _crc32(path: str) -> int:
     return value
 
 
-def check(folder: str, contents: bool = True, name: str | None = None) -> None:
+def check_folder(folder: str, contents: bool = True, name: str | None = None) -> None:
     """Raises unless every part of a checkpoint is as written; uses none of the content.
 
     Args:
@@ -357,7 +359,7 @@ def check(folder: str, contents: bool = True, name: str | None = None) -> None:
     """
     name = name or _name(folder)
     if not os.path.isdir(folder):
-        raise damaged(name, "its folder is missing")
+        raise damaged_error(name, "its folder is missing")
     if not os.path.lexists(os.path.join(folder, MANIFEST)):
         _check_first_format(folder, name)
         return
@@ -366,7 +368,7 @@ def check(folder: str, contents: bool = True, name: str | None = None) -> None:
         _check_regular(path, part, name)
         _check_size(part, os.path.getsize(path), known, name)
         if contents and _crc32(path) != known["crc32"]:
-            raise damaged(name, f"{part} is not what was written")
+            raise damaged_error(name, f"{part} is not what was written")
     read_state(folder, name)
 
 
@@ -375,11 +377,11 @@ def _parts(manifest: dict, name: str) -> dict[str, dict[str, int]]:
     check_version(manifest.get("version"), name)
     files, model = manifest.get("files"), _joined(manifest, name) or [MODEL]
     if type(files) is not dict or not {*model, STATE, SEEDS} <= files.keys():
-        raise damaged(name, f"{MANIFEST} does not name its parts")
+        raise damaged_error(name, f"{MANIFEST} does not name its parts")
     for part, known in files.items():
         right = type(known) is dict and all(_is_count(known.get(figure)) for figure in ("bytes", "crc32"))
         if not right or os.path.basename(part) != part or part in ("", ".", ".."):
-            raise damaged(name, f"{MANIFEST} names a part that is none")
+            raise damaged_error(name, f"{MANIFEST} names a part that is none")
     return files
 
 
@@ -388,12 +390,12 @@ def _joined(manifest: dict, name: str) -> list[str]:
     joined = manifest.get("joined", {})
     parts = joined.get(MODEL, []) if type(joined) is dict else None
     if type(parts) is not list or any(type(part) is not str for part in parts):
-        raise damaged(name, f"{MANIFEST} does not name the parts of {MODEL}")
+        raise damaged_error(name, f"{MANIFEST} does not name the parts of {MODEL}")
     return parts
 
 
 @contextlib.contextmanager
-def whole(folder: str) -> Iterator[str]:
+def whole_folder(folder: str) -> Iterator[str]:
     """Yields a folder with the checkpoint's files and `model.keras` as one file: this folder, or a temporary one.
 
     Args:
@@ -410,7 +412,7 @@ def whole(folder: str) -> Iterator[str]:
         return
     _parts(manifest, _name(folder))
     files = [name for name in parts if os.path.isfile(os.path.join(folder, name))]
-    with scratch.folder(sum(os.path.getsize(os.path.join(folder, name)) for name in files)) as made:
+    with scratch.temporary_folder(sum(os.path.getsize(os.path.join(folder, name)) for name in files)) as made:
         target = os.path.join(made, _name(folder))
         os.mkdir(target)
         for name in os.listdir(folder):
@@ -427,15 +429,17 @@ def whole(folder: str) -> Iterator[str]:
 def _check_size(part: str, size: int | None, known: dict[str, int], name: str) -> None:
     """Raises unless a part has the recorded size; a size of None means that the file does not exist."""
     if size is None:
-        raise damaged(name, f"{part} is missing")
+        raise damaged_error(name, f"{part} is missing")
     if size != known["bytes"]:
-        raise damaged(name, f"{part} is {'empty' if not size else f'{size} bytes long'}, and was {known['bytes']}")
+        raise damaged_error(
+            name, f"{part} is {'empty' if not size else f'{size} bytes long'}, and was {known['bytes']}"
+        )
 
 
 def _check_first_format(folder: str, name: str) -> None:
     """Checks a checkpoint of format 1, which has no manifest, by the archives' own checksums."""
     if "version" in read_json(folder, STATE, name):
-        raise damaged(name, f"{MANIFEST} is missing")
+        raise damaged_error(name, f"{MANIFEST} is missing")
     read_state(folder, name)
     for part in (MODEL, SEEDS):
         path = os.path.join(folder, part)
@@ -445,13 +449,13 @@ def _check_first_format(folder: str, name: str) -> None:
                 broken = archive.testzip()
         except (zipfile.BadZipFile, EOFError, OSError, ValueError, NotImplementedError, RuntimeError) as error:
             problem = "empty" if not os.path.getsize(path) else f"no archive: {first_line(error)}"
-            raise damaged(name, f"{part} is {problem}") from error
+            raise damaged_error(name, f"{part} is {problem}") from error
         if broken is not None:
-            raise damaged(name, f"{part} is broken at {broken}")
+            raise damaged_error(name, f"{part} is broken at {broken}")
 
 
 @contextlib.contextmanager
-def arrays(folder: str, part: str):
+def npz_arrays(folder: str, part: str):
     """Yields the arrays of a checkpoint's npz by name; refuses objects and compressed members.
 
     Raises:
@@ -468,7 +472,7 @@ def arrays(folder: str, part: str):
     except (zipfile.BadZipFile, EOFError, OSError, ValueError, KeyError, MemoryError) as error:
         if isinstance(error, ConfigError):
             raise
-        raise damaged(name, f"{part}: {first_line(error)}") from error
+        raise damaged_error(name, f"{part}: {first_line(error)}") from error
 
 
 def first_whole(candidates: Iterable, check: Callable[[object], str]):
@@ -479,7 +483,7 @@ def first_whole(candidates: Iterable, check: Callable[[object], str]):
         check: Returns a result for a whole candidate, else raises DamagedCheckpointError.
 
     Returns:
-        (the candidate, the result of `check`).
+        (the candidate, the result of `check_folder`).
 
     Raises:
         DamagedCheckpointError: No candidate is whole; names all of them.
@@ -492,7 +496,7 @@ def first_whole(candidates: Iterable, check: Callable[[object], str]):
             refused.append(error.received if isinstance(error, ConfigError) else f"{candidate.path} is missing")
             continue
         if refused:
-            warnings.warn(taken_instead(refused, posixpath.basename(candidate.path)), stacklevel=3)
+            warnings.warn(describe_choice(refused, posixpath.basename(candidate.path)), stacklevel=3)
         return candidate, result
     raise DamagedCheckpointError(
         "A run resumes from a checkpoint of which every part is what was written",
@@ -501,12 +505,12 @@ def first_whole(candidates: Iterable, check: Callable[[object], str]):
     )
 
 
-def taken_instead(refused: Iterable[str], name: str) -> str:
+def describe_choice(refused: Iterable[str], name: str) -> str:
     """Describes which checkpoint is used, and the damage of those that would have come first."""
     return f"Damaged: {'; '.join(refused)}. Instead {name} is taken"
 
 
-def merged(epochs: Iterable, steps: Sequence[tuple[int, Any]]) -> Iterator:
+def merge_newest_first(epochs: Iterable, steps: Sequence[tuple[int, Any]]) -> Iterator:
     """Yields epoch-end and mid-epoch checkpoints in the order in which to try them.
 
     After equally many steps the epoch's checkpoint comes first, as its validation is complete.

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from raytf.storage import scattered
-from raytf.storage.images import Archive, Image, Piece, flat
+from raytf.storage.images import FileTemplate, TemplatePart, ZipTemplate, flat_bytes
 
 
 def ranges(size: int, count: int) -> list[tuple[int, int]]:
@@ -21,17 +21,17 @@ def ranges(size: int, count: int) -> list[tuple[int, int]]:
     return [(size * i // count, size * (i + 1) // count) for i in range(count)]
 
 
-def prefix(file: str, index: int) -> str:
+def part_prefix(file: str, index: int) -> str:
     """Returns the prefix of a part's name."""
     return f"{file}.{index:04d}-"
 
 
-def name_of(file: str, index: int, pieces: Sequence) -> str:
+def part_name(file: str, index: int, pieces: Sequence) -> str:
     """Returns the name of a part with these bytes."""
-    return f"{prefix(file, index)}{scattered.crc32(pieces):08x}"
+    return f"{part_prefix(file, index)}{scattered.crc32(pieces):08x}"
 
 
-def split(pieces: Sequence, count: int) -> list[list]:
+def split_file(pieces: Sequence, count: int) -> list[list]:
     """Splits a file into `count` parts, and one more with the bytes after the weights.
 
     Args:
@@ -57,9 +57,9 @@ class Cutter:
 
     def __init__(self, index: int, count: int):
         self.of = index, count
-        self._image_of: Image | None = None
+        self._image_of: FileTemplate | None = None
 
-    def piece(self, archive: Archive) -> Piece:
+    def piece(self, archive: ZipTemplate) -> TemplatePart:
         """Returns the range from the archive's current content."""
         if self._image_of is not archive.image:
             self._image_of = archive.image
@@ -76,11 +76,11 @@ class Cutter:
                 for offset, text in archive.image.texts
                 if max(offset, begin) < min(offset + len(text), end)
             ]
-            self._image = Image(end - begin, texts, places)
-        return Piece(self._image, [flat(archive.values[i])[start:stop] for i, start, stop in self._parts])
+            self._image = FileTemplate(end - begin, texts, places)
+        return TemplatePart(self._image, [flat_bytes(archive.values[i])[start:stop] for i, start, stop in self._parts])
 
 
-def layout(image: Image) -> int:
+def layout_checksum(image: FileTemplate) -> int:
     """Returns a checksum that is equal for images with the same layout of arrays, whatever these hold."""
     places = [
         image.size,

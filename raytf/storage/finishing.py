@@ -19,7 +19,7 @@ _PREFIX = ".finishing_"
 _LOOKS_INTERVAL = 0.2
 
 
-class Note:
+class WriterNote:
     """The note of one writer.
 
     Args:
@@ -53,7 +53,7 @@ class Note:
             self._lock.release()
 
 
-def wait(filesystem, folder: str, seconds: float) -> bool:
+def wait_for_notes(filesystem, folder: str, seconds: float) -> bool:
     """Waits until no writer has a note. Returns whether all have finished.
 
     Args:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 
-class Image:
+class FileTemplate:
     """Layout of a file in which only arrays change, at fixed offsets; the bytes between them stay in each buffer.
 
     Args:
@@ -21,7 +21,7 @@ class Image:
         self.size, self.texts, self.places = size, list(texts), list(places)
 
     @classmethod
-    def of(cls, content: bytes, places: Sequence[tuple[int, int]]) -> Image:
+    def of(cls, content: bytes, places: Sequence[tuple[int, int]]) -> FileTemplate:
         """Returns the image of a file from its content.
 
         Args:
@@ -40,17 +40,19 @@ class Image:
         Args:
             values: One array for each place.
         """
-        arrays = [(offset, flat(value)) for (offset, size), value in zip(self.places, values, strict=True) if size]
+        arrays = [
+            (offset, flat_bytes(value)) for (offset, size), value in zip(self.places, values, strict=True) if size
+        ]
         return [piece for _, piece in sorted([*self.texts, *arrays], key=lambda piece: piece[0])]
 
 
-def flat(value: np.ndarray) -> np.ndarray:
+def flat_bytes(value: np.ndarray) -> np.ndarray:
     """Returns the bytes of an array; a view of its memory if it is contiguous."""
     return np.ascontiguousarray(value).reshape(-1).view(np.uint8)
 
 
 @dataclasses.dataclass(frozen=True)
-class Archive:
+class ZipTemplate:
     """A zip file of uncompressed members.
 
     Args:
@@ -59,13 +61,13 @@ class Archive:
         values: An array for each of the image's places, with as many bytes.
     """
 
-    members: Sequence[tuple[str, bytes | Image]]
-    image: Image
+    members: Sequence[tuple[str, bytes | FileTemplate]]
+    image: FileTemplate
     values: Sequence[np.ndarray]
 
 
 @dataclasses.dataclass(frozen=True)
-class Piece:
+class TemplatePart:
     """A file that is one image with its values, such as a range of another image.
 
     Args:
@@ -73,5 +75,5 @@ class Piece:
         values: An array for each of the image's places, with as many bytes.
     """
 
-    image: Image
+    image: FileTemplate
     values: Sequence[np.ndarray]

@@ -131,7 +131,7 @@ class StoredFile:
         return (probed.mtime_ns - locked.mtime_ns) / 1e9
 
     def beat(self, text: str) -> bool:
-        if look(self)[1].get("id") != self._own:
+        if read_owner(self)[1].get("id") != self._own:
             return False
         self._write(self._path, text)
         return True
@@ -158,7 +158,7 @@ def _exclusive(path: str) -> int:
     return os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o644)
 
 
-def look(file: MountedFile | StoredFile) -> tuple[str | None, dict]:
+def read_owner(file: MountedFile | StoredFile) -> tuple[str | None, dict]:
     """Returns the lock's text and its owner; retries briefly if none is named, as the file may be half written."""
     end = time.monotonic() + SETTLE_INTERVAL
     while True:
@@ -172,6 +172,6 @@ def look(file: MountedFile | StoredFile) -> tuple[str | None, dict]:
 def _owner_in(text: str | None) -> dict:
     """Returns the owner named in a lock's text; {} if it names none, such as just after creation."""
     try:
-        return stored_json.parsed((text or "{}").encode(errors="surrogateescape"))
+        return stored_json.parse_object((text or "{}").encode(errors="surrogateescape"))
     except stored_json.UnreadableError:
         return {}

@@ -8,7 +8,7 @@ from __future__ import annotations
 _numbers: list[int] = []
 
 
-def plant(number: int, times: int) -> None:
+def plan_faults(number: int, times: int) -> None:
     """Makes the next attempts to write a checkpoint fail.
 
     Args:
@@ -18,7 +18,7 @@ def plant(number: int, times: int) -> None:
     _numbers.extend([number] * times)
 
 
-def taken() -> list[int]:
+def take_faults() -> list[int]:
     """Returns and clears the injected errnos, one for each attempt."""
     numbers = list(_numbers)
     _numbers.clear()

@@ -17,34 +17,34 @@ _NICE = 10
 _NICEST = 19
 
 
-def go_last(forever: bool = False) -> int:
+def set_lowest(forever: bool = False) -> int:
     """Lowers the priority of this process, which has its own session, to the lowest.
 
     Args:
-        forever: Whether `share_alike` need not restore it; otherwise niceness is raised only if this user may lower it.
+        forever: Whether `set_normal` need not restore it; otherwise niceness is raised only if this user may lower it.
 
     Returns:
-        The new niceness, for `go_last_again`.
+        The new niceness, for `set_lowest_again`.
     """
     niceness = os.getpriority(os.PRIO_PROCESS, 0)
-    if forever or _may_be_taken_back():
+    if forever or _can_be_reverted():
         niceness = min(_NICEST, niceness + _NICE)
-    go_last_again(os.getpid(), niceness)
+    set_lowest_again(os.getpid(), niceness)
     return niceness
 
 
-def go_last_again(pid: int, niceness: int) -> None:
-    """Lowers the priority of a process again, after `share_alike`.
+def set_lowest_again(pid: int, niceness: int) -> None:
+    """Lowers the priority of a process again, after `set_normal`.
 
     Args:
         pid: Id of a process on this host.
-        niceness: Result of `go_last` in that process.
+        niceness: Result of `set_lowest` in that process.
     """
     # under this policy it does not preempt the thread that has just woken it, either
     _set(pid, os.SCHED_BATCH, niceness, _NICE)
 
 
-def share_alike(pid: int) -> None:
+def set_normal(pid: int) -> None:
     """Restores normal priority of a process, as far as this user may.
 
     Args:
@@ -53,7 +53,7 @@ def share_alike(pid: int) -> None:
     _set(pid, os.SCHED_OTHER, 0, 0)
 
 
-def _may_be_taken_back() -> bool:
+def _can_be_reverted() -> bool:
     """Whether niceness can be lowered; tested in a thread, as Linux keeps niceness per thread."""
     successes = []
 
@@ -72,7 +72,7 @@ def _may_be_taken_back() -> bool:
 
 def _set(pid: int, policy: int, niceness: int, group: int) -> None:
     try:
-        threads = procfs.threads(pid)
+        threads = procfs.thread_ids(pid)
     except OSError:
         return
     for thread in threads:

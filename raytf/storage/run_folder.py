@@ -29,7 +29,7 @@ from raytf.compat.ray_train import (
     TrainingResultState,
     get_fs_and_path,
 )
-from raytf.errors import ConfigError, in_a_line
+from raytf.errors import ConfigError, one_line
 from raytf.storage import checkpoint_files, step_folders, stored_json
 from raytf.storage.checkpoint_files import AT_ENDS, CheckpointState, DamagedCheckpointError
 from raytf.storage.run_lock import LOCK
@@ -53,12 +53,12 @@ def is_unnamed(run_config) -> bool:
     return not run_config.name or _RAYS_NAME.fullmatch(run_config.name) is not None
 
 
-def named(run_config, kind: str):
+def with_name(run_config, kind: str):
     """Returns the RunConfig with a name; copies one without a name and creates a new name each time."""
     return dataclasses.replace(run_config, name=new_name(kind)) if is_unnamed(run_config) else run_config
 
 
-def located(run_config):
+def with_absolute_path(run_config):
     """Returns the RunConfig with an absolute storage path, as Ray requires; keeps a URI."""
     path = run_config.storage_path
     if path is None or run_config.storage_filesystem is not None or "://" in os.fspath(path):
@@ -67,7 +67,7 @@ def located(run_config):
     return run_config if path == absolute else dataclasses.replace(run_config, storage_path=absolute)
 
 
-def where(run_config) -> str:
+def folder_in_users_form(run_config) -> str:
     """Returns the folder of a named RunConfig in the user's notation: a path or a URI."""
     storage = os.fspath(run_config.storage_path)
     return f"{storage.rstrip('/')}/{run_config.name}" if "://" in storage else RunFolder.of(run_config).path
@@ -124,7 +124,7 @@ class RunFolder:
         except (ValueError, OSError) as error:
             raise ConfigError(
                 "storage_path must be a path, or the URI of a storage that pyarrow knows",
-                f"{run_config.storage_path!r}, for which there is {in_a_line(error)}",
+                f"{run_config.storage_path!r}, for which there is {one_line(error)}",
                 "Correct RunConfig(storage_path=...)",
             ) from error
         return RunFolder(filesystem, posixpath.join(path, run_config.name), run_config.name)
@@ -141,7 +141,7 @@ class RunFolder:
             DamagedCheckpointError: There are finished checkpoints, but no whole one of raytf's.
             ConfigError: A newer raytf wrote one of them.
         """
-        steps = [name for _, name in step_folders.listed(self.filesystem, self.path)]
+        steps = [name for _, name in step_folders.finished_folders(self.filesystem, self.path)]
         mid_epoch, refused = self._first_whole(steps, finished)
         try:
             last, epoch_errors = self._last_of_epochs(finished)
@@ -154,7 +154,7 @@ class RunFolder:
             chosen = dataclasses.replace(mid_epoch, relisted=last.relisted if last else None)
         damaged = refused + epoch_errors
         if chosen is not None and damaged:
-            warnings.warn(f"{self.name}: {checkpoint_files.taken_instead(damaged, chosen.name)}", stacklevel=3)
+            warnings.warn(f"{self.name}: {checkpoint_files.describe_choice(damaged, chosen.name)}", stacklevel=3)
         elif refused:
             raise self._none_whole(f"none is whole: {'; '.join(damaged)}")
         elif damaged:
@@ -228,7 +228,7 @@ class RunFolder:
         entries = []
         for name in reversed(names):
             try:
-                state = checkpoint_files.look(self.filesystem, f"{self.path}/{name}")
+                state = checkpoint_files.check_stored(self.filesystem, f"{self.path}/{name}")
             except DamagedCheckpointError:
                 continue
             entries.append(TrainingResultState(checkpoint_dir_name=name, metrics=known.get(name) or state.reported))
@@ -251,7 +251,7 @@ class RunFolder:
         except OSError as error:
             raise ConfigError(
                 "Ray's list of a run's checkpoints must be a file that can be written",
-                f"{self.path}/{CHECKPOINT_MANAGER_SNAPSHOT_FILENAME}, where there is {in_a_line(error)}",
+                f"{self.path}/{CHECKPOINT_MANAGER_SNAPSHOT_FILENAME}, where there is {one_line(error)}",
                 "Move what is there away, or use resume=False to start from scratch",
             ) from error
         file = CHECKPOINT_MANAGER_SNAPSHOT_FILENAME + (f", which {list_error}," if list_error else "")
@@ -276,7 +276,7 @@ class RunFolder:
         Raises:
             UnreadableError: Ray would not.
         """
-        content = stored_json.fetched(self.filesystem, f"{self.path}/{CHECKPOINT_MANAGER_SNAPSHOT_FILENAME}")
+        content = stored_json.read_object(self.filesystem, f"{self.path}/{CHECKPOINT_MANAGER_SNAPSHOT_FILENAME}")
         try:
             listed = CheckpointManagerState.model_validate(content)
         except (ValueError, TypeError, RecursionError) as error:  # of pydantic
@@ -302,11 +302,11 @@ class RunFolder:
 
     def _unlisted(self, listed: Sequence[str]) -> list[str]:
         """Returns whole epoch-end checkpoints after the last listed one, newest first; their run was killed."""
-        states = checkpoint_files.unlisted(self.filesystem, self.path, lambda: listed)
+        states = checkpoint_files.unlisted_checkpoints(self.filesystem, self.path, lambda: listed)
         last = -1
         if states and listed:
             with contextlib.suppress(DamagedCheckpointError):  # reported when it is tried
-                last = checkpoint_files.look(self.filesystem, f"{self.path}/{listed[0]}").step
+                last = checkpoint_files.check_stored(self.filesystem, f"{self.path}/{listed[0]}").step
         steps = sorted(((state.step, name) for name, state in states), reverse=True)
         return [name for step, name in steps if step > last]
 
@@ -319,20 +319,20 @@ class RunFolder:
     def _step(self, name: str) -> int | None:
         """Returns the steps made before a checkpoint; None if it is unreadable."""
         try:
-            return checkpoint_files.look(self.filesystem, f"{self.path}/{name}").step
+            return checkpoint_files.check_stored(self.filesystem, f"{self.path}/{name}").step
         except DamagedCheckpointError:
             return None
 
     def _look(self, name: str, finished: Callable[[LastCheckpoint], bool]) -> LastCheckpoint:
         """Returns the progress at a checkpoint; raises DamagedCheckpointError unless it is whole."""
         path = f"{self.path}/{name}"
-        state: CheckpointState = checkpoint_files.look(self.filesystem, path)
+        state: CheckpointState = checkpoint_files.check_stored(self.filesystem, path)
         last = LastCheckpoint(
             state.epoch, state.step, state.epoch_step, state.stopped, state.identity, state.order, name=name
         )
         if finished(last):
             with Checkpoint(path, filesystem=self.filesystem).as_directory() as folder:
-                checkpoint_files.check(folder, name=name)
+                checkpoint_files.check_folder(folder, name=name)
         return last
 
     def put_aside(self) -> str | None:

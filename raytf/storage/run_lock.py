@@ -22,8 +22,8 @@ import psutil
 import pyarrow.fs
 
 from raytf import logs, procfs, timeouts
-from raytf.errors import ConfigError, TrainingError, in_a_line
-from raytf.storage.lock_file import MountedFile, StoredFile, look
+from raytf.errors import ConfigError, TrainingError, one_line
+from raytf.storage.lock_file import MountedFile, StoredFile, read_owner
 
 logger = logs.get_logger(__name__)
 
@@ -31,7 +31,7 @@ LOCK = "run.lock"
 _BEAT_INTERVAL = 10.0
 
 # Locks that this process holds. A lock that names this process, but is not in this set, was left by an earlier one.
-_held: set[str] = set()
+_acquired_locks: set[str] = set()
 
 
 class RunLock:
@@ -89,21 +89,21 @@ class RunLock:
         Raises:
             ConfigError: Another driver holds it, or the folder is not writable.
         """
-        _held.add(self._id)  # first: another thread may see the file before this one continues
+        _acquired_locks.add(self._id)  # first: another thread may see the file before this one continues
         try:
             self._made = self._filesystem.get_file_info(self._folder).type == pyarrow.fs.FileType.NotFound
             self._filesystem.create_dir(self._folder)
             self._take()
         except ConfigError:
-            _held.discard(self._id)
+            _acquired_locks.discard(self._id)
             self._remove_folder()
             raise
         except Exception as error:  # each file system has its own errors
-            _held.discard(self._id)
+            _acquired_locks.discard(self._id)
             self._remove_folder()
             raise ConfigError(
                 "The storage of a run must be one that this process can write to",
-                f"{self._folder!r}, where there is {in_a_line(error)}",
+                f"{self._folder!r}, where there is {one_line(error)}",
                 "Choose another RunConfig(storage_path=...), or ask for access to this one",
             ) from error
         self._thread = threading.Thread(target=self._beat, name="raytf_heartbeat", daemon=True)
@@ -116,10 +116,10 @@ class RunLock:
             ConfigError: Another driver holds it.
         """
         self._file.settle()
-        owner = look(self._file)[1]
+        owner = read_owner(self._file)[1]
         if owner.get("id") != self._id:
             self._stop()
-            _held.discard(self._id)
+            _acquired_locks.discard(self._id)
             self._thread = None
             self.lost = None  # a heartbeat may have detected it first; this error has more detail
             raise self._refused(owner, 0.0)
@@ -135,15 +135,15 @@ class RunLock:
             return
         self._stop()
         self._thread = None
-        _held.discard(self._id)
+        _acquired_locks.discard(self._id)
         try:
-            if self.lost is None and look(self._file)[1].get("id") != self._id:
+            if self.lost is None and read_owner(self._file)[1].get("id") != self._id:
                 self._lose()
             if self.lost is None:
                 self._file.delete()
                 self._remove_folder()
         except Exception as error:  # the training's results remain; the next driver sees that this one has died
-            logger.warning(f"{self._folder}: its lock could not be given back: {in_a_line(error)}")
+            logger.warning(f"{self._folder}: its lock could not be given back: {one_line(error)}")
         finally:
             self._file.close()
 
@@ -156,18 +156,18 @@ class RunLock:
         text = self._text()
         if self._file.create(text):
             return
-        lock_text, owner = look(self._file)
+        lock_text, owner = read_owner(self._file)
         if lock_text is None:  # released in the meantime
             if self._file.create(text):
                 return
-            lock_text, owner = look(self._file)
+            lock_text, owner = read_owner(self._file)
         age = None if _same_machine(owner) else self._age(owner, lock_text)
         if not _is_dead(owner, age):
             raise self._refused(owner, self._file.age() if age is None else age)
         if not self._file.replace(text, lock_text):
-            raise self._refused(look(self._file)[1], 0.0)
+            raise self._refused(read_owner(self._file)[1], 0.0)
         why = "is gone" if age is None else f"gave no sign of life for {age:.0f} s"
-        logger.info(f"{self._folder}: the lock of {_shown(owner)}, which {why}, is taken over")
+        logger.info(f"{self._folder}: the lock of {_describe_owner(owner)}, which {why}, is taken over")
 
     def _age(self, owner: dict, seen: str | None) -> float:
         """Returns the seconds since the last heartbeat by the storage's clock, or by this host's if it has no times."""
@@ -175,7 +175,7 @@ class RunLock:
         if age is not None:
             return age
         seconds = timeouts.get().lock_silent
-        logger.info(f"{self._folder}: waits {seconds:g} s to see whether {_shown(owner)} is alive")
+        logger.info(f"{self._folder}: waits {seconds:g} s to see whether {_describe_owner(owner)} is alive")
         began = self._clock()
         while (waited := self._clock() - began) <= seconds:
             time.sleep(min(1.0, seconds / 10))
@@ -189,7 +189,7 @@ class RunLock:
         lapses = "" if _same_machine(owner) else f" (if it has died, its lock lapses after {seconds:g} s)"
         return ConfigError(
             "The folder of a run takes one driver at a time",
-            f"{self._folder!r}, held by {_shown(owner)}{heartbeat}",
+            f"{self._folder!r}, held by {_describe_owner(owner)}{heartbeat}",
             f"Wait for its end{lapses}, or choose another RunConfig(name=...)",
         )
 
@@ -204,13 +204,13 @@ class RunLock:
                 failed = None
             except Exception as error:  # the storage may recover; until then others see an old heartbeat
                 if failed is None:
-                    failed = in_a_line(error)
+                    failed = one_line(error)
                     logger.warning(f"{self._folder}: the heartbeat of its lock cannot be written: {failed}")
 
     def _lose(self) -> None:
         with contextlib.suppress(Exception):  # it only adds the name
-            owner = look(self._file)[1]
-            holder_name = _shown(owner) if owner else "another driver, which has ended since,"
+            owner = read_owner(self._file)[1]
+            holder_name = _describe_owner(owner) if owner else "another driver, which has ended since,"
             self.lost = (
                 f"{holder_name} has taken over {self._folder!r} while this driver did not answer; it writes no more"
             )
@@ -228,17 +228,17 @@ class RunLock:
                 os.rmdir(self._folder)
 
 
-def holder(filesystem: pyarrow.fs.FileSystem, folder: str) -> str | None:
+def describe_holder(filesystem: pyarrow.fs.FileSystem, folder: str) -> str | None:
     """Returns the holder of a run folder's lock as a clause; None if there is none, or it is dead."""
     local = isinstance(filesystem, pyarrow.fs.LocalFileSystem)
     file = (MountedFile if local else StoredFile)(filesystem, f"{folder}/{LOCK}", "")
-    lock_text, owner = look(file)
+    lock_text, owner = read_owner(file)
     if lock_text is None or _is_dead(owner, None if _same_machine(owner) else file.age()):
         return None
-    return _shown(owner)
+    return _describe_owner(owner)
 
 
-def _shown(owner: dict) -> str:
+def _describe_owner(owner: dict) -> str:
     if not owner:
         return "an unknown driver"
     return f"process {owner.get('pid')} on {owner.get('host')} (since {owner.get('since')})"
@@ -254,7 +254,7 @@ def _is_dead(owner: dict, age: float | None) -> bool:
         return age is not None and age > timeouts.get().lock_silent
     pid = owner.get("pid")
     if pid == os.getpid():
-        return owner.get("id") not in _held
+        return owner.get("id") not in _acquired_locks
     started = _started(pid)
     return started is None or started != owner.get("started")
 
@@ -271,7 +271,7 @@ def _started(pid: int) -> str | None:
     """Returns the kernel's start time of a process on this machine; None if it does not exist or has ended."""
     if not isinstance(pid, int) or pid <= 0:
         return None
-    seen = procfs.look(pid)
+    seen = procfs.read_state(pid)
     if seen is None:  # outside Linux it is not known
-        return "unknown" if procfs.look(os.getpid()) is None and psutil.pid_exists(pid) else None
+        return "unknown" if procfs.read_state(os.getpid()) is None and psutil.pid_exists(pid) else None
     return None if seen.state in "ZX" else str(seen.started)

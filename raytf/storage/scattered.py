@@ -59,7 +59,7 @@ class ScatteredFile(io.RawIOBase):
         return [piece for _, piece in self._pieces]
 
 
-def archive(members: Iterable[tuple[str, memoryview | bytes | list]]) -> list:
+def zip_pieces(members: Iterable[tuple[str, memoryview | bytes | list]]) -> list:
     """Returns the pieces of a zip file with uncompressed members.
 
     Args:
@@ -71,13 +71,13 @@ def archive(members: Iterable[tuple[str, memoryview | bytes | list]]) -> list:
             if not isinstance(content, list):
                 made.writestr(name, content)
                 continue
-            with made.open(name, "w", force_zip64=size(content) > zipfile.ZIP64_LIMIT // 2) as member:
+            with made.open(name, "w", force_zip64=total_size(content) > zipfile.ZIP64_LIMIT // 2) as member:
                 for piece in content:
                     member.write(memoryview(piece))
     return file.pieces()
 
 
-def arrays(found: Mapping[str, np.ndarray]) -> list:
+def npz_pieces(found: Mapping[str, np.ndarray]) -> list:
     """Returns the pieces of an `.npz` file, as `numpy.savez` writes it; the arrays must be contiguous."""
     file = ScatteredFile()
     with zipfile.ZipFile(file, "w") as made:
@@ -98,7 +98,7 @@ def crc32(pieces: Iterable) -> int:
     return value
 
 
-def size(pieces: Iterable) -> int:
+def total_size(pieces: Iterable) -> int:
     """Returns the total bytes of the pieces."""
     return sum(map(len, pieces))
 

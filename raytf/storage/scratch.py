@@ -32,7 +32,7 @@ class ScratchError(ConfigError):
     """A temporary folder is not writable."""
 
 
-def make(needs: int = 0) -> str:
+def make_folder(needs: int = 0) -> str:
     """Creates a folder of this process; the first call removes those that dead processes of this host left.
 
     Args:
@@ -43,37 +43,37 @@ def make(needs: int = 0) -> str:
     """
     _clean_once()
     refused = []
-    for location in places():
+    for location in locations():
         try:
             os.makedirs(location, exist_ok=True)
             if needs and _free(location) < needs:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             return tempfile.mkdtemp(prefix=f"{_PREFIX}{_owner(os.getpid())}_", dir=location)
         except OSError as error:
-            refused.append(f"{location} ({_what(location, error)})")
+            refused.append(f"{location} ({_describe_defect(location, error)})")
     raise _error(needs, "; ".join(refused) or "none: Python finds no temporary folder")
 
 
 @contextlib.contextmanager
-def folder(needs: int = 0) -> Iterator[str]:
+def temporary_folder(needs: int = 0) -> Iterator[str]:
     """Yields a new folder and removes it afterwards.
 
     Args:
         needs: Bytes to be written there, as far as known.
 
     Raises:
-        ScratchError: See `make`; or the folder became full in the block.
+        ScratchError: See `make_folder`; or the folder became full in the block.
     """
-    path = make(needs)
+    path = make_folder(needs)
     try:
-        with named(path, needs):
+        with name_errors(path, needs):
             yield path
     finally:
-        remove(path)
+        remove_folder(path)
 
 
 @contextlib.contextmanager
-def named(path: str | None = None, needs: int = 0) -> Iterator[None]:
+def name_errors(path: str | None = None, needs: int = 0) -> Iterator[None]:
     """Names the folder in errors of a full or read-only file system that the block raises.
 
     Args:
@@ -89,10 +89,10 @@ def named(path: str | None = None, needs: int = 0) -> Iterator[None]:
         path = tempfile.gettempdir() if path is None else path
         if not _is_of(error, path):
             raise
-        raise _error(needs, f"{path} ({_what(path, error)})") from error
+        raise _error(needs, f"{path} ({_describe_defect(path, error)})") from error
 
 
-def places() -> list[str]:
+def locations() -> list[str]:
     """Returns the locations of temporary folders, in order of preference."""
     locations = [os.environ["TMPDIR"]] if os.environ.get("TMPDIR") else []
     ray = sys.modules.get("ray")
@@ -124,7 +124,7 @@ def _free(path: str) -> int:
     return status.f_bavail * status.f_frsize
 
 
-def _what(path: str, error: Exception) -> str:
+def _describe_defect(path: str, error: Exception) -> str:
     """Describes a folder's defect and free space."""
     reason = error.strerror if isinstance(error, OSError) and error.strerror else first_line(error)
     with contextlib.suppress(OSError):
@@ -143,33 +143,33 @@ def _error(needs: int, received: str) -> ScratchError:
     )
 
 
-def remove(path: str) -> None:
+def remove_folder(path: str) -> None:
     """Removes a folder with its content."""
     shutil.rmtree(path, ignore_errors=True)
 
 
-def clean() -> int:
+def remove_abandoned() -> int:
     """Removes folders that dead processes of this user and host left. Returns their number."""
     removed = 0
-    if procfs.look(os.getpid()) is None:  # not Linux: no process can be checked
+    if procfs.read_state(os.getpid()) is None:  # not Linux: no process can be checked
         return 0
-    for location in places():
+    for location in locations():
         with contextlib.suppress(OSError):  # it does not exist yet
             for name in os.listdir(location):
                 path = os.path.join(location, name)
                 with contextlib.suppress(OSError):  # another process was faster
-                    if _left(name) and os.lstat(path).st_uid == os.getuid():
-                        remove(path)
+                    if _is_abandoned(name) and os.lstat(path).st_uid == os.getuid():
+                        remove_folder(path)
                         removed += not os.path.exists(path)
     return removed
 
 
 @functools.cache
 def _clean_once() -> None:
-    clean()
+    remove_abandoned()
 
 
-def _left(name: str) -> bool:
+def _is_abandoned(name: str) -> bool:
     """Whether a folder's name contains a process of this host that has ended."""
     parts = name.removeprefix(_PREFIX).split("_")
     if not name.startswith(_PREFIX) or len(parts) < 4 or parts[0] != _host() or not parts[1].isdecimal():
@@ -179,7 +179,7 @@ def _left(name: str) -> bool:
 
 def _owner(pid: int) -> str:
     """Returns a unique id of a process: host and container, pid and start time."""
-    process = procfs.look(pid)
+    process = procfs.read_state(pid)
     return f"{_host()}_{pid}_{process.started if process else 0}"
 
 

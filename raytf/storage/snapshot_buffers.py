@@ -13,7 +13,7 @@ import numpy as np
 
 from raytf.errors import ConfigError
 from raytf.storage import snapshot_store
-from raytf.storage.images import Archive, Image, Piece, flat
+from raytf.storage.images import FileTemplate, TemplatePart, ZipTemplate, flat_bytes
 from raytf.storage.snapshot_store import MANIFEST
 
 _ALIGNED = 64
@@ -21,7 +21,7 @@ _ALIGNED = 64
 _ROOM = 1 << 20
 
 # Raw content, an `.npz` of arrays by name, a zip, or an image.
-Part = bytes | str | Mapping[str, np.ndarray] | Archive | Piece
+Part = bytes | str | Mapping[str, np.ndarray] | ZipTemplate | TemplatePart
 
 
 def needs_of(size: int) -> int:
@@ -37,7 +37,7 @@ class Buffer:
         self.descriptor = os.memfd_create("raytf_snapshot")
         self.size = 0
         self.busy: int | None = None  # number of the request whose data it holds
-        self.image: Image | None = None  # the image at its beginning
+        self.image: FileTemplate | None = None  # the image at its beginning
         self._map: mmap.mmap | None = None
         self.memory = np.empty(0, np.uint8)
 
@@ -56,7 +56,7 @@ class Buffer:
         """Allocates the pages, without the interpreter's lock."""
         self.memory[:: mmap.PAGESIZE] = 0
 
-    def lay(self, image: Image | None) -> None:
+    def lay(self, image: FileTemplate | None) -> None:
         """Writes an image at the beginning, without its arrays."""
         if image is not None and self.image is not image:
             for offset, text in image.texts:
@@ -68,7 +68,7 @@ class Buffer:
         self.memory[at : at + len(data)] = data
 
     def put_array(self, at: int, value: np.ndarray) -> None:
-        data = flat(value)
+        data = flat_bytes(value)
         self.memory[at : at + len(data)] = data
 
     def _unmap(self) -> None:
@@ -92,7 +92,7 @@ class SnapshotLayout:
     """Assigns offsets in a buffer: an image first, then all other parts."""
 
     def __init__(self, parts: Mapping[str, Part]):
-        images = [part.image for part in parts.values() if isinstance(part, (Archive, Piece))]
+        images = [part.image for part in parts.values() if isinstance(part, (ZipTemplate, TemplatePart))]
         if len(images) > 1:
             raise ConfigError("A snapshot has one file with an image", f"{len(images)}", "Write the others as bytes")
         self.image = images[0] if images else None
@@ -105,12 +105,12 @@ class SnapshotLayout:
         snapshot_store.check_name(file)
         if file == MANIFEST:
             raise ConfigError("The manifest of a snapshot is written by its writer", file, "Leave it out")
-        if isinstance(part, (Archive, Piece)):
+        if isinstance(part, (ZipTemplate, TemplatePart)):
             regions = [(offset, size) for offset, size in part.image.places]
             if [value.nbytes for value in part.values] != [size for _, size in regions]:
                 raise ValueError(f"the arrays of {file} are not those of its image")
             self.values += [(offset, value) for (offset, _), value in zip(regions, part.values, strict=True)]
-            if isinstance(part, Piece):
+            if isinstance(part, TemplatePart):
                 return {"file": file, "at": 0, "size": part.image.size}
             return {"file": file, "members": [[name, *self._member(content)] for name, content in part.members]}
         if isinstance(part, Mapping):
@@ -118,7 +118,7 @@ class SnapshotLayout:
         return {"file": file, **dict(zip(("at", "size"), self._member(part), strict=True))}
 
     def _member(self, content) -> tuple[int, int]:
-        if isinstance(content, Image):
+        if isinstance(content, FileTemplate):
             return 0, content.size
         content = content.encode() if isinstance(content, str) else content
         offset = self._room(len(content))
@@ -130,7 +130,7 @@ class SnapshotLayout:
             raise ConfigError("Arrays of a snapshot hold numbers", f"{key!r} of Python objects", "Store them as texts")
         offset = self._room(value.nbytes)
         self.values.append((offset, value))
-        return [key, _kind(value.dtype), value.shape, offset]
+        return [key, _dtype_name(value.dtype), value.shape, offset]
 
     def _room(self, size: int) -> int:
         offset = -(-self.size // _ALIGNED) * _ALIGNED
@@ -159,6 +159,6 @@ class SnapshotLayout:
             buffer.put(offset, content)
 
 
-def _kind(dtype: np.dtype) -> str:
+def _dtype_name(dtype: np.dtype) -> str:
     """Returns a dtype as text; for types that are not numpy's, such as bfloat16, `numpy.savez`'s representation."""
     return np.lib.format.dtype_to_descr(dtype) if dtype.isbuiltin == 1 else f"|V{dtype.itemsize}"

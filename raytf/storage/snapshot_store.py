@@ -49,15 +49,15 @@ def manifest(files: Mapping[str, list], parts: Sequence[str] = ()) -> bytes:
         files: The files as pieces of memory; the state among them determines the version.
         parts: Those of them that form `model.keras`, in order.
     """
-    sizes = {part: {"bytes": scattered.size(p), "crc32": scattered.crc32(p)} for part, p in sorted(files.items())}
+    sizes = {part: {"bytes": scattered.total_size(p), "crc32": scattered.crc32(p)} for part, p in sorted(files.items())}
     if parts:
         return json.dumps({"version": VERSION_OF_PARTS, "files": sizes, "joined": {MODEL: list(parts)}}).encode()
-    state = stored_json.parsed(b"".join(files[STATE])) if STATE in files else {}
+    state = stored_json.parse_object(b"".join(files[STATE])) if STATE in files else {}
     return json.dumps({"version": state.get("version", VERSION), "files": sizes}).encode()
 
 
 @dataclasses.dataclass(frozen=True)
-class Written:
+class WriteResult:
     """Result of writing a snapshot.
 
     Args:
@@ -93,7 +93,7 @@ class SnapshotStore:
         self._before: set[str] | None = None  # names that were half written when it began
         self.fails: list[int] = []
 
-    def put(self, name: str, files: Mapping[str, list], writers: int = 1) -> Written:
+    def put(self, name: str, files: Mapping[str, list], writers: int = 1) -> WriteResult:
         """Writes a snapshot, and replaces one of the same name; on return it is whole and on disk.
 
         Args:
@@ -107,19 +107,19 @@ class SnapshotStore:
         parts: dict[str, list] = {}
         if writers > 1:
             files = dict(files)
-            ranges = division.split(files.pop(MODEL), writers)
-            parts = {division.name_of(MODEL, i, pieces): pieces for i, pieces in enumerate(ranges)}
+            ranges = division.split_file(files.pop(MODEL), writers)
+            parts = {division.part_name(MODEL, i, pieces): pieces for i, pieces in enumerate(ranges)}
             files |= parts
         last = manifest(files, list(parts))
         self._begin(name)
-        other_parts = _Others(self._filesystem, self._parts(name), parts)
+        other_parts = _OtherParts(self._filesystem, self._parts(name), parts)
         if self._is_local:
             self._put_local(name, {**files, MANIFEST: [last]}, other_parts)
         else:
             self._put_remote(name, files, last, other_parts)
         self._whole.add(name)
         self._last = name
-        return Written(other_parts.size_left(files) + len(last), other_parts.late, other_parts.others)
+        return WriteResult(other_parts.size_left(files) + len(last), other_parts.late, other_parts.others)
 
     def put_part(self, name: str, file: str, index: int, pieces: list) -> int:
         """Writes a worker's part of a file of a snapshot that another process completes.
@@ -134,23 +134,23 @@ class SnapshotStore:
             Bytes written.
         """
         self._begin(name)
-        folder, part = self._parts(name), division.name_of(file, index, pieces)
+        folder, part = self._parts(name), division.part_name(file, index, pieces)
         self._filesystem.create_dir(folder)
         if not self._is_local:
             self._write_remote(posixpath.join(folder, part), pieces)
             self._fail_as_planted()
-            return scattered.size(pieces)
+            return scattered.total_size(pieces)
         partial = os.path.join(folder, f"{_PARTIAL}{secrets.token_hex(4)}")
         _write_local(partial, pieces)
         self._fail_as_planted()
         os.rename(partial, os.path.join(folder, part))
-        return scattered.size(pieces)
+        return scattered.total_size(pieces)
 
     def _parts(self, name: str) -> str:
         """Returns the folder for workers' parts of a snapshot: next to it if it is renamed once it is whole."""
         return posixpath.join(self._folder, f"{_PARTS}{name}" if self._is_local else name)
 
-    def _put_local(self, name: str, files: Mapping[str, list], others: _Others) -> None:
+    def _put_local(self, name: str, files: Mapping[str, list], others: _OtherParts) -> None:
         os.makedirs(self._folder, exist_ok=True)
         partial = self._partial(name)
         os.mkdir(partial)
@@ -186,7 +186,7 @@ class SnapshotStore:
             shutil.rmtree(replaced, ignore_errors=True)
         _sync(self._folder)
 
-    def _put_remote(self, name: str, files: Mapping[str, list], last: bytes, others: _Others) -> None:
+    def _put_remote(self, name: str, files: Mapping[str, list], last: bytes, others: _OtherParts) -> None:
         folder = posixpath.join(self._folder, name)
         if others.awaited:
             with contextlib.suppress(FileNotFoundError):  # it would vouch for a mixture
@@ -215,15 +215,15 @@ class SnapshotStore:
             for chunk in scattered.chunks(pieces, _CHUNK_BYTES):
                 file.write(chunk)
         written = self._filesystem.get_file_info(path).size
-        if written != scattered.size(pieces):
-            raise OSError(f"{path} has {written} bytes after {scattered.size(pieces)} were written")
+        if written != scattered.total_size(pieces):
+            raise OSError(f"{path} has {written} bytes after {scattered.total_size(pieces)} were written")
 
     def prune(self, keep: int | None = None) -> list[str]:
         """Removes snapshots that newer ones, or epoch-end checkpoints, replace; never the newest whole one.
 
         The last epoch-end checkpoint of this store does not count: Ray has not registered it yet.
 
-        It also removes what another writer left half written, if no process can continue it, see `abandoned`.
+        It also removes what another writer left half written, if no process can continue it, see `abandoned_folders`.
 
         Args:
             keep: Replaces the store's `keep` for this call.
@@ -239,14 +239,14 @@ class SnapshotStore:
         epoch = max(
             (self._step_of(name) for name in names if name.startswith(AT_ENDS) and name != self._last), default=-1
         )
-        steps = {name: step for name in names if (step := step_folders.step_of(name)) is not None}
+        steps = {name: step for name in names if (step := step_folders.step_of_folder(name)) is not None}
         whole = [name for name in sorted(steps, reverse=True) if self._is_whole(name)]
         if self._last is not None and self._is_local:
             ends = {name for name in names if name.startswith(AT_ENDS) and self._step_of(name) >= 0}
             newest = max([epoch, *(steps[name] for name in whole)])
-            for name in abandoned(names, self._before or (), self._asked, {*whole, *ends}, newest):
+            for name in abandoned_folders(names, self._before or (), self._asked, {*whole, *ends}, newest):
                 shutil.rmtree(os.path.join(self._folder, name), ignore_errors=True)
-        removed = needless(steps, whole, epoch, keep or self._keep)
+        removed = removable(steps, whole, epoch, keep or self._keep)
         for name in removed:
             self._whole.discard(name)
             self._remove(name)
@@ -280,7 +280,7 @@ class SnapshotStore:
         """Returns the step of a whole epoch-end checkpoint; -1 for others."""
         if name not in self._steps:
             try:
-                state = checkpoint_files.look(self._filesystem, posixpath.join(self._folder, name))
+                state = checkpoint_files.check_stored(self._filesystem, posixpath.join(self._folder, name))
             except (ConfigError, FileNotFoundError):
                 return -1  # it may be in progress
             self._steps[name] = state.step
@@ -290,14 +290,14 @@ class SnapshotStore:
         """Whether every part of a snapshot has its recorded size."""
         if name not in self._whole:
             try:
-                checkpoint_files.look(self._filesystem, posixpath.join(self._folder, name))
+                checkpoint_files.check_stored(self._filesystem, posixpath.join(self._folder, name))
             except (ConfigError, FileNotFoundError, stored_json.UnreadableError):
                 return False
             self._whole.add(name)
         return True
 
 
-def abandoned(
+def abandoned_folders(
     found: Iterable[str], before: Container[str], asked: Container[str], whole: Container[str], newest: int
 ) -> list[str]:
     """Returns half-written folders that no process continues; pure. Uses no clock, as clocks of hosts differ.
@@ -315,7 +315,7 @@ def abandoned(
         snapshot = _half_written(name)
         if snapshot is None:
             continue
-        step = step_folders.step_of(snapshot)
+        step = step_folders.step_of_folder(snapshot)
         is_old = step is not None and step < newest  # a worker that still writes it is too late
         if is_old or (name.startswith(_PARTS) and snapshot in whole) or (name in before and snapshot not in asked):
             leftovers.append(name)
@@ -331,7 +331,7 @@ def _half_written(name: str) -> str | None:
     return name.removeprefix(_PARTIAL).removesuffix("_before")[: -len("_12345678")]
 
 
-class _Others:
+class _OtherParts:
     """The parts of a snapshot that other workers write, with a short timeout.
 
     Args:
@@ -348,7 +348,7 @@ class _Others:
     def __init__(self, filesystem, folder: str, parts: Mapping[str, list]):
         self._filesystem, self.folder = filesystem, folder
         self._index = {name: i for i, name in enumerate(parts)}
-        self.awaited = {name: scattered.size(parts[name]) for name in list(parts)[1:-1]}
+        self.awaited = {name: scattered.total_size(parts[name]) for name in list(parts)[1:-1]}
         self.late: list[int] = []
         self.others: list[int] = []
         self._began = time.monotonic()
@@ -371,17 +371,17 @@ class _Others:
         infos = self._filesystem.get_file_info(FileSelector(self.folder, allow_not_found=True))
         for index in self.late:
             for info in infos:
-                if info.base_name.startswith(division.prefix(MODEL, index)) and info.base_name not in self._index:
+                if info.base_name.startswith(division.part_prefix(MODEL, index)) and info.base_name not in self._index:
                     self.others.append(index)
                     self._filesystem.delete_file(info.path)
 
     def size_left(self, files: Mapping[str, list]) -> int:
         """Returns the bytes of the files that this process wrote."""
         came = [name for name in self.awaited if self._index[name] not in self.late]
-        return sum(scattered.size(pieces) for name, pieces in files.items() if name not in came)
+        return sum(scattered.total_size(pieces) for name, pieces in files.items() if name not in came)
 
 
-def needless(steps: Mapping[str, int], whole: Iterable[str], epoch: int, keep: int) -> list[str]:
+def removable(steps: Mapping[str, int], whole: Iterable[str], epoch: int, keep: int) -> list[str]:
     """Returns the snapshots that may be removed; pure.
 
     Args:

@@ -29,7 +29,7 @@ import numpy as np
 
 from raytf import procfs, timeouts
 from raytf.storage import finishing, priority, scattered
-from raytf.storage.snapshot_store import SnapshotStore, Written
+from raytf.storage.snapshot_store import SnapshotStore, WriteResult
 
 _LONGEST_MESSAGE = 1 << 16
 _FIRST_WAIT, _LONGEST_WAIT, _HURRIED_WAIT = 0.5, 60.0, 1.0
@@ -198,10 +198,10 @@ class _Server:
         began = time.monotonic()
         with _mapped(self._buffers[request["buffer"]], request["size"]) as memory:
             head = json.loads(bytes(memory[request["at"] : request["size"]]))
-            files = {part["file"]: pieces(part, memory) for part in head["parts"]}
+            files = {part["file"]: mapped_pieces(part, memory) for part in head["parts"]}
             if head["index"] is not None:
                 ((file, content),) = files.items()
-                written = Written(self._store.put_part(head["name"], file, head["index"], content))
+                written = WriteResult(self._store.put_part(head["name"], file, head["index"], content))
             else:
                 written = self._store.put(head["name"], files, head["writers"])
                 self._prunes = True
@@ -218,7 +218,7 @@ class _Server:
             self._control.send(json.dumps(event).encode(), socket.MSG_DONTWAIT if lossy else 0)
 
 
-def pieces(part: dict, memory: memoryview) -> list:
+def mapped_pieces(part: dict, memory: memoryview) -> list:
     """Returns the pieces of a file from shared memory.
 
     Args:
@@ -227,14 +227,14 @@ def pieces(part: dict, memory: memoryview) -> list:
         memory: The buffer.
     """
     if "arrays" in part:
-        return scattered.arrays(
+        return scattered.npz_pieces(
             {
                 key: np.ndarray(shape, np.dtype(kind), memory, offset).view()
                 for key, kind, shape, offset in part["arrays"]
             }
         )
     if "members" in part:
-        return scattered.archive([(name, memory[offset : offset + size]) for name, offset, size in part["members"]])
+        return scattered.zip_pieces([(name, memory[offset : offset + size]) for name, offset, size in part["members"]])
     return [memory[part["at"] : part["at"] + part["size"]]]
 
 
@@ -249,7 +249,7 @@ def _mapped(buffer: int, size: int):
             mapped.close()
 
 
-def _end_with_the_other_side(control: socket.socket, left: Callable[[], int], note: finishing.Note) -> None:
+def _exit_after_peer(control: socket.socket, left: Callable[[], int], note: finishing.WriterNote) -> None:
     """Exits this process some time after the peer has gone, whatever blocks it; notes at once the remaining bytes."""
 
     def watch():
@@ -258,14 +258,14 @@ def _end_with_the_other_side(control: socket.socket, left: Callable[[], int], no
         poll.poll()
         if size := left():
             threading.Thread(target=note.write, args=(size,), daemon=True).start()
-        priority.share_alike(os.getpid())  # no training is left that it would slow down
-        _stay(left)
+        priority.set_normal(os.getpid())  # no training is left that it would slow down
+        _wait_alone(left)
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
 
 
-def _stay(left: Callable[[], int]) -> None:
+def _wait_alone(left: Callable[[], int]) -> None:
     """Blocks until the time that this process may run alone, with the remaining bytes, is over."""
     began, queued, most = time.monotonic(), _queued(), 0
     while True:
@@ -280,7 +280,7 @@ def _stay(left: Callable[[], int]) -> None:
 def _queued() -> float:
     """Returns the seconds in which the working thread was runnable without a processor; 0.0 if unknown."""
     try:
-        return procfs.queued(os.getpid())
+        return procfs.queued_seconds(os.getpid())
     except OSError:
         return 0.0
 
@@ -288,7 +288,7 @@ def _queued() -> float:
 def main(arguments: list[str]) -> None:
     """Reads the settings from standard input, detaches from the process that started it, and serves requests."""
     settings = pickle.loads(sys.stdin.buffer.read())  # of the process that started this one, not of a storage
-    timeouts.put_in_force(settings["timeouts"])
+    timeouts.set_current(settings["timeouts"])
     if os.fork():
         os._exit(0)  # a killer of a worker's children, such as Ray, does not find this one
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -299,9 +299,9 @@ def main(arguments: list[str]) -> None:
     control = socket.socket(fileno=int(arguments[0]))
     filesystem, folder = pickle.loads(settings["filesystem"]), settings["folder"]
     store = SnapshotStore(filesystem, folder, settings["keep"])
-    server = _Server(control, [int(a) for a in arguments[1:]], store, priority.go_last())
-    note = finishing.Note(filesystem, folder)
-    _end_with_the_other_side(control, server.left, note)
+    server = _Server(control, [int(a) for a in arguments[1:]], store, priority.set_lowest())
+    note = finishing.WriterNote(filesystem, folder)
+    _exit_after_peer(control, server.left, note)
     server.run()
     note.remove()
     os._exit(0)  # does not wait for threads of a file system

@@ -48,7 +48,7 @@ _LOOKS_INTERVAL = 0.2
 _MOST_LATE = 2
 
 
-class NotKeptError(RaytfError, OSError):
+class NotWrittenError(RaytfError, OSError):
     """The last snapshot of a training could not be written in time.
 
     Args:
@@ -67,11 +67,11 @@ class NotKeptError(RaytfError, OSError):
         return type(self), (self.name, self.why)
 
 
-class NoRoomError(NotKeptError):
+class NoRoomError(NotWrittenError):
     """A snapshot found no memory, as the storage has not written the buffered one in time."""
 
 
-class _Other:
+class _WriterProcess:
     """The process that writes.
 
     Args:
@@ -81,18 +81,18 @@ class _Other:
 
     def __init__(self, pid: int, niceness: int):
         self._pid, self._niceness, self._last = pid, niceness, True
-        self._seen = procfs.look(pid)
+        self._seen = procfs.read_state(pid)
 
     def goes_last(self, last: bool) -> None:
         """Sets or ends its low priority; does nothing if it has ended, as its pid may be reused."""
-        process = procfs.look(self._pid) if last != self._last else None
+        process = procfs.read_state(self._pid) if last != self._last else None
         if process is None or self._seen is None or process.started != self._seen.started:
             return
         self._last = last
         if last:
-            priority.go_last_again(self._pid, self._niceness)
+            priority.set_lowest_again(self._pid, self._niceness)
         else:
-            priority.share_alike(self._pid)
+            priority.set_normal(self._pid)
 
 
 class SnapshotWriter:
@@ -106,7 +106,7 @@ class SnapshotWriter:
     Args:
         filesystem: A picklable `pyarrow.fs.FileSystem`.
         folder: The run's folder there; created if missing.
-        keep: Number of mid-epoch snapshots to keep, at least 1; see `snapshot_store.needless`.
+        keep: Number of mid-epoch snapshots to keep, at least 1; see `snapshot_store.removable`.
         cpus: CPUs of the other process; None: those of this one. Training is bound to some cores, which the other
             process should not use.
 
@@ -123,7 +123,7 @@ class SnapshotWriter:
         self.written: list[dict] = []
         self.left_out = 0
         self.pid: int | None = None
-        self._other: _Other | None = None
+        self._other: _WriterProcess | None = None
         self._queued: dict[int, float] = {}  # seconds by process: the started one starts another one
         self._waits = 0  # threads of the training that wait for it
         self._behind = False  # whether a pinned one was not whole when the next one came
@@ -147,7 +147,7 @@ class SnapshotWriter:
         path = [str(pathlib.Path(__file__).parents[2]), *sys.path]
         variables = {"PYTHONPATH": os.pathsep.join(filter(None, path)), "OMP_NUM_THREADS": "1"}
         passed = [peer.fileno(), *(b.descriptor for b in self._buffers)]
-        sign = _sign(self._folder)
+        sign = _presence_socket(self._folder)
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "raytf.storage.snapshot_writer", *map(str, passed)],
@@ -180,7 +180,7 @@ class SnapshotWriter:
             parts: Content by file name.
             held: Whether to write it only if this process ends before the next one comes, and does not `release` it.
             writers: Number of workers that write the archive together, see `division`.
-            index: This worker's index, for one that writes only its `Piece`.
+            index: This worker's index, for one that writes only its `TemplatePart`.
             pinned: Whether newer ones do not replace it until it is written, or until `unpin`. It waits until the
                 previous pinned one is written, unless the storage fails.
 
@@ -248,7 +248,7 @@ class SnapshotWriter:
                 self._pinned = self._count
                 self._weigh()
         location = {"buffer": buffer.number, "at": plan.head_at, "size": plan.size}
-        self._send({"id": self._count, **location, "held": held, "pinned": pinned, "fails": planted.taken()})
+        self._send({"id": self._count, **location, "held": held, "pinned": pinned, "fails": planted.take_faults()})
         if previous_held:
             self._end(previous_held)  # from here on the other side writes the new one if this process ends
         return self._count
@@ -298,11 +298,11 @@ class SnapshotWriter:
             longest = failing if failing is not None and self._failed else seconds
             remaining = began + longest - time.monotonic()
             if self._closing:
-                raise NotKeptError(name, self._failed or "the training has ended before its storage did")
+                raise NotWrittenError(name, self._failed or "the training has ended before its storage did")
             if self._gone:
-                raise NotKeptError(name, self._how_it_ended())
+                raise NotWrittenError(name, self._how_it_ended())
             if remaining <= 0:
-                raise NotKeptError(name, self._failed or f"its storage did not end within {seconds:.0f} s")
+                raise NotWrittenError(name, self._failed or f"its storage did not end within {seconds:.0f} s")
             self._drain(min(remaining, _LOOKS_INTERVAL))
 
     @contextlib.contextmanager
@@ -318,7 +318,7 @@ class SnapshotWriter:
         """Returns the seconds in which the other process was runnable without a processor; from any thread."""
         pid = self.pid or self._process.pid
         with contextlib.suppress(OSError):  # it has ended
-            self._queued[pid] = procfs.queued_in_all(pid)
+            self._queued[pid] = procfs.total_queued_seconds(pid)
         return sum(self._queued.values())
 
     def _wait_one(self, more: int) -> None:
@@ -361,7 +361,7 @@ class SnapshotWriter:
         """
         self._drain(0.0)
         if self._gone:
-            raise NotKeptError(name, self._how_it_ended())
+            raise NotWrittenError(name, self._how_it_ended())
         if pinned and self._is_busy(self._pinned) and not self._failed:
             return None  # the other side protects only one of them from newer ones
         free = sorted(
@@ -423,7 +423,7 @@ class SnapshotWriter:
             self._control.send(json.dumps(message).encode())
         except (BrokenPipeError, ConnectionResetError):
             self._drain(0.0)
-            raise NotKeptError(self._names.get(self._count, "of the last steps"), self._how_it_ended()) from None
+            raise NotWrittenError(self._names.get(self._count, "of the last steps"), self._how_it_ended()) from None
 
     def _drain(self, seconds: float) -> None:
         """Handles the other side's messages, and waits `seconds` for the first."""
@@ -452,14 +452,14 @@ class SnapshotWriter:
         self._gone = True
         busy = [buffer.busy for buffer in self._buffers if buffer.busy is not None]
         if busy:
-            raise NotKeptError(self._names[max(busy)], self._how_it_ended())
+            raise NotWrittenError(self._names[max(busy)], self._how_it_ended())
         return False
 
     def _hear(self, event: dict) -> None:
         kind = event.pop("event")
         if kind == "ready":
             self.pid = event["pid"]
-            self._other = _Other(event["pid"], event["niceness"])
+            self._other = _WriterProcess(event["pid"], event["niceness"])
             self._weigh()
             self._reap(timeouts.get().writer_end)  # the intermediate process, which has ended
             return
@@ -539,12 +539,12 @@ def wait_for_writers(folder: str, seconds: float | None = None) -> bool:
         folder: The run's folder on its storage.
         seconds: Timeout; None: the longest time of a writer alone, plus a margin.
     """
-    seconds = _ends_alone() if seconds is None else seconds
+    seconds = _standalone_deadline() if seconds is None else seconds
     deadline = time.monotonic() + seconds
     for name in procfs.abstract_sockets(_prefix(folder)):
         with contextlib.suppress(ConnectionError), socket.socket(socket.AF_UNIX) as connection:
             connection.connect(name)  # no one accepts it: it ends with the other side
-            if not liveness.is_own_peer(connection):  # not a writer of this run
+            if not liveness.is_same_user(connection):  # not a writer of this run
                 continue
             connection.settimeout(max(0.01, deadline - time.monotonic()))
             try:
@@ -562,17 +562,17 @@ def wait_for_all(filesystem, folder: str, seconds: float | None = None) -> bool:
         folder: The run's folder there.
         seconds: Timeout of each wait, extended for writers of many bytes; see `wait_for_writers`.
     """
-    seconds = (_ends_alone() if seconds is None else seconds) + finishing.seconds_more(filesystem, folder)
+    seconds = (_standalone_deadline() if seconds is None else seconds) + finishing.seconds_more(filesystem, folder)
     local_done = wait_for_writers(folder, seconds)
-    return finishing.wait(filesystem, folder, seconds) and local_done
+    return finishing.wait_for_notes(filesystem, folder, seconds) and local_done
 
 
-def _ends_alone() -> float:
+def _standalone_deadline() -> float:
     return timeouts.get().writer_alone_at_most + 10.0
 
 
 @contextlib.contextmanager
-def settled(filesystem, folder: str) -> Iterator[None]:
+def no_writers(filesystem, folder: str) -> Iterator[None]:
     """Waits before and after the block for the processes that write a run's snapshots, see `wait_for_all`."""
     wait_for_all(filesystem, folder)
     try:
@@ -581,7 +581,7 @@ def settled(filesystem, folder: str) -> Iterator[None]:
         wait_for_all(filesystem, folder)
 
 
-def _sign(folder: str) -> socket.socket:
+def _presence_socket(folder: str) -> socket.socket:
     """Returns a socket whose abstract name exists on this host while a process has it open, without a file."""
     made = socket.socket(socket.AF_UNIX)
     made.bind(f"\0{_prefix(folder)}{secrets.token_hex(8)}")

@@ -14,7 +14,7 @@ _COPY = "_copy"
 _NAME = re.compile(rf"{PREFIX}(\d{{12,}})(?:{_COPY})?")
 
 
-def name_of(step: int, copy: bool = False) -> str:
+def folder_name(step: int, copy: bool = False) -> str:
     """Returns the folder's name after `step` steps; names sort like the numbers.
 
     Args:
@@ -24,20 +24,22 @@ def name_of(step: int, copy: bool = False) -> str:
     return f"{PREFIX}{step:012d}{_COPY if copy else ''}"
 
 
-def step_of(name: str) -> int | None:
+def step_of_folder(name: str) -> int | None:
     """Returns the steps in a folder's name, or None for other names."""
     match = _NAME.fullmatch(name)
-    return int(match[1]) if match and name in (name_of(int(match[1])), name_of(int(match[1]), copy=True)) else None
+    return (
+        int(match[1]) if match and name in (folder_name(int(match[1])), folder_name(int(match[1]), copy=True)) else None
+    )
 
 
-def listed(filesystem, run: str) -> list[tuple[int, str]]:
+def finished_folders(filesystem, run: str) -> list[tuple[int, str]]:
     """Returns (steps, name) of the finished ones in a run's folder, newest first.
 
-    See `checkpoint_files.finished`.
+    See `checkpoint_files.finished_names`.
 
     Args:
         filesystem: A `pyarrow.fs.FileSystem`.
         run: Path of the run's folder there; it may be missing.
     """
-    whole = checkpoint_files.finished(filesystem, run, lambda name: step_of(name) is not None)
-    return sorted(((step_of(name), name) for name in whole), reverse=True)
+    whole = checkpoint_files.finished_names(filesystem, run, lambda name: step_of_folder(name) is not None)
+    return sorted(((step_of_folder(name), name) for name in whole), reverse=True)

@@ -26,7 +26,7 @@ class UnreadableError(ValueError):
         self.missing = missing
 
 
-def value(text: str | bytes) -> Any:
+def parse_value(text: str | bytes) -> Any:
     """Returns the value in a text.
 
     Raises:
@@ -39,25 +39,25 @@ def value(text: str | bytes) -> Any:
         raise UnreadableError(why) from error
 
 
-def parsed(text: str | bytes) -> dict[str, Any]:
-    """Returns the object in a text; see `value`."""
-    content_value = value(text)
+def parse_object(text: str | bytes) -> dict[str, Any]:
+    """Returns the object in a text; see `parse_value`."""
+    content_value = parse_value(text)
     if type(content_value) is not dict:
         raise UnreadableError("is not an object of JSON")
     return content_value
 
 
-def load(path: str) -> dict[str, Any]:
-    """Returns the object in a local file; see `value`."""
+def load_object(path: str) -> dict[str, Any]:
+    """Returns the object in a local file; see `parse_value`."""
     if not os.path.isfile(path):
         raise UnreadableError("is not a file" if os.path.lexists(path) else "is missing", not os.path.lexists(path))
     if os.path.getsize(path) > MOST_BYTES:
         raise UnreadableError(f"has {os.path.getsize(path)} bytes")
     with open(path, "rb") as file:
-        return parsed(file.read())
+        return parse_object(file.read())
 
 
-def content(filesystem, path: str) -> bytes:
+def read_bytes(filesystem, path: str) -> bytes:
     """Returns the bytes of a small file of a `pyarrow.fs.FileSystem`.
 
     Raises:
@@ -76,6 +76,6 @@ def content(filesystem, path: str) -> bytes:
         raise UnreadableError("is missing", True) from error
 
 
-def fetched(filesystem, path: str) -> dict[str, Any]:
-    """Returns the object in a file of a `pyarrow.fs.FileSystem`; see `value` and `content`."""
-    return parsed(content(filesystem, path))
+def read_object(filesystem, path: str) -> dict[str, Any]:
+    """Returns the object in a file of a `pyarrow.fs.FileSystem`; see `parse_value` and `read_bytes`."""
+    return parse_object(read_bytes(filesystem, path))

@@ -11,7 +11,7 @@ import warnings
 from raytf.errors import ConfigError
 
 
-def check_own(folder: str) -> None:
+def check_owner(folder: str) -> None:
     """Refuses a folder of pickles that another user can write to, as its writers run code in this process.
 
     The folder, its content and the folders above it must belong to this user or to root. No other user may write to
@@ -44,7 +44,7 @@ def check_own(folder: str) -> None:
 
 
 def _check(path: str, seen: os.stat_result, allowed: int = 0) -> None:
-    shared = stat.S_IWOTH if _is_of_one(seen) else stat.S_IWOTH | stat.S_IWGRP
+    shared = stat.S_IWOTH if _is_private_group(seen) else stat.S_IWOTH | stat.S_IWGRP
     writable = seen.st_mode & shared and not seen.st_mode & allowed
     if seen.st_uid in (os.geteuid(), 0) and not writable:
         return
@@ -56,7 +56,7 @@ def _check(path: str, seen: os.stat_result, allowed: int = 0) -> None:
     )
 
 
-def _is_of_one(seen: os.stat_result) -> bool:
+def _is_private_group(seen: os.stat_result) -> bool:
     """Whether the group is its owner's private group, as on Debian and Red Hat (umask 002)."""
     try:
         user, group = pwd.getpwuid(seen.st_uid), grp.getgrgid(seen.st_gid)

@@ -22,7 +22,7 @@ from raytf.runtime.resources import fewest_workers, most_workers
 from raytf.runtime.settings import TensorflowConfig
 from raytf.runtime.topology import per_replica_batch, pick_strategy
 from raytf.worker import checkpoint_every
-from raytf.worker.checkpoint_every import Every
+from raytf.worker.checkpoint_every import CheckpointInterval
 
 # How the global batch of an elastic run follows the number of its workers.
 ELASTIC_BATCHES = ("keep", "scale")
@@ -320,20 +320,20 @@ def check_servers(strategy: str, num_ps: int, scaling_config: ScalingConfig) -> 
         )
 
 
-def every(given: object, config: TensorflowConfig) -> Every:
+def every(given: object, config: TensorflowConfig) -> CheckpointInterval:
     """Returns the parsed `checkpoint_every`.
 
     Raises:
         ConfigError: It is invalid, or does not fit the training.
     """
-    parsed = checkpoint_every.parse(given)
+    parsed = checkpoint_every.parse_interval(given)
     if config.sync_every > 1 and parsed.seconds is not None:
         raise ConfigError(
             "With sync_every workers are averaged for a checkpoint, which must lie at the same steps in each run",
             f"checkpoint_every={given!r} with sync_every={config.sync_every}",
             'Use a number of steps, such as checkpoint_every="1000 steps"',
         )
-    return Every() if parsed.auto and config.sync_every > 1 else parsed
+    return CheckpointInterval() if parsed.auto and config.sync_every > 1 else parsed
 
 
 def memory_steps(given: object, strategy: str) -> int | None:
@@ -342,7 +342,7 @@ def memory_steps(given: object, strategy: str) -> int | None:
     Raises:
         ConfigError: It is invalid, or does not fit the training.
     """
-    steps = checkpoint_every.steps(given)
+    steps = checkpoint_every.parse_steps(given)
     if steps is not None and strategy == "tpu":
         raise ConfigError(
             "memory_every needs workers each of which holds the whole model",
@@ -376,7 +376,9 @@ def asked_keras_2(config: TensorflowConfig, run_config: RunConfig | None) -> str
     """Returns what requests Keras 2 for the workers, in the config or in their environments; otherwise None."""
     worker = (run_config.worker_runtime_env if run_config else None) or {}
     job = ray.get_runtime_context().runtime_env if ray.is_initialized() else {}
-    return legacy_keras.asked(config.legacy_keras, *(dict(env.get("env_vars") or {}) for env in (worker, job)))
+    return legacy_keras.requesting_option(
+        config.legacy_keras, *(dict(env.get("env_vars") or {}) for env in (worker, job))
+    )
 
 
 def devices(scaling_config: ScalingConfig) -> int:

@@ -42,16 +42,16 @@ def worker_context(setup: WorkerSetup):
     import_keras()
     from raytf.worker import context  # imports TensorFlow, so on a worker only
 
-    if not legacy_keras.is_on():
-        clearing.note()
+    if not legacy_keras.is_enabled():
+        clearing.record_settings()
     chief = ray.train.get_context().get_world_rank() == 0
     with (
-        output.telling(),
+        output.as_status(),
         autograph.in_memory(),
         context.prepared(setup),
         spoken(chief, setup.board),
-        once.shown(setup.warned),
-        legacy_names.explained(),
+        once.shown_once(setup.warned),
+        legacy_names.explaining(),
         telling_activity(),
     ):
         yield
@@ -60,12 +60,12 @@ def worker_context(setup: WorkerSetup):
 @contextlib.contextmanager
 def telling_activity():
     """Marks this thread as the training thread in `activity`, until the context ends."""
-    activity.here.reset()
-    activity.here.train_here()
+    activity.tracker.reset()
+    activity.tracker.train_here()
     try:
         yield
     finally:
-        activity.here.at(activity.END)
+        activity.tracker.at(activity.END)
 
 
 @contextlib.contextmanager
@@ -73,7 +73,7 @@ def context_here(setup: WorkerSetup):
     """Prepares the driver's process for a train loop, without a change of its output."""
     from raytf.worker import context
 
-    with context.prepared(setup), legacy_names.explained():
+    with context.prepared(setup), legacy_names.explaining():
         yield
 
 
@@ -84,7 +84,7 @@ def spoken(chief: bool, board):
     """Returns the context of `verbosity.of` on a worker with Keras 3; Keras 2 prints as usual."""
     if chief and board is not None:
         board.begin("")  # the user's loop may make no steps of Keras
-    if legacy_keras.is_on():
+    if legacy_keras.is_enabled():
         return contextlib.nullcontext()
     from raytf.parallel import verbosity
     from raytf.worker import callbacks
@@ -99,7 +99,7 @@ def reserve(allowed: settings.Listening, count: int) -> tuple[str, bool]:
     Returns:
         This worker's "host:port", and whether it has claimed the cores; False if `count` is 0.
     """
-    return ports.reserve_address(allowed), cores.claim(count)
+    return ports.reserve_address(allowed), cores.claim_cores(count)
 
 
 def to_claim(setup: WorkerSetup, cpus: float) -> int:
@@ -127,9 +127,9 @@ def set_environment(
         pinned: Whether this worker keeps to the cores that it has claimed; otherwise it releases them.
     """
     if pinned:
-        cores.keep()
+        cores.enforce_cores()
     else:
-        cores.release()
+        cores.release_cores()
     output.say_who(f"worker {rank}")
     ring.keep_token(token)
     set_variables(config, addresses, rank, cpus)

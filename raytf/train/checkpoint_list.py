@@ -30,7 +30,7 @@ class CheckpointList:
     def __init__(self, run_config, validation=None):
         self._storage = run_config.storage_context
         self._manager = _Manager(run_config.checkpoint_config, self._storage)
-        self._list_again = ray_train.outlive_full_storage(self._manager)
+        self._list_again = ray_train.tolerate_full_storage(self._manager)
         ray_train.take_numpy(self._manager)
         self._validations = None if validation is None else ray_train.Validations(self._manager, validation)
         self._last_metrics: dict[str, Any] | None = None

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from raytf.events import names
+from raytf.events import worker_names
 from raytf.worker.ending import DRAIN, RESIZE, STOP
 
 
@@ -246,7 +246,9 @@ def _recover(state: RunState, ranks: frozenset[int], reported: frozenset[int] = 
     if state.phase is Phase.LEAVING and not state.asks_again:
         return _anew(state, "the trial was to end after that step")
     if reporters:
-        return _anew(state, f"{names(ranks)} was lost between two steps, after a report of {names(reporters)}")
+        return _anew(
+            state, f"{worker_names(ranks)} was lost between two steps, after a report of {worker_names(reporters)}"
+        )
     left = state.failures_left - (0 if ranks else 1)
     action = Action(do=Do.RECOVER, state=state, ranks=ranks)
     return _then(action, phase=Phase.RECOVERING, lost=ranks, failures_left=left)

@@ -22,7 +22,7 @@ from raytf.data.record_files import RecordBlocks
 from raytf.data.sampling import Sampling
 from raytf.data.stored import StoredDataset
 from raytf.data.tf_data import Looked, TFData
-from raytf.errors import ConfigError, UnsupportedVersionError, plain
+from raytf.errors import ConfigError, UnsupportedVersionError, without_escapes
 from raytf.identity import canonical, config_keys, fingerprint
 from raytf.identity.config_keys import AccessTrackingConfig
 from raytf.parallel import model_optimizers
@@ -64,7 +64,7 @@ def inspect(
     for found in (block, order and order.validation):
         if isinstance(found, ConfigError):
             return found
-    warning = _in_a_copy(_look_at_versions) if versions.untested() else None
+    warning = _in_a_copy(_look_at_versions) if versions.untested_versions() else None
     if isinstance(warning, Exception):
         return warning
     running = None if order is None else verify.begin(verify.trial_of(pickled, block, order), last=order.goes_on)
@@ -94,10 +94,10 @@ def _tried(
         references = sys.getrefcount(noted)
         looked = _looked(block, validation, config)
         model = check(build_model, noted, block, batch, config.get("batch_size"))
-        noted.read |= config_keys.mentioned(build_model).intersection(config)  # keys that its functions read later
+        noted.read |= config_keys.mentioned_keys(build_model).intersection(config)  # keys that its functions read later
         identity = _identity(model, noted, config, block, batch)
         functions = [build_model] if callbacks is None else [build_model, callbacks]
-        unread = config_keys.unread(names, noted, functions, references)
+        unread = config_keys.unread_keys(names, noted, functions, references)
         facts = None if rows is None else _facts(model, _feed(block, batch, rows))
         return Tried(facts, identity, warning, unread, _logs(model), looked)
 
@@ -122,7 +122,7 @@ def _identity(model, noted: AccessTrackingConfig, config: dict, block: StoredDat
     keys = set(values) if noted.whole else noted.read & set(values)
     read = {key: values[key] for key in sorted(keys - _TRAINERS_OWN, key=str)}
     types = {} if isinstance(block, TFData) else fingerprint.types_of(block.refs[0], *batch.roles.values())
-    return fingerprint.of_model(model) | {"config": canonical.described(read), "types": types}
+    return fingerprint.model_fingerprint(model) | {"config": canonical.describe(read), "types": types}
 
 
 def _logs(model) -> tuple[str, ...] | None:
@@ -141,9 +141,9 @@ class Tried:
 
     Args:
         facts: Figures, or None if they were not requested.
-        identity: Identity of the model and of the columns' types, see `fingerprint.of_model`.
+        identity: Identity of the model and of the columns' types, see `fingerprint.model_fingerprint`.
         warning: One line on untested versions that work, or None.
-        unread: Keys of the config that nothing read, see `config_keys.unread`.
+        unread: Keys of the config that nothing read, see `config_keys.unread_keys`.
         logs: Names of an epoch's metrics and of its validation's, without metrics of callbacks; None if the model has
             its own step.
         looked: Properties of pipelines, by name of the dataset.
@@ -207,7 +207,7 @@ def _facts(model, feed) -> ModelFacts:
     table_slots = [
         slot
         for optimizer in map(model_optimizers.unscaled, model_optimizers.of(model).values())
-        for variable in keras_objects.trained_by(optimizer)
+        for variable in keras_objects.variables_of_optimizer(optimizer)
         if id(variable) in tables
         for slot in keras_objects.slots_of(optimizer, variable).values()
     ]
@@ -508,7 +508,7 @@ def _shape(spec) -> str:
 
 
 def _first_line(error: BaseException) -> str:
-    text = plain(error).split("Arguments received by")[0]
+    text = without_escapes(error).split("Arguments received by")[0]
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     useful = [line for line in lines if not line.startswith("Exception encountered")]
     if useful and useful[0] == "in user code:":  # AutoGraph: the last line is the user's error, with its type

@@ -17,7 +17,7 @@ from ray.exceptions import RayActorError
 
 from raytf import events, timeouts
 from raytf.collectives import healing
-from raytf.errors import RaytfError, StoppedError, TrainingError, in_a_line
+from raytf.errors import RaytfError, StoppedError, TrainingError, one_line
 from raytf.events import Kind, RunEvent
 from raytf.runtime import answers
 from raytf.storage import checkpoint_files
@@ -46,11 +46,11 @@ def agree(workers: Sequence, why: str) -> bool:
         NoAnswerError: A worker is frozen.
         RayActorError: A worker has died.
     """
-    requests = [worker.execute.remote(ending.ask, why) for worker in workers]
+    requests = [worker.execute.remote(ending.request_stop, why) for worker in workers]
     seconds = timeouts.get().stop_answer
-    begun = max(answers.collect(requests, seconds, "how far a worker is, to end after the same step as others"))
-    commands = [worker.execute.remote(ending.end_after, begun) for worker in workers]
-    answers.collect(commands, seconds, "that a worker has heard after which step to end")
+    begun = max(answers.collect_answers(requests, seconds, "how far a worker is, to end after the same step as others"))
+    commands = [worker.execute.remote(ending.stop_after, begun) for worker in workers]
+    answers.collect_answers(commands, seconds, "that a worker has heard after which step to end")
     return begun > 0
 
 
@@ -58,7 +58,7 @@ def _seconds_to_end(workers: Sequence) -> float:
     """Returns the seconds that a step may take to end, with its checkpoint; see `agree`."""
     refs = [worker.execute.remote(healing.pace) for worker in workers]
     limits = timeouts.get()
-    paces = answers.collect(refs, limits.stop_answer, "how large a worker's training is")
+    paces = answers.collect_answers(refs, limits.stop_answer, "how large a worker's training is")
     return timeouts.Pace.slowest(paces).deadline(limits.run_end, copies=1) if paces else limits.run_end
 
 
@@ -160,7 +160,7 @@ class Ending:
             except RayActorError:  # a worker has just ended
                 begun = True
             except answers.NoAnswerError as error:
-                raise TrainingError(None, f"it was to end, and could not: {in_a_line(error)}") from error
+                raise TrainingError(None, f"it was to end, and could not: {one_line(error)}") from error
             if not begun and not future.done():
                 raise StoppedError(self.number, "ended before its workers had begun a step; nothing is lost")
             if time.monotonic() > began + seconds:
@@ -171,11 +171,11 @@ class Ending:
         """Runs a training in this process; a signal stops it after a step if possible."""
 
         def heard():
-            if not ending.gate.ask(ending.STOP):
+            if not ending.stop_barrier.ask(ending.STOP):
                 raise StoppedError(self.number, "ended before it had begun a step; nothing is lost")
-            ending.gate.end_after(ending.gate.ask(ending.STOP))
+            ending.stop_barrier.end_after(ending.stop_barrier.ask(ending.STOP))
 
-        ending.gate.reset()
+        ending.stop_barrier.reset()
         with self.calls(heard) if self._after_step else contextlib.nullcontext():
             return train()
 
@@ -202,7 +202,7 @@ class Ending:
             kept = "none is" if last is None else f"the last that is is that of step {last.step}"
             why += f"it has ended after step {step}, whose checkpoint is not kept; {kept}"
             raise TrainingError(None, f"{name}: {why}")
-        position = checkpoint_files.standing(last.epoch, last.epoch_step)
+        position = checkpoint_files.describe_progress(last.epoch, last.epoch_step)
         raise StoppedError(
             self.number,
             f"{why}the run {folder.name!r} has ended after step {step} ({position}), which is kept; started again with "
@@ -232,6 +232,6 @@ def _end(workers: Sequence, how: str, why: str) -> bool:
         return True
     except (RaytfError, RayActorError) as error:
         for worker in workers:  # one is lost: the others must not wait for the last step
-            worker.execute.remote(ending.withdraw, how)
-        events.emit(RunEvent(kind=Kind.NOT_TOLD, why=in_a_line(error), more=why))
+            worker.execute.remote(ending.withdraw_request, how)
+        events.emit(RunEvent(kind=Kind.NOT_TOLD, why=one_line(error), more=why))
         return False

@@ -21,11 +21,11 @@ from raytf import events, logs, timeouts
 from raytf.compat import ray_configs, ray_core
 from raytf.compat.ray_state import TrainTab
 from raytf.compat.ray_train import get_env_vars_to_propagate
-from raytf.errors import RaytfError, in_a_line
+from raytf.errors import RaytfError, one_line
 from raytf.events import Kind, RunEvent
 from raytf.runtime import answers, failures, reservation, resources
 from raytf.runtime.answers import NoAnswerError
-from raytf.runtime.failures import WorkerFrozenError, cause_of
+from raytf.runtime.failures import WorkerFrozenError, user_error
 from raytf.runtime.processes import WarmPool, worker_environment
 from raytf.runtime.reservation import Reservation
 from raytf.train import backend, decisions, ends, entry
@@ -145,7 +145,7 @@ class Engine:
             except (RayError, NoAnswerError, WorkerFrozenError) as error:
                 self._launch.check()
                 if self._starts_left == 0:
-                    raise failures.WorkerFailedError(None, in_a_line(cause_of(error))) from error
+                    raise failures.WorkerFailedError(None, one_line(user_error(error))) from error
                 self._starts_left -= 1
                 size = self._size()
                 continue
@@ -157,7 +157,7 @@ class Engine:
                 size = self._after(group, {})
             except BaseException as error:
                 self._end(group)
-                self._tab.ended(in_a_line(error))
+                self._tab.ended(one_line(error))
                 raise
             else:
                 self._end(group)
@@ -236,16 +236,16 @@ class Engine:
         state = self._decisions.state
         over = state.phase is Phase.OVER
         counts = over and not state.stopping  # an end after a step may be a failure, see `Decisions.pardon`
-        failed = {rank: e for rank, e in errors.items() if counts or not isinstance(cause_of(e), MovedError)}
+        failed = {rank: e for rank, e in errors.items() if counts or not isinstance(user_error(e), MovedError)}
         try:
             if self._elastic is not None:
-                lost = [rank for rank, error in failed.items() if isinstance(cause_of(error), RayActorError)]
+                lost = [rank for rank, error in failed.items() if isinstance(user_error(error), RayActorError)]
                 self._elastic.suspects |= {group.nodes[rank] for rank in lost}
             self._launch.check()
             for callback in self._run_config.callbacks or () if failed else ():
                 callback.after_exception(run_context=self._context, worker_exceptions=failed)
             if failed and over:
-                self._tab.ended(in_a_line(cause_of(next(iter(failed.values())))))
+                self._tab.ended(one_line(user_error(next(iter(failed.values())))))
                 raise failures.first_cause(failed)
             if any(seen(error) is WorkerState.FAILED for error in failed.values()):
                 logger.warning(failures.first_cause(failed))
@@ -314,13 +314,13 @@ class _Elastic:
         held.drop()
         while True:
             check()
-            left = resources.without(list(free.values()), self._beside)
+            left = resources.free_without(list(free.values()), self._beside)
             size = 0 if left is None else min(state.most, resources.count_fitting(left, self._wanted))
             if size >= state.fewest or resources.autoscales():
                 size = max(size, state.fewest)
-                silent = resources.silent(self.suspects)
+                silent = resources.is_silent_about(self.suspects)
                 selectors = ray_configs.label_selectors(self._spec.scaling, size)
-                hold(size, selectors=reservation.apart(selectors, size, silent))
+                hold(size, selectors=reservation.avoid_nodes(selectors, size, silent))
                 if held.wait(_ELASTIC_WAIT_INTERVAL):
                     self._look_at = time.monotonic() + self._every
                     return size
@@ -373,11 +373,13 @@ class _Elastic:
         rehearsed = self._spec.rehearsed
         asked = [actor.execute.remote(entry.rehearse, rehearsed, after, self._spec.cpus) for _, actor in started]
         try:
-            answers.collect(asked, timeouts.get().joiner_ready, "that a process which is to become a worker is ready")
+            answers.collect_answers(
+                asked, timeouts.get().joiner_ready, "that a process which is to become a worker is ready"
+            )
         except (RaytfError, RayError) as error:  # its node was lost, or it is too slow
             for _, actor in started:
                 ray.kill(actor)
-            events.emit(RunEvent(kind=Kind.RESIZE_DELAYED, workers=after, before=before, why=in_a_line(error)))
+            events.emit(RunEvent(kind=Kind.RESIZE_DELAYED, workers=after, before=before, why=one_line(error)))
             return False
         self._idle.extend(started)
         return True

@@ -63,7 +63,7 @@ class EngineTrainer(DataParallelTrainer):
         given = self._launch
         self._launch = given or Startup(self.scaling_config, self.run_config)
         self._launch.ending = self._launch.ending or self._ending
-        held = Reservation(self.tasks_beside(), reservation.patience(self.run_config.failure_config), cleaned=True)
+        held = Reservation(self.tasks_beside(), reservation.wait_limit(self.run_config.failure_config), cleaned=True)
         try:
             return self._run(held)
         finally:
@@ -94,7 +94,7 @@ class EngineTrainer(DataParallelTrainer):
         self._cancelled = False
         cancelled = lambda: self._cancelled or (self._launch is not None and self._launch.cancelled)
         loop = self.loop(functools.partial(backend.context_here, self.backend_config))
-        with quiet.native():
+        with quiet.quiet_native():
             run = functools.partial(local.run, loop, self.train_run_context, self.datasets, cancelled)
             return run() if self._launch is None or self._launch.ending is None else self._launch.ending.here(run)
 

@@ -11,7 +11,7 @@ from raytf.collectives import ring
 from raytf.compat import autograph, legacy_keras, versions
 from raytf.compat.fast_import import import_keras
 from raytf.console import output
-from raytf.errors import in_a_line
+from raytf.errors import one_line
 from raytf.train import (
     backend,
     dry_run,  # noqa: F401 - the first process runs it
@@ -31,11 +31,11 @@ def import_raytf() -> None:
     import_keras()
     from raytf.data import feed  # noqa: F401
 
-    if not legacy_keras.is_on():
+    if not legacy_keras.is_enabled():
         try:
             from raytf.worker import fit  # noqa: F401
         except ImportError as error:
-            versions.explain(error)
+            versions.explain_import_error(error)
             raise
 
 
@@ -51,7 +51,7 @@ def rehearse(told: list, workers: int, cpus: int) -> str | None:
         Why the step failed, in one line; None if it succeeded or was not requested.
     """
     import_raytf()
-    clearing.note()
+    clearing.record_settings()
     if not told:
         return None
     from raytf.worker import context, rehearsal
@@ -63,9 +63,9 @@ def rehearse(told: list, workers: int, cpus: int) -> str | None:
         ring.keep_token(ring.new_token())
         with warnings.catch_warnings(), autograph.in_memory(), context.prepared(setup):
             warnings.simplefilter("ignore")  # the workers show warnings
-            rehearsal.rehearse(task, workers)
+            rehearsal.warm_up(task, workers)
     except Exception as error:  # a process that has imported TensorFlow is useful without the step
-        return in_a_line(error)
+        return one_line(error)
     finally:
         os.environ.pop("TF_CONFIG", None)
     return None
@@ -88,6 +88,6 @@ def train(task: TrainJob, session=None) -> dict | None:
     if context.setup().servers is not None:
         return coordinator.train(task, session)
     if context.uses_tpu() and session.size > 1:
-        with tpu.led(session) as leading:
+        with tpu.coordinated_session(session) as leading:
             return fit.train(task, leading) if leading is not None else None
     return fit.train(task, session)

@@ -22,9 +22,9 @@ from raytf.compat.fast_import import import_keras
 from raytf.compat.ray_train import ValidationConfig
 from raytf.console import once, output
 from raytf.console.progress import Entries
-from raytf.errors import in_a_line
+from raytf.errors import one_line
 from raytf.runtime import process_monitor
-from raytf.runtime.process_monitor import ProcessLocation, Watchdog
+from raytf.runtime.process_monitor import ProcessKiller, ProcessLocation
 from raytf.runtime.resources import placed_actor
 from raytf.storage.checkpoint_files import read_state_of
 from raytf.timeouts import Timeouts
@@ -49,16 +49,16 @@ class Evaluator:
     """
 
     def __init__(self, given: tuple, its: Timeouts):
-        timeouts.put_in_force(its)
+        timeouts.set_current(its)
         output.say_who("evaluator 0")
         task, record, self._warned = given
         self._task, self._record, self._model = ray.get(task), record, None
-        record.entries.put("place", vars(process_monitor.here()))
+        record.entries.put("place", vars(process_monitor.current_process()))
 
     def evaluate(self, checkpoint: Checkpoint, asked: str) -> dict[str, float]:
         """Returns the metrics of a checkpoint on the validation data, by name; `asked` identifies the call."""
         self._record.entries.put("begun", asked)
-        with once.shown(self._warned):
+        with once.shown_once(self._warned):
             return self._evaluate(checkpoint)
 
     def _evaluate(self, checkpoint: Checkpoint) -> dict[str, float]:
@@ -66,7 +66,7 @@ class Evaluator:
             if self._model is None:
                 self._build()
             with checkpoint.as_directory() as folder:
-                checkpoints.check(folder)
+                checkpoints.check_folder(folder)
                 checkpoints.restore(folder, self._model)
             values = self._model.evaluate(self._dataset, verbose=0, return_dict=True)
         return {PREFIX + name: float(value) for name, value in values.items()}
@@ -204,7 +204,7 @@ def _ask(record: Record, checkpoint: Checkpoint) -> dict[str, float]:
         try:
             metrics = _evaluated(record, checkpoint)
         except RayTaskError as error:  # an error of the model or the data: a retry fails, too
-            record.missing(epoch, in_a_line(error.cause if error.cause is not None else error))
+            record.missing(epoch, one_line(error.cause if error.cause is not None else error))
             return {}
         except RayError as error:
             why = _why(error)
@@ -239,7 +239,7 @@ class _FrozenError(Exception):
 def _evaluated(record: Record, checkpoint: Checkpoint) -> dict[str, float]:
     """Returns the metrics from the evaluator; kills one that is frozen, and waits for one that restarts."""
     late = time.monotonic() + timeouts.get().evaluator_start
-    with Watchdog() as watching:
+    with ProcessKiller() as watching:
         while True:
             asked = uuid.uuid4().hex
             ref = _find(record, late).evaluate.remote(checkpoint, asked)
@@ -256,7 +256,7 @@ def _evaluated(record: Record, checkpoint: Checkpoint) -> dict[str, float]:
                 time.sleep(_LOOK_INTERVAL)
 
 
-def _follow(ref, record: Record, asked: str, late: float, watching: Watchdog) -> bool:
+def _follow(ref, record: Record, asked: str, late: float, watching: ProcessKiller) -> bool:
     """Blocks until a call ends; returns whether its evaluation had begun."""
     while True:
         done, _ = ray.wait([ref], timeout=_LOOK_INTERVAL)

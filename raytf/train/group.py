@@ -15,13 +15,13 @@ import ray
 from ray.exceptions import ActorUnschedulableError, RayActorError, RayError
 
 from raytf import events, timeouts
-from raytf.errors import in_a_line
+from raytf.errors import one_line
 from raytf.events import Kind, RunEvent
 from raytf.liveness import LOOK_INTERVAL, STOPPED_INTERVAL
 from raytf.runtime import answers, cores, process_monitor
-from raytf.runtime.failures import WorkerFrozenError, cause_of, is_consequence
+from raytf.runtime.failures import WorkerFrozenError, is_consequence, user_error
 from raytf.runtime.hang_watch import HangWatch
-from raytf.runtime.process_monitor import ProcessLocation, Watchdog
+from raytf.runtime.process_monitor import ProcessKiller, ProcessLocation
 from raytf.runtime.processes import Process
 from raytf.runtime.settings import Listening
 from raytf.timeouts import Timeouts
@@ -112,7 +112,9 @@ class EventGroup:
         self._made = 0  # steps that the groups before have made, for the first hang detection of this one
         self._joining: dict[Any, Member] = {}  # by the ref of the next event
         limit = self.config.hang_timeout_s
-        self._watchdog = Watchdog(STOPPED_INTERVAL if limit is None else max(1.0, limit - LOOK_INTERVAL), self._words)
+        self._watchdog = ProcessKiller(
+            STOPPED_INTERVAL if limit is None else max(1.0, limit - LOOK_INTERVAL), self._words
+        )
 
     @property
     def actors(self) -> list:
@@ -131,10 +133,10 @@ class EventGroup:
         for rank, (_, _, place) in enumerate(reserved):
             self._see(rank, place)
         addresses = [address for address, _, _ in reserved]
-        return addresses, cores.agreed(addresses, [claimed for _, claimed, _ in reserved])
+        return addresses, cores.agree_on_pinning(addresses, [claimed for _, claimed, _ in reserved])
 
     def _answers(self, calls: list, seconds: float, what: str) -> list:
-        return answers.collect(calls, seconds, what)
+        return answers.collect_answers(calls, seconds, what)
 
     def _see(self, rank: int, place: ProcessLocation) -> None:
         self.places[rank] = place
@@ -208,7 +210,7 @@ class EventGroup:
             return
         if isinstance(event, Lost):
             event = Lost(event.ranks, self._reporters())
-            causes = [cause_of(self._errors[rank]) for rank in event.ranks]
+            causes = [user_error(self._errors[rank]) for rank in event.ranks]
             if all(getattr(cause, "preempted", False) for cause in causes):
                 self._decisions.pardon(max(1, len(causes)))
         if isinstance(event, decisions.Ended):
@@ -228,7 +230,7 @@ class EventGroup:
         return frozenset()
 
     def _moved(self) -> MovedError:
-        return next(error for error in map(cause_of, self._errors.values()) if isinstance(error, MovedError))
+        return next(error for error in map(user_error, self._errors.values()) if isinstance(error, MovedError))
 
     def _emit(self, event, action: decisions.Action) -> None:
         if isinstance(event, decisions.Ended):
@@ -238,7 +240,7 @@ class EventGroup:
         kind = Kind.WORKER_LOST if isinstance(event, Lost) else Kind.WORKER_FAILED
         more = {Do.RECOVER: TAKES_ITS_PLACE, Do.RESTART: STARTS_ANEW}.get(action.do, "")
         for rank in sorted(action.ranks or event.ranks):
-            why = in_a_line(cause_of(self._errors[rank]))
+            why = one_line(user_error(self._errors[rank]))
             events.emit(RunEvent(kind=kind, ranks=(rank,), why=why, more=more))
 
     def _lost_by_silence(self, now: float) -> decisions.Event | None:
@@ -344,7 +346,7 @@ class EventGroup:
         """Starts a process that replaces a lost worker, and returns it when its place is known."""
         member = self._started_again(rank)
         try:
-            call = member.actor.execute.remote(process_monitor.here)
+            call = member.actor.execute.remote(process_monitor.current_process)
             self.places[rank] = ray.get(call, timeout=timeouts.get().replacement_start)
         except BaseException:
             ray.kill(member.actor)
@@ -390,8 +392,8 @@ class MemberProcess(Process):
 
     def reserve(self, limits: Timeouts, allowed: Listening, count: int) -> tuple[str, bool, ProcessLocation]:
         """Returns its "host:port", whether it has claimed cores for the life of the group, and its process."""
-        timeouts.put_in_force(limits)
-        return *backend.reserve(allowed, count), process_monitor.here()
+        timeouts.set_current(limits)
+        return *backend.reserve(allowed, count), process_monitor.current_process()
 
 
 def _taken(ref) -> Any:
@@ -404,7 +406,7 @@ def _taken(ref) -> Any:
 
 def seen(error: BaseException | None) -> WorkerState:
     """Returns the state of a worker from its error."""
-    cause = cause_of(error)
+    cause = user_error(error)
     if isinstance(cause, MovedError):
         return WorkerState.ENDED
     if isinstance(cause, (RayActorError, ActorUnschedulableError, WorkerFrozenError)):

@@ -20,11 +20,11 @@ import ray
 from raytf import events, timeouts
 from raytf.collectives import healing, ring
 from raytf.collectives.healing import Rejoin, ReplacementState, Waiting
-from raytf.errors import RaytfError, in_a_line
-from raytf.events import Kind, RunEvent, names
+from raytf.errors import RaytfError, one_line
+from raytf.events import Kind, RunEvent, worker_names
 from raytf.runtime import answers, ports
 from raytf.runtime.answers import NoAnswerError
-from raytf.runtime.failures import cause_of, is_consequence
+from raytf.runtime.failures import is_consequence, user_error
 from raytf.timeouts import Pace
 from raytf.train import backend
 
@@ -132,7 +132,7 @@ class Healing:
         self.also |= self._dead(self._rest)
         gone = self._dead(made)
         self.new_lost = len(gone)
-        lost = [names(self.also)] if self.also else []
+        lost = [worker_names(self.also)] if self.also else []
         lost += [f"the process that was to become worker {rank}" for rank in sorted(gone)]
         if lost:
             self.why = f"{' and '.join(lost)} was lost"
@@ -142,7 +142,7 @@ class Healing:
         refs = {worker.actor.standing.remote(0.0): rank for rank, worker in workers.items()}
         dead = set()
         with contextlib.suppress(NoAnswerError):  # the watchdog detects a frozen process
-            for _, ref in answers.as_they_come(list(refs), timeouts.get().sign_of_life, "whether it lives"):
+            for _, ref in answers.in_completion_order(list(refs), timeouts.get().sign_of_life, "whether it lives"):
                 try:
                     ray.get(ref)
                 except ray.exceptions.RayActorError:
@@ -154,7 +154,9 @@ class Healing:
         """Returns the point from which all workers restart after its failure, as a clause."""
         if self.kept is None:
             return f"the last checkpoint{self.not_kept and f', as {self.not_kept}'}"
-        lacks = f"; metrics of the epoch lack the rows of {names(self.behind)} in that step" if self.behind else ""
+        lacks = (
+            f"; metrics of the epoch lack the rows of {worker_names(self.behind)} in that step" if self.behind else ""
+        )
         return f"step {self.kept}, of which the others have kept a checkpoint{lacks}"
 
     def wait(self, seconds: float | None = None) -> None:
@@ -172,7 +174,7 @@ class Healing:
         try:
             refs = [self._rest[min(self._rest)].actor.execute.remote(healing.keep, self._held, self.behind)]
             seconds = self._pace.deadline(timeouts.get().recovery_checkpoint, copies=1)
-            (self.kept,) = answers.collect(refs, seconds, "a checkpoint of the last step that all have made")
+            (self.kept,) = answers.collect_answers(refs, seconds, "a checkpoint of the last step that all have made")
         except (RaytfError, ray.exceptions.RayError) as error:  # they restart from the last checkpoint
             self.not_kept = _said(error)
 
@@ -289,10 +291,10 @@ class Healing:
             calls.append(worker.actor.execute.remote(healing.take, taken))
         self._ask(calls, "a place in the training", self._pace.deadline(timeouts.get().recovery_answer, copies=1))
         allowed, cores = self._group.config.listening, self._group.cores
-        asked = timeouts.under, timeouts.get(), backend.reserve, allowed, cores
+        asked = timeouts.call_with, timeouts.get(), backend.reserve, allowed, cores
         calls = [worker.actor.execute.remote(*asked) for worker in self._made.values()]
         reserved = dict(zip(self._made, self._ask(calls, "an address"), strict=True))
-        known = {rank: ports.joined(*state.address) for rank, state in waiting.items()}
+        known = {rank: ports.join_address(*state.address) for rank, state in waiting.items()}
         known |= {rank: address for rank, (address, _) in reserved.items()}
         addresses, token = [known[rank] for rank in sorted(known)], ring.new_token()
         settle = self._group.settle
@@ -303,7 +305,7 @@ class Healing:
 
     def _ask(self, refs: list, what: str, seconds: float | None = None) -> list:
         try:
-            return answers.collect(refs, timeouts.get().recovery_answer if seconds is None else seconds, what)
+            return answers.collect_answers(refs, timeouts.get().recovery_answer if seconds is None else seconds, what)
         except NoAnswerError as error:
             raise NotHealedError(str(error)) from None
 
@@ -315,7 +317,7 @@ class Healing:
             replies = self._ask([workers[rank].actor.standing.remote(_LOOK_INTERVAL) for rank in ranks], what, seconds)
             for rank, (state, error) in zip(ranks, replies, strict=True):
                 if error is not None and not (isinstance(state, str) and is_consequence(error)):
-                    raise NotHealedError(f"worker {rank} failed: {in_a_line(cause_of(error))}")
+                    raise NotHealedError(f"worker {rank} failed: {one_line(user_error(error))}")
                 if isinstance(state, Waiting):
                     states[rank] = state
                 elif isinstance(state, str):
@@ -329,8 +331,8 @@ class Healing:
 
 def _said(error: BaseException) -> str:
     """Returns an error as a clause; for a raytf error, its message."""
-    cause = cause_of(error)
-    return str(cause) if isinstance(cause, RaytfError) else in_a_line(cause)
+    cause = user_error(error)
+    return str(cause) if isinstance(cause, RaytfError) else one_line(cause)
 
 
 def is_to_be_made_anew(waiting: Mapping[int, Waiting], lost: Collection[int], size: int) -> bool:

@@ -44,8 +44,8 @@ from raytf.train.entry import import_raytf, train
 from raytf.train.local import Here
 from raytf.train.prepare import Prepared, place
 from raytf.worker import checkpoint
-from raytf.worker.checkpoint_every import Every
-from raytf.worker.job import TrainJob, ended
+from raytf.worker.checkpoint_every import CheckpointInterval
+from raytf.worker.job import TrainJob, is_complete
 
 logger = logs.get_logger(__name__)
 
@@ -193,13 +193,13 @@ class KerasTrainer:
         self.config = DEFAULTS | dict(self.config or {})
         self.datasets = dict(self.datasets)
         self.scaling_config = self.scaling_config or ScalingConfig()
-        self.run_config = run_folder.located(self.run_config or RunConfig())
+        self.run_config = run_folder.with_absolute_path(self.run_config or RunConfig())
         self.tensorflow_config = self.tensorflow_config or TensorflowConfig()
         self.batch = BatchSpec.parsed(self.features, self.labels, self.sample_weights, self.map)
         self._check_arguments()
 
     def _check_arguments(self) -> None:
-        legacy_keras.refuse(arguments.asked_keras_2(self.tensorflow_config, self.run_config))
+        legacy_keras.refuse_keras_2(arguments.asked_keras_2(self.tensorflow_config, self.run_config))
         arguments.check_build(self.build_model)
         if self.batch.map is not None:
             arguments.check_pickles(self.batch.map, "map", "batches")
@@ -272,7 +272,7 @@ class KerasTrainer:
                 the driver's node, or the node of the coordinator of parameter servers. Contains the saved step, and is
                 a `SystemExit`.
         """
-        with phases_module.phases(self.progress, phases_module.starting(self._finished())) as phases:
+        with phases_module.show_phases(self.progress, phases_module.starting_phase(self._finished())) as phases:
             inner = place(self)  # may start Ray, which takes SIGTERM for itself
             with ends.Ending() as ending:
                 return self._fit_placed(inner, ending, phases)
@@ -287,14 +287,14 @@ class KerasTrainer:
         """Trains as the only driver of the run's folder."""
         run_config = self.run_config
         if self.resume is not True:  # otherwise the name is an existing run's
-            run_config = run_folder.named(run_config, "keras")
+            run_config = run_folder.with_name(run_config, "keras")
         folder = RunFolder.of(run_config)
-        with RunLock(folder.filesystem, folder.path) as lock, snapshots.settled(folder.filesystem, folder.path):
-            location = run_folder.where(run_config)
+        with RunLock(folder.filesystem, folder.path) as lock, snapshots.no_writers(folder.filesystem, folder.path):
+            location = run_folder.folder_in_users_form(run_config)
             if self.progress:
                 print(f"run     {location}", flush=True)
             last = self._last(folder)
-            if last is not None and ended(last, self):
+            if last is not None and is_complete(last, self):
                 launch = WarmPool(Process, inner, run_config, 1, import_raytf)  # only to try the model
             elif not self.scaling_config.num_workers:
                 launch = Here(inner, run_config)
@@ -318,7 +318,7 @@ class KerasTrainer:
         self, training: Prepared, lock: RunLock, folder: RunFolder, last, phases: phases_module.Phases
     ) -> ray.train.Result:
         """Trains, unless the checkpoint `last` in the run's folder is of another run, or the run has ended."""
-        has_ended = last is not None and ended(last, self)
+        has_ended = last is not None and is_complete(last, self)
         phases.begin(phases_module.READING)
         launch, blocks = training.processes, training.read(self)
         phases.begin(phases_module.COMPARING if has_ended else phases_module.TRYING)
@@ -331,7 +331,7 @@ class KerasTrainer:
         lock.confirm()
         phases.close()
         if last is not None:
-            same_run.check(last.identity, identity, self.resume, folder.name)
+            same_run.check_same_run(last.identity, identity, self.resume, folder.name)
             folder.relist(last, self.run_config.checkpoint_config)
             if has_ended:
                 return self._ended(folder, last)
@@ -355,7 +355,7 @@ class KerasTrainer:
         """Returns the checkpoint from which this run resumes, or None."""
         if self.resume is False:
             return None
-        last = folder.last(lambda last: ended(last, self))
+        last = folder.last(lambda last: is_complete(last, self))
         if last is None and self.resume is True:
             raise ConfigError(
                 "With resume=True a run resumes from a checkpoint",
@@ -375,9 +375,9 @@ class KerasTrainer:
 
     def _data_identity(self, found: dict) -> dict[str, Any]:
         return {
-            name: fingerprint.of_pipeline(part)
+            name: fingerprint.pipeline_fingerprint(part)
             if isinstance(part, TFData)
-            else fingerprint.of_dataset(self.datasets[name], sum(part.rows))
+            else fingerprint.dataset_fingerprint(self.datasets[name], sum(part.rows))
             for name, part in found.items()
         }
 
@@ -388,12 +388,12 @@ class KerasTrainer:
             settings["sparse_updates"] = self.tensorflow_config.sparse_updates
         if self.elastic_batch != "keep":
             settings["elastic_batch"] = self.elastic_batch
-        columns_of = {name: fingerprint.of_columns(spec) for name, spec in self.batch.roles.items()}
+        columns_of = {name: fingerprint.columns_fingerprint(spec) for name, spec in self.batch.roles.items()}
         identity = {
             "version": same_run.VERSION,
             **model,
             "columns": {**columns_of, "types": model["types"]},
-            "map": canonical.described(self.batch.map),
+            "map": canonical.describe(self.batch.map),
             "seed": self.seed,
             "batch_size": self.config["batch_size"],
             "order": {"shuffle": self.shuffle, "used": self._shuffle(found), "window": self.window},
@@ -407,7 +407,7 @@ class KerasTrainer:
         """Returns the result of a run that is complete."""
         why = "was stopped by a callback" if last.stopped else "has trained"
         logger.info(f"{folder.name}: {why} after {last.epoch} epoch(s); finished, nothing to do")
-        with quiet.result_is_read():
+        with quiet.quiet_result_reading():
             result = ray.train.Result.from_path(folder.path, storage_filesystem=folder.filesystem)
         rows = [metrics for _, metrics in result.best_checkpoints]
         evaluated = {row["epoch"]: {k: v for k, v in row.items() if k.startswith(evaluator.PREFIX)} for row in rows}
@@ -447,7 +447,7 @@ class KerasTrainer:
             variable_partitioner=self.variable_partitioner,
             evaluator=self.evaluator,
             validate=self.evaluator or self.validation_config is not None,
-            checkpoint_every=Every() if by_epochs and self.checkpoint_every == "auto" else every,
+            checkpoint_every=CheckpointInterval() if by_epochs and self.checkpoint_every == "auto" else every,
             memory_every=arguments.memory_steps(self.memory_every, self.strategy),
             heals=self._heals() and not by_epochs,
             fewest=resources.fewest_workers(self.scaling_config) if self.elastic_batch == "scale" else None,
@@ -496,7 +496,7 @@ class KerasTrainer:
             result = self._fit(task, launch, None)
             return _with_history(self, result, self._validated(result))
         environment = worker_environment(self.run_config, self.scaling_config)
-        bundle = resources.per_worker(self.scaling_config)
+        bundle = resources.resources_per_worker(self.scaling_config)
         sidecar = evaluator.Beside(dataclasses.replace(task, board=None), bundle, environment, launch.warned)
         try:
             result = self._fit(task, launch, sidecar)
@@ -523,7 +523,7 @@ class KerasTrainer:
         )
         if task.board is None:
             return inner.fit()
-        with progress.Line(task.board, phases_module.console()):
+        with progress.ProgressLine(task.board, phases_module.console()):
             return inner.fit()
 
     def try_model(
@@ -573,7 +573,7 @@ class KerasTrainer:
         if found.warning is not None:
             print(found.warning, file=sys.stderr)
         if found.unread:
-            warnings.warn(config_keys.warning(found.unread), stacklevel=5)
+            warnings.warn(config_keys.unread_warning(found.unread), stacklevel=5)
         if found.proof is not None:
             verify.tell(found.proof, self.verify)
         return found
@@ -594,13 +594,13 @@ def _goes_on(last: run_folder.LastCheckpoint, order: Mapping[str, Any]) -> str:
     if differs := sampling.differences(last.order, order):
         begun = f"epoch {last.epoch + 1}, of which {last.epoch_step} step(s) were made"
         return f"begins {begun}, again, as they would have other rows now ({differs})"
-    return f"resumes after {checkpoint_files.standing(last.epoch, last.epoch_step)}"
+    return f"resumes after {checkpoint_files.describe_progress(last.epoch, last.epoch_step)}"
 
 
 def _with_history(trainer, result: ray.train.Result, found: Mapping[int, dict] | None = None) -> ray.train.Result:
     """Adds a row for each epoch to the result, whatever checkpoints are kept, with the evaluator's metrics by epoch."""
     if result.checkpoint is not None:
-        checkpoint.remember(result.path, trainer.build_model, trainer.config)
+        checkpoint.remember_run(result.path, trainer.build_model, trainer.config)
         history = checkpoint.last_state(result).history
         result.metrics_dataframe = pd.DataFrame([row | (found or {}).get(row["epoch"], {}) for row in history])
     return result

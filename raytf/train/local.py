@@ -13,7 +13,7 @@ from ray.train import Result
 
 from raytf.compat import ray_configs
 from raytf.compat.ray_train import set_train_fn_utils
-from raytf.console.quiet import at_levels
+from raytf.console.quiet import log_levels
 from raytf.errors import TrainingError
 from raytf.runtime.processes import Process, WarmPool
 from raytf.train.checkpoint_list import CheckpointList
@@ -45,7 +45,7 @@ def run(function: Callable[[], Any], context, datasets: Mapping[str, Any], cance
     Raises:
         TrainingError: The run was cancelled.
     """
-    with at_levels({"ray.train": context.run_config.logging_config.log_level}):
+    with log_levels({"ray.train": context.run_config.logging_config.log_level}):
         utils, callbacks = None, context.run_config.callbacks or ()
         try:
             channel = _Channel(context, cancelled)

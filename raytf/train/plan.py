@@ -110,7 +110,7 @@ class Plan:
             ("memory on each device", f"{self._memory()} and activations"),
             *([("memory on each server", f"about {_bytes(self.server_bytes)}")] if self.num_ps else []),
             ("sent by a worker in a step", _bytes(self.wire_bytes) if self.wire_bytes else "nothing"),
-            *(("network", line) for line in networks.lines(self.networks)),
+            *(("network", line) for line in networks.interface_lines(self.networks)),
             ("row of the data", _bytes(self.row_bytes)),
             *(("data", line) for line in self.data),
         ]
@@ -167,7 +167,7 @@ def plan(trainer: KerasTrainer) -> Plan:
         2
     """
     trainer = copy.copy(trainer)
-    with phases_module.phases(trainer.progress, phases_module.starting(), only_in_terminals=True) as phases:
+    with phases_module.show_phases(trainer.progress, phases_module.starting_phase(), only_in_terminals=True) as phases:
         return _plan(trainer, phases)
 
 
@@ -177,7 +177,7 @@ def _plan(trainer: KerasTrainer, phases: phases_module.Phases) -> Plan:
     scaling = trainer.scaling_config
     with Prepared(WarmPool(Process, inner, trainer.run_config, 1, import_raytf)) as training:
         sources = {name: _first(name, dataset, trainer) for name, dataset in trainer.datasets.items()}
-        devices = max(1, int(resources.per_worker(scaling).get("GPU", 0)))
+        devices = max(1, int(resources.resources_per_worker(scaling).get("GPU", 0)))
         workers = arguments.check_workers(scaling)
         replicas = 1 if trainer.num_ps else workers * devices
         batch = per_replica_batch(trainer.config["batch_size"], replicas)
@@ -280,7 +280,7 @@ def _why(given: str, name: str, workers: int, devices: int) -> str:
 
 def _room(scaling_config, workers: int) -> float | None:
     """Returns the bytes of memory of a worker: its request, or its share of the smallest node that fits it."""
-    needed = resources.per_worker(scaling_config)
+    needed = resources.resources_per_worker(scaling_config)
     if "memory" in needed:
         return needed["memory"]
     nodes = [

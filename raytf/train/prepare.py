@@ -31,7 +31,7 @@ def placed(
         ConfigError: A node that fits a worker is not in the network.
     """
     connect(bundles, keep_idle=keep_idle)
-    scaling_config = resources.sharing(scaling_config, bundles)
+    scaling_config = resources.describe_sharing(scaling_config, bundles)
     if network is not None:
         resources.interfaces(scaling_config, network)
     return scaling_config
@@ -48,11 +48,11 @@ def place(trainer) -> ScalingConfig:
     """
 
     def processes():
-        evaluator = resources.per_worker(trainer.scaling_config) if trainer.evaluator else None
+        evaluator = resources.resources_per_worker(trainer.scaling_config) if trainer.evaluator else None
         return *trainer.servers(), evaluator
 
     network = trainer.tensorflow_config.network
-    trainer.scaling_config = placed(trainer.scaling_config, resources.bundles(*processes()), network)
+    trainer.scaling_config = placed(trainer.scaling_config, resources.run_bundles(*processes()), network)
     resources.check_cluster(trainer.scaling_config)
     inner, servers, evaluator = processes()
     resources.check_servers(inner, servers, extra=evaluator)

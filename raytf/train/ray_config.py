@@ -72,7 +72,7 @@ def check_local(
     _check_controller(run_config)
     if scaling_config.num_workers != 0:
         return
-    if getattr(tensorflow_config, "legacy_keras", False) and not legacy_keras.is_on():
+    if getattr(tensorflow_config, "legacy_keras", False) and not legacy_keras.is_enabled():
         raise ConfigError(
             "With num_workers=0 the train loop has the Keras of this process",
             "TensorflowConfig(legacy_keras=True)",

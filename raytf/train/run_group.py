@@ -20,8 +20,8 @@ from raytf.compat import ray_core
 from raytf.compat.ray_configs import Preemption
 from raytf.events import Kind, RunEvent
 from raytf.runtime import processes, resources
-from raytf.runtime.failures import WorkerFrozenError, cause_of
-from raytf.runtime.spares import Spares
+from raytf.runtime.failures import WorkerFrozenError, user_error
+from raytf.runtime.spares import StandbyPool
 from raytf.train import backend, decisions, ends, entry
 from raytf.train.checkpoint_list import CheckpointList
 from raytf.train.decisions import Decisions, Do, Drained
@@ -68,9 +68,9 @@ class GroupSpec:
 
     def start_process(self, node: str):
         """Starts a process outside of the reservation, which may become a worker."""
-        variables = processes.threads(self.cpus)
+        variables = processes.thread_variables(self.cpus)
         environment = self.environment | {"env_vars": variables | self.environment["env_vars"]}
-        return processes.start(RunWorker, node, environment)
+        return processes.start_process(RunWorker, node, environment)
 
 
 class RunGroup(EventGroup):
@@ -87,7 +87,7 @@ class RunGroup(EventGroup):
     def __init__(self, spec: GroupSpec, group, size: int, existing: Iterable[tuple[str, Any]], run: Decisions):
         super().__init__(spec.setup, spec.each)
         self._spec, self._group, self._decisions, self._made = spec, group, run, run.made
-        self._spares: Spares | None = None
+        self._spares: StandbyPool | None = None
         self._within: list = []  # actors in the reservation, which end with it
         self._job: Any = None
         self._drained: list[str] = []
@@ -257,7 +257,7 @@ class RunGroup(EventGroup):
             return
         if self._spares is None:
             begin = functools.partial(entry.rehearse, self._spec.rehearsed, len(self.members), self._spec.cpus)
-            self._spares = Spares(self.config.spares, self._spec.start_process, begin)
+            self._spares = StandbyPool(self.config.spares, self._spec.start_process, begin)
         self._spares.keep(set(self.nodes))
 
     def _look_at_drains(self) -> None:
@@ -285,7 +285,7 @@ class RunGroup(EventGroup):
 
     def _survivors_go_on(self) -> bool:
         """Whether workers of a drained node are gone, and its deadline is not over for the others' own loops."""
-        gone = [rank for rank, error in self._errors.items() if getattr(cause_of(error), "preempted", False)]
+        gone = [rank for rank, error in self._errors.items() if getattr(user_error(error), "preempted", False)]
         if not gone or self._decisions.state.ends_after_step:
             return False
         until = max(self._deadlines.get(self.nodes[rank], 0.0) for rank in gone) + self._spec.preemption.seconds

@@ -13,10 +13,10 @@ from typing import Any
 from pyarrow.fs import FileSelector, FileSystem, FileType
 
 from raytf import validation
-from raytf.errors import ConfigError, in_a_line
+from raytf.errors import ConfigError, one_line
 from raytf.storage import run_lock, stored_json
 from raytf.storage.checkpoint_files import CheckpointState
-from raytf.worker.choice import Kept, kept_in
+from raytf.worker.choice import StoredCheckpoint, list_checkpoints
 
 SWEEP = "sweep.json"
 _BUILD = "build.json"
@@ -66,7 +66,7 @@ def located(folder: str | os.PathLike) -> tuple[FileSystem, str]:
         kind = filesystem.get_file_info(path).type
     except (ValueError, OSError) as error:
         raise ConfigError(
-            "Runs are in a folder, or a URI that pyarrow knows", f"{given!r} ({in_a_line(error)})", "Check it"
+            "Runs are in a folder, or a URI that pyarrow knows", f"{given!r} ({one_line(error)})", "Check it"
         ) from error
     if kind != FileType.Directory:
         raise ConfigError("Runs are in a folder that exists", repr(given), "Check the path")
@@ -95,7 +95,7 @@ def _below(filesystem, path: str, name: str, metric: str | None, mode: str, dept
     names = {info.base_name for info in infos}
     if SWEEP in names:
         return [_sweep(filesystem, path, name or posixpath.basename(path), metric, mode)]
-    kept = kept_in(filesystem, path)
+    kept = list_checkpoints(filesystem, path)
     if kept or run_lock.LOCK in names:
         return [_run(filesystem, path, name or posixpath.basename(path), kept, metric, mode)]
     folders = [info for info in infos if info.type == FileType.Directory] if depth else []
@@ -103,9 +103,9 @@ def _below(filesystem, path: str, name: str, metric: str | None, mode: str, dept
     return [run for location, named in inner for run in _below(filesystem, location, named, metric, mode, depth - 1)]
 
 
-def _run(filesystem, path: str, name: str, kept: list[Kept], metric: str | None, mode: str) -> ListedRun:
+def _run(filesystem, path: str, name: str, kept: list[StoredCheckpoint], metric: str | None, mode: str) -> ListedRun:
     last = _newest(kept)
-    holder = run_lock.holder(filesystem, path)
+    holder = run_lock.describe_holder(filesystem, path)
     if last is None:
         return ListedRun(name=name, state="running" if holder else "empty", epochs="0", best=None, when=None)
     state, checkpoint = last
@@ -142,11 +142,11 @@ def best_of(
 
 def newest(filesystem, path: str) -> CheckpointState | None:
     """Returns the state of a folder's last checkpoint, whether it is whole or not, or None without one."""
-    last = _newest(kept_in(filesystem, path))
+    last = _newest(list_checkpoints(filesystem, path))
     return None if last is None else last[0]
 
 
-def _newest(kept: Sequence[Kept]) -> tuple[CheckpointState, Kept] | None:
+def _newest(kept: Sequence[StoredCheckpoint]) -> tuple[CheckpointState, StoredCheckpoint] | None:
     """Returns the checkpoint with the most steps, from the newest readable one of each kind; None without one."""
     heads = []
     for mid_epoch in (False, True):
@@ -166,15 +166,18 @@ def _sweep(filesystem, path: str, name: str, metric: str | None, mode: str) -> L
     trials: list[Mapping[str, Any]] = []
     settings: Mapping[str, Any] = {}
     try:
-        settings = stored_json.fetched(filesystem, f"{path}/{SWEEP}")
+        settings = stored_json.read_object(filesystem, f"{path}/{SWEEP}")
         if states:
-            trials = [stored_json.parsed(text) for text, _ in stored_json.fetched(filesystem, states[-1])["trial_data"]]
+            trials = [
+                stored_json.parse_object(text)
+                for text, _ in stored_json.read_object(filesystem, states[-1])["trial_data"]
+            ]
     except (stored_json.UnreadableError, KeyError, TypeError, ValueError):
         return ListedRun(name=name, state="damaged", epochs="", best=None, when=None)
     ended = sum(trial.get("status") == _ENDED for trial in trials)
     failed = sum(trial.get("status") == _FAILED for trial in trials)
     state = f"sweep, {ended} of {len(trials)} trials ended" + (f", {failed} failed" if failed else "")
-    if run_lock.holder(filesystem, path):
+    if run_lock.describe_holder(filesystem, path):
         state = f"running {state}"
     when = _when(filesystem, states[-1]) if states else None
     if metric is None:
@@ -189,8 +192,8 @@ def _best_trial(filesystem, path: str, trials, name: str, mode: str):
     for trial in trials:
         folder = posixpath.join(path, posixpath.basename(trial.get("relative_logdir") or "-"))
         try:
-            lines = stored_json.content(filesystem, f"{folder}/result.json").splitlines()
-            last = stored_json.parsed(lines[-1]) if lines else {}
+            lines = stored_json.read_bytes(filesystem, f"{folder}/result.json").splitlines()
+            last = stored_json.parse_object(lines[-1]) if lines else {}
         except stored_json.UnreadableError:
             continue
         if _is_finite(last.get(name)):
@@ -198,10 +201,10 @@ def _best_trial(filesystem, path: str, trials, name: str, mode: str):
     return (name, (min if mode == "min" else max)(values), 0) if values else None
 
 
-def _epochs(checkpoint: Kept) -> int | None:
+def _epochs(checkpoint: StoredCheckpoint) -> int | None:
     """Returns the requested number of epochs if the config that is saved with the model has it, otherwise None."""
     try:
-        build = stored_json.fetched(checkpoint.filesystem, f"{checkpoint.path}/{_BUILD}")
+        build = stored_json.read_object(checkpoint.filesystem, f"{checkpoint.path}/{_BUILD}")
     except stored_json.UnreadableError:
         return None
     config = build.get("config")

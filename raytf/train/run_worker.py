@@ -26,9 +26,9 @@ from raytf.compat.ray_train import (
     ReportedCheckpoint,
     set_train_fn_utils,
 )
-from raytf.console.quiet import at_levels
+from raytf.console.quiet import log_levels
 from raytf.errors import ConfigError
-from raytf.runtime.failures import cause_of, is_consequence
+from raytf.runtime.failures import is_consequence, user_error
 from raytf.train.group import LoopEnded, MemberProcess, Report, Wait, Woken
 from raytf.train.session_functions import Surroundings, TrialContext, TrialTrainFnUtils
 from raytf.worker import clearing, ending
@@ -212,7 +212,7 @@ class RunTrainFnUtils(TrialTrainFnUtils):
 
 def with_stack(error: BaseException) -> Exception:
     """Returns an error with its stack, which is not logged: the driver shows the first worker's one alone."""
-    with at_levels({loggers.TRAIN_ERRORS: logging.CRITICAL}):
+    with log_levels({loggers.TRAIN_ERRORS: logging.CRITICAL}):
         return ray_train.construct_user_exception_with_traceback(error)
 
 
@@ -277,7 +277,7 @@ class RunWorker(MemberProcess):
             seconds -= _BEAT_INTERVAL
             if seconds <= 0:
                 return False
-        cause = cause_of(self._error)
+        cause = user_error(self._error)
         if cause is None or not (isinstance(cause, MovedError) or is_consequence(cause)):
             return False
         from raytf.collectives import exchange
@@ -285,8 +285,8 @@ class RunWorker(MemberProcess):
         self._error = cause = None  # its frames hold the model
         exchange.leave_all()
         healing.here.reset()
-        ending.gate.reset()
-        activity.here.reset()
+        ending.stop_barrier.reset()
+        activity.tracker.reset()
         os.environ.pop("TF_CONFIG", None)
-        clearing.clear()
+        clearing.clear_training()
         return True

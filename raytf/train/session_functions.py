@@ -21,7 +21,7 @@ from ray.train import CheckpointUploadMode, DataConfig
 from raytf.compat import ray_core
 from raytf.compat.ray_train import LocalTrainContext, PreemptionInfo, StorageContext, TrainFnUtils
 from raytf.errors import ConfigError
-from raytf.worker.session import Reported, TrialSession
+from raytf.worker.session import ReportedFiles, TrialSession
 
 # Seconds between two checks for drained nodes.
 _LOOK_INTERVAL = 1.0
@@ -116,7 +116,7 @@ class TrialTrainFnUtils(TrainFnUtils):
             checkpoint.to_directory(kept)
             if delete_local_checkpoint_after_upload:
                 checkpoint.filesystem.delete_dir(checkpoint.path)
-            files = Reported(kept)
+            files = ReportedFiles(kept)
         self._session.report(metrics, files)
 
     def get_checkpoint(self):

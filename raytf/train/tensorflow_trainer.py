@@ -90,7 +90,7 @@ class TensorflowTrainer(EngineTrainer):
         arguments.check_strategy(strategy, scaling_config)
         arguments.check_servers(strategy, num_ps, scaling_config)
         validation.check_run_name(None if run_config is None else run_config.name)
-        run_config = None if run_config is None else run_folder.located(run_config)
+        run_config = None if run_config is None else run_folder.with_absolute_path(run_config)
         self._workers, self.num_ps = scaling_config, num_ps
         self.pipelines = {name: dataset for name, dataset in (datasets or {}).items() if isinstance(dataset, TFData)}
         for dataset in self.pipelines.values():
@@ -141,9 +141,9 @@ class TensorflowTrainer(EngineTrainer):
                 `ray.train.TrainingFailedError`, too.
             StoppedError: SIGTERM or SIGINT (to the main thread) stopped it at once. It is a `SystemExit`.
         """
-        with phases_module.phases(phase=phases_module.starting()):
+        with phases_module.show_phases(phase=phases_module.starting_phase()):
             connect(
-                resources.bundles(self.scaling_config, self._servers)
+                resources.run_bundles(self.scaling_config, self._servers)
             )  # may start Ray, which replaces the handler of SIGTERM
         with ends.Ending(after_step=False) as self._ending:
             return self._fit_placed()
@@ -151,7 +151,7 @@ class TensorflowTrainer(EngineTrainer):
     def _fit_placed(self) -> ray.train.Result:
         """Runs the train loop as the only driver of the run's folder."""
         if not self.num_ps:
-            self._workers = resources.sharing(self._workers, resources.bundles(self._workers))
+            self._workers = resources.describe_sharing(self._workers, resources.run_bundles(self._workers))
             self.scaling_config = self._workers
         resources.check_cluster(self._workers)
         resources.check_servers(self.scaling_config, self._servers)
@@ -167,7 +167,7 @@ class TensorflowTrainer(EngineTrainer):
             board=board,
         )
         given, context = self.run_config, self.train_run_context
-        self.run_config = run_folder.named(given, "tensorflow")
+        self.run_config = run_folder.with_name(given, "tensorflow")
         self.train_run_context = dataclasses.replace(
             context, run_config=self.run_config, scaling_config=self.scaling_config
         )
@@ -178,7 +178,7 @@ class TensorflowTrainer(EngineTrainer):
                 folder.check_list()
                 if self._ending is not None:
                     self._ending.record(folder.filesystem, folder.path)
-                location = run_folder.where(self.run_config)
+                location = run_folder.folder_in_users_form(self.run_config)
                 print(f"run     {location}", flush=True)
                 try:
                     with self._shown_line(board):
@@ -198,4 +198,4 @@ class TensorflowTrainer(EngineTrainer):
         """Returns the progress line of a run; a run in this process prints by itself, or is in a debugger."""
         if self.running_in_local_mode:
             return contextlib.nullcontext()
-        return progress.Line(board, phases_module.console())
+        return progress.ProgressLine(board, phases_module.console())

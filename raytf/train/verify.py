@@ -31,8 +31,8 @@ from raytf.compat import autograph
 from raytf.data import stored
 from raytf.data.stored import StoredDataset
 from raytf.data.tf_data import TFData
-from raytf.errors import ConfigError, PeerLostError, in_a_line
-from raytf.runtime.answers import NoAnswerError, collect
+from raytf.errors import ConfigError, PeerLostError, one_line
+from raytf.runtime.answers import NoAnswerError, collect_answers
 from raytf.storage import priority
 
 logger = logs.get_logger(__name__)
@@ -190,7 +190,7 @@ def begin(trial: Callable[[], Any] | Proof, last: bool = False) -> Running:
         os.close(reader)
         os.setsid()
         if last:
-            priority.go_last(forever=True)
+            priority.set_lowest(forever=True)
         quiet = os.open(os.devnull, os.O_RDWR)
         for stream in (0, 1, 2):
             os.dup2(quiet, stream)
@@ -199,7 +199,7 @@ def begin(trial: Callable[[], Any] | Proof, last: bool = False) -> Running:
             with autograph.in_memory():
                 proof = trial if isinstance(trial, Proof) else _Supervisor(trial, asking).proof()
         except BaseException as error:
-            proof = Proof(failed=in_a_line(error))
+            proof = Proof(failed=one_line(error))
         with os.fdopen(writer, "wb") as file:
             pickle.dump(proof, file)
     finally:
@@ -268,11 +268,13 @@ class Following:
                 ended = self._ends.wait(_POLL_INTERVAL)
                 seconds = limits.verify_end if ended and self._well else 0.0
                 call = self._processes.asked.execute.remote(outcome, self._running, seconds)
-                (proof,) = collect([call], seconds + limits.verify_answer, "what came of verify", names=["a process"])
+                (proof,) = collect_answers(
+                    [call], seconds + limits.verify_answer, "what came of verify", names=["a process"]
+                )
             proof = proof or NOT_IN_TIME
         except (ray.exceptions.RayError, NoAnswerError) as error:
             ends = self._ends.wait(limits.verify_parting)  # the workers end a moment before the training does
-            proof = NOT_IN_TIME if ends else Proof(failed=f"its process has gone: {in_a_line(error)}")
+            proof = NOT_IN_TIME if ends else Proof(failed=f"its process has gone: {one_line(error)}")
         finally:
             self._processes.compares = False
             self._processes.end_asked()
@@ -436,7 +438,7 @@ def start_run(work: Callable[[], dict]) -> ForkedTraining:
         try:
             result = work()
         except BaseException as error:
-            result = {"error": in_a_line(error), "lost": isinstance(error, (PeerLostError, TimeoutError))}
+            result = {"error": one_line(error), "lost": isinstance(error, (PeerLostError, TimeoutError))}
         with os.fdopen(memory, "wb") as file:
             pickle.dump(result, file, protocol=5)
     finally:

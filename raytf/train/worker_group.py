@@ -26,8 +26,8 @@ from raytf.compat import autograph, legacy_names, ray_core
 from raytf.compat.fast_import import import_keras
 from raytf.compat.ray_train import set_train_fn_utils
 from raytf.console import once, output
-from raytf.errors import RaytfError, in_a_line
-from raytf.runtime.answers import NoAnswerError, as_they_come, collect
+from raytf.errors import RaytfError, one_line
+from raytf.runtime.answers import NoAnswerError, collect_answers, in_completion_order
 from raytf.runtime.failures import WorkerFrozenError
 from raytf.runtime.resources import placed_actor
 from raytf.storage import scratch
@@ -45,7 +45,7 @@ from raytf.train.group import EventGroup, LoopEnded, LostGroupError, MemberProce
 from raytf.train.healing import Member
 from raytf.train.session_functions import Surroundings, TrialTrainFnUtils
 from raytf.worker import clearing, ending
-from raytf.worker.session import TrialSession, TrialStopped, Within, bytes_of, write_files
+from raytf.worker.session import TrialCheckpointDir, TrialSession, TrialStopped, size_of_files, write_files
 
 # Seconds between two checks of a worker whether the group's actor lives.
 _LOOKS_INTERVAL = 5.0
@@ -97,7 +97,7 @@ class TrialRun:
     name: str
     files: dict[str, bytes] | None = None
     around: dict[str, Any] = field(default_factory=dict)
-    within: Within | None = None
+    within: TrialCheckpointDir | None = None
     heals: float = 0
 
 
@@ -335,7 +335,7 @@ class WorkerGroup(EventGroup):
         """
         if well:
             with contextlib.suppress(NoAnswerError):
-                for _ in as_they_come(
+                for _ in in_completion_order(
                     [w.stop.remote() for w in self.actors], timeouts.get().worker_parting, "their ends"
                 ):
                     pass
@@ -352,7 +352,7 @@ class WorkerGroup(EventGroup):
         """Returns the results of calls; raises WorkerGroupLostError once a worker dies, is stopped, or is late."""
         self._watchdog.heard(*self.places)
         try:
-            return collect(calls, seconds, what, look=self._look, failure=_lost)
+            return collect_answers(calls, seconds, what, look=self._look, failure=_lost)
         except NoAnswerError as error:
             raise WorkerGroupLostError(str(error)) from None
 
@@ -383,7 +383,7 @@ def _take(spares: Sequence[tuple[str, Any]], node: str):
     leader = ray.get_runtime_context().current_actor
     gone = (ray.exceptions.RayActorError, ray.exceptions.ActorUnschedulableError, ray.exceptions.GetTimeoutError)
     for spare_node, actor in spares:
-        if spare_node != node or ray_core.put(ray_core.id_of(actor), b"taken", overwrite=False, namespace=_TAKEN):
+        if spare_node != node or ray_core.kv_put(ray_core.id_of(actor), b"taken", overwrite=False, namespace=_TAKEN):
             continue
         with contextlib.suppress(*gone):
             ray.get(actor.end_with.remote(leader), timeout=timeouts.get().imports)
@@ -422,20 +422,20 @@ class GroupWorker(MemberProcess):
         self._rank, self._size, self._nodes = rank, len(addresses), nodes
         self._stack.enter_context(context.prepared(setup))
         self._stack.enter_context(backend.spoken(rank == 0, None))
-        self._stack.enter_context(once.shown(setup.warned))
+        self._stack.enter_context(once.shown_once(setup.warned))
         with autograph.in_memory():
             context.get_strategy()
-        clearing.note()
+        clearing.record_settings()
 
     def begin(self, job: TrialRun) -> None:
         output.say_who(f"{job.name} worker {self._rank}")
-        self._folder = scratch.make(bytes_of(job.files or {}))
+        self._folder = scratch.make_folder(size_of_files(job.files or {}))
         checkpoint = None
         if job.files is not None:
             checkpoint = os.path.join(self._folder, "checkpoint")
-            with scratch.named(checkpoint, bytes_of(job.files)):
+            with scratch.name_errors(checkpoint, size_of_files(job.files)):
                 write_files(job.files, checkpoint)
-        ending.gate.reset()
+        ending.stop_barrier.reset()
         self._failed = None
         self._session = TrialSession(self._rank, self._size, checkpoint, job.name, job.within)
         self._thread = threading.Thread(target=self._run, args=(job, self._session, self._folder), daemon=True)
@@ -464,21 +464,21 @@ class GroupWorker(MemberProcess):
     def _run(self, job: TrialRun, session, folder: str) -> None:
         surroundings = Surroundings(nodes=self._nodes, **job.around)
         set_train_fn_utils(TrialTrainFnUtils(session, surroundings, _broadcast, folder))
-        activity.here.reset()
-        activity.here.train_here()
+        activity.tracker.reset()
+        activity.tracker.train_here()
         try:
             import_keras()  # for this thread
             session.park()
-            with output.telling(), autograph.in_memory():
+            with output.as_status(), autograph.in_memory():
                 ended = job.train(session, job.config)
-            activity.here.at(activity.END)
+            activity.tracker.at(activity.END)
             session.events.put(("end", ended))
             session.park()
         except TrialStopped:
             pass
         except BaseException as error:
             hint = legacy_names.hint(error)
-            cause = f"{in_a_line(error)}; {hint}" if hint else in_a_line(error)
+            cause = f"{one_line(error)}; {hint}" if hint else one_line(error)
             self._failed = TrialError(cause, traceback.format_exc())
             session.events.put(("error", self._failed))
         finally:
@@ -486,7 +486,7 @@ class GroupWorker(MemberProcess):
 
     def go_on(self) -> Report | LoopEnded | Wait | None:
         """Continues the trial; returns the result of `next_event`."""
-        activity.here.renew()
+        activity.tracker.renew()
         self._session.commands.put("go")
         return self.next_event()
 
@@ -514,8 +514,8 @@ class GroupWorker(MemberProcess):
         self._session.commands.put("stop")
         self._thread.join()
         self._thread = self._session = None
-        scratch.remove(self._folder)
-        clearing.clear()
+        scratch.remove_folder(self._folder)
+        clearing.clear_training()
 
 
 def _end_with(actor) -> None:

@@ -64,7 +64,7 @@ class Axis:
     ticks: Sequence[tuple[float, str]] = field(default=())
 
 
-def number(value: float) -> str:
+def format_number(value: float) -> str:
     """Returns a number as short text: 12.3k, 4.5M, 0.00012."""
     if value == 0:
         return "0"
@@ -74,7 +74,7 @@ def number(value: float) -> str:
     return f"{value:.4g}" if 1e-3 <= abs(value) < 1e5 else f"{value:.3g}"
 
 
-def finite(value) -> bool:
+def is_finite(value) -> bool:
     """Whether a value is a number that a chart can show."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
@@ -84,13 +84,13 @@ def spans_decades(values: Sequence[float]) -> bool:
     return bool(values) and min(values) > 0 and max(values) / min(values) >= _DECADES
 
 
-def lines(
+def line_chart(
     series: Sequence[Series],
     x_label: str,
     y_label: str,
     *,
     zero: bool = False,
-    show: Callable[[float], str] = number,
+    show: Callable[[float], str] = format_number,
 ) -> str | None:
     """Returns a chart of curves, with a logarithmic axis if values span decades; None without values.
 
@@ -100,7 +100,9 @@ def lines(
         zero: Whether the axis of values begins at 0; it is linear then.
         show: Formats a value as a tick.
     """
-    points = [(x, y) for curve in series for x, y in zip(curve.x, curve.y, strict=True) if finite(x) and finite(y)]
+    points = [
+        (x, y) for curve in series for x, y in zip(curve.x, curve.y, strict=True) if is_finite(x) and is_finite(y)
+    ]
     if not points:
         return None
     ys = [y for _, y in points]
@@ -116,14 +118,14 @@ def lines(
     return _figure("".join(body), _legend(legend) if len(legend) > 1 else "", f"{y_label} by {x_label}")
 
 
-def scatter(points: Sequence[Point], x_label: str, y_label: str, value_label: str) -> str | None:
+def scatter_chart(points: Sequence[Point], x_label: str, y_label: str, value_label: str) -> str | None:
     """Returns a chart of points with logarithmic axes if values span decades; None without points."""
     if not points:
         return None
     xs, ys = [p.x for p in points], [p.y for p in points]
     across = _Scale(xs, (_LEFT + 8, _WIDTH - _RIGHT - 8), log=spans_decades(xs), only=True)
     up = _Scale(ys, (_HEIGHT - _BOTTOM - 6, _TOP + 6), log=min(ys) > 0 and max(ys) / min(ys) > 5)
-    body = [_frame(across, up, x_label, y_label, number)]
+    body = [_frame(across, up, x_label, y_label, format_number)]
     for p in sorted(points, key=lambda p: p.value):
         position = f'cx="{across(p.x):.1f}" cy="{up(p.y):.1f}" r="6.5"'
         body.append(f'<circle {position} fill="{_shade(p.value)}" stroke="#fff">{_title(p.detail)}</circle>')
@@ -131,7 +133,7 @@ def scatter(points: Sequence[Point], x_label: str, y_label: str, value_label: st
     return _figure("".join(body), _legend(legend), f"{y_label} by {x_label}")
 
 
-def parallel(axes: Sequence[Axis], values: Sequence[float], details: Sequence[str]) -> str:
+def parallel_chart(axes: Sequence[Axis], values: Sequence[float], details: Sequence[str]) -> str:
     """Returns a chart in which each line crosses one axis for each name, at its value.
 
     Args:
@@ -223,7 +225,7 @@ def _frame(across: _Scale, up: _Scale, x_label: str, y_label: str, show: Callabl
         parts.append(f'<line x1="{_LEFT}" y1="{y:.1f}" x2="{_WIDTH - _RIGHT}" y2="{y:.1f}" class="g"/>')
         parts.append(_text(_LEFT - 6, y + 4, show(tick), "end", "t"))
     for tick in across.ticks:
-        parts.append(_text(across(tick), _HEIGHT - _BOTTOM + 16, number(tick), "middle", "t"))
+        parts.append(_text(across(tick), _HEIGHT - _BOTTOM + 16, format_number(tick), "middle", "t"))
     parts.append(
         f'<line x1="{_LEFT}" y1="{_HEIGHT - _BOTTOM}" x2="{_WIDTH - _RIGHT}" y2="{_HEIGHT - _BOTTOM}" class="a"/>'
     )
@@ -235,11 +237,11 @@ def _frame(across: _Scale, up: _Scale, x_label: str, y_label: str, show: Callabl
 def _curve(one: Series, color: str, across: _Scale, up: _Scale, show: Callable[[float], str]) -> str:
     runs: list[list[tuple[float, float]]] = [[]]
     for x, y in zip(one.x, one.y, strict=True):
-        if finite(x) and finite(y):
+        if is_finite(x) and is_finite(y):
             runs[-1].append((across(x), up(y)))
         elif runs[-1]:
             runs.append([])
-    last = next((y for y in reversed(one.y) if finite(y)), None)
+    last = next((y for y in reversed(one.y) if is_finite(y)), None)
     tooltip = "\n".join(part for part in (one.name, one.detail, "" if last is None else f"last: {show(last)}") if part)
     parts = []
     for run in runs:

@@ -55,7 +55,7 @@ class Scaling:
         return rate * (ratio if self.rule == "linear" else math.sqrt(ratio))
 
 
-def derived(config: Mapping[str, Any], scaling: Scaling, workers: int, rows: int | None) -> dict[str, Any]:
+def derived_config(config: Mapping[str, Any], scaling: Scaling, workers: int, rows: int | None) -> dict[str, Any]:
     """Returns the values derived from a trial's config: `per_replica_batch`, `steps_per_epoch`, `scaled_learning_rate`.
 
     Args:

@@ -81,7 +81,7 @@ def table(names: Sequence[str], rows: Sequence[Sequence[str]], texts: Sequence[i
     return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
-def duration(seconds: float | None) -> str:
+def format_duration(seconds: float | None) -> str:
     """Returns a time as short text: 4.2 s, 3:05 min, 2:10 h."""
     if seconds is None:
         return ""
@@ -93,12 +93,12 @@ def duration(seconds: float | None) -> str:
     return f"{whole // 3600}:{whole % 3600 // 60:02d} h"
 
 
-def duration_of_step(seconds: float) -> str:
+def format_step_duration(seconds: float) -> str:
     """Returns a time as short text, also below a second: 0.25 ms, 12 ms, 1.2 s."""
     return f"{seconds:.3g} s" if seconds >= 1 or seconds == 0 else f"{seconds * 1000:.3g} ms"
 
 
-def size(count: float) -> str:
+def format_size(count: float) -> str:
     """Returns a number of bytes as short text."""
     for unit, bytes_of in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if count >= bytes_of:

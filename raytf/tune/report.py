@@ -14,7 +14,7 @@ from typing import Any
 
 from pyarrow import fs
 
-from raytf.errors import ConfigError, first_line, in_a_line
+from raytf.errors import ConfigError, first_line, one_line
 from raytf.storage import stored_json
 from raytf.train import run_list
 from raytf.tune import charts, pages, run_report
@@ -52,13 +52,13 @@ class Entry:
     end: str = ""
 
 
-def located(folder: str | os.PathLike) -> str:
+def absolute_folder(folder: str | os.PathLike) -> str:
     """Returns a sweep's folder in Ray's notation: a URI unchanged, else an absolute path."""
     folder = os.fspath(folder)
     return folder if "://" in folder else os.path.abspath(os.path.expanduser(folder))
 
 
-def settings(folder: str | os.PathLike) -> dict[str, Any]:
+def read_settings(folder: str | os.PathLike) -> dict[str, Any]:
     """Returns the settings that `raytf.sweep` stored next to the trials: metric, mode, learning rate scaling.
 
     Args:
@@ -67,7 +67,7 @@ def settings(folder: str | os.PathLike) -> dict[str, Any]:
     Raises:
         ConfigError: The folder is not a sweep's folder.
     """
-    path = located(folder)
+    path = absolute_folder(folder)
     if "://" not in path and not os.path.isdir(path):
         raise ConfigError("A sweep is named by its folder", f"{os.fspath(folder)!r} (no such folder)", "Check the path")
     filesystem, root = fs.FileSystem.from_uri(path)
@@ -77,7 +77,7 @@ def settings(folder: str | os.PathLike) -> dict[str, Any]:
             f"The folder of a sweep holds {SETTINGS}", repr(str(folder)), "Name the folder that raytf.sweep printed"
         )
     try:
-        return stored_json.fetched(filesystem, path)
+        return stored_json.read_object(filesystem, path)
     except stored_json.UnreadableError as error:
         raise _damaged(path, str(error)) from error
 
@@ -90,13 +90,13 @@ def _damaged(path: str, why: str) -> ConfigError:
     )
 
 
-def entries(folder: str | os.PathLike, metric: str) -> list[Entry]:
+def read_entries(folder: str | os.PathLike, metric: str) -> list[Entry]:
     """Returns the trials of a sweep's folder from Tune's JSON; unpickles nothing.
 
     Raises:
         ConfigError: The folder is not a sweep's folder, or its files are damaged.
     """
-    filesystem, root = fs.FileSystem.from_uri(located(folder))
+    filesystem, root = fs.FileSystem.from_uri(absolute_folder(folder))
     files = filesystem.get_file_info(fs.FileSelector(root))
     states = sorted(f.path for f in files if fnmatch.fnmatch(f.base_name, "experiment_state-*.json"))
     if not states:
@@ -107,12 +107,14 @@ def entries(folder: str | os.PathLike, metric: str) -> list[Entry]:
         )
 
     try:
-        trials = [stored_json.parsed(text) for text, _ in stored_json.fetched(filesystem, states[-1])["trial_data"]]
+        trials = [
+            stored_json.parse_object(text) for text, _ in stored_json.read_object(filesystem, states[-1])["trial_data"]
+        ]
         return [_entry(filesystem, root, trial, metric) for trial in trials]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         if isinstance(error, ConfigError):
             raise
-        raise _damaged(states[-1], f"is no state of Tune's: {in_a_line(error)}") from error
+        raise _damaged(states[-1], f"is no state of Tune's: {one_line(error)}") from error
 
 
 def _entry(filesystem, where: str, trial: dict[str, Any], metric: str) -> Entry:
@@ -120,14 +122,14 @@ def _entry(filesystem, where: str, trial: dict[str, Any], metric: str) -> Entry:
 
     def read(name: str) -> bytes:
         try:
-            return stored_json.content(filesystem, f"{trial_path}/{name}")
+            return stored_json.read_bytes(filesystem, f"{trial_path}/{name}")
         except stored_json.UnreadableError as error:
             if error.missing:
                 return b""
             raise _damaged(f"{trial_path}/{name}", str(error)) from error
 
     try:
-        reports = [_flat(stored_json.parsed(line)) for line in read("result.json").splitlines()]
+        reports = [_flat(stored_json.parse_object(line)) for line in read("result.json").splitlines()]
         curve = [float(r[metric]) for r in reports if r.get(metric) is not None]
     except (ValueError, TypeError) as error:
         if isinstance(error, ConfigError):
@@ -147,14 +149,14 @@ def _entry(filesystem, where: str, trial: dict[str, Any], metric: str) -> Entry:
 
 
 def _seconds(reports: list[dict[str, Any]]) -> float | None:
-    durations = [report["time_total_s"] for report in reports if charts.finite(report.get("time_total_s"))]
+    durations = [report["time_total_s"] for report in reports if charts.is_finite(report.get("time_total_s"))]
     return max(durations, default=None)
 
 
 def _throughput(reports: list[dict[str, Any]], config: dict[str, Any]) -> str:
     """Returns the throughput of the epochs after the first, which compiles; of the first if there is no other."""
-    known = [r for r in reports if charts.finite(r.get("epoch")) and charts.finite(r.get("time_total_s"))]
-    if not known or not charts.finite(known[-1].get("steps_per_epoch")):
+    known = [r for r in reports if charts.is_finite(r.get("epoch")) and charts.is_finite(r.get("time_total_s"))]
+    if not known or not charts.is_finite(known[-1].get("steps_per_epoch")):
         return ""
     first = known[0] if known[-1]["epoch"] > known[0]["epoch"] else {"epoch": 0, "time_total_s": 0.0}
     seconds = known[-1]["time_total_s"] - first["time_total_s"]
@@ -162,7 +164,7 @@ def _throughput(reports: list[dict[str, Any]], config: dict[str, Any]) -> str:
     if seconds <= 0 or steps <= 0:
         return ""
     batch = config.get("batch_size")
-    if charts.finite(batch):
+    if charts.is_finite(batch):
         return f"{steps * batch / seconds:,.0f} examples/s"
     return f"{steps / seconds:,.3g} steps/s"
 
@@ -188,7 +190,7 @@ def _is_pickled(value) -> bool:
     return isinstance(value, dict) and value.get("_type") == "CLOUDPICKLE_FALLBACK"
 
 
-def write(folder: str, output: str) -> None:
+def write_report(folder: str, output: str) -> None:
     """Writes the page about a sweep, or about a single run.
 
     Args:
@@ -202,8 +204,8 @@ def write(folder: str, output: str) -> None:
         raise ConfigError("The page is written into a folder that exists", repr(output), "Make the folder")
     filesystem, path = run_list.located(folder)
     if run_list.SWEEP in {info.base_name for info in filesystem.get_file_info(fs.FileSelector(path))}:
-        known = settings(folder)
-        made = page(str(folder), known["metric"], known["mode"], entries(folder, known["metric"]))
+        known = read_settings(folder)
+        made = page(str(folder), known["metric"], known["mode"], read_entries(folder, known["metric"]))
     else:
         made = run_report.page(filesystem, path, str(folder))
     with open(output, "w", encoding="utf-8") as file:
@@ -219,8 +221,8 @@ def page(folder: str, metric: str, mode: str, trials: list[Entry]) -> str:
         trials: Trials in any order, with or without reports.
     """
     sign = 1 if mode == "min" else -1
-    good = sorted((t for t in trials if charts.finite(t.value)), key=lambda t: sign * t.value)
-    unreported = [t for t in trials if not charts.finite(t.value)]
+    good = sorted((t for t in trials if charts.is_finite(t.value)), key=lambda t: sign * t.value)
+    unreported = [t for t in trials if not charts.is_finite(t.value)]
     drawn = [_curves(good, unreported, metric), _batch_and_rate(good, metric)]
     body = pages.headline("Sweep", posixpath.basename(folder.rstrip("/")), folder)
     body += _summary(metric, mode, good, unreported) + pages.section("Learning curves", pages.charts(drawn))
@@ -234,10 +236,10 @@ def _summary(metric: str, mode: str, good: list[Entry], rest: list[Entry]) -> st
     ends = collections.Counter(t.end for t in trials if t.end)
     pairs = [("trials", str(len(trials))), *((end, str(count)) for end, count in ends.most_common())]
     spent = [t.seconds for t in trials if t.seconds is not None]
-    pairs += [("time of all trials", pages.duration(sum(spent)))] if spent else []
+    pairs += [("time of all trials", pages.format_duration(sum(spent)))] if spent else []
     if good:
         pairs.insert(0, (f"best {metric} ({mode})", f"{good[0].value:.6g}"))
-        config = ", ".join(f"{k} = {_shown(v)}" for k, v in good[0].config.items())
+        config = ", ".join(f"{k} = {_format_value(v)}" for k, v in good[0].config.items())
         return pages.facts(pairs) + f"<p>Best: <b>{html.escape(good[0].name)}</b> with {html.escape(config)}</p>"
     return pages.facts(pairs)
 
@@ -248,10 +250,10 @@ def _table(good: list[Entry], rest: list[Entry], metric: str) -> str:
     rows = [
         [
             t.name,
-            *(_shown(t.config.get(n, "")) for n in names),
-            _shown(t.value),
+            *(_format_value(t.config.get(n, "")) for n in names),
+            _format_value(t.value),
             str(len(t.curve)),
-            pages.duration(t.seconds),
+            pages.format_duration(t.seconds),
             t.throughput,
             ": ".join(part for part in (t.end, t.error) if part),
         ]
@@ -261,20 +263,20 @@ def _table(good: list[Entry], rest: list[Entry], metric: str) -> str:
     return pages.table(columns, rows, texts=(0, len(columns) - 1), best=bool(good))
 
 
-def _shown(value) -> str:
+def _format_value(value) -> str:
     if value is None:
         return ""
     return f"{value:.5g}" if isinstance(value, float) else str(value)
 
 
-def _hover(trial: Entry) -> str:
-    return "\n".join(f"{k} = {_shown(v)}" for k, v in trial.config.items())
+def _hover_text(trial: Entry) -> str:
+    return "\n".join(f"{k} = {_format_value(v)}" for k, v in trial.config.items())
 
 
 def _label(trial: Entry) -> str:
     """Returns a trial's name in a legend, with its config."""
     return (
-        f"{trial.name}: {', '.join(f'{k}={_shown(v)}' for k, v in trial.config.items())}"
+        f"{trial.name}: {', '.join(f'{k}={_format_value(v)}' for k, v in trial.config.items())}"
         if trial.config
         else trial.name
     )
@@ -291,12 +293,12 @@ def _curves(good: list[Entry], rest: list[Entry], metric: str) -> str | None:
                 x=range(1, len(trial.curve) + 1),
                 y=trial.curve,
                 width=3.0 if n == 0 and good else 1.8 if named else 1.0,
-                dotted=not charts.finite(trial.value),
-                detail=_hover(trial),
+                dotted=not charts.is_finite(trial.value),
+                detail=_hover_text(trial),
                 named=named,
             )
         )
-    return charts.lines(series, "report", metric)
+    return charts.line_chart(series, "report", metric)
 
 
 def _ranks(good: list[Entry]) -> list[float]:
@@ -308,41 +310,41 @@ def _batch_and_rate(good: list[Entry], metric: str) -> str | None:
     points = []
     for trial, value in zip(good, _ranks(good), strict=True):
         batch, rate = map(trial.config.get, _AXES)
-        if all(charts.finite(v) and v > 0 for v in (batch, rate)):
-            detail = f"{trial.name}\n{metric} = {_shown(trial.value)}\n{_hover(trial)}"
+        if all(charts.is_finite(v) and v > 0 for v in (batch, rate)):
+            detail = f"{trial.name}\n{metric} = {_format_value(trial.value)}\n{_hover_text(trial)}"
             points.append(charts.Point(x=batch, y=rate, value=value, detail=detail))
-    return charts.scatter(points, "batch size (global)", "learning rate", metric)
+    return charts.scatter_chart(points, "batch size (global)", "learning rate", metric)
 
 
 def _parallel(good: list[Entry], metric: str) -> str:
     names = list(dict.fromkeys(name for t in good for name in t.config))
-    names = [name for name in names if len({_shown(t.config.get(name)) for t in good}) > 1]
+    names = [name for name in names if len({_format_value(t.config.get(name)) for t in good}) > 1]
     if not names:
         return ""
     axes = [_axis(str(name), [t.config.get(name) for t in good]) for name in names]
     axes.append(_axis(metric, [t.value for t in good]))
-    details = [f"{t.name}\n{metric} = {_shown(t.value)}\n{_hover(t)}" for t in good]
-    return charts.parallel(axes, _ranks(good), details)
+    details = [f"{t.name}\n{metric} = {_format_value(t.value)}\n{_hover_text(t)}" for t in good]
+    return charts.parallel_chart(axes, _ranks(good), details)
 
 
 def _axis(name: str, values: list) -> charts.Axis:
     """Returns an axis of parallel coordinates: logarithmic beyond a factor of 10, by order for texts."""
-    if not all(map(charts.finite, values)):
-        order = sorted({_shown(v) for v in values})
+    if not all(map(charts.is_finite, values)):
+        order = sorted({_format_value(v) for v in values})
         position = {text: 0.5 if len(order) == 1 else i / (len(order) - 1) for i, text in enumerate(order)}
         ticks = [(position[text], text) for text in order]
-        return charts.Axis(label=name, places=[position[_shown(v)] for v in values], ticks=_few(ticks))
+        return charts.Axis(label=name, places=[position[_format_value(v)] for v in values], ticks=_thin_ticks(ticks))
     log = min(values) > 0 and max(values) / min(values) > 10
     scaled = [math.log10(v) for v in values] if log else [float(v) for v in values]
     low, high = min(scaled), max(scaled)
     scale = lambda v: 0.5 if high == low else (v - low) / (high - low)
     marks = sorted(set(scaled))
     marks = marks if len(marks) <= _TICKS else [low + (high - low) * i / 4 for i in range(5)]
-    ticks = [(scale(mark), charts.number(10**mark if log else mark)) for mark in marks]
+    ticks = [(scale(mark), charts.format_number(10**mark if log else mark)) for mark in marks]
     return charts.Axis(label=name, places=[scale(v) for v in scaled], ticks=ticks)
 
 
-def _few(ticks: list[tuple[float, str]]) -> list[tuple[float, str]]:
+def _thin_ticks(ticks: list[tuple[float, str]]) -> list[tuple[float, str]]:
     """Reduces the ticks to those that fit on an axis."""
     every = math.ceil(len(ticks) / (2 * _TICKS))
     return ticks[::every]

@@ -18,7 +18,7 @@ from raytf.storage import stored_json
 from raytf.storage.checkpoint_files import CheckpointState
 from raytf.train import run_list
 from raytf.tune import charts, pages
-from raytf.worker.choice import Kept, kept_in
+from raytf.worker.choice import StoredCheckpoint, list_checkpoints
 
 # In a run's folder, see `worker/figures.py`.
 _FIGURES = "figures"
@@ -43,7 +43,7 @@ class RunFigures:
 
     run: run_list.ListedRun
     state: CheckpointState | None
-    checkpoints: Sequence[tuple[Kept, int]]
+    checkpoints: Sequence[tuple[StoredCheckpoint, int]]
     figures: Sequence[Mapping[str, Any]]
     events: Sequence[RunEvent]
 
@@ -58,13 +58,13 @@ def page(filesystem, path: str, folder: str) -> str:
     Raises:
         ConfigError: The folder is not a run's folder.
     """
-    return drawn(found_in(filesystem, path, folder), folder)
+    return draw_page(read_run(filesystem, path, folder), folder)
 
 
-def found_in(filesystem, path: str, folder: str) -> RunFigures:
+def read_run(filesystem, path: str, folder: str) -> RunFigures:
     """Reads a run's folder; see `page`."""
-    kept = kept_in(filesystem, path)
-    figures = figures_of(filesystem, path)
+    kept = list_checkpoints(filesystem, path)
+    figures = read_figures(filesystem, path)
     runs = run_list.listed(folder)
     if len(runs) != 1 or not (kept or figures):
         detail = f"; it holds {len(runs)} runs" if len(runs) > 1 else ""
@@ -74,12 +74,12 @@ def found_in(filesystem, path: str, folder: str) -> RunFigures:
             "Name the folder that it printed at its start; `raytf runs DIR` lists those below a folder",
         )
     sizes = [(checkpoint, _bytes_of(filesystem, checkpoint.path)) for checkpoint in kept]
-    run_events = events.read(filesystem, path)
+    run_events = events.read_events(filesystem, path)
     state = run_list.newest(filesystem, path)
     return RunFigures(run=runs[0], state=state, checkpoints=sizes, figures=figures, events=run_events)
 
 
-def figures_of(filesystem, path: str) -> list[dict[str, Any]]:
+def read_figures(filesystem, path: str) -> list[dict[str, Any]]:
     """Returns the lines of all workers ordered by time; skips truncated or crafted lines."""
     folder = posixpath.join(path, _FIGURES)
     infos = filesystem.get_file_info(FileSelector(folder, allow_not_found=True))
@@ -88,26 +88,26 @@ def figures_of(filesystem, path: str) -> list[dict[str, Any]]:
         if info.type != FileType.File or not info.base_name.endswith(".jsonl"):
             continue
         try:
-            texts = stored_json.content(filesystem, info.path).splitlines()
+            texts = stored_json.read_bytes(filesystem, info.path).splitlines()
         except stored_json.UnreadableError:
             continue
         for text in texts:
             try:
-                line = stored_json.parsed(text)
+                line = stored_json.parse_object(text)
             except stored_json.UnreadableError:  # a killed worker may leave its last line unfinished
                 continue
-            if all(charts.finite(line.get(name)) for name in _NUMBERS):
+            if all(charts.is_finite(line.get(name)) for name in _NUMBERS):
                 lines.append(line)
     return sorted(lines, key=lambda line: (line["time"], line["rank"]))
 
 
-def drawn(found: RunFigures, folder: str) -> str:
+def draw_page(found: RunFigures, folder: str) -> str:
     """Returns the page for a run's content."""
     history = found.state.history if found.state is not None else []
-    curves = [_of_metric(history, name) for name in _metrics(history)]
+    curves = [_metric_chart(history, name) for name in _metrics(history)]
     body = pages.headline("Run", found.run.name, folder) + _summary(found)
     body += pages.section("Learning curves", pages.charts(curves))
-    body += pages.section("Workers over time", pages.charts(_of_workers(found.figures)))
+    body += pages.section("Workers over time", pages.charts(_worker_charts(found.figures)))
     body += pages.section("Events", _events(found.events))
     body += pages.section("Checkpoints", _checkpoints(found.checkpoints))
     body += pages.section("Epochs", _epochs(history))
@@ -121,21 +121,23 @@ def _summary(found: RunFigures) -> str:
     pairs = [("state", state), ("epochs", epochs), ("best", best), ("last checkpoint", last_time)]
     if chief:
         pairs += [
-            ("time of the epochs", pages.duration(sum(line["seconds"] for line in _last_of_epochs(chief)))),
+            ("time of the epochs", pages.format_duration(sum(line["seconds"] for line in _last_of_epochs(chief)))),
             ("examples/s, median", f"{statistics.median(rates):,.0f}"),
             ("workers", str(int(chief[-1]["workers"]))),
             ("restarts and replacements", str(_restarts(found.events))),
         ]
-    pairs.append(("checkpoints kept", f"{len(found.checkpoints)}, {pages.size(sum(n for _, n in found.checkpoints))}"))
+    pairs.append(
+        ("checkpoints kept", f"{len(found.checkpoints)}, {pages.format_size(sum(n for _, n in found.checkpoints))}")
+    )
     return pages.facts(pairs)
 
 
 def _metrics(history: Sequence[Mapping[str, Any]]) -> list[str]:
-    names = dict.fromkeys(name for row in history for name, value in row.items() if charts.finite(value))
+    names = dict.fromkeys(name for row in history for name, value in row.items() if charts.is_finite(value))
     return [name for name in names if name not in ("epoch", "learning_rate") and not name.startswith("val_")]
 
 
-def _of_metric(history: Sequence[Mapping[str, Any]], name: str) -> str | None:
+def _metric_chart(history: Sequence[Mapping[str, Any]], name: str) -> str | None:
     x = [row["epoch"] for row in history]
     kinds = [("training", name), ("validation", f"val_{name}")]
     series = [
@@ -143,26 +145,32 @@ def _of_metric(history: Sequence[Mapping[str, Any]], name: str) -> str | None:
         for kind, key in kinds
         if any(key in row for row in history)
     ]
-    return charts.lines(series, "epoch", name)
+    return charts.line_chart(series, "epoch", name)
 
 
-def _of_workers(figures: Sequence[Mapping[str, Any]]) -> list[str | None]:
+def _worker_charts(figures: Sequence[Mapping[str, Any]]) -> list[str | None]:
     percent = lambda value: f"{value:.0%}"
-    per_worker = lambda name, label, **how: _by_worker(figures, name, label, **how)
+    per_worker = lambda name, label, **how: _worker_chart(figures, name, label, **how)
     chief = [line for line in figures if line["rank"] == 0]
     return [
-        _by_worker(chief, "learning_rate", "learning rate"),
-        _by_worker(chief, "examples_per_second", "examples/s, all workers", zero=True),
-        per_worker("step_seconds", "time of a step", zero=True, show=pages.duration_of_step),
+        _worker_chart(chief, "learning_rate", "learning rate"),
+        _worker_chart(chief, "examples_per_second", "examples/s, all workers", zero=True),
+        per_worker("step_seconds", "time of a step", zero=True, show=pages.format_step_duration),
         per_worker("input_wait", "waiting for input, share of the time", zero=True, show=percent),
         per_worker("communication", "communication, share of the time", zero=True, show=percent),
-        per_worker("memory_bytes", "memory of the process", zero=True, show=lambda value: f"{charts.number(value)}B"),
-        per_worker("checkpoint_seconds", "standing still for checkpoints", zero=True, show=pages.duration_of_step),
+        per_worker(
+            "memory_bytes", "memory of the process", zero=True, show=lambda value: f"{charts.format_number(value)}B"
+        ),
+        per_worker("checkpoint_seconds", "standing still for checkpoints", zero=True, show=pages.format_step_duration),
     ]
 
 
-def _by_worker(
-    figures: Sequence[Mapping[str, Any]], name: str, label: str, zero: bool = False, show: Callable = charts.number
+def _worker_chart(
+    figures: Sequence[Mapping[str, Any]],
+    name: str,
+    label: str,
+    zero: bool = False,
+    show: Callable = charts.format_number,
 ) -> str | None:
     """Draws a curve for each worker; with many workers, only the extreme ones have names."""
     ranks: dict[int, list[Mapping[str, Any]]] = {}
@@ -172,7 +180,7 @@ def _by_worker(
     mean = {
         rank: statistics.fmean(values)
         for rank, lines in rows.items()
-        if (values := [line[name] for line in lines if charts.finite(line.get(name))])
+        if (values := [line[name] for line in lines if charts.is_finite(line.get(name))])
     }
     order = sorted(mean, key=lambda rank: mean[rank])
     most = len(charts.COLORS)
@@ -187,7 +195,7 @@ def _by_worker(
         )
         for rank in sorted(mean)
     ]
-    return charts.lines(series, "epoch", label, zero=zero, show=show)
+    return charts.line_chart(series, "epoch", label, zero=zero, show=show)
 
 
 def _last_of_epochs(lines: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -202,34 +210,34 @@ def _restarts(found: Sequence[RunEvent]) -> int:
 
 
 def _events(found: Sequence[RunEvent]) -> str:
-    rows = [[_moment(event.time), str(event).partition("\n")[0]] for event in found]
+    rows = [[_format_time(event.time), str(event).partition("\n")[0]] for event in found]
     return pages.table(["time", "what"], rows, texts=(0, 1)) if rows else ""
 
 
-def _checkpoints(kept: Sequence[tuple[Kept, int]]) -> str:
+def _checkpoints(kept: Sequence[tuple[StoredCheckpoint, int]]) -> str:
     rows = []
     for checkpoint, count in kept:
         state = checkpoint.state()
         progress = (
             "" if state is None else f"{state.epoch}" + (f" + {state.epoch_step} steps" if state.epoch_step else "")
         )
-        rows.append(["" if state is None else f"{state.step:,}", progress, pages.size(count), checkpoint.name])
+        rows.append(["" if state is None else f"{state.step:,}", progress, pages.format_size(count), checkpoint.name])
     # the long names are last, so that a narrow screen cuts nothing else
     return pages.table(["step", "epoch", "size", "checkpoint"], rows, texts=(3,)) if rows else ""
 
 
 def _epochs(history: Sequence[Mapping[str, Any]]) -> str:
     names = list(dict.fromkeys(name for row in history for name in row))
-    rows = [[_shown(row.get(name)) for name in names] for row in history]
+    rows = [[_format_value(row.get(name)) for name in names] for row in history]
     made = pages.table(names, rows, texts=()) if rows else ""
     return f"<details><summary>metrics of {len(rows)} epochs</summary>{made}</details>" if made else ""
 
 
-def _shown(value: Any) -> str:
+def _format_value(value: Any) -> str:
     return "" if value is None else f"{value:.5g}" if isinstance(value, float) else str(value)
 
 
-def _moment(seconds: float) -> str:
+def _format_time(seconds: float) -> str:
     return f"{datetime.datetime.fromtimestamp(seconds):%Y-%m-%d %H:%M:%S}"
 
 

@@ -34,7 +34,7 @@ class HyperBand(HyperBandScheduler):
         return super().choose_trial_to_run(tune_controller)
 
 
-def mended(scheduler: HyperBandScheduler) -> HyperBandScheduler:
+def with_fixed_hyperband(scheduler: HyperBandScheduler) -> HyperBandScheduler:
     """Returns a `HyperBand` with the settings of a HyperBandScheduler; returns a user's subclass unchanged."""
     if type(scheduler) is not HyperBandScheduler:
         return scheduler

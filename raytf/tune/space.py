@@ -37,7 +37,7 @@ FUNCTIONS = (
 _CALL = re.compile(rf"\s*(tune\.)?({'|'.join(FUNCTIONS)})\s*\(")
 
 
-def check(space: Mapping[str, Any]) -> None:
+def check_space(space: Mapping[str, Any]) -> None:
     """Raises ConfigError unless the space is a dict with at least one name."""
     if not isinstance(space, Mapping) or not space or not all(isinstance(name, str) for name in space):
         raise ConfigError(
@@ -47,7 +47,7 @@ def check(space: Mapping[str, Any]) -> None:
         )
 
 
-def bounds(value: Any, name: str) -> list:
+def key_bounds(value: Any, name: str) -> list:
     """Returns the smallest and largest, or all, numbers that a key of the space can have.
 
     Raises:
@@ -72,24 +72,24 @@ def _is_grid(value: Any) -> bool:
     return isinstance(value, Mapping) and set(value) == {"grid_search"}
 
 
-def count(space: Mapping[str, Any], num_samples: int) -> int | None:
+def count_trials(space: Mapping[str, Any], num_samples: int) -> int | None:
     """Returns the number of trials: every point of the grid `num_samples` times; None if unlimited."""
     grids = [value["grid_search"] for value in space.values() if _is_grid(value)]
     return None if num_samples < 0 or not space else num_samples * math.prod(len(grid) for grid in grids)
 
 
-def sample(space: Mapping[str, Any]) -> dict[str, Any]:
+def sample_config(space: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a config of the space: the first point of a grid, a draw from each domain."""
     _, drawn = next(generate_variants({"config": dict(space)}))
     return {name: value.item() if isinstance(value, np.generic) else value for name, value in drawn["config"].items()}
 
 
-def described(space: Mapping[str, Any]) -> dict[str, str]:
+def describe_space(space: Mapping[str, Any]) -> dict[str, str]:
     """Returns a text description of each key's values that is equal in every process."""
-    return {name: _described(value) for name, value in space.items()}
+    return {name: _describe_domain(value) for name, value in space.items()}
 
 
-def _described(value: Any) -> str:
+def _describe_domain(value: Any) -> str:
     if isinstance(value, Domain) and not isinstance(value, Function):
         return f"{type(value).__name__} {value.domain_str} {type(value.get_sampler()).__name__}"
     try:
@@ -98,7 +98,7 @@ def _described(value: Any) -> str:
         return type(value).__name__
 
 
-def scheduler(given: Any, space: Mapping[str, Any], epochs: int):
+def make_scheduler(given: Any, space: Mapping[str, Any], epochs: int):
     """Returns Ray's scheduler for a name; returns an object of Ray's unchanged.
 
     Args:
@@ -114,7 +114,7 @@ def scheduler(given: Any, space: Mapping[str, Any], epochs: int):
     if given is None or given == "fifo":
         return None
     if isinstance(given, schedulers.HyperBandScheduler):
-        return schedulers_module.mended(given)
+        return schedulers_module.with_fixed_hyperband(given)
     if isinstance(given, schedulers.TrialScheduler):
         return given
     if given == "asha":
@@ -139,7 +139,7 @@ def scheduler(given: Any, space: Mapping[str, Any], epochs: int):
     )
 
 
-def search(given: Any):
+def make_search(given: Any):
     """Returns Ray's search algorithm for a name; returns an object of Ray's unchanged.
 
     Raises:
@@ -164,7 +164,7 @@ def search(given: Any):
     return given
 
 
-def parse(texts: Mapping[str, Any]) -> dict[str, Any]:
+def parse_space(texts: Mapping[str, Any]) -> dict[str, Any]:
     """Parses a space from YAML or a command line, such as {"learning_rate": "loguniform(1e-4, 1e-1)"}.
 
     A text that calls one of `FUNCTIONS` with literal arguments becomes that domain. A list becomes a choice, and

@@ -36,13 +36,13 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from raytf import logs, timeouts, validation
 from raytf.compat import loggers
 from raytf.compat.ray_tune import get_fs_and_path, restored_run_config
-from raytf.console.phases import READING, TRYING, phases, starting
+from raytf.console.phases import READING, TRYING, show_phases, starting_phase
 from raytf.data import stored, streamed
 from raytf.data.tf_data import TFData
 from raytf.errors import ConfigError, ResourceError, StoppedError, TrainingError
 from raytf.identity import canonical, fingerprint, same_run
 from raytf.runtime import resources
-from raytf.runtime.answers import NoAnswerError, as_they_come
+from raytf.runtime.answers import NoAnswerError, in_completion_order
 from raytf.runtime.processes import WarmPool, worker_environment
 from raytf.storage import run_folder, scratch, trusted
 from raytf.storage.run_folder import RunFolder
@@ -154,39 +154,41 @@ def sweep(
         report_every_steps=report_every_steps,
         scaling=Scaling(rule=scale_learning_rate, base_batch_size=base_batch_size, warmup_steps=warmup_steps),
     )
-    if doubt := validation.doubt_of_mode(metric, mode):
+    if doubt := validation.mode_warning(metric, mode):
         warnings.warn(doubt, stacklevel=2)
     ray_config.check_sweep(trainer, param_space, run_config is not None)
-    run_config = None if run_config is None else run_folder.located(run_config)
+    run_config = None if run_config is None else run_folder.with_absolute_path(run_config)
     named = None
     if resume is None:
-        options = dataclasses.replace(options, space=space.described(param_space))
+        options = dataclasses.replace(options, space=space.describe_space(param_space))
         if (named := _existing(run_config or trainer.run_config)) is not None:
-            options.check_same(report.settings(named), named)
+            options.check_same(report.read_settings(named), named)
             resume = named
     if resume is not None:
-        options = options.resumed(report.settings(resume))
-        trusted.check_own(report.located(resume))
+        options = options.resumed(report.read_settings(resume))
+        trusted.check_owner(report.absolute_folder(resume))
     else:
-        options = dataclasses.replace(options, sample=space.sample(dict(param_space)))
+        options = dataclasses.replace(options, sample=space.sample_config(dict(param_space)))
     given = dict(param_space or {})
     config = trainer.config if isinstance(trainer, KerasTrainer) else dict(trainer.train_loop_config or {})
-    epochs = max((int(e) for e in space.bounds(given.get("epochs", config.get("epochs", 100)), "epochs")), default=1)
-    chosen = space.scheduler(scheduler, given, epochs)
+    epochs = max(
+        (int(e) for e in space.key_bounds(given.get("epochs", config.get("epochs", 100)), "epochs")), default=1
+    )
+    chosen = space.make_scheduler(scheduler, given, epochs)
     if isinstance(chosen, HyperBandScheduler) and max_concurrent_trials is not None:
         raise ConfigError(
             "HyperBand waits for whole brackets of trials, which max_concurrent_trials would keep from starting",
             f"max_concurrent_trials={max_concurrent_trials}",
             "Leave the limit out: trials wait for the cluster's room anyhow",
         )
-    searched = space.search(search_alg)
-    bundles = [resources.per_worker(trainer.scaling_config)] * _largest(trainer.scaling_config, given)
+    searched = space.make_search(search_alg)
+    bundles = [resources.resources_per_worker(trainer.scaling_config)] * _largest(trainer.scaling_config, given)
     trainer = copy.copy(trainer)
-    with phases(progress, starting()):
+    with show_phases(progress, starting_phase()):
         tensorflow = trainer.tensorflow_config if isinstance(trainer, KerasTrainer) else trainer.backend_config.config
         trainer.scaling_config = placed(trainer.scaling_config, bundles, tensorflow.network)
     largest, room = _check_room(trainer.scaling_config, given)
-    trials = space.count(given, num_samples)
+    trials = space.count_trials(given, num_samples)
     groups = min(room / largest, trials or math.inf, max_concurrent_trials or math.inf)
     spares = largest * (int(groups) if math.isfinite(groups) else 1)
     # Population Based Training may return to an earlier checkpoint of its trial
@@ -194,13 +196,13 @@ def sweep(
     settled = _run_config(run_config, trainer.run_config, keep)
     with contextlib.ExitStack() as ends:
         ending = ends.enter_context(Ending())
-        ends.callback(scratch.clean)
-        location = _place(settled, resume)
+        ends.callback(scratch.remove_abandoned)
+        location = _sweep_folder(settled, resume)
         lock = ends.enter_context(RunLock(*location))
         ending.record(*location)
         if progress:
-            print(f"sweep   {resume or run_folder.where(settled)}", flush=True)
-        shown = ends.enter_context(phases(progress, READING))
+            print(f"sweep   {resume or run_folder.folder_in_users_form(settled)}", flush=True)
+        shown = ends.enter_context(show_phases(progress, READING))
         processes = WarmPool(GroupWorker, trainer.scaling_config, trainer.run_config, spares, import_raytf)
         training = ends.enter_context(Prepared(processes))
         failures = (settled.failure_config or tune.FailureConfig()).max_failures
@@ -226,13 +228,13 @@ def sweep(
                 max_concurrent_trials=max_concurrent_trials,
                 reuse_actors=warm,
             ),
-            _watched(settled, table),
+            _with_table(settled, table),
             resume,
         )
         lock.confirm()
         lock.on_lost = lambda: setattr(table, "fatal", TrainingError(None, lock.lost))
         if resume is None:
-            _remember(dataclasses.replace(options, identity=identity), settled)
+            _write_settings(dataclasses.replace(options, identity=identity), settled)
         if plan.end is not None:
             ends.callback(plan.end.clear)
         with table, _quiet_tune() as tunes:
@@ -244,14 +246,14 @@ def sweep(
         if asking is not None and asking.lost:
             raise TrainingError(None, f"the sweep was to end after a step: {'; '.join(asking.lost)}")
         if ending.number is not None:
-            raise StoppedError(ending.number, _stands(grid, plan.end is not None))
+            raise StoppedError(ending.number, _describe_progress(grid, plan.end is not None))
         if table.fatal is not None:
             raise table.fatal
         if plan.end is not None:
-            trial_steps.remove_all(grid.filesystem, grid.experiment_path)
+            trial_steps.remove_all_trials(grid.filesystem, grid.experiment_path)
         table.conclude(grid)
         if isinstance(trainer, KerasTrainer):
-            checkpoint.remember(grid.experiment_path, trainer.build_model, trainer.config)
+            checkpoint.remember_run(grid.experiment_path, trainer.build_model, trainer.config)
         _clean_hosts()
         return grid
 
@@ -261,10 +263,10 @@ def _clean_hosts() -> None:
     own_node = ray.get_runtime_context().get_node_id()
     nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"] and node["NodeID"] != own_node]
     strategies = [NodeAffinitySchedulingStrategy(node, soft=False) for node in nodes]
-    clean = ray.remote(scratch.clean)
+    clean = ray.remote(scratch.remove_abandoned)
     refs = [clean.options(num_cpus=0, max_retries=0, scheduling_strategy=strategy).remote() for strategy in strategies]
     with contextlib.suppress(NoAnswerError):
-        for _ in as_they_come(refs, timeouts.get().cleanup, "the removal of temporary folders"):
+        for _ in in_completion_order(refs, timeouts.get().cleanup, "the removal of temporary folders"):
             pass
 
 
@@ -277,20 +279,20 @@ def _existing(run_config) -> str | None:
     names = [file.base_name for file in files]
     if report.SETTINGS not in names or not any(name.startswith(_TUNES_STATE) for name in names):
         return None
-    return run_folder.where(run_config)
+    return run_folder.folder_in_users_form(run_config)
 
 
 def _check_same(was: Mapping[str, Any], now: Mapping[str, Any], name: str) -> None:
     """Raises ConfigError if a sweep's trainer `was` another one; unknown properties do not differ."""
-    if differ := same_run.compare(was, now):
+    if differ := same_run.find_differences(was, now):
         raise ConfigError(
             "A sweep of a name that exists resumes as it was",
-            f"{name!r} with {same_run.shown(differ)}",
+            f"{name!r} with {same_run.describe_differences(differ)}",
             f"Choose another name, or say resume={name!r}",
         )
 
 
-def _stands(grid, after_step: bool) -> str:
+def _describe_progress(grid, after_step: bool) -> str:
     """Describes the progress of a sweep that a signal ended, as a clause."""
     resume_point = "at their next steps" if after_step else "from their last checkpoints"
     done = sum(bool((result.metrics or {}).get(DONE)) or result.error is not None for result in grid)
@@ -314,13 +316,13 @@ def _quiet_tune():
     os.environ.update(variables)
     tune_logger.setLevel(max(level, logging.WARNING))
     controller = logging.getLogger(loggers.TUNE_CONTROLLER)
-    controller.addFilter(_is_told)
+    controller.addFilter(_is_logged)
     handler = signal.getsignal(signal.SIGUSR1)
     try:
         yield _TunesLoop(handler, tune_logger)
     finally:
-        tune_logger.removeFilter(_is_news)
-        controller.removeFilter(_is_told)
+        tune_logger.removeFilter(_is_unreported)
+        controller.removeFilter(_is_logged)
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGUSR1, signal.SIG_DFL if handler is None else handler)
         tune_logger.setLevel(level)
@@ -348,18 +350,18 @@ class _TunesLoop:
         """Ends the loop with its state saved; returns False before it has begun."""
         if not self.has_begun():
             return False
-        self._logger.addFilter(_is_news)
+        self._logger.addFilter(_is_unreported)
         signal.getsignal(signal.SIGUSR1)(signal.SIGUSR1, None)
         return True
 
 
-def _is_told(record: logging.LogRecord) -> bool:
+def _is_logged(record: logging.LogRecord) -> bool:
     """Whether to log a trial's failure; a metric that no trial reports ends the sweep with its own message."""
     error = record.exc_info[1] if record.exc_info else None
     return not isinstance(getattr(error, "cause", error), UnknownMetricError)
 
 
-def _is_news(record: logging.LogRecord) -> bool:
+def _is_unreported(record: logging.LogRecord) -> bool:
     """Whether raytf does not itself log what Tune logs about an ended sweep."""
     return record.levelno >= logging.ERROR and not str(record.msg).startswith("Trials did not complete")
 
@@ -390,8 +392,8 @@ def _check(trainer, param_space, report_every_steps, resume) -> None:
             "Leave it out",
         )
     if resume is None:
-        space.check(param_space)
-    elif "://" not in (path := report.located(resume)) and not os.path.exists(path):
+        space.check_space(param_space)
+    elif "://" not in (path := report.absolute_folder(resume)) and not os.path.exists(path):
         raise ConfigError("A sweep is resumed from a path that exists", repr(resume), "Check the path")
     if report_every_steps is not None and isinstance(trainer, TensorflowTrainer):
         raise ConfigError(
@@ -407,18 +409,18 @@ def _check_room(scaling_config, given: Mapping[str, Any]) -> tuple[int, float]:
     """
     largest, holds = _largest(scaling_config, given), resources.capacity(scaling_config)
     if holds < largest:
-        need = resources.format_resources(resources.per_worker(scaling_config))
+        need = resources.format_resources(resources.resources_per_worker(scaling_config))
         raise ResourceError(
             f"The cluster must be able to hold the largest trial ({largest} worker(s), {need} each)",
             f"room for {holds} such worker(s)",
-            resources.remedy(resources.per_worker(scaling_config), largest),
+            resources.suggest_fix(resources.resources_per_worker(scaling_config), largest),
         )
     return largest, holds
 
 
 def _largest(scaling_config, given: Mapping[str, Any]) -> int:
     """Returns the number of workers of the largest trial of a space."""
-    counts = space.bounds(given.get("num_workers", scaling_config.num_workers), "num_workers")
+    counts = space.key_bounds(given.get("num_workers", scaling_config.num_workers), "num_workers")
     if not all(isinstance(n, (int, np.integer)) and n >= 1 for n in counts):
         raise ConfigError(
             "num_workers of a trial must be an integer of at least 1", counts, "Put numbers of workers into the space"
@@ -467,9 +469,9 @@ def _plan(trainer, config: Mapping[str, Any], options: SweepOptions, training: P
             **common,
         )
         loop_parts = {"train_loop_per_worker": trainer.train_loop_per_worker, "train_loop_config": dict(config)}
-        data = {name: fingerprint.of_dataset(d, sum(contents[name].rows)) for name, d in datasets.items()}
-        data |= {name: fingerprint.of_pipeline(one) for name, one in trainer.pipelines.items()}
-        return spec, {"version": same_run.VERSION, **canonical.described(loop_parts), "data": data}
+        data = {name: fingerprint.dataset_fingerprint(d, sum(contents[name].rows)) for name, d in datasets.items()}
+        data |= {name: fingerprint.pipeline_fingerprint(one) for name, one in trainer.pipelines.items()}
+        return spec, {"version": same_run.VERSION, **canonical.describe(loop_parts), "data": data}
     contents, every = training.read(trainer), options.report_every_steps
     shown.begin(TRYING)
     tried = trainer.try_model(processes, contents, {**config, **options.sample}, own=_OWN_KEYS)
@@ -589,7 +591,7 @@ def _run_config(given, trainers, keep: int) -> tune.RunConfig:
     return dataclasses.replace(given, name=given.name or run_folder.new_name("sweep"), checkpoint_config=checkpoint)
 
 
-def _watched(run_config, table: SweepTable) -> tune.RunConfig:
+def _with_table(run_config, table: SweepTable) -> tune.RunConfig:
     callbacks = [*(run_config.callbacks or []), table]
     stop = Stopper(table, _users_stopper(run_config.stop))
     # in a notebook, Tune's own choice draws an empty page
@@ -597,16 +599,16 @@ def _watched(run_config, table: SweepTable) -> tune.RunConfig:
     return dataclasses.replace(run_config, callbacks=callbacks, verbose=0, stop=stop, progress_reporter=reporter)
 
 
-def _place(run_config, resume) -> tuple:
+def _sweep_folder(run_config, resume) -> tuple:
     """Returns (filesystem, path) of the sweep's folder, which may be a resumed one."""
     if resume is None:
         folder = RunFolder.of(run_config)
         return folder.filesystem, folder.path
-    filesystem, path = get_fs_and_path(report.located(resume), None)
+    filesystem, path = get_fs_and_path(report.absolute_folder(resume), None)
     return filesystem, path.rstrip("/")
 
 
-def _remember(options: SweepOptions, run_config) -> None:
+def _write_settings(options: SweepOptions, run_config) -> None:
     """Stores next to the trials what a resumed sweep and a report need."""
     folder = RunFolder.of(run_config)
     with folder.filesystem.open_output_stream(f"{folder.path}/{report.SETTINGS}") as file:
@@ -631,7 +633,7 @@ def _tuner(trainable, given, tune_config, run_config, resume) -> tune.Tuner:
     if resume is None:
         return tune.Tuner(trainable, param_space=given, tune_config=tune_config, run_config=run_config)
     tuner = tune.Tuner.restore(
-        report.located(resume),
+        report.absolute_folder(resume),
         trainable,
         param_space=given or None,
         resume_unfinished=True,

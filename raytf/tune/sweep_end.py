@@ -75,14 +75,14 @@ class SweepEnd:
         self._entries.clear()
 
 
-def at_work(notes: Mapping[str, dict | None]) -> list[str]:
+def working_trials(notes: Mapping[str, dict | None]) -> list[str]:
     """Returns the trials that still make steps; a trial that has not begun has nothing to lose. Pure."""
     return [trial for trial, note in notes.items() if note is not None and not note["ended"]]
 
 
-def unkept(notes: Mapping[str, dict | None]) -> list[str]:
+def describe_losses(notes: Mapping[str, dict | None]) -> list[str]:
     """Returns the losses, a clause for each trial; pure."""
-    lost = [f"trial {trial} has not ended" for trial in at_work(notes)]
+    lost = [f"trial {trial} has not ended" for trial in working_trials(notes)]
     for trial, note in notes.items():
         if note is not None and note["ended"] and not note["kept"]:
             lost.append(f"trial {trial} has ended after step {note['step']}, which is not kept")
@@ -98,7 +98,7 @@ class SweepStop:
         tell: Logs that all trials were requested to end.
 
     Attributes:
-        lost: Clauses of `unkept`, after the end.
+        lost: Clauses of `describe_losses`, after the end.
     """
 
     def __init__(self, end: SweepEnd, interrupt: Callable[[], object], tell: Callable[[str], None]):
@@ -124,8 +124,8 @@ class SweepStop:
             self._until = time.monotonic() + timeouts.get().run_end
             self._end.ask()
         notes = self._end.notes(running())
-        if at_work(notes) and time.monotonic() < self._until:
+        if working_trials(notes) and time.monotonic() < self._until:
             return
-        self._over, self.lost = True, unkept(notes)
+        self._over, self.lost = True, describe_losses(notes)
         self._end.release()
         self._interrupt()

@@ -102,9 +102,9 @@ class SweepTable(tune.Callback):
             except ResourceError as error:  # a node has gone since the sweep began
                 self.fatal = error
                 return
-            need = resources.format_resources(resources.total(bundles))
+            need = resources.format_resources(resources.total_resources(bundles))
             free = ray.available_resources()
-            has = resources.format_resources({name: free.get(name, 0) for name in resources.total(bundles)})
+            has = resources.format_resources({name: free.get(name, 0) for name in resources.total_resources(bundles)})
             text = f"{len(waiting)} trial(s) wait to start; one needs {need}, and {has} is free"
             logger.info(f"{text} on the cluster: other work may hold the rest")
 
@@ -112,7 +112,7 @@ class SweepTable(tune.Callback):
         self._began.setdefault(trial.trial_id, time.monotonic())
 
     def on_trial_complete(self, iteration, trials, trial, **info):
-        self._ended(trial, f"{self._metric} {_shown(_value(trial, self._metric))}")
+        self._ended(trial, f"{self._metric} {_format_value(_value(trial, self._metric))}")
 
     def on_trial_error(self, iteration, trials, trial, **info):
         cause = _cause(trial)
@@ -146,7 +146,7 @@ class SweepTable(tune.Callback):
         running = sum(t.status == "RUNNING" for t in self._trials)
         title = f"{len(self._spent)}/{self._total or '?'} trials ended, {running} running"
         if best is not None:
-            title += f", best {self._metric} {_shown(best[0])}"
+            title += f", best {self._metric} {_format_value(best[0])}"
         remaining = self.seconds_left(running)
         if remaining is not None:
             title += f", {int(remaining) // 60}:{int(remaining) % 60:02d} left"
@@ -161,7 +161,7 @@ class SweepTable(tune.Callback):
         for trial in shown[:_ROWS]:
             mark = " *" if best is not None and trial is best[1] else ""
             result = trial.last_result or {}
-            value = _shown(_value(trial, self._metric)) + mark
+            value = _format_value(_value(trial, self._metric)) + mark
             reports = str(result.get("training_iteration", 0))
             table.add_row(trial.trial_id[-5:], trial.status.lower(), _config(trial), reports, value)
         return Group(Text(title), table)  # a title of the table's own would wrap if that is narrow
@@ -186,8 +186,10 @@ class SweepTable(tune.Callback):
             self._console.print(f"no trial is the best: {self._metric} is NaN in all of them")
             return
         best = grid.get_best_result()
-        config = ", ".join(f"{k}={_shown(v)}" for k, v in best.config.items())
-        self._console.print(f"best {self._metric} {_shown(best.metrics[self._metric])}: {config}", highlight=False)
+        config = ", ".join(f"{k}={_format_value(v)}" for k, v in best.config.items())
+        self._console.print(
+            f"best {self._metric} {_format_value(best.metrics[self._metric])}: {config}", highlight=False
+        )
         if best.checkpoint is not None:
             self._console.print(
                 f'its model: raytf.load_model("{best.checkpoint.path}")', highlight=False, soft_wrap=True
@@ -233,12 +235,12 @@ def _rank(value: float | None, mode: str) -> float:
 
 def _config(trial) -> str:
     result = trial.last_result or {}
-    config = " ".join(f"{k}={_shown(v)}" for k, v in trial.config.items())
-    same = _shown(result.get("scaled_learning_rate")) == _shown(trial.config.get("learning_rate"))
+    config = " ".join(f"{k}={_format_value(v)}" for k, v in trial.config.items())
+    same = _format_value(result.get("scaled_learning_rate")) == _format_value(trial.config.get("learning_rate"))
     names = [name for name in _DERIVED if name in result and not (same and name == "scaled_learning_rate")]
-    follows = ", ".join(f"{_shown(result[name])} {_DERIVED[name]}" for name in names)
+    follows = ", ".join(f"{_format_value(result[name])} {_DERIVED[name]}" for name in names)
     return f"{config} ({follows})" if follows else config
 
 
-def _shown(value: Any) -> str:
+def _format_value(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)

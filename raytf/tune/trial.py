@@ -26,7 +26,7 @@ from raytf.train.worker_group import TrialError, TrialRun, WorkerGroup, WorkerGr
 from raytf.tune import learning_rate, trial_steps
 from raytf.tune.sweep_end import SweepEnd
 from raytf.worker.ending import DRAIN, STOP, MovedError
-from raytf.worker.session import TRIAL, Within, read_files, write_files
+from raytf.worker.session import TRIAL, TrialCheckpointDir, read_files, write_files
 
 # Seconds between saves of a long trial, so that one whose worker dies does not start from scratch.
 _SAVE_INTERVAL = 30.0
@@ -92,7 +92,7 @@ class Trial(tune.Trainable):
 
     def setup(self, config, plan: SweepSpec):
         logging.getLogger(loggers.TUNE_STORAGE).setLevel(logging.WARNING)  # it logs each checkpoint
-        timeouts.put_in_force(plan.setup.timeouts)
+        timeouts.set_current(plan.setup.timeouts)
         self._plan, self._worker_group = plan, None
         output.say_who(self.trial_name)
         self._record()
@@ -107,7 +107,7 @@ class Trial(tune.Trainable):
         self._files: dict[str, bytes] | None = None
         self._start: dict[str, bytes] | None = None  # the files its workers resume from: these, or a later checkpoint
         self._begun_with = ""  # see `trial_steps`
-        self._within: Within | None = None
+        self._within: TrialCheckpointDir | None = None
         self._ahead = 0  # reports after Tune's checkpoint
         self._saved_step = 0
         self._running = self._reported = False
@@ -169,7 +169,7 @@ class Trial(tune.Trainable):
 
     def _ended(self, step: int, why: str | None) -> dict[str, Any]:
         """Handles workers that ended after a step on request."""
-        kept = self._saved_step >= step or trial_steps.is_kept(self._within.filesystem, self._within.folder, step)
+        kept = self._saved_step >= step or trial_steps.is_finished(self._within.filesystem, self._within.folder, step)
         if why == DRAIN:
             self._close()
             moved = MovedError(step)
@@ -189,7 +189,7 @@ class Trial(tune.Trainable):
         plan = self._plan
         if not self._running:
             workers = plan.workers(self._config)
-            self._derived = learning_rate.derived(self._config, plan.scaling, workers, plan.rows)
+            self._derived = learning_rate.derived_config(self._config, plan.scaling, workers, plan.rows)
             config = dict(self._config)
             if "scaled_learning_rate" in self._derived:
                 config["learning_rate"] = self._derived["scaled_learning_rate"]
@@ -221,12 +221,12 @@ class Trial(tune.Trainable):
 
     def _newest(self, storage) -> dict[str, bytes] | None:
         """Returns the files of the checkpoint to resume from: Tune's, or a later mid-epoch one."""
-        name = trial_steps.folder_of(self._config, self._begun_with)
+        name = trial_steps.trial_folder(self._config, self._begun_with)
         folder = posixpath.join(storage.trial_fs_path, name)
-        newest = trial_steps.newest(storage.storage_filesystem, folder, _step_of(self._files))
+        newest = trial_steps.newest_checkpoint(storage.storage_filesystem, folder, _step_of(self._files))
         files, reports = newest or (self._files, self.iteration)
         self._ahead = reports - self.iteration
-        self._within = Within(storage.storage_filesystem, folder, reports)
+        self._within = TrialCheckpointDir(storage.storage_filesystem, folder, reports)
         return files
 
     def _maybe_save(self) -> dict[str, Any]:
@@ -250,7 +250,7 @@ class Trial(tune.Trainable):
         """Saves like `Trainable.save`; removes the trial's earlier mid-epoch checkpoints, which are now needless."""
         saved = super().save(checkpoint_dir)
         if self._within is not None:
-            trial_steps.remove(self._within.filesystem, self._within.folder, self._saved_step)
+            trial_steps.remove_until(self._within.filesystem, self._within.folder, self._saved_step)
         return saved
 
     def save_checkpoint(self, folder: str) -> None:
@@ -265,7 +265,9 @@ class Trial(tune.Trainable):
         files = read_files(folder)
         self._files = None if "nothing" in files else files
         if self._plan.end is not None:
-            self._begun_with = trial_steps.begun_with(self._from, ray_tune.storage_of(self).trial_fs_path, files)
+            self._begun_with = trial_steps.initial_checkpoint(
+                self._from, ray_tune.storage_of(self).trial_fs_path, files
+            )
 
     def cleanup(self) -> None:
         self._close()
@@ -280,7 +282,7 @@ def _step_of(files: Mapping[str, bytes] | None) -> int:
     """Returns the total steps of a checkpoint from its files; 0 without files."""
     if files is None or checkpoint_files.STATE not in files:
         return 0
-    return checkpoint_files.state_of(files[checkpoint_files.STATE], "Tune's checkpoint").step
+    return checkpoint_files.parse_state(files[checkpoint_files.STATE], "Tune's checkpoint").step
 
 
 class UnknownMetricError(ConfigError):

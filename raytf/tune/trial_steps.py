@@ -19,23 +19,23 @@ from ray.tune import Checkpoint
 from raytf.identity import canonical
 from raytf.storage import checkpoint_files, snapshots, step_folders, stored_json
 from raytf.storage.checkpoint_files import MANIFEST, DamagedCheckpointError
-from raytf.worker.session import TRIAL, fetched
+from raytf.worker.session import TRIAL, fetch_files
 
 PREFIX = "steps_"
 
 
-def folder_of(config: Mapping[str, Any], begun_with: str) -> str:
+def trial_folder(config: Mapping[str, Any], begun_with: str) -> str:
     """Returns the name of the subfolder in a trial's folder; equal in every process.
 
     Args:
         config: The trial's config.
         begun_with: "<trial>/<checkpoint>" of another trial, or "".
     """
-    descriptions = {name: canonical.described(value) for name, value in config.items()}
-    return PREFIX + canonical.hashed(canonical.dumped([begun_with, descriptions]))
+    descriptions = {name: canonical.describe(value) for name, value in config.items()}
+    return PREFIX + canonical.hash_value(canonical.dump([begun_with, descriptions]))
 
 
-def begun_with(checkpoint: str, trial: str, files: Mapping[str, bytes]) -> str:
+def initial_checkpoint(checkpoint: str, trial: str, files: Mapping[str, bytes]) -> str:
     """Returns the foreign checkpoint that a trial began with, from the Tune checkpoint that it now starts from, or "".
 
     Args:
@@ -45,24 +45,24 @@ def begun_with(checkpoint: str, trial: str, files: Mapping[str, bytes]) -> str:
     """
     trial_folder, name = posixpath.split(checkpoint.rstrip("/"))
     if trial_folder == trial.rstrip("/") and TRIAL in files:
-        recorded = stored_json.parsed(files[TRIAL]).get("begun_with")
+        recorded = stored_json.parse_object(files[TRIAL]).get("begun_with")
         if isinstance(recorded, str):
             return recorded
     return f"{posixpath.basename(trial_folder)}/{name}"
 
 
-def newest(filesystem, folder: str, after: int) -> tuple[dict[str, bytes], int] | None:
+def newest_checkpoint(filesystem, folder: str, after: int) -> tuple[dict[str, bytes], int] | None:
     """Returns (files, number of the trial's reports) of the last whole checkpoint after a step; None without one.
 
     Waits for the processes that write some; warns of damaged ones.
 
     Args:
         filesystem: A `pyarrow.fs.FileSystem`.
-        folder: Path there, see `folder_of`.
+        folder: Path there, see `trial_folder`.
         after: Total steps at Tune's checkpoint, 0 without one.
     """
     snapshots.wait_for_all(filesystem, folder)
-    steps = [name for step, name in step_folders.listed(filesystem, folder) if step > after]
+    steps = [name for step, name in step_folders.finished_folders(filesystem, folder) if step > after]
     if not steps:
         return None
     candidates = [Checkpoint(posixpath.join(folder, name), filesystem=filesystem) for name in steps]
@@ -77,21 +77,21 @@ def newest(filesystem, folder: str, after: int) -> tuple[dict[str, bytes], int] 
 
 def _read(saved: Checkpoint) -> tuple[dict[str, bytes], int]:
     name = posixpath.basename(saved.path)
-    files = fetched(saved)
-    reports = checkpoint_files.object_of(files.get(TRIAL, b""), TRIAL, name).get("reports")
+    files = fetch_files(saved)
+    reports = checkpoint_files.parse_object(files.get(TRIAL, b""), TRIAL, name).get("reports")
     if type(reports) is not int or reports < 0:
-        raise checkpoint_files.damaged(name, f"{TRIAL} does not say how many reports there were")
+        raise checkpoint_files.damaged_error(name, f"{TRIAL} does not say how many reports there were")
     return files, reports
 
 
-def is_kept(filesystem, folder: str, step: int) -> bool:
+def is_finished(filesystem, folder: str, step: int) -> bool:
     """Whether there is a finished checkpoint of a step."""
-    return any(kept_step == step for kept_step, _ in step_folders.listed(filesystem, folder))
+    return any(kept_step == step for kept_step, _ in step_folders.finished_folders(filesystem, folder))
 
 
-def remove(filesystem, folder: str, step: int) -> None:
+def remove_until(filesystem, folder: str, step: int) -> None:
     """Removes the checkpoints up to a step, as Tune's checkpoint holds more."""
-    for kept_step, name in step_folders.listed(filesystem, folder):
+    for kept_step, name in step_folders.finished_folders(filesystem, folder):
         if kept_step <= step:
             path = posixpath.join(folder, name)
             with contextlib.suppress(FileNotFoundError):  # the process that writes removes old ones, too
@@ -99,7 +99,7 @@ def remove(filesystem, folder: str, step: int) -> None:
                 filesystem.delete_dir(path)
 
 
-def remove_all(filesystem, sweep: str) -> None:
+def remove_all_trials(filesystem, sweep: str) -> None:
     """Removes the checkpoints of all trials of a finished sweep, once no process writes any more.
 
     Args:

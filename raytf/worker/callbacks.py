@@ -25,12 +25,12 @@ from raytf.errors import ConfigError, first_line
 from raytf.identity import same_run
 from raytf.parallel import model_optimizers, shards
 from raytf.parallel.callbacks import settable_rate
-from raytf.storage.snapshots import NotKeptError
+from raytf.storage.snapshots import NotWrittenError
 from raytf.worker import checkpoint as checkpoints
 from raytf.worker import session
 from raytf.worker.callback_state import CallbackStates
 from raytf.worker.part import Training, TrainingPart, shared_states
-from raytf.worker.writers import Writers
+from raytf.worker.writers import WriterCount
 
 
 def feed_state(name: str) -> dict | None:
@@ -78,8 +78,8 @@ class FeedCallback(TrainingPart):
         return self._feed.step_without(skip) if skip else self._feed.dataset()
 
     def on_train_begin(self, logs=None):
-        if activity.here.began is None:  # otherwise the rest of a resumed epoch begins
-            activity.here.began = self.step
+        if activity.tracker.began is None:  # otherwise the rest of a resumed epoch begins
+            activity.tracker.began = self.step
 
     def on_epoch_begin(self, epoch, logs=None):
         for feed in self._feeds.values():
@@ -89,7 +89,7 @@ class FeedCallback(TrainingPart):
     def on_train_batch_end(self, batch, logs=None):
         self.step += batch + 1 - self.epoch_step
         self.epoch_step, self.skipped = batch + 1, 0
-        activity.here.step = self.step
+        activity.tracker.step = self.step
 
 
 class ReportCallback(keras.callbacks.Callback):
@@ -118,7 +118,7 @@ class ReportCallback(keras.callbacks.Callback):
 
     def __new__(cls, *args, **kwargs) -> ReportCallback:
         # imported while `tf.keras` was Keras 3, and called while it is Keras 2
-        if cls is ReportCallback and legacy_keras.is_on():
+        if cls is ReportCallback and legacy_keras.is_enabled():
             from raytf.worker import legacy_callbacks
 
             return legacy_callbacks.LegacyReportCallback(*args, **kwargs)
@@ -132,10 +132,10 @@ class ReportCallback(keras.callbacks.Callback):
         build: tuple | None = None,
         callbacks: Sequence[keras.callbacks.Callback] | CallbackStates = (),
         history: Sequence[Mapping[str, float]] = (),
-        report: Callable = session.report,
+        report: Callable = session.report_to_ray,
         identity: Mapping[str, Any] | None = None,
         steps: Callable[[], int] | None = None,
-        writers: Writers | None = None,
+        writers: WriterCount | None = None,
         batch_scale: float = 1.0,
     ):
         super().__init__()
@@ -146,7 +146,7 @@ class ReportCallback(keras.callbacks.Callback):
         self._states = callbacks if isinstance(callbacks, CallbackStates) else CallbackStates(callbacks)
         self._history = list(history)
         self._reported = None
-        self._kept: Callable[[], NotKeptError | None] | None = None
+        self._kept: Callable[[], NotWrittenError | None] | None = None
 
     def on_train_begin(self, logs: dict | None = None) -> None:
         self._states.begin()
@@ -158,11 +158,11 @@ class ReportCallback(keras.callbacks.Callback):
     def on_train_end(self, logs: dict | None = None) -> None:
         # EarlyStopping and averaged weights may have replaced the weights after the last epoch
         if self._history and self._reported is not None:
-            with activity.here.within(activity.CHECKPOINT):  # the last checkpoint may not be whole yet
+            with activity.tracker.within(activity.CHECKPOINT):  # the last checkpoint may not be whole yet
                 kept = self._fingerprint() == self._reported and self._is_kept()
             if not kept:
                 self._report(stopped=bool(self.model.stop_training))
-            with activity.here.within(activity.CHECKPOINT):
+            with activity.tracker.within(activity.CHECKPOINT):
                 failed = self._kept and self._kept()
             if failed is not None:
                 raise failed
@@ -184,11 +184,11 @@ class ReportCallback(keras.callbacks.Callback):
     def _report(self, stopped: bool):
         self._reported = self._fingerprint()
         moment = self._moment(stopped) if self._checkpoint else None
-        with activity.here.within(activity.CHECKPOINT), shards.whole(self.model):
+        with activity.tracker.within(activity.CHECKPOINT), shards.whole(self.model):
             self._kept = self._to(dict(self._history[-1]), moment)
 
-    def _moment(self, stopped: bool) -> checkpoints.Moment:
-        moment = checkpoints.Moment(self.model, self._state(stopped), self._states, self._build)
+    def _moment(self, stopped: bool) -> checkpoints.CheckpointSnapshot:
+        moment = checkpoints.CheckpointSnapshot(self.model, self._state(stopped), self._states, self._build)
         writers = 1 if self._writers is None else self._writers.count(self.model)
         if writers == 1:
             return moment
@@ -196,7 +196,7 @@ class ReportCallback(keras.callbacks.Callback):
         return dataclasses.replace(moment, writers=writers, agreed=agreed)
 
     def parts(self, variables: Mapping[str, np.ndarray], ahead: int = 0, **within: Any) -> dict[str, Any]:
-        """Returns the files of a checkpoint within an epoch, see `checkpoint.parts`.
+        """Returns the files of a checkpoint within an epoch, see `checkpoint.checkpoint_parts`.
 
         Args:
             variables: Arrays of `metrics.npz`.
@@ -205,7 +205,7 @@ class ReportCallback(keras.callbacks.Callback):
         """
         state = self._state(stopped=False)
         state = dataclasses.replace(state, step=state.step + ahead, **_number(within))
-        return checkpoints.parts(self.model, state, self._states, self._build, variables)
+        return checkpoints.checkpoint_parts(self.model, state, self._states, self._build, variables)
 
     def _state(self, stopped: bool) -> checkpoints.CheckpointState:
         # an optimizer that waits for others, or steps more than once, has another count
@@ -239,7 +239,7 @@ class EpochReports(ReportCallback, TrainingPart):
             report=training.report or (functools.partial(session.report, keep=True) if keep else session.report),
             identity=options.identity,
             steps=lambda: position.step,
-            writers=Writers(session) if session.shares_writing else None,
+            writers=WriterCount(session) if session.shares_writing else None,
             batch_scale=options.scale,
         )
 

@@ -26,7 +26,7 @@ from pyarrow.fs import FileType, LocalFileSystem, copy_files
 from raytf.compat import keras_objects
 from raytf.console import quiet
 from raytf.data import columns
-from raytf.errors import ConfigError, first_line, in_a_line
+from raytf.errors import ConfigError, first_line, one_line
 from raytf.parallel import model_optimizers
 from raytf.storage import checkpoint_files, plain_values, scattered, scratch, snapshot_store
 from raytf.storage.checkpoint_files import (
@@ -40,7 +40,7 @@ from raytf.storage.checkpoint_files import (
     SEEDS,
     STATE,
     CheckpointState,
-    check,
+    check_folder,
     first_whole,
     newest_first,
     read_state,
@@ -48,18 +48,19 @@ from raytf.storage.checkpoint_files import (
 )
 from raytf.worker import legacy_models, random_state
 from raytf.worker.callback_state import CallbackStates
-from raytf.worker.choice import Choice, Kept, kept_in
-from raytf.worker.mean_weights import mean_of
+from raytf.worker.choice import CheckpointSelector, StoredCheckpoint, list_checkpoints
+from raytf.worker.mean_weights import average_models
 
 if TYPE_CHECKING:
     import keras
     from ray.train import Checkpoint, Result
 
 __all__ = [
+    "CheckpointSnapshot",
     "CheckpointState",
-    "Moment",
-    "Stored",
-    "check",
+    "StorageLocation",
+    "check_folder",
+    "checkpoint_parts",
     "columns_of",
     "existing_path",
     "inputs_of",
@@ -67,15 +68,14 @@ __all__ = [
     "is_uri",
     "last_state",
     "load_model",
-    "made_here",
     "metrics_of",
-    "parts",
     "read_state",
     "read_state_of",
-    "remember",
+    "remember_run",
     "restore",
     "restore_callbacks",
     "restore_random",
+    "run_of_process",
     "save",
     "write",
 ]
@@ -83,20 +83,20 @@ __all__ = [
 # Largest number of values of a row for a model's first call; more is an error of the file.
 _MOST_INPUT_VALUES = 1 << 28
 # build_model and config of the runs of this process, by the path of the run.
-_made_here: dict[str, tuple[Callable, dict]] = {}
+_runs_of_process: dict[str, tuple[Callable, dict]] = {}
 # Notes of the checkpoints of loaded models, by model; see `inputs_of` and `columns_of`.
-_noted: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+_loaded_models: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
 @dataclasses.dataclass(frozen=True)
-class Moment:
-    """A checkpoint of the current state of a training: `moment(folder)` writes it, `parts` returns it in memory.
+class CheckpointSnapshot:
+    """A checkpoint of the current state of a training: `moment(folder)` writes it, `checkpoint_parts` returns it.
 
     Args:
-        model: See `parts`.
-        state: See `parts`.
-        states: See `parts`.
-        build: See `parts`.
+        model: See `checkpoint_parts`.
+        state: See `checkpoint_parts`.
+        states: See `checkpoint_parts`.
+        build: See `checkpoint_parts`.
         writers: Number of workers that write it together, at least 1.
         agreed: Function `agreed(name)` that broadcasts the chief's name to all workers; needed with several writers.
 
@@ -122,12 +122,12 @@ class Moment:
         save(folder, self.model, self.state, self.states, self.build)
 
     def parts(self) -> dict[str, Any]:
-        """Returns the parts of the checkpoint, see the function `parts`."""
-        return parts(self.model, self.state, self.states, self.build)
+        """Returns the parts of the checkpoint, see the function `checkpoint_parts`."""
+        return checkpoint_parts(self.model, self.state, self.states, self.build)
 
     def files(self) -> dict[str, bytes]:
-        """Returns the files of the checkpoint, see the function `files`."""
-        return files(self.model, self.parts())
+        """Returns the files of the checkpoint, see the function `checkpoint_files_of`."""
+        return checkpoint_files_of(self.model, self.parts())
 
 
 def save(
@@ -142,16 +142,16 @@ def save(
 
     Args:
         folder: Path of an existing folder on this machine.
-        model: See `parts`.
-        state: See `parts`.
-        states: See `parts`.
-        build: See `parts`.
-        metrics: See `parts`.
+        model: See `checkpoint_parts`.
+        state: See `checkpoint_parts`.
+        states: See `checkpoint_parts`.
+        build: See `checkpoint_parts`.
+        metrics: See `checkpoint_parts`.
     """
-    write(folder, model, parts(model, state, states, build, metrics), state.version)
+    write(folder, model, checkpoint_parts(model, state, states, build, metrics), state.version)
 
 
-def parts(
+def checkpoint_parts(
     model,
     state: CheckpointState,
     states: CallbackStates | None = None,
@@ -180,7 +180,7 @@ def parts(
     entries, arrays = ([], []) if states is None else states.state()
     contents = {
         SEEDS: {f"arr_{i}": np.asarray(v) for i, v in enumerate(keras_objects.seeds_of(model))},
-        RANDOM: random_state.taken(),
+        RANDOM: random_state.random_states(),
         model_optimizers.FILE: json.dumps(model_optimizers.noted(model)),
         CALLBACKS: json.dumps({"callbacks": entries}),
         ARRAYS: {str(i): array for i, array in enumerate(arrays)},
@@ -199,7 +199,7 @@ def write(folder: str, model, found: Mapping[str, Any], version: int) -> None:
     Args:
         folder: Path of an existing folder on this machine.
         model: A compiled and built `keras.Model`.
-        found: Result of `parts`.
+        found: Result of `checkpoint_parts`.
         version: Version of the state.
     """
     for part, pieces in _pieces(model, found):
@@ -208,7 +208,7 @@ def write(folder: str, model, found: Mapping[str, Any], version: int) -> None:
     checkpoint_files.write_manifest(folder, version)
 
 
-def files(model, found: Mapping[str, Any]) -> dict[str, bytes]:
+def checkpoint_files_of(model, found: Mapping[str, Any]) -> dict[str, bytes]:
     """Returns the files of a checkpoint by name, in memory, with the arguments of `write`."""
     contents = {part: b"".join(pieces) for part, pieces in _pieces(model, found)}
     return {**contents, MANIFEST: snapshot_store.manifest({part: [content] for part, content in contents.items()})}
@@ -225,7 +225,7 @@ def _pieces(model, found: Mapping[str, Any]) -> Iterator[tuple[str, list]]:
         if isinstance(content, str):
             yield part, [content.encode()]
         else:
-            yield part, scattered.arrays({key: np.asarray(value, order="C") for key, value in content.items()})
+            yield part, scattered.npz_pieces({key: np.asarray(value, order="C") for key, value in content.items()})
 
 
 def _described(build_model: Callable, config: Mapping, inputs) -> dict:
@@ -269,15 +269,15 @@ def restore(folder: str, model, config: Mapping | None = None) -> bool:
     if model.optimizer is not None and not model.optimizer.built:
         model.optimizer.build(model.trainable_variables)
     rate = _new_rate(folder, model, config or {})
-    check(folder, contents=False)
+    check_folder(folder, contents=False)
     model_optimizers.build_as_saved(folder, model)
     name = os.path.basename(os.path.normpath(folder))
     try:
-        with checkpoint_files.whole(folder) as whole:
+        with checkpoint_files.whole_folder(folder) as whole:
             file = os.path.join(whole, MODEL)
             checkpoint_files.check_archive(file, name)
             model.load_weights(file)
-        with checkpoint_files.arrays(folder, SEEDS) as saved:
+        with checkpoint_files.npz_arrays(folder, SEEDS) as saved:
             values = [saved[name] for name in saved.files]
         seeds = keras_objects.seeds_of_layers(model)
         if len(values) > len(seeds):  # in that run a callback drew from the global seed, in this one none did yet
@@ -285,7 +285,7 @@ def restore(folder: str, model, config: Mapping | None = None) -> bool:
         for variable, value in zip(seeds, values, strict=True):
             variable.assign(value)
     except OSError as error:  # of HDF5
-        raise checkpoint_files.damaged(name, f"{MODEL}: {first_line(error)}") from error
+        raise checkpoint_files.damaged_error(name, f"{MODEL}: {first_line(error)}") from error
     except (ValueError, KeyError) as error:
         if isinstance(error, ConfigError):
             raise
@@ -331,14 +331,14 @@ def restore_callbacks(folder: str, states: CallbackStates, chief: bool = True) -
         return
     name = os.path.basename(os.path.normpath(folder))
     entries = checkpoint_files.read_json(folder, CALLBACKS).get("callbacks")
-    with checkpoint_files.arrays(folder, ARRAYS) as arrays:
+    with checkpoint_files.npz_arrays(folder, ARRAYS) as arrays:
         arrays_by_name = {key: arrays[key] for key in arrays.files}
     try:
         states.restore(entries if isinstance(entries, list) else [None], arrays_by_name, chief)
     except ValueError as error:
         if isinstance(error, ConfigError):
             raise
-        raise checkpoint_files.damaged(name, f"{CALLBACKS}: {first_line(error)}") from error
+        raise checkpoint_files.damaged_error(name, f"{CALLBACKS}: {first_line(error)}") from error
 
 
 def restore_random(folder: str) -> None:
@@ -349,8 +349,8 @@ def restore_random(folder: str) -> None:
     """
     if not os.path.lexists(os.path.join(folder, RANDOM)):
         return
-    with checkpoint_files.arrays(folder, RANDOM) as arrays:
-        random_state.give_back({name: arrays[name] for name in arrays.files})
+    with checkpoint_files.npz_arrays(folder, RANDOM) as arrays:
+        random_state.restore_random_states({name: arrays[name] for name in arrays.files})
 
 
 def metrics_of(folder: str) -> list[list]:
@@ -360,7 +360,7 @@ def metrics_of(folder: str) -> list[list]:
         DamagedCheckpointError: The checkpoint has another content.
     """
     by_metric: dict[int, dict[int, Any]] = {}
-    with checkpoint_files.arrays(folder, METRICS) as arrays:
+    with checkpoint_files.npz_arrays(folder, METRICS) as arrays:
         for name in arrays.files:
             metric, _, variable = name.partition(".")
             by_metric.setdefault(int(metric), {})[int(variable)] = arrays[name]
@@ -370,7 +370,7 @@ def metrics_of(folder: str) -> list[list]:
     ]
 
 
-def remember(run: str, build_model: Callable, config: Mapping) -> None:
+def remember_run(run: str, build_model: Callable, config: Mapping) -> None:
     """Stores the build_model and config of a run of this process, as defaults of `load_model`.
 
     Args:
@@ -378,7 +378,7 @@ def remember(run: str, build_model: Callable, config: Mapping) -> None:
         build_model: The trainer's function.
         config: The trainer's config.
     """
-    _made_here[run.rstrip("/")] = build_model, dict(config)
+    _runs_of_process[run.rstrip("/")] = build_model, dict(config)
 
 
 def load_model(
@@ -434,9 +434,9 @@ def load_model(
         5
     """
     arguments = (compile, build_model, config, custom_objects, legacy_keras)
-    choice = Choice(which=which, average=average, metric=metric, mode=mode)
+    choice = CheckpointSelector(which=which, average=average, metric=metric, mode=mode)
     if hasattr(source, "checkpoint"):
-        kept = _kept(source)
+        kept = _checkpoints_of(source)
         if not kept:
             raise ConfigError(
                 "A result needs a checkpoint to load a model from", "a result without one", "Train longer"
@@ -446,15 +446,15 @@ def load_model(
         _check_single(choice, source.path)
         return _load_whole([source], arguments)
     if is_uri(source):
-        return _load_stored(Stored.at(source), choice, arguments)
+        return _load_stored(StorageLocation.at(source), choice, arguments)
     path = existing_path(source)
     if os.path.isdir(path):
         if not is_checkpoint(path):
-            return _load_run(Stored(LocalFileSystem(), os.path.abspath(path), path), choice, arguments)
+            return _load_run(StorageLocation(LocalFileSystem(), os.path.abspath(path), path), choice, arguments)
         _check_single(choice, path)
         if _is_ours(path):
-            check(path)
-        with checkpoint_files.whole(path) as whole:
+            check_folder(path)
+        with checkpoint_files.whole_folder(path) as whole:
             return _load(os.path.join(whole, MODEL), os.path.abspath(path), *arguments)
     if not path.endswith(".keras"):
         raise ConfigError("A model's file is a .keras file", repr(path), "Load others by Keras itself")
@@ -468,7 +468,7 @@ def is_uri(source) -> bool:
 
 
 @dataclasses.dataclass(frozen=True)
-class Stored:
+class StorageLocation:
     """A location in a storage.
 
     Args:
@@ -482,19 +482,19 @@ class Stored:
     shown: str
 
     @staticmethod
-    def at(uri: str) -> Stored:
+    def at(uri: str) -> StorageLocation:
         """Returns the location of a URI; raises ConfigError if the storage or the location does not exist."""
         from raytf.compat.ray_train import get_fs_and_path
 
         shown = re.sub(r"//[^/]*@", "//", uri)  # without credentials
         try:
             filesystem, path = get_fs_and_path(uri, None)
-            stored = Stored(filesystem, path.rstrip("/"), shown)
+            stored = StorageLocation(filesystem, path.rstrip("/"), shown)
             exists = stored.kind() != FileType.NotFound
         except (ValueError, ImportError, OSError) as error:
             raise ConfigError(
                 "A model is loaded from a path, or from the URI of a storage that can be read",
-                f"{shown!r}, for which there is {in_a_line(error)}",
+                f"{shown!r}, for which there is {one_line(error)}",
                 "Correct the URI, or what gives access to the storage",
             ) from error
         if not exists:
@@ -530,7 +530,7 @@ def existing_path(source) -> str:
 
 def inputs_of(model):
     """Returns the model inputs in the checkpoint of a loaded model, as passed to `save`; None without any."""
-    return _noted.get(model, {}).get("inputs")
+    return _loaded_models.get(model, {}).get("inputs")
 
 
 def columns_of(model) -> dict[str, Any] | None:
@@ -538,16 +538,16 @@ def columns_of(model) -> dict[str, Any] | None:
 
     "features" are columns as in a trainer's argument. "map" describes the trainer's `map`, or is None.
     """
-    identity = _noted.get(model, {}).get("identity") or {}
+    identity = _loaded_models.get(model, {}).get("identity") or {}
     described = identity.get("columns")
     if not isinstance(described, dict) or described.get("features") is None:
         return None
     return {"features": columns.read(described["features"]), "map": identity.get("map")}
 
 
-def made_here(run: str) -> tuple[Callable, dict] | None:
+def run_of_process(run: str) -> tuple[Callable, dict] | None:
     """Returns (build_model, config) of a run of this process, or of one of its checkpoints, by its path."""
-    return next((build for path, build in _made_here.items() if f"{run}/".startswith(f"{path}/")), None)
+    return next((build for path, build in _runs_of_process.items() if f"{run}/".startswith(f"{path}/")), None)
 
 
 def is_checkpoint(folder: str) -> bool:
@@ -565,7 +565,7 @@ def _is_bare(folder: str) -> bool:
     return os.path.isfile(os.path.join(folder, MODEL)) and not _is_ours(folder)
 
 
-def _check_single(choice: Choice, path: str) -> None:
+def _check_single(choice: CheckpointSelector, path: str) -> None:
     if choice.of_a_run:
         raise ConfigError(
             "which and average choose among the checkpoints of a run",
@@ -574,7 +574,7 @@ def _check_single(choice: Choice, path: str) -> None:
         )
 
 
-def _load_stored(stored: Stored, choice: Choice, arguments):
+def _load_stored(stored: StorageLocation, choice: CheckpointSelector, arguments):
     """Loads the model at a location in a storage."""
     from ray.train import Checkpoint
 
@@ -584,7 +584,7 @@ def _load_stored(stored: Stored, choice: Choice, arguments):
             raise ConfigError("A model's file is a .keras file", repr(stored.shown), "Load others by Keras itself")
         _check_single(choice, stored.shown)
         size = stored.filesystem.get_file_info(stored.path).size or 0
-        with scratch.folder(size) as folder:
+        with scratch.temporary_folder(size) as folder:
             copy_files(stored.path, os.path.join(folder, name), source_filesystem=stored.filesystem)
             return _load(os.path.join(folder, name), posixpath.dirname(stored.path), *arguments)
     if not stored.is_checkpoint():
@@ -593,17 +593,17 @@ def _load_stored(stored: Stored, choice: Choice, arguments):
     return _load_whole([Checkpoint(stored.path, filesystem=stored.filesystem)], arguments)
 
 
-def _load_run(stored: Stored, choice: Choice, arguments):
+def _load_run(stored: StorageLocation, choice: CheckpointSelector, arguments):
     """Loads the model of a run's folder. If Ray's list of checkpoints is unusable, it lists those in the folder."""
     from ray.train import Result
 
     from raytf.compat.ray_train import CheckpointManagerInitializationError
 
     try:
-        with quiet.result_is_read():
+        with quiet.quiet_result_reading():
             result = Result.from_path(stored.path, storage_filesystem=stored.filesystem)
     except (RuntimeError, ValueError, OSError, AssertionError, KeyError, CheckpointManagerInitializationError) as error:
-        kept = kept_in(stored.filesystem, stored.path)
+        kept = list_checkpoints(stored.filesystem, stored.path)
         if kept:
             taken = (
                 "it is chosen among those that lie there"
@@ -620,21 +620,21 @@ def _load_run(stored: Stored, choice: Choice, arguments):
             f"{stored.shown!r} ({first_line(error)})",
             "Look for it under the storage path of the run",
         ) from error
-    kept = _kept(result)
+    kept = _checkpoints_of(result)
     if not kept:
         raise ConfigError("A run's folder needs a checkpoint to load a model from", repr(result.path), "Train longer")
     return _load_chosen(kept, result.path, choice, arguments)
 
 
-def _kept(result) -> list[Kept]:
+def _checkpoints_of(result) -> list[StoredCheckpoint]:
     """Returns the checkpoints of a result: those of ends of epochs first, each kind newest first."""
     metrics = {checkpoint.path: values for checkpoint, values in result.best_checkpoints or ()}
     listed = _checkpoints(result) if result.checkpoint is not None else []
-    ends = [Kept(c.filesystem, c.path, metrics.get(c.path) or {}) for c in listed]
-    return ends + kept_in(result.filesystem, result.path, others=False)
+    ends = [StoredCheckpoint(c.filesystem, c.path, metrics.get(c.path) or {}) for c in listed]
+    return ends + list_checkpoints(result.filesystem, result.path, others=False)
 
 
-def _load_chosen(kept: list[Kept], run: str, choice: Choice, arguments):
+def _load_chosen(kept: list[StoredCheckpoint], run: str, choice: CheckpointSelector, arguments):
     """Loads the model of the selected checkpoints of a run."""
     from ray.train import Checkpoint
 
@@ -655,7 +655,7 @@ def _load_chosen(kept: list[Kept], run: str, choice: Choice, arguments):
                     "Take fewer",
                 ) from error
 
-    return mean_of(models())
+    return average_models(models())
 
 
 def _checkpoints(result) -> list:
@@ -677,15 +677,15 @@ def _load_whole(candidates, arguments):
     with contextlib.ExitStack() as stack:
 
         def opened(candidate):
-            with scratch.named():  # a checkpoint of another storage is copied to this machine
+            with scratch.name_errors():  # a checkpoint of another storage is copied to this machine
                 folder = stack.enter_context(candidate.as_directory())
             if _is_bare(folder):
                 return folder
-            check(folder, name=posixpath.basename(candidate.path.rstrip("/")))
+            check_folder(folder, name=posixpath.basename(candidate.path.rstrip("/")))
             return folder
 
         candidate, folder = first_whole(candidates, opened)
-        whole = stack.enter_context(checkpoint_files.whole(folder))
+        whole = stack.enter_context(checkpoint_files.whole_folder(folder))
         return _load(os.path.join(whole, MODEL), candidate.path, *arguments)
 
 
@@ -699,9 +699,9 @@ def _load(file: str, place: str, *arguments):
     """
     model = _load_file(file, place, *arguments)
     folder = os.path.dirname(file)
-    _noted[model] = {"identity": _identity(folder)}
+    _loaded_models[model] = {"identity": _identity(folder)}
     if not getattr(model, "inputs", None):
-        _noted[model]["inputs"] = _build(file)["inputs"]
+        _loaded_models[model]["inputs"] = _build(file)["inputs"]
     return model
 
 
@@ -718,21 +718,21 @@ def _load_file(file: str, place: str, compile: bool, build_model, config, custom
     if checkpoint_files.keras_version(file).startswith("2."):
         if build_model is not None:
             return legacy_models.load_weights(file, build_model, config)
-        return legacy_models.load(file, compile, custom_objects) if legacy else legacy_models.refuse(place)
-    with quiet.native():
+        return legacy_models.load(file, compile, custom_objects) if legacy else legacy_models.refuse_keras_2_file(place)
+    with quiet.quiet_native():
         import keras
 
         if build_model is None:
             try:
-                with scratch.named():  # Keras unpacks vocabularies to this folder
+                with scratch.name_errors():  # Keras unpacks vocabularies to this folder
                     return keras.saving.load_model(file, dict(custom_objects or {}), compile, safe_mode=True)
             except scratch.ScratchError:
                 raise
             except Exception as error:
-                known = made_here(place)
+                known = run_of_process(place)
                 if known is None:
                     raise _not_built(file, error) from error
-                reason = _said(error)
+                reason = _keras_message(error)
             warnings.warn(
                 f"Keras cannot build the model from its file ({reason}); "
                 "it is built with the trainer's build_model and given the saved weights",
@@ -760,11 +760,11 @@ def _build(file: str) -> dict:
             raise ValueError("its config is no object")
     except (ValueError, KeyError) as error:
         name = os.path.basename(os.path.normpath(folder))
-        raise checkpoint_files.damaged(name, f"{BUILD}: {first_line(error)}") from error
+        raise checkpoint_files.damaged_error(name, f"{BUILD}: {first_line(error)}") from error
     return described
 
 
-def _said(error: Exception) -> str:
+def _keras_message(error: Exception) -> str:
     """Returns Keras' message without the whole config, which comes from an untrusted file."""
     text = first_line(error).split(" Full object config")[0]
     return f"{type(error).__name__}: {text[:300]}{'...' if len(text) > 300 else ''}"
@@ -778,7 +778,7 @@ def _not_built(file: str, error: Exception) -> ConfigError:
     return ConfigError(
         "Keras builds a model from its file if all of its layers are Keras' own, registered or in custom_objects, and "
         "none holds code",
-        f"{file} ({_said(error)})",
+        f"{file} ({_keras_message(error)})",
         f"Pass build_model=... of the training{origin}{missing}, or custom_objects={{name: class}}",
     )
 
@@ -838,11 +838,11 @@ def _call(model, row) -> None:
 
 def _other_model(error: Exception) -> ConfigError:
     return ConfigError(
-        "build_model must build the model that was saved", _shown(error), "Pass the training's, and its config"
+        "build_model must build the model that was saved", _short_message(error), "Pass the training's, and its config"
     )
 
 
-def _shown(error: Exception) -> str:
+def _short_message(error: Exception) -> str:
     """Returns Keras' message; the sentence after "Example error message" is the one that names the difference."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return " ".join(lines[:2] if lines and "Example error message" in lines[0] else lines[:1])[:400]
@@ -856,5 +856,5 @@ def _one_row(inputs):
     is_valid = isinstance(inputs, tuple) and len(inputs) == 2 and isinstance(inputs[0], tuple)
     sizes = inputs[0] if is_valid else (-1,)
     if not all(type(size) is int and size >= 0 for size in sizes) or math.prod(sizes) > _MOST_INPUT_VALUES:
-        raise checkpoint_files.damaged(BUILD, "its inputs have no right shape")
+        raise checkpoint_files.damaged_error(BUILD, "its inputs have no right shape")
     return keras.ops.zeros((1, *inputs[0]), inputs[1])

@@ -23,7 +23,7 @@ _FIRST_LOOK = 4
 
 
 @dataclasses.dataclass(frozen=True)
-class Every:
+class CheckpointInterval:
     """Parsed `checkpoint_every`. Each epoch ends with a checkpoint in any case.
 
     Args:
@@ -38,26 +38,26 @@ class Every:
 
     @property
     def within_epochs(self) -> bool:
-        return self != Every()
+        return self != CheckpointInterval()
 
 
-def parse(given: object) -> Every:
+def parse_interval(given: object) -> CheckpointInterval:
     """Parses `checkpoint_every`: "auto", "epoch", "100 steps", "30 s", "10 min", "2 h".
 
     Raises:
         ConfigError: The value is something else.
     """
     if given == "epoch":
-        return Every()
+        return CheckpointInterval()
     if given == "auto":
-        return Every(auto=True)
+        return CheckpointInterval(auto=True)
     match = _TEXT.fullmatch(given.strip()) if isinstance(given, str) else None
     number, unit = (float(match[1]), match[2]) if match else (0.0, "")
     if number > 0 and math.isfinite(number):
         if unit in _STEPS and number.is_integer():
-            return Every(steps=int(number))
+            return CheckpointInterval(steps=int(number))
         if unit in _UNITS:
-            return Every(seconds=number * _UNITS[unit])
+            return CheckpointInterval(seconds=number * _UNITS[unit])
     raise ConfigError(
         'checkpoint_every must be "auto", "epoch", or a number above 0 of steps, s, min or h',
         repr(given),
@@ -65,7 +65,7 @@ def parse(given: object) -> Every:
     )
 
 
-def steps(given: object) -> int | None:
+def parse_steps(given: object) -> int | None:
     """Parses `memory_every`: "10 steps", or None.
 
     Raises:
@@ -74,7 +74,7 @@ def steps(given: object) -> int | None:
     if given is None:
         return None
     try:
-        interval = parse(given).steps
+        interval = parse_interval(given).steps
     except ConfigError:
         interval = None
     if interval is None:
@@ -84,12 +84,12 @@ def steps(given: object) -> int | None:
     return interval
 
 
-def crosses(every: int, before: int, after: int) -> bool:
+def crosses_multiple(every: int, before: int, after: int) -> bool:
     """Whether (before, after] contains a multiple of `every` steps."""
     return before // every < after // every
 
 
-class Clock:
+class CheckpointClock:
     """Computes on the chief when a checkpoint is due by time, and after how many steps to check again.
 
     A check is an exchange between the workers, so there are few. Each one comes when half of the time to the next
@@ -101,7 +101,7 @@ class Clock:
         step: Number of steps so far.
     """
 
-    def __init__(self, every: Every, now: float, step: int):
+    def __init__(self, every: CheckpointInterval, now: float, step: int):
         self._every = every
         self._began = self._last = self._looked = now
         self._first = self._looked_at = step

@@ -28,7 +28,7 @@ _NO_METRICS = {"epoch", "learning_rate"}
 
 
 @dataclasses.dataclass(frozen=True)
-class Kept:
+class StoredCheckpoint:
     """A checkpoint in a run's folder.
 
     Args:
@@ -47,7 +47,7 @@ class Kept:
 
     @property
     def within_epoch(self) -> bool:
-        return step_folders.step_of(self.name) is not None
+        return step_folders.step_of_folder(self.name) is not None
 
     def state(self) -> CheckpointState | None:
         """Returns the content of `state.json`, or None if it is missing or damaged."""
@@ -62,7 +62,7 @@ class Kept:
         return {**(state.history[-1] if state and state.history else {}), **self.metrics}
 
 
-def kept_in(filesystem, run: str, others: bool = True) -> list[Kept]:
+def list_checkpoints(filesystem, run: str, others: bool = True) -> list[StoredCheckpoint]:
     """Lists the checkpoints in a run's folder, newest first; those of ends of epochs before those within epochs.
 
     Skips incomplete checkpoints within an epoch: those without a manifest.
@@ -72,22 +72,25 @@ def kept_in(filesystem, run: str, others: bool = True) -> list[Kept]:
         run: Path of the run's folder, which may be missing.
         others: Whether to list those of ends of epochs, too.
     """
-    mid_epoch = [Kept(filesystem, posixpath.join(run, name)) for _, name in step_folders.listed(filesystem, run)]
+    mid_epoch = [
+        StoredCheckpoint(filesystem, posixpath.join(run, name))
+        for _, name in step_folders.finished_folders(filesystem, run)
+    ]
     if not others:
         return mid_epoch
     entries = filesystem.get_file_info(FileSelector(run, allow_not_found=True))
-    folders = [Kept(filesystem, info.path) for info in entries if info.type == FileType.Directory]
+    folders = [StoredCheckpoint(filesystem, info.path) for info in entries if info.type == FileType.Directory]
     ends = [kept for kept in folders if not kept.within_epoch]
-    ends = [kept for kept in ends if kept.name.startswith(AT_ENDS) or _holds(kept, MODEL)]
+    ends = [kept for kept in ends if kept.name.startswith(AT_ENDS) or _has_part(kept, MODEL)]
     return checkpoint_files.newest_first(ends) + mid_epoch
 
 
-def _holds(kept: Kept, part: str) -> bool:
+def _has_part(kept: StoredCheckpoint, part: str) -> bool:
     return kept.filesystem.get_file_info(posixpath.join(kept.path, part)).type == FileType.File
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Choice:
+class CheckpointSelector:
     """Selection of a run's checkpoints, with arguments of `raytf.load_model`.
 
     Raises:
@@ -119,7 +122,7 @@ class Choice:
                 f"metric={self.metric!r}, mode={self.mode!r} with which={self.which!r}",
                 'Use which="best", or leave them out',
             )
-        if self.metric is not None and (doubt := validation.doubt_of_mode(self.metric, self.mode)):
+        if self.metric is not None and (doubt := validation.mode_warning(self.metric, self.mode)):
             warnings.warn(doubt, stacklevel=5)
 
     @property
@@ -127,11 +130,11 @@ class Choice:
         """Whether the choice needs a run, and not only a single checkpoint."""
         return self.which != "last" or self.average > 1
 
-    def ordered(self, kept: Sequence[Kept], run: str) -> list[Kept]:
+    def ordered(self, kept: Sequence[StoredCheckpoint], run: str) -> list[StoredCheckpoint]:
         """Returns the checkpoints to load from: candidates for the first one that is whole, or `average` of them.
 
         Args:
-            kept: At least one checkpoint, ordered as by `kept_in`.
+            kept: At least one checkpoint, ordered as by `list_checkpoints`.
             run: Path of the run, for errors.
 
         Raises:
@@ -156,7 +159,7 @@ class Choice:
             )
         return list(reversed(single.values()))
 
-    def _of_step(self, kept: Sequence[Kept], run: str) -> list[Kept]:
+    def _of_step(self, kept: Sequence[StoredCheckpoint], run: str) -> list[StoredCheckpoint]:
         states = [(checkpoint, checkpoint.state()) for checkpoint in kept]
         matching = [checkpoint for checkpoint, state in states if state is not None and state.step == self.which]
         if not matching:
@@ -168,7 +171,7 @@ class Choice:
             )
         return matching
 
-    def _best(self, kept: Sequence[Kept], run: str) -> list[Kept]:
+    def _best(self, kept: Sequence[StoredCheckpoint], run: str) -> list[StoredCheckpoint]:
         values = [(checkpoint, checkpoint.values()) for checkpoint in kept if not checkpoint.within_epoch]
         known = sorted(
             {name for _, metrics in values for name, value in metrics.items() if _is_number(value)} - _NO_METRICS
@@ -191,13 +194,13 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, numbers.Real) and not isinstance(value, bool) and not math.isnan(value)
 
 
-def _by_step(kept: Sequence[Kept]) -> list[tuple[CheckpointState | None, Kept]]:
+def _by_step(kept: Sequence[StoredCheckpoint]) -> list[tuple[CheckpointState | None, StoredCheckpoint]]:
     """Returns (state, checkpoint) pairs, newest first; one without a state has the step of the next older one.
 
     Args:
-        kept: Checkpoints, ordered as by `kept_in`.
+        kept: Checkpoints, ordered as by `list_checkpoints`.
     """
-    dated: list[tuple[int, CheckpointState | None, Kept]] = []
+    dated: list[tuple[int, CheckpointState | None, StoredCheckpoint]] = []
     for _, group in itertools.groupby(kept, lambda checkpoint: checkpoint.within_epoch):
         step, newest_last = -1, []
         for checkpoint in reversed(list(group)):

@@ -10,19 +10,19 @@ from raytf.compat import legacy_keras
 _noted: dict[str, Any] = {}
 
 
-def note() -> None:
-    """Records Keras' settings for `clear`, once in a process, before the user's code can change them."""
+def record_settings() -> None:
+    """Records Keras' settings for `clear_training`, once in a process, before the user's code can change them."""
     if not _noted:
         _noted.update(_settings())
 
 
-def clear() -> None:
-    """Clears all traces of a training, and restores the settings of Keras that `note` recorded."""
+def clear_training() -> None:
+    """Clears all traces of a training, and restores the settings of Keras that `record_settings` recorded."""
     import tensorflow as tf
 
     from raytf.compat.tensorflow import forget_custom_gradients, forget_traces
 
-    if legacy_keras.is_on():
+    if legacy_keras.is_enabled():
         from tf_keras import backend, mixed_precision
 
         modules = (backend, mixed_precision)
@@ -41,7 +41,7 @@ def clear() -> None:
 
 
 def _settings() -> dict[str, Any]:
-    if legacy_keras.is_on():
+    if legacy_keras.is_enabled():
         from tf_keras import backend, mixed_precision
 
         config = {name: getattr(backend, name)() for name in ("floatx", "epsilon", "image_data_format")}

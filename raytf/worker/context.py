@@ -34,7 +34,7 @@ class Context:
         self.strategy = strategy
 
 
-_current: list[Context] = []
+_context: list[Context] = []
 
 
 @contextlib.contextmanager
@@ -43,8 +43,8 @@ def prepared(setup: WorkerSetup):
 
     With Keras 2 it leaves Keras 3 and raytf's changes to it alone.
     """
-    timeouts.put_in_force(setup.timeouts)
-    if not legacy_keras.is_on():
+    timeouts.set_current(setup.timeouts)
+    if not legacy_keras.is_enabled():
         from raytf.parallel import shards, sparse_rows, trainer
 
         trainer.install()
@@ -53,16 +53,16 @@ def prepared(setup: WorkerSetup):
     if setup.config.seed is not None:
         tf.random.set_seed(setup.config.seed)
     context = Context(setup)
-    _current[:] = [context]
-    with strategy.hooked(setup.config, context.built):
+    _context[:] = [context]
+    with strategy.patched_strategy(setup.config, context.built):
         try:
             yield
         finally:
-            cores.release()
+            cores.release_cores()
             ports.end_claims()
             if context.servers is not None:
                 context.servers.close()
-            _current.clear()
+            _context.clear()
 
 
 def get_strategy() -> tf.distribute.Strategy:
@@ -83,30 +83,30 @@ def get_strategy() -> tf.distribute.Strategy:
         ...     assert raytf.get_strategy().num_replicas_in_sync == 1
         >>> result = raytf.TensorflowTrainer(train_loop).fit()
     """
-    if not _current:
+    if not _context:
         raise ConfigError(
             "raytf.get_strategy() works inside a train loop",
             "a call outside of one",
             "Call it in the function that a raytf trainer runs on its workers",
         )
-    (context,) = _current
+    (context,) = _context
     if context.strategy is None and context.setup.strategy == "parameter_server":
-        context.strategy, context.servers = strategy.coordinate(context.setup)
+        context.strategy, context.servers = strategy.connect_to_servers(context.setup)
     elif context.strategy is None:
-        context.strategy = strategy.build(context.setup)
+        context.strategy = strategy.build_strategy(context.setup)
     return context.strategy
 
 
 def setup() -> WorkerSetup | None:
     """Returns the setup of the train loop in this process, or None outside of one."""
-    return _current[0].setup if _current else None
+    return _context[0].setup if _context else None
 
 
 def servers():
     """Returns the `servers.ServerGroup` of this process' ParameterServerStrategy, or None."""
-    return _current[0].servers if _current else None
+    return _context[0].servers if _context else None
 
 
 def uses_tpu() -> bool:
     """Whether this run trains on TPUs."""
-    return bool(_current) and strategy.uses_tpu(_current[0].setup)
+    return bool(_context) and strategy.uses_tpu(_context[0].setup)

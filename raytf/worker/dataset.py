@@ -277,7 +277,7 @@ class Position(tf.train.experimental.PythonState):
     def deserialize(self, string_value: str | bytes) -> None:
         """Restores the state from JSON, for `tf.train.Checkpoint`; raises as `set_state`."""
         try:
-            state = stored_json.parsed(string_value)
+            state = stored_json.parse_object(string_value)
         except stored_json.UnreadableError as error:
             raise ConfigError(
                 "The position in a checkpoint is what serialize wrote", f"a text that {error}", "Take one before it"

@@ -51,11 +51,11 @@ class MovedError(RayActorError):
         return type(self), (self.step, self.why)
 
 
-class NotToldError(RaytfError, TimeoutError):
+class NoStopAnswerError(RaytfError, TimeoutError):
     """A worker was requested to stop, and did not receive the last step before the timeout."""
 
 
-class Gate:
+class StopBarrier:
     """Barrier between the training thread and threads that request its stop.
 
     Attributes:
@@ -127,7 +127,7 @@ class Gate:
             is_resolved = lambda: self.why is None or self._end_after is not None
             seconds = timeouts.get().stop_step
             if not self._changed.wait_for(is_resolved, seconds):
-                raise NotToldError(
+                raise NoStopAnswerError(
                     f"This worker was asked to stop, and the driver has not sent the last step within {seconds:g} s: "
                     "another one gave no answer"
                 )
@@ -141,19 +141,19 @@ class Gate:
 
 
 # The gate of the training in this process.
-gate = Gate()
+stop_barrier = StopBarrier()
 
 
-def ask(why: str) -> int:
-    """Calls `Gate.ask`; a function that another process sends to this one."""
-    return gate.ask(why)
+def request_stop(why: str) -> int:
+    """Calls `StopBarrier.ask`; a function that another process sends to this one."""
+    return stop_barrier.ask(why)
 
 
-def end_after(executions: int) -> None:
-    """Calls `Gate.end_after`; a function that another process sends to this one."""
-    gate.end_after(executions)
+def stop_after(executions: int) -> None:
+    """Calls `StopBarrier.end_after`; a function that another process sends to this one."""
+    stop_barrier.end_after(executions)
 
 
-def withdraw(why: str) -> None:
-    """Calls `Gate.withdraw`; a function that another process sends to this one."""
-    gate.withdraw(why)
+def withdraw_request(why: str) -> None:
+    """Calls `StopBarrier.withdraw`; a function that another process sends to this one."""
+    stop_barrier.withdraw(why)

@@ -17,7 +17,7 @@ from raytf.console import quiet
 from raytf.errors import ConfigError, first_line
 from raytf.storage import scratch
 from raytf.worker import checkpoint
-from raytf.worker.choice import Choice, kept_in
+from raytf.worker.choice import CheckpointSelector, list_checkpoints
 
 if TYPE_CHECKING:
     from ray.train import Checkpoint, Result
@@ -84,11 +84,11 @@ def export(
     # in the same folder, so that a rename publishes the complete export at once
     parent = os.path.dirname(output)
     with (
-        scratch.named(parent),
+        scratch.name_errors(parent),
         tempfile.TemporaryDirectory(prefix=".raytf_export_", dir=parent) as folder,
     ):
         exported = os.path.join(folder, os.path.basename(output))
-        with quiet.native():
+        with quiet.quiet_native():
             _write(model, exported, format, custom_objects)
         os.rename(exported, output)
     return output
@@ -115,7 +115,7 @@ def check(source, output: str | os.PathLike, format: str, **choice) -> None:
     if not isinstance(output, (str, os.PathLike)):
         raise ConfigError("An export is written to a path", f"a {type(output).__name__}", "Name a folder or file")
     _check_output(os.fspath(output), format)
-    chosen = Choice(**choice)
+    chosen = CheckpointSelector(**choice)
     if not hasattr(source, "checkpoint") and not hasattr(source, "as_directory"):
         check_source(source, chosen)
 
@@ -134,18 +134,18 @@ def _check_output(output: str, format: str) -> None:
         raise ConfigError("The name of a file of Keras ends in .keras", repr(output), f"Call it {output + '.keras'!r}")
 
 
-def check_source(source, choice: Choice) -> None:
+def check_source(source, choice: CheckpointSelector) -> None:
     """Raises ConfigError if there is no such checkpoint in the files; Ray's metrics are checked later."""
     if checkpoint.is_uri(source):
-        stored = checkpoint.Stored.at(source)
+        stored = checkpoint.StorageLocation.at(source)
         if stored.kind() == FileType.File or stored.is_checkpoint():
             return
     else:
         path = checkpoint.existing_path(source)
         if not os.path.isdir(path) or checkpoint.is_checkpoint(path):
             return
-        stored = checkpoint.Stored(LocalFileSystem(), os.path.abspath(path), path)
-    path, kept = stored.shown, kept_in(stored.filesystem, stored.path)
+        stored = checkpoint.StorageLocation(LocalFileSystem(), os.path.abspath(path), path)
+    path, kept = stored.shown, list_checkpoints(stored.filesystem, stored.path)
     if not kept:
         raise ConfigError(
             "A run's folder needs a checkpoint to load a model from",
@@ -163,7 +163,7 @@ def _write(model, path: str, format: str, custom_objects: Mapping | None) -> Non
     if not isinstance(model, keras.Model):
         raise ConfigError("A model of Keras 3 is exported", f"a {type(model).__module__} model", _NOT_CHECKED)
     specs = _specs(model)
-    rows, expected = _tried(model, specs)
+    rows, expected = _find_rows(model, specs)
     writers = {"saved_model": _saved_model, "keras": _keras, "onnx": _onnx}
     with warnings.catch_warnings():
         # the export is not for training
@@ -255,7 +255,7 @@ def _specs(model):
     return specs if isinstance(stored, dict) else specs["inputs"]
 
 
-def _tried(model, specs) -> tuple[Any, list[np.ndarray]]:
+def _find_rows(model, specs) -> tuple[Any, list[np.ndarray]]:
     """Returns (generated rows that the model accepts, its outputs for them)."""
     import keras
 
@@ -309,10 +309,10 @@ def _flat(outputs) -> list[np.ndarray]:
 
 def _compare(wanted: list[np.ndarray], found: list[np.ndarray], format: str) -> None:
     if [array.shape for array in wanted] != [array.shape for array in found]:
-        raise _differs(format, f"outputs of shapes {[o.shape for o in found]} for {[o.shape for o in wanted]}")
+        raise _difference_error(format, f"outputs of shapes {[o.shape for o in found]} for {[o.shape for o in wanted]}")
     for expected, actual in zip(wanted, found, strict=True):
         if not (distance := _distance(expected, actual)) <= _TOLERANCE:  # also false for NaN
-            raise _differs(format, f"an output that differs by {distance:.1e}")
+            raise _difference_error(format, f"an output that differs by {distance:.1e}")
 
 
 def _distance(mine: np.ndarray, its: np.ndarray) -> float:
@@ -325,7 +325,7 @@ def _distance(mine: np.ndarray, its: np.ndarray) -> float:
     return float(np.max(np.abs(mine[~same] - its[~same]), initial=0)) / largest
 
 
-def _differs(format: str, how: str) -> ConfigError:
+def _difference_error(format: str, how: str) -> ConfigError:
     formats = ", ".join(name for name in FORMATS if name != format)
     return ConfigError(
         f"What is exported computes what the model does, to {_TOLERANCE:g}",

@@ -47,7 +47,7 @@ class FiguresCallback(TrainingPart):
         size: Number of workers.
         waited: Function that returns the seconds for which steps have waited for rows in all. None if other processes
             run the steps: then waits and communication are not known in this process.
-        write: Functions that are called with the figures, and with None at the end; see `Lines` and `events_writer`.
+        write: Functions called with the figures, and with None at the end; see `FiguresFile` and `events_writer`.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class FiguresCallback(TrainingPart):
         """Returns the part if anything shows its figures: `raytf report`, or the user's TensorBoard callback."""
         session, storage = training.session, training.session.storage
         files = [] if storage is None else [storage.storage_filesystem, storage.experiment_fs_path]
-        write: list = [Lines(*files, session.rank)] if files else []
+        write: list = [FiguresFile(*files, session.rank)] if files else []
         events = events_writer(training.users) if session.rank == 0 else None
         write += [] if events is None else [events]
         size = training.workers or session.size
@@ -88,7 +88,7 @@ class FiguresCallback(TrainingPart):
     def on_epoch_end(self, epoch, logs=None):
         current = self._now()
         figures = self._worker | {"epoch": epoch + 1, "step": self._position.step, "time": time.time()}
-        figures |= of_epoch(self._began, self._trained or current, self._batch)
+        figures |= epoch_figures(self._began, self._trained or current, self._batch)
         figures["checkpoint_seconds"] = current["checkpoint"] - self._last["checkpoint"]
         figures |= {"learning_rate": _rate(self.model), "memory_bytes": procfs.memory_bytes()}
         self._last = current
@@ -100,7 +100,7 @@ class FiguresCallback(TrainingPart):
             write(None)
 
     def _now(self) -> dict[str, float | None]:
-        spent, makes_steps = activity.here.spent(), self._waited is not None
+        spent, makes_steps = activity.tracker.spent(), self._waited is not None
         return {
             "clock": time.monotonic(),
             "step": self._position.step,
@@ -110,7 +110,7 @@ class FiguresCallback(TrainingPart):
         }
 
 
-def of_epoch(
+def epoch_figures(
     began: Mapping[str, float | None], ended: Mapping[str, float | None], batch: int
 ) -> dict[str, float | None]:
     """Returns figures of the steps between two moments; shares are of their time, 0 to 1, or None.
@@ -136,7 +136,7 @@ def of_epoch(
     }
 
 
-class Lines:
+class FiguresFile:
     """Appends figures to the file of a rank in a run's folder. If the storage fails it stops, but not the training.
 
     Args:

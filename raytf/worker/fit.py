@@ -40,10 +40,10 @@ def train(task: TrainJob, session: Session) -> dict | None:
     task = task.of(session.size)
     with session.checkpoint() as folder, input_wait.measure_input_wait() as waited:
         state = checkpoint.read_state(folder) if folder else None
-        if job.ended(state, task):
+        if job.is_complete(state, task):
             return None
         try:
-            loop.run(prepared(task, session, waited, callbacks.feed_state, folder, state), PARTS)
+            loop.run_training(prepare(task, session, waited, callbacks.feed_state, folder, state), PARTS)
         except StopTraining as stop:
             if stop.why != STOP:
                 raise MovedError(stop.step, stop.why) from None
@@ -51,7 +51,7 @@ def train(task: TrainJob, session: Session) -> dict | None:
     return None
 
 
-def prepared(
+def prepare(
     task: TrainJob,
     session: Session,
     waited: Callable[[], float],
@@ -70,14 +70,14 @@ def prepared(
         state: State of that checkpoint, or None.
     """
     strategy, static = context.get_strategy(), context.uses_tpu()
-    model, shard = built(task, strategy), Shard(session.rank, session.size)
+    model, shard = build_model(task, strategy), Shard(session.rank, session.size)
     feeds = {}
     for name in task.used():
         arguments = task.feed(name, drop_remainder=static and name == "train")
         more = {"name": name, "strategy": strategy, "static": static and name == "train", "told": feed_state(name)}
         feeds[name] = open_feed(**arguments, shard=shard, **more)
     if static:
-        task = tpu.settled(task, model, feeds["train"])
+        task = tpu.with_steps_per_call(task, model, feeds["train"])
     datasets = {name: feed.dataset() for name, feed in feeds.items()}
     with strategy.scope():
         build_from_data(model, datasets["train"])
@@ -94,11 +94,11 @@ def prepared(
         position=FeedCallback(feeds, state.step if state else 0),
         waited=waited,
         epochs=task.config["epochs"],
-        build=described(task, datasets["train"]),
+        build=describe_build(task, datasets["train"]),
     )
 
 
-def built(task: TrainJob, distribution):
+def build_model(task: TrainJob, distribution):
     """Returns the model that `build_model` builds under a strategy, from the run's seed, the same on all workers."""
     keras.utils.set_random_seed(task.sampling.seed % 2**32)
     with distribution.scope():
@@ -161,7 +161,7 @@ def users_callbacks(task: TrainJob, session) -> list:
     return users + callbacks.tensorboard(session.storage, users, session.rank)
 
 
-def described(task: TrainJob, dataset) -> tuple:
+def describe_build(task: TrainJob, dataset) -> tuple:
     """Returns what a checkpoint notes to build the model again: (build_model, config, inputs)."""
     spec = dataset.element_spec
     features = spec[0] if isinstance(spec, tuple) else spec

@@ -52,7 +52,7 @@ def measure_input_wait() -> Iterator[Callable[[], float]]:
         for name in _CALLS:
             new = replacing(getattr(OwnedIterator, name), timed)
             replaced.enter_context(patched(OwnedIterator, name, new))
-        activity_log = activity.here
+        activity_log = activity.tracker
         activity_log.pending_input, activity_log.waited_input = pending, read
         try:
             yield read

@@ -11,11 +11,11 @@ from raytf.data.batch_spec import BatchSpec
 from raytf.data.sampling import Sampling
 from raytf.data.stored import StoredDataset
 from raytf.data.tf_data import TFData
-from raytf.worker.checkpoint_every import Every
+from raytf.worker.checkpoint_every import CheckpointInterval
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Options:
+class TrainingOptions:
     """Options of a training that its parts read, see `part.Part`.
 
     Args:
@@ -36,7 +36,7 @@ class Options:
     warmup_steps: int = 0
     report_steps: tuple[int, str] | None = None
     identity: dict[str, Any] = dataclasses.field(default_factory=dict)
-    checkpoint_every: Every = Every()  # noqa: RUF009 - it is frozen
+    checkpoint_every: CheckpointInterval = CheckpointInterval()  # noqa: RUF009 - it is frozen
     memory_every: int | None = None
     heals: bool = False
     scale: float = 1.0
@@ -44,7 +44,7 @@ class Options:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TrainJob(Options):
+class TrainJob(TrainingOptions):
     """Arguments of a training, which a KerasTrainer sends to its workers.
 
     Args:
@@ -111,6 +111,6 @@ class TrainJob(Options):
         return self.batch.order(arguments["sampling"].of(arguments["dataset"].rows))
 
 
-def ended(state, task: TrainJob) -> bool:
+def is_complete(state, task: TrainJob) -> bool:
     """Whether a run that resumes from a `checkpoint.CheckpointState` (None: from scratch) is already complete."""
     return state is not None and (state.stopped or state.epoch >= task.config["epochs"])

@@ -12,10 +12,10 @@ from raytf import activity, timeouts
 from raytf.runtime import cores
 from raytf.storage import checkpoint_files, division, snapshots
 from raytf.storage.division import Cutter
-from raytf.storage.images import Archive, Image
-from raytf.storage.snapshots import NoRoomError, NotKeptError, SnapshotWriter
+from raytf.storage.images import FileTemplate, ZipTemplate
+from raytf.storage.snapshots import NoRoomError, NotWrittenError, SnapshotWriter
 from raytf.timeouts import deadline
-from raytf.worker.checkpoint import Moment
+from raytf.worker.checkpoint import CheckpointSnapshot
 
 # Number of checkpoints within epochs that remain: the last one, and one in case that it is damaged.
 _KEPT_STEPS = 2
@@ -23,7 +23,7 @@ _KEPT_STEPS = 2
 _OTHER_BYTES = 1 << 20
 
 
-class Keeper:
+class CheckpointSaver:
     """Saves the checkpoints of one training, at the ends of epochs and within them.
 
     Args:
@@ -36,7 +36,7 @@ class Keeper:
         self._writer: SnapshotWriter | None = None
         self._file: Any = None  # a `model_file.ModelFile`
         self._cutter: Cutter | None = None
-        self._layout: tuple[Image, int] | None = None
+        self._layout: tuple[FileTemplate, int] | None = None
         self._alone = False
 
     def wait_for_others(self) -> None:
@@ -66,7 +66,7 @@ class Keeper:
         Args:
             name: Name of the checkpoint's folder in the run's folder.
             model: A compiled and built `keras.Model`.
-            parts: Result of `checkpoint.parts`.
+            parts: Result of `checkpoint.checkpoint_parts`.
             writers: Number of workers that write it together, at least 1.
             last: Whether it is the last one of the training: it waits for the one before instead of being dropped.
 
@@ -101,14 +101,14 @@ class Keeper:
         """Returns a number that is equal on workers whose model files have the same arrays at the same offsets."""
         image = self._content(model).image
         if self._layout is None or self._layout[0] is not image:
-            self._layout = image, division.layout(image)
+            self._layout = image, division.layout_checksum(image)
         return self._layout[1]
 
     def writes_alone(self) -> bool:
         """Whether this worker must write alone, as parts of other workers did not arrive before."""
         return self._alone or (self._writer is not None and self._writer.alone)
 
-    def _content(self, model) -> Archive:
+    def _content(self, model) -> ZipTemplate:
         return self._laid_out(model).content()
 
     def _laid_out(self, model):
@@ -128,7 +128,7 @@ class Keeper:
                 return self._writer.write(name, found, **how)
             except NoRoomError:
                 raise
-            except NotKeptError as error:  # the writer process was killed
+            except NotWrittenError as error:  # the writer process was killed
                 warnings.warn(f"{error}; another one is started", stacklevel=2)
                 self._alone = self._writer.alone
                 self._writer.close()
@@ -136,11 +136,11 @@ class Keeper:
         return self._writer.write(name, found, **how)
 
     def _start(self) -> None:
-        self._writer = SnapshotWriter(self._filesystem, self._run, _KEPT_STEPS, cores.before())
-        activity.here.queued_writer = self._writer.queued
-        activity.here.failing_storage = functools.partial(getattr, self._writer, "failing")
+        self._writer = SnapshotWriter(self._filesystem, self._run, _KEPT_STEPS, cores.cores_before())
+        activity.tracker.queued_writer = self._writer.queued
+        activity.tracker.failing_storage = functools.partial(getattr, self._writer, "failing")
 
-    def keep_at_end(self, name: str, moment: Moment) -> Callable[[], None]:
+    def keep_at_end(self, name: str, moment: CheckpointSnapshot) -> Callable[[], None]:
         """Saves the checkpoint at the end of an epoch; newer ones do not replace it before it is written.
 
         Args:
@@ -160,7 +160,7 @@ class Keeper:
         def wait() -> None:
             try:
                 writer.finish(timeouts.get().checkpoint_write, timeouts.get().checkpoint_failing, number)
-            except NotKeptError:
+            except NotWrittenError:
                 writer.unpin(number)
                 raise
 
@@ -198,7 +198,7 @@ class Keeper:
                 writer.promote()
             with writer.held_up():
                 writer.finish(seconds)
-        except NotKeptError as error:
+        except NotWrittenError as error:
             warnings.warn(str(error), stacklevel=2)
         finally:
             writer.close()

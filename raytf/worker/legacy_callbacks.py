@@ -30,7 +30,7 @@ class LegacyReportCallback(tf_keras.callbacks.Callback):
         if not self._checkpoint:
             ray.train.report(metrics)
             return
-        with scratch.folder() as folder:
+        with scratch.temporary_folder() as folder:
             # on every worker: reading the statistics of BatchNormalization sums them over all workers
             self.model.save(os.path.join(folder, MODEL))
             chief = ray.train.get_context().get_world_rank() == 0

@@ -62,7 +62,7 @@ def load_weights(file: str, build_model: Callable, config: Mapping | None):
     return model
 
 
-def refuse(file: str) -> None:
+def refuse_keras_2_file(file: str) -> None:
     """Raises ConfigError for a file of Keras 2 without `legacy_keras=True`."""
     raise ConfigError(
         "A model's file is read as one of Keras 3 unless legacy_keras=True, whatever the file says",
@@ -125,7 +125,7 @@ def _names(file: str) -> Iterator[Mapping[str, Any]]:
     """Returns the objects at any depth of a file's config that name a class or function."""
     try:
         with zipfile.ZipFile(file) as archive, archive.open("config.json") as part:
-            pending = [stored_json.value(part.read(_LONGEST_CONFIG))]
+            pending = [stored_json.parse_value(part.read(_LONGEST_CONFIG))]
     except (KeyError, ValueError, zipfile.BadZipFile) as error:
         raise ConfigError(
             "A model's file holds its config.json", f"{file!r} ({first_line(error)})", "Take another file"

@@ -10,7 +10,7 @@ import keras
 from raytf.worker.part import Training, TrainingPart, shared_states
 
 
-def run(training: Training, table: Sequence[type[TrainingPart]]) -> keras.callbacks.History:
+def run_training(training: Training, table: Sequence[type[TrainingPart]]) -> keras.callbacks.History:
     """Assembles the parts of a training, and fits. Every worker calls it.
 
     Args:

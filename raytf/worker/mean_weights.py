@@ -9,7 +9,7 @@ import numpy as np
 from raytf.errors import ConfigError
 
 
-def mean_of(models: Iterator):
+def average_models(models: Iterator):
     """Returns the first model with the mean of the weights of all models. Weights that are no floats stay unchanged.
 
     Sums are in float64. All weights are averaged, including the moving statistics of BatchNormalization.

@@ -18,7 +18,7 @@ from raytf.compat import keras as compat_keras
 from raytf.compat import keras_objects
 from raytf.parallel import model_optimizers
 from raytf.storage import scattered, scratch
-from raytf.storage.images import Archive, Image
+from raytf.storage.images import FileTemplate, ZipTemplate
 
 _WEIGHTS, _CONFIG, _METADATA = "model.weights.h5", "config.json", "metadata.json"
 
@@ -39,7 +39,7 @@ class ModelFile:
         """Returns the size of the file in bytes, without some thousand bytes of zip headers."""
         return self._image.size + sum(len(content) for content in self._members.values() if isinstance(content, bytes))
 
-    def content(self) -> Archive:
+    def content(self) -> ZipTemplate:
         """Returns the current file. Its arrays may share TensorFlow's memory: copy them before the next step."""
         layers, optimizers = self._parts()
         values = self._values() if _ids(layers, optimizers) == self._made_of else None
@@ -48,12 +48,12 @@ class ModelFile:
         if (configured := _configured(layers, optimizers)) != self._made_with:
             self._config, self._made_with = self._described(), configured
         members = {**self._members, _CONFIG: self._config, _METADATA: self._dated()}
-        return Archive([(name, members[name]) for name in self._members], self._image, values)
+        return ZipTemplate([(name, members[name]) for name in self._members], self._image, values)
 
     def pieces(self) -> list:
         """Returns the file as pieces of memory, with arrays by reference: use them before the next step."""
         archive = self.content()
-        return scattered.archive(
+        return scattered.zip_pieces(
             (name, content if isinstance(content, bytes) else content.pieces(archive.values))
             for name, content in archive.members
         )
@@ -62,15 +62,15 @@ class ModelFile:
         """Computes from shapes the offset and owner of each array; returns the arrays."""
         layers, optimizers = self._parts()
         with describable(self._model):
-            layout = compat_keras.saved_layout(self._model, optimizers, scratch.make)
+            layout = compat_keras.saved_layout(self._model, optimizers, scratch.make_folder)
         known = {id(o): o for o in (*layers, *optimizers)}
         is_known = layout.fixed and all(identity in known for _, identity in layout.owners)
         # without owners the layout is computed for each checkpoint
         self._owners = [(path, known[identity]) for path, identity in layout.owners] if is_known else None
         self._order = list(layout.places)
         self._kinds = [(layout.values[path].shape, layout.values[path].dtype) for path in self._order]
-        self._image = Image(layout.size, layout.texts, [layout.places[path] for path in self._order])
-        self._members: dict[str, bytes | Image] = {**layout.members, _WEIGHTS: self._image}
+        self._image = FileTemplate(layout.size, layout.texts, [layout.places[path] for path in self._order])
+        self._members: dict[str, bytes | FileTemplate] = {**layout.members, _WEIGHTS: self._image}
         self._config, self._metadata = layout.members[_CONFIG], json.loads(layout.members[_METADATA])
         self._made_of, self._made_with = _ids(layers, optimizers), _configured(layers, optimizers)
         return [layout.values[path] for path in self._order]

@@ -13,7 +13,7 @@ from raytf.collectives import healing
 from raytf.parallel import epoch_iterator
 from raytf.storage.checkpoint_files import CheckpointState
 from raytf.worker.callback_state import CallbackStates
-from raytf.worker.job import Options
+from raytf.worker.job import TrainingOptions
 from raytf.worker.session import Session
 
 
@@ -82,7 +82,7 @@ class Training:
         epochs: Index of the epoch to end with.
         first_epoch: Index of the first epoch of the run.
         arguments: Further arguments of Keras' `fit`.
-        build: See `checkpoint.parts`.
+        build: See `checkpoint.checkpoint_parts`.
         report: Function `report(metrics, moment)` for ends of epochs; the session's by default.
         workers: Number of processes that make steps; the session's by default.
 
@@ -93,7 +93,7 @@ class Training:
         initial_epoch: Index of the next epoch.
     """
 
-    options: Options
+    options: TrainingOptions
     seed: int
     session: Session
     folder: str | None

@@ -11,7 +11,7 @@ import numpy as np
 _KIND = "MT19937"
 
 
-def taken() -> dict[str, np.ndarray]:
+def random_states() -> dict[str, np.ndarray]:
     """Returns both states, by name."""
     _, numbers, gauss = random.getstate()
     state = {"python": np.array(numbers, np.uint32), "python_gauss": np.array([] if gauss is None else [gauss])}
@@ -21,11 +21,11 @@ def taken() -> dict[str, np.ndarray]:
     return state
 
 
-def give_back(found: Mapping[str, np.ndarray]) -> None:
+def restore_random_states(found: Mapping[str, np.ndarray]) -> None:
     """Restores both states; one that was not saved is left as it is.
 
     Raises:
-        ValueError, KeyError: The arrays are not a result of `taken`.
+        ValueError, KeyError: The arrays are not a result of `random_states`.
     """
     try:
         if "python" in found:

@@ -23,7 +23,7 @@ from raytf.worker.steps_per_execution import ExecutionCallback
 _MOST_BYTES = 64 << 20
 
 
-def rehearse(task: TrainJob, workers: int) -> None:
+def warm_up(task: TrainJob, workers: int) -> None:
     """Runs a step of the first rows, in the environment of the last one of `workers` workers."""
     no_op = lambda: None
     healing.here.rehearses = True
@@ -39,14 +39,14 @@ def rehearse(task: TrainJob, workers: int) -> None:
 def _step(task: TrainJob, session: Session) -> None:
     first = {"train": task.datasets["train"].first()}
     once = dataclasses.replace(task, datasets=first, callbacks=None, config={**task.config, "epochs": 1})
-    training = fit.prepared(once, session, lambda: 0.0, lambda name: {"steps": 1})
+    training = fit.prepare(once, session, lambda: 0.0, lambda name: {"steps": 1})
     model = training.model
     training.datasets["train"] = worker_part.mark_worker_part(training.datasets["train"].take(1))
     if sum(map(communicator.bytes_of, model.variables)) <= _MOST_BYTES:
-        with scratch.folder() as folder:
+        with scratch.temporary_folder() as folder:
             state = CheckpointState(epoch=0, step=0, seed=task.sampling.seed, stopped=False, history=[])
             checkpoint.save(folder, model, state)
             checkpoint.restore(folder, model)
-    loop.run(training, [ExecutionCallback])  # no other part, as the others exchange data or write
+    loop.run_training(training, [ExecutionCallback])  # no other part, as the others exchange data or write
     if own_state.bytes_of(model) is not None:
         own_state.take(model, own_state.content_of(model))

@@ -23,7 +23,7 @@ from raytf import activity
 from raytf.collectives import communicator, gradient_ring, healing
 from raytf.collectives.healing import ReplacementState
 from raytf.compat.keras import pythonify_logs
-from raytf.errors import RaytfError, in_a_line
+from raytf.errors import RaytfError, one_line
 from raytf.parallel import (
     assigned,
     callbacks,
@@ -40,11 +40,11 @@ from raytf.worker import checkpoint
 from raytf.worker.callbacks import EpochReports
 from raytf.worker.part import Training, TrainingPart
 
-# Bytes of a row in `_number`.
+# Bytes of a row in `_variable_checksum`.
 _ROW_BYTES = 1 << 13
 
 
-def _refused(model, holder) -> str | None:
+def _unrecoverable(model, holder) -> str | None:
     """Returns why the loss of a worker is not recoverable, as a clause, or None."""
     if holder is None:
         return "workers do not sum gradients in raytf's ring"
@@ -58,7 +58,7 @@ def _refused(model, holder) -> str | None:
     return None
 
 
-class _Moment:
+class _StepBoundary:
     """Snapshot after a step of what a replacement worker needs; a later call returns the `ReplacementState`.
 
     It is taken after the last step of an epoch, and between steps with an exchange between workers. That is one for a
@@ -73,7 +73,7 @@ class _Moment:
 
     Args:
         model: The built model.
-        parts: Parts of a checkpoint of this step, see `checkpoint.parts`.
+        parts: Parts of a checkpoint of this step, see `checkpoint.checkpoint_parts`.
         agreed: See `ReplacementState`.
         step: Number of steps in all.
         tag: See `ReplacementState`.
@@ -96,7 +96,7 @@ class _Moment:
         self._last = model.__dict__["_raytf_last"]
         self._watch = assigned.AssignmentWatch(model)
         unseen = own_state.alike(model) if epoch_ends else assigned.in_graphs(model)
-        self._noted = [(v, _number(self._here(v))) for v in unseen]
+        self._noted = [(v, _variable_checksum(self._here(v))) for v in unseen]
 
     def _here(self, variable) -> np.ndarray:
         return own_state.here(self._model.distribute_strategy, variable)
@@ -110,9 +110,9 @@ class _Moment:
         strategy = self._model.distribute_strategy
         own_state.put_each(strategy, [(variable, saved) for variable, saved, _ in changed])
         try:
-            if changed_paths := [v.path for v, number in self._noted if _number(self._here(v)) != number]:
+            if changed_paths := [v.path for v, number in self._noted if _variable_checksum(self._here(v)) != number]:
                 raise RaytfError(f"a callback has changed {', '.join(changed_paths)} since the last step")
-            files = checkpoint.files(self._model, self._parts)
+            files = checkpoint.checkpoint_files_of(self._model, self._parts)
         finally:
             own_state.put_each(strategy, [(variable, current) for variable, _, current in changed])
         agreed = self._agreed | {"last": metrics.last_logs(self._model, self._last)}
@@ -120,7 +120,7 @@ class _Moment:
         return ReplacementState(self._step, self._tag, 0, ends, files, b"", agreed, between=not ends)
 
 
-def _number(held: np.ndarray) -> int:
+def _variable_checksum(held: np.ndarray) -> int:
     """Returns a checksum of a variable's bytes.
 
     It is a CRC of sums over rows of `_ROW_BYTES` bytes, in a fifth of the time of a CRC of all bytes.
@@ -171,7 +171,7 @@ class RecoveryCallback(TrainingPart):
         model, session = training.model, training.session
         self._holder = gradient_ring.of(model.distribute_strategy)
         allowed = training.options.heals and session.recovers
-        refused = _refused(model, self._holder) if allowed else "TensorflowConfig(heal=False)"
+        refused = _unrecoverable(model, self._holder) if allowed else "TensorflowConfig(heal=False)"
         if refused is not None:
             recovery.place = None
             recovery.disarm(refused)
@@ -217,7 +217,7 @@ class RecoveryCallback(TrainingPart):
         known = {id(v): value for v, value in zip(variables, values, strict=True)}
         logs = metrics.logs_of(model, known) if self._steps_made() >= self._position.steps else {}
         own_state.put(model, values)
-        name = step_folders.name_of(step, copy=self._holder.ring.rank > 0)
+        name = step_folders.folder_name(step, copy=self._holder.ring.rank > 0)
         session.save_now(name, model, self._files(lambda v: known[id(v)], logs))
         return step
 
@@ -237,7 +237,7 @@ class RecoveryCallback(TrainingPart):
         self._check_chief()
         if self._position.skipped:
             raise RaytfError("the other workers have made no step since they resumed with another batch")
-        files = checkpoint.files(model, self._files(_zeros, {}))
+        files = checkpoint.checkpoint_files_of(model, self._files(_zeros_like, {}))
         execution_steps, shared_state = recovery.within + recovery.begun, self._shared()
         if recovery.at_end:
             shared_state["last"] = metrics.last_logs(model, model.__dict__["_raytf_last"])
@@ -254,12 +254,12 @@ class RecoveryCallback(TrainingPart):
             return None
         try:
             self._check_chief()
-            files = self._files(_zeros, {})
-            return _Moment(training.model, files, self._shared(), recovery.step, recovery.tag, epoch_ends)
+            files = self._files(_zeros_like, {})
+            return _StepBoundary(training.model, files, self._shared(), recovery.step, recovery.tag, epoch_ends)
         except RaytfError as error:
             why = str(error)
         except Exception as error:  # of a callback's `get_state`, which otherwise only the chief's checkpoint calls
-            why = f"what a replacement needs could not be recorded: {in_a_line(error)}"
+            why = f"what a replacement needs could not be recorded: {one_line(error)}"
 
         def refused() -> ReplacementState:
             raise RaytfError(why)
@@ -275,7 +275,7 @@ class RecoveryCallback(TrainingPart):
 
     def _take(self, place: ReplacementState) -> None:
         own_state.take(self.model, place.own)
-        activity.here.step = place.step
+        activity.tracker.step = place.step
         if place.behind:
             healing.here.tag = place.tag
             self.model.__dict__["_raytf_last"] = place.agreed["last"]
@@ -298,7 +298,7 @@ class RecoveryCallback(TrainingPart):
             except AttributeError as error:
                 raise RaytfError(
                     "A callback of a replacement worker must accept the end of a batch of which it has not seen the "
-                    f"begin, received: {type(callback).__name__} with {in_a_line(error)}. What it keeps between them "
+                    f"begin, received: {type(callback).__name__} with {one_line(error)}. What it keeps between them "
                     "must be a number, a text, an array, a list or dict of these, or what get_state() gives."
                 ) from error
         if self.model.stop_training:  # `fit` checks this only after a step of its own
@@ -309,6 +309,6 @@ class RecoveryCallback(TrainingPart):
             healing.here.end_epoch()
 
 
-def _zeros(variable: keras.Variable) -> np.ndarray:
+def _zeros_like(variable: keras.Variable) -> np.ndarray:
     """Returns zeros instead of a worker's own metrics, which a replacement gets from the lost one's successor."""
     return np.zeros(tuple(variable.shape), variable.dtype)

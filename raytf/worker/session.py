@@ -30,11 +30,11 @@ from raytf.compat import ray_train
 from raytf.compat.ray_train import CheckpointConsistencyMode
 from raytf.storage import checkpoint_files, scratch, step_folders
 from raytf.storage.checkpoint_files import DamagedCheckpointError
-from raytf.storage.snapshots import NotKeptError
+from raytf.storage.snapshots import NotWrittenError
 from raytf.worker import ending
-from raytf.worker.checkpoint import Moment
+from raytf.worker.checkpoint import CheckpointSnapshot
 from raytf.worker.ending import MovedError
-from raytf.worker.keeper import Keeper
+from raytf.worker.keeper import CheckpointSaver
 
 # File in a trial's checkpoints with state of the sweep.
 TRIAL = "trial.json"
@@ -45,7 +45,7 @@ _WAITS_FOR = "waits for its storage or in a callback of RunConfig, or has no pro
 
 
 @dataclasses.dataclass(frozen=True)
-class Holders:
+class MemoryReplicas:
     """Workers that keep checkpoints in memory.
 
     Args:
@@ -57,10 +57,10 @@ class Holders:
     peer: bool
 
 
-NO_HOLDERS = Holders(mine=False, peer=False)
+NO_HOLDERS = MemoryReplicas(mine=False, peer=False)
 
 
-class Pending:
+class PendingCheckpoint:
     """A checkpoint that must be whole before its report and before the next one. Threads of their own wait for it.
 
     Args:
@@ -74,7 +74,7 @@ class Pending:
     ):
         self._wait, self._epoch, self._held_up = wait, epoch, held_up
         self._settled, self._lock = False, threading.Lock()
-        self._error: NotKeptError | None = None
+        self._error: NotWrittenError | None = None
 
     def settle(self) -> bool:
         """Blocks until the checkpoint is done, in the thread that reports. Returns whether it is whole."""
@@ -86,7 +86,7 @@ class Pending:
     def _settle(self) -> None:
         try:
             self._wait()
-        except NotKeptError as error:
+        except NotWrittenError as error:
             self._error = error
             warnings.warn(
                 f"The checkpoint at the end of epoch {self._epoch} is not kept so far, and the training continues: "
@@ -95,7 +95,7 @@ class Pending:
             )
         self._settled = True
 
-    def __call__(self) -> NotKeptError | None:
+    def __call__(self) -> NotWrittenError | None:
         """Blocks the training thread until the checkpoint is done. Returns the error, or None if it is whole.
 
         It does not wait for earlier reports, as their receiver may be slow.
@@ -105,7 +105,7 @@ class Pending:
         return self._error
 
 
-class Reports:
+class ReportQueue:
     """Queue of reports that another thread makes in order, as fast as the driver processes them."""
 
     def __init__(self):
@@ -129,7 +129,7 @@ class Reports:
         added_at, oldest = self._made[0]
         if len(self._made) < _MOST_REPORTS and time.monotonic() - added_at < limits.report_old:
             return
-        with activity.here.within(activity.DRIVER):
+        with activity.tracker.within(activity.DRIVER):
             done, _ = concurrent.futures.wait([oldest], limits.report_taken)
         if not done:
             raise TimeoutError(
@@ -175,12 +175,12 @@ class Session:
         """Yields the folder of the checkpoint to resume from, the same on every worker, or None without one."""
         yield None
 
-    def report(self, metrics: dict, moment: Moment | Reported | None, keep: bool = False) -> Any:
+    def report(self, metrics: dict, moment: CheckpointSnapshot | ReportedFiles | None, keep: bool = False) -> Any:
         """Reports metrics and, from the chief, a checkpoint. Every worker calls it.
 
         Args:
             metrics: Values by name.
-            moment: The checkpoint, see `Moment`, or None without one.
+            moment: The checkpoint, see `CheckpointSnapshot`, or None without one.
             keep: Whether to copy it now, if it would be written only on request.
 
         Returns:
@@ -208,19 +208,19 @@ class Session:
         The writer process may be slower, and warns of checkpoints that it could not write.
 
         Args:
-            name: Name of the checkpoint's folder in the run's folder, see `step_folders.name_of`.
+            name: Name of the checkpoint's folder in the run's folder, see `step_folders.folder_name`.
             model: A compiled and built `keras.Model`.
-            parts: Result of `checkpoint.parts`.
+            parts: Result of `checkpoint.checkpoint_parts`.
             writers: Number of workers that write it together, each of which calls `save_part`.
         """
 
-    def holders(self) -> Holders:
+    def holders(self) -> MemoryReplicas:
         """Returns who keeps checkpoints in memory."""
         return NO_HOLDERS
 
     def stop_request(self) -> str | None:
-        """Returns why the training is requested to stop, see `ending.Gate`, or None."""
-        return ending.gate.why
+        """Returns why the training is requested to stop, see `ending.StopBarrier`, or None."""
+        return ending.stop_barrier.why
 
 
 class RaySession(Session):
@@ -238,9 +238,9 @@ class RaySession(Session):
         super().__init__(context.get_world_rank(), context.get_world_size())
         self.shares_writing = self.size > 1
         self.storage = context.get_storage()
-        self._keeper = Keeper(self.storage.storage_filesystem, self.storage.experiment_fs_path)
-        self._pending: Pending | None = None
-        self._reports = Reports()
+        self._keeper = CheckpointSaver(self.storage.storage_filesystem, self.storage.experiment_fs_path)
+        self._pending: PendingCheckpoint | None = None
+        self._reports = ReportQueue()
         self._whole: tuple[int, str] | None = None  # epoch, and checkpoint of its end that a lost chief has saved
         self._told = 0  # number of next reports that a lost worker has already made
 
@@ -256,17 +256,17 @@ class RaySession(Session):
         with contextlib.ExitStack() as stack:
             stack.push(self._close)
             if healing.here.place is not None:
-                folder = stack.enter_context(scratch.folder(bytes_of(healing.here.place.files)))
+                folder = stack.enter_context(scratch.temporary_folder(size_of_files(healing.here.place.files)))
                 write_files(healing.here.place.files, folder)
                 self._report_for(healing.here.place, checkpoint_files.read_state(folder).history)
                 yield folder
                 return
             name, folder, unlisted = self._newest(stack) if self.rank == 0 else (None, None, [])
             if self.size > 1:
-                with activity.here.meeting(activity.REPORT):
+                with activity.tracker.meeting(activity.REPORT):
                     name, unlisted = broadcast_from_rank_zero((name, unlisted))
             if self.rank != 0 and name is not None:
-                folder = _opened(stack, self._at(name), contents=False)
+                folder = _open_checkpoint(stack, self._at(name), contents=False)
             for end, metrics in unlisted:
                 self._report_kept(metrics, end if self.rank == 0 else None)
             yield folder
@@ -282,7 +282,7 @@ class RaySession(Session):
         ends: dict[int, str] = {}
         if (missing or place.behind) and self.rank == 0:
             self._keeper.wait_for_others()
-            unlisted = checkpoint_files.unlisted(
+            unlisted = checkpoint_files.unlisted_checkpoints(
                 self.storage.storage_filesystem, self.storage.experiment_fs_path, _names_reported
             )
             ends = {state.epoch: name for name, state in dict(unlisted).items()}
@@ -317,16 +317,18 @@ class RaySession(Session):
         self._keeper.wait_for_others()
         filesystem, run = self.storage.storage_filesystem, self.storage.experiment_fs_path
         last = ray.train.get_checkpoint()
-        unlisted = dict(checkpoint_files.unlisted(filesystem, run, _names_reported))
-        steps = step_folders.listed(filesystem, run) + [(state.step, name) for name, state in unlisted.items()]
+        unlisted = dict(checkpoint_files.unlisted_checkpoints(filesystem, run, _names_reported))
+        steps = step_folders.finished_folders(filesystem, run) + [
+            (state.step, name) for name, state in unlisted.items()
+        ]
         if last is None and not steps:
             return None, None, []
         # on a tie those of ends of epochs first, as they include the validation
         steps.sort(key=lambda entry: (entry[0], entry[1] in unlisted), reverse=True)
-        candidates = checkpoint_files.merged(
-            _kept(last) if last is not None else iter(()), [(step, self._at(name)) for step, name in steps]
+        candidates = checkpoint_files.merge_newest_first(
+            _run_checkpoints(last) if last is not None else iter(()), [(step, self._at(name)) for step, name in steps]
         )
-        saved, folder = checkpoint_files.first_whole(candidates, functools.partial(_opened, stack))
+        saved, folder = checkpoint_files.first_whole(candidates, functools.partial(_open_checkpoint, stack))
         name = posixpath.basename(saved.path.rstrip("/"))
         resumed_step, listed = checkpoint_files.read_state(folder).step, -1
         if unlisted and last is not None:
@@ -355,29 +357,29 @@ class RaySession(Session):
         self._keeper.keep_now(name, model, parts)
 
     def save_part(self, name: str, model, writers: int, pinned: bool = False) -> None:
-        """Saves this worker's part of a checkpoint; all workers but the chief call it, see `Keeper.keep_part`."""
+        """Saves this worker's part of a checkpoint; not called by the chief, see `CheckpointSaver.keep_part`."""
         if self.rank < writers:
             self._keeper.keep_part(name, model, self.rank, writers, pinned)
 
     def layout(self, model) -> int:
-        """Returns a number for the layout of the model's file, see `Keeper.layout`."""
+        """Returns a number for the layout of the model's file, see `CheckpointSaver.layout`."""
         return self._keeper.layout(model)
 
     def writes_alone(self) -> bool:
-        """Whether the chief must write alone, see `Keeper.writes_alone`."""
+        """Whether the chief must write alone, see `CheckpointSaver.writes_alone`."""
         return self._keeper.writes_alone()
 
     def hold(self, name: str, model, parts: Mapping[str, Any]) -> None:
-        """Keeps a checkpoint in this host's memory, with the arguments of `save_step`; see `Keeper.hold`."""
+        """Keeps a checkpoint in this host's memory, with the arguments of `save_step`; see `CheckpointSaver.hold`."""
         self._keeper.hold(name, model, parts)
 
-    def holders(self) -> Holders:
+    def holders(self) -> MemoryReplicas:
         """Returns who keeps checkpoints in memory: the chief, and the first worker of the second host, if any."""
         context = ray.train.get_context()
         peer = context.get_node_rank() == 1 and context.get_local_rank() == 0
-        return Holders(self.rank == 0 or peer, context.get_local_world_size() < self.size)
+        return MemoryReplicas(self.rank == 0 or peer, context.get_local_world_size() < self.size)
 
-    def report(self, metrics: dict, moment: Any, keep: bool = False) -> Callable[[], NotKeptError | None]:
+    def report(self, metrics: dict, moment: Any, keep: bool = False) -> Callable[[], NotWrittenError | None]:
         """Reports metrics and, from the chief, a checkpoint. Every worker calls it, and none waits for its end.
 
         The report follows when the checkpoint is whole. The training waits for the checkpoint of the epoch before, as
@@ -406,16 +408,18 @@ class RaySession(Session):
         if self._whole is not None and self._whole[0] == moment.state.epoch:
             self._report_kept(metrics, self._whole[1])
             return lambda: None
-        pending = self._pending = Pending(self._kept_at_end(name, moment), moment.state.epoch, self._keeper.held_up)
+        pending = self._pending = PendingCheckpoint(
+            self._kept_at_end(name, moment), moment.state.epoch, self._keeper.held_up
+        )
         kept = self._at(name), self._validate
         self._reports.add(ray_train.report_later(metrics, lambda: kept if pending.settle() else (None, False)))
         return pending
 
-    def _kept_at_end(self, name: str, moment: Moment) -> Callable[[], None]:
-        """Returns a function that blocks until the checkpoint is whole, see `Keeper.keep_at_end`."""
+    def _kept_at_end(self, name: str, moment: CheckpointSnapshot) -> Callable[[], None]:
+        """Returns a function that blocks until the checkpoint is whole, see `CheckpointSaver.keep_at_end`."""
         try:
             return self._keeper.keep_at_end(name, moment)
-        except NotKeptError as error:
+        except NotWrittenError as error:
             failed = error
 
         def raises() -> None:
@@ -425,42 +429,44 @@ class RaySession(Session):
 
 
 def _names_reported() -> set[str]:
-    return {posixpath.basename(entry.checkpoint.path.rstrip("/")) for entry in _reported()}
+    return {posixpath.basename(entry.checkpoint.path.rstrip("/")) for entry in _newest_reported()}
 
 
-def _reported() -> list:
+def _newest_reported() -> list:
     return ray.train.get_all_reported_checkpoints(
         consistency_mode=CheckpointConsistencyMode.COMMITTED, timeout_s=timeouts.get().reports_listed
     )
 
 
-def _kept(last: ray.train.Checkpoint) -> Iterator[ray.train.Checkpoint]:
+def _run_checkpoints(last: ray.train.Checkpoint) -> Iterator[ray.train.Checkpoint]:
     """Returns the last checkpoint of the run, and then those before it, which are only listed if needed."""
     yield last
-    yield from (c for c in checkpoint_files.newest_first(r.checkpoint for r in _reported()) if c.path != last.path)
+    yield from (
+        c for c in checkpoint_files.newest_first(r.checkpoint for r in _newest_reported()) if c.path != last.path
+    )
 
 
-def _opened(stack: contextlib.ExitStack, saved: ray.train.Checkpoint, contents: bool = True) -> str:
+def _open_checkpoint(stack: contextlib.ExitStack, saved: ray.train.Checkpoint, contents: bool = True) -> str:
     """Returns the folder of a checkpoint on this machine, after checking it."""
-    with scratch.named():  # a checkpoint of another storage is copied to this machine
+    with scratch.name_errors():  # a checkpoint of another storage is copied to this machine
         folder = stack.enter_context(saved.as_directory())
-    checkpoint_files.check(folder, contents, posixpath.basename(saved.path))
+    checkpoint_files.check_folder(folder, contents, posixpath.basename(saved.path))
     return folder
 
 
-def report(metrics: dict, write: Callable[[str], None] | None) -> None:
+def report_to_ray(metrics: dict, write: Callable[[str], None] | None) -> None:
     """Calls `ray.train.report`, with the checkpoint that `write(folder)` writes on the chief."""
     if write is None or ray.train.get_context().get_world_rank() != 0:
         _report(metrics)
         return
-    with scratch.folder() as folder:
+    with scratch.temporary_folder() as folder:
         write(folder)
         _report(metrics, checkpoint=ray.train.Checkpoint.from_directory(folder))
 
 
 def _report(metrics: dict, **how: Any) -> None:
     """Calls `ray.train.report`, which is a barrier of all workers."""
-    with activity.here.meeting(activity.REPORT):
+    with activity.tracker.meeting(activity.REPORT):
         ray.train.report(metrics, **how)
 
 
@@ -469,7 +475,7 @@ class TrialStopped(BaseException):
 
 
 @dataclasses.dataclass(frozen=True)
-class Within:
+class TrialCheckpointDir:
     """Location of a trial's checkpoints within epochs; Tune requests those of their ends.
 
     Args:
@@ -484,8 +490,8 @@ class Within:
 
 
 @dataclasses.dataclass(frozen=True)
-class Reported:
-    """Files that a train loop of the user's has reported as a checkpoint, instead of a `Moment`.
+class ReportedFiles:
+    """Files that a train loop of the user's has reported as a checkpoint, instead of a `CheckpointSnapshot`.
 
     Args:
         folder: Folder with a copy of the files, which the next report replaces.
@@ -516,12 +522,12 @@ class TrialSession(Session):
 
     recovers = True
 
-    def __init__(self, rank: int, size: int, folder: str | None, name: str, within: Within | None = None):
+    def __init__(self, rank: int, size: int, folder: str | None, name: str, within: TrialCheckpointDir | None = None):
         super().__init__(rank, size)
         self.name, self.folder, self.saves = name, folder, within is not None
-        self._keeper = Keeper(within.filesystem, within.folder) if within is not None and rank == 0 else None
+        self._keeper = CheckpointSaver(within.filesystem, within.folder) if within is not None and rank == 0 else None
         self._reports = 0 if within is None else within.reports
-        self._moment: Moment | Reported | None = None
+        self._moment: CheckpointSnapshot | ReportedFiles | None = None
         self._taken: dict[str, bytes] | None = None  # files that were already written
         self.waits = False
         self.commands: queue.SimpleQueue = queue.SimpleQueue()
@@ -534,11 +540,11 @@ class TrialSession(Session):
             if self._keeper is not None:
                 stack.callback(self._keeper.close)
             if (replacement_state := healing.here.place) is not None:
-                self.folder = stack.enter_context(scratch.folder(bytes_of(replacement_state.files)))
+                self.folder = stack.enter_context(scratch.temporary_folder(size_of_files(replacement_state.files)))
                 write_files(replacement_state.files, self.folder)
                 self._reports = replacement_state.agreed["reports"]
             if self.folder is not None:
-                checkpoint_files.check(self.folder, contents=self.rank == 0)
+                checkpoint_files.check_folder(self.folder, contents=self.rank == 0)
             yield self.folder
 
     def reports_made(self) -> int:
@@ -552,7 +558,7 @@ class TrialSession(Session):
         if self._keeper is not None:
             self._keeper.ready(model, held)
 
-    def report(self, metrics: dict, moment: Moment | Reported | None, keep: bool = False) -> None:
+    def report(self, metrics: dict, moment: CheckpointSnapshot | ReportedFiles | None, keep: bool = False) -> None:
         """Sends the metrics to the group, and waits for a command; a checkpoint is written only on request.
 
         Without a `moment` an earlier report's remains valid.
@@ -560,14 +566,14 @@ class TrialSession(Session):
         self._reports += 1
         # a training that is requested to stop may end after this report, and nothing else saves it then
         if self._keeper is not None and moment is not None and moment.step is not None and self.stop_request():
-            self.save_step(step_folders.name_of(moment.step), moment.model, moment.parts())
+            self.save_step(step_folders.folder_name(moment.step), moment.model, moment.parts())
         if moment is not None:
             self._moment, self._taken = moment, None
             if keep and self.rank == 0:
                 self._taken = self._files()
         self.events.put(("report", metrics))
         self.waits = True
-        with activity.here.meeting(activity.REPORT):
+        with activity.tracker.meeting(activity.REPORT):
             self.park()
         self.waits = False
 
@@ -600,18 +606,18 @@ def read_files(folder: str) -> dict[str, bytes]:
     return files
 
 
-def fetched(saved: ray.train.Checkpoint) -> dict[str, bytes]:
+def fetch_files(saved: ray.train.Checkpoint) -> dict[str, bytes]:
     """Returns the content of files of a stored checkpoint, by relative path.
 
     Raises:
         DamagedCheckpointError: The checkpoint is not whole.
     """
-    with scratch.named(), saved.as_directory() as folder:
-        checkpoint_files.check(folder, name=posixpath.basename(saved.path))
+    with scratch.name_errors(), saved.as_directory() as folder:
+        checkpoint_files.check_folder(folder, name=posixpath.basename(saved.path))
         return read_files(folder)
 
 
-def bytes_of(files: Mapping[str, bytes]) -> int:
+def size_of_files(files: Mapping[str, bytes]) -> int:
     """Returns the size in bytes of a result of `read_files`."""
     return sum(map(len, files.values()))
 

@@ -14,22 +14,22 @@ from raytf.storage import stored_json
 _NUMBER = np.dtype(np.int64)
 
 
-def from_chief(strategy, parts: Mapping[str, str | Mapping[str, np.ndarray]]) -> dict:
+def broadcast_parts(strategy, parts: Mapping[str, str | Mapping[str, np.ndarray]]) -> dict:
     """Broadcasts the chief's parts to every worker. A collective call.
 
     Args:
         strategy: Strategy for which `communicator.spans_workers` holds.
-        parts: Result of `checkpoint.parts` on the chief; ignored on other workers.
+        parts: Result of `checkpoint.checkpoint_parts` on the chief; ignored on other workers.
     """
-    packed = pack(parts) if communicator.is_chief(strategy) else np.empty(0, _NUMBER)
+    packed = pack_parts(parts) if communicator.is_chief(strategy) else np.empty(0, _NUMBER)
     (size,) = communicator.from_chief(strategy, [np.int64(packed.size)])
     if packed.size != size:
         packed = np.empty(int(size), _NUMBER)
     (received,) = communicator.from_chief(strategy, [packed])
-    return unpack(received)
+    return unpack_parts(received)
 
 
-def pack(parts: Mapping[str, str | Mapping[str, np.ndarray]]) -> np.ndarray:
+def pack_parts(parts: Mapping[str, str | Mapping[str, np.ndarray]]) -> np.ndarray:
     """Packs strings, and arrays by name, into one array of int64."""
     texts = {name: part for name, part in parts.items() if isinstance(part, str)}
     keys = [(name, key) for name, part in parts.items() if not isinstance(part, str) for key in part]
@@ -45,11 +45,11 @@ def pack(parts: Mapping[str, str | Mapping[str, np.ndarray]]) -> np.ndarray:
     return packed
 
 
-def unpack(packed: np.ndarray) -> dict:
-    """Unpacks an array of `pack`. A dtype that NumPy lacks becomes one with as many bytes."""
+def unpack_parts(packed: np.ndarray) -> dict:
+    """Unpacks an array of `pack_parts`. A dtype that NumPy lacks becomes one with as many bytes."""
     content = packed[1:].view(np.uint8)[: int(packed[0])].tobytes()
     with np.load(io.BytesIO(content), allow_pickle=False) as archive:
-        texts, names, keys = stored_json.value(archive["head"].tobytes())
+        texts, names, keys = stored_json.parse_value(archive["head"].tobytes())
         parts: dict = {**texts, **{name: {} for name in names}}
         for i, (name, key) in enumerate(keys):
             parts[name][key] = archive[str(i)]

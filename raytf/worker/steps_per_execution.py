@@ -28,7 +28,7 @@ _LONGEST_CALL = 1.0
 _MOST = 64
 
 
-def choose(between: float, within: float, first: float, steps_left: int) -> int:
+def choose_steps(between: float, within: float, first: float, steps_left: int) -> int:
     """Returns the steps per execution that hide the time between two calls, or 1 if more would not pay.
 
     Args:
@@ -141,7 +141,7 @@ class ExecutionCallback(TrainingPart):
             self._looking = False
             return
         gap, duration = (statistics.median(times[_WARM_UP:]) for times in (self._between, self._within))
-        number = self._chiefs(choose(gap, duration, self._first, self._left - batch - 1))
+        number = self._chiefs(choose_steps(gap, duration, self._first, self._left - batch - 1))
         if number == 1:
             self._looking = False
             return

@@ -32,7 +32,7 @@ def communication_options(config: TensorflowConfig):
 
 
 @contextlib.contextmanager
-def hooked(config: TensorflowConfig, built: Callable):
+def patched_strategy(config: TensorflowConfig, built: Callable):
     """Patches MultiWorkerMirroredStrategy: each one that is built gets the worker's port, options and a ring.
 
     Args:
@@ -47,7 +47,7 @@ def hooked(config: TensorflowConfig, built: Callable):
     def init(self, cluster_resolver=None, communication_options=None):
         auto = communication_options is None and config.communication == "auto"
         communication_options = options if communication_options is None else communication_options
-        if legacy_keras.is_on():
+        if legacy_keras.is_enabled():
             _with_collectives(original, self, cluster_resolver, communication_options)
             self.experimental_distribute_dataset = _distribute_for_keras_2(self)
         else:
@@ -89,7 +89,7 @@ def _with_ring(config: TensorflowConfig, init: Callable, strategy, resolver, opt
         pack_bytes=config.bytes_per_pack,
         wire_dtype=config.gradient_dtype,
     )
-    with multi_worker.over(joined):
+    with multi_worker.ring_extended(joined):
         init(strategy, resolver, options)
     exchange.keep(strategy, joined)
     return True
@@ -99,7 +99,7 @@ def _with_collectives(init: Callable, strategy, resolver, options) -> None:
     """Builds a strategy over TensorFlow's collectives."""
     ports.release_port()
     init(strategy, resolver, options)
-    _listen_only_here()
+    _restrict_listener()
 
 
 def _attach_for_keras_3(strategy, config: TensorflowConfig) -> None:
@@ -120,7 +120,7 @@ def _distribute_for_keras_2(strategy):
     return distribute
 
 
-def _listen_only_here() -> None:
+def _restrict_listener() -> None:
     """Binds TensorFlow's server to this worker's address only, if raytf chose that: then there is a token."""
     task = json.loads(os.environ.get("TF_CONFIG", "{}"))
     if "cluster" in task and ring.token() is not None:
@@ -131,7 +131,7 @@ def _cluster() -> dict:
     return json.loads(os.environ.get("TF_CONFIG", "{}")).get("cluster", {})
 
 
-def coordinate(setup: WorkerSetup):
+def connect_to_servers(setup: WorkerSetup):
     """Starts the servers of a ParameterServerStrategy and connects to them; this process becomes their coordinator.
 
     Returns:
@@ -141,7 +141,7 @@ def coordinate(setup: WorkerSetup):
     servers = setup.servers.start(address, setup.config.listening)
     ports.release_port()
     strategy = tf.distribute.ParameterServerStrategy(servers.resolver())
-    _listen_only_here()
+    _restrict_listener()
     return strategy, servers
 
 
@@ -150,7 +150,7 @@ def uses_tpu(setup: WorkerSetup) -> bool:
     return setup.strategy == "tpu" or setup.tpu
 
 
-def build(setup: WorkerSetup) -> tf.distribute.Strategy:
+def build_strategy(setup: WorkerSetup) -> tf.distribute.Strategy:
     """Builds the strategy of a setup (by name, or "auto") from this worker's devices and TF_CONFIG."""
     workers = len(_cluster().get("worker", [None]))
     gpus = len(tf.config.list_physical_devices("GPU"))
@@ -170,4 +170,4 @@ def build(setup: WorkerSetup) -> tf.distribute.Strategy:
             return tf.distribute.experimental.CentralStorageStrategy()
     from raytf.worker import tpu
 
-    return tpu.connect([address.rpartition(":")[0] for address in _cluster()["worker"]])
+    return tpu.connect_to_tpus([address.rpartition(":")[0] for address in _cluster()["worker"]])

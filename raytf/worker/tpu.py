@@ -24,7 +24,7 @@ RUNTIME_PORT = 8470
 STEPS_PER_EXECUTION = 32
 
 
-def connect(hosts: Sequence[str]) -> tf.distribute.Strategy:
+def connect_to_tpus(hosts: Sequence[str]) -> tf.distribute.Strategy:
     """Connects to the chips of some hosts and initializes them. No TensorFlow operation may have run before.
 
     Args:
@@ -38,7 +38,7 @@ def connect(hosts: Sequence[str]) -> tf.distribute.Strategy:
     return tf.distribute.TPUStrategy(resolver)
 
 
-def settled(task: TrainJob, model, feed: Feed) -> TrainJob:
+def with_steps_per_call(task: TrainJob, model, feed: Feed) -> TrainJob:
     """Returns a task with the number of steps of each call.
 
     Args:
@@ -68,7 +68,7 @@ def settled(task: TrainJob, model, feed: Feed) -> TrainJob:
     return dataclasses.replace(task, steps_per_execution=own if own > 1 else min(STEPS_PER_EXECUTION, feed.steps))
 
 
-class _LedSession(Session):
+class _CoordinatorSession(Session):
     """Session of the coordinator; signals the workers on the other hosts when to report."""
 
     def __init__(self, session: Session):
@@ -82,14 +82,14 @@ class _LedSession(Session):
 
 
 @contextlib.contextmanager
-def led(session):
+def coordinated_session(session):
     """Yields the coordinator's session, and None at the end on the other workers. For runs on several hosts.
 
     Args:
         session: `session.RaySession` of this worker.
     """
     if session.rank == 0:
-        yield _LedSession(session)
+        yield _CoordinatorSession(session)
         broadcast_from_rank_zero(False)
         return
     with session.checkpoint():

@@ -103,7 +103,7 @@ def as_worker(
         share: Function that the chief calls with the initial values of the model's variables.
 
     Returns:
-        The results, see `_trained`.
+        The results, see `_train_two_steps`.
     """
     os.environ["TF_CONFIG"] = tf_config({"worker": addresses}, "worker", rank)
     ring.keep_token(token)
@@ -116,7 +116,7 @@ def as_worker(
             share([np.asarray(v) for v in variables])
 
     try:
-        return _trained(trial, eagerly, Shard(rank, 2), begin)
+        return _train_two_steps(trial, eagerly, Shard(rank, 2), begin)
     except tf.errors.InvalidArgumentError as error:
         if "Gradients of gradients through BatchNormalization" not in str(error):
             raise
@@ -133,7 +133,7 @@ def on_one_device(trial: VerificationTask, eagerly: bool, initial: Callable[[], 
         again: Whether to train with other seeds, and with weights that differ in their last bits.
 
     Returns:
-        The results, see `_trained`.
+        The results, see `_train_two_steps`.
     """
     os.environ.pop("TF_CONFIG", None)
 
@@ -150,7 +150,7 @@ def on_one_device(trial: VerificationTask, eagerly: bool, initial: Callable[[], 
         if again:
             _set_seeds(_SEED + 1)
 
-    return _trained(trial, eagerly, Shard(), begin)
+    return _train_two_steps(trial, eagerly, Shard(), begin)
 
 
 def _set_seeds(seed: int) -> None:
@@ -159,7 +159,7 @@ def _set_seeds(seed: int) -> None:
     tf.random.set_seed(seed)
 
 
-def _trained(trial: VerificationTask, eagerly: bool, shard: Shard, begin: Callable) -> dict:
+def _train_two_steps(trial: VerificationTask, eagerly: bool, shard: Shard, begin: Callable) -> dict:
     """Returns the results of two steps by name, or {"skipped": reason}.
 
     The result is "digest"; on rank 0 also "logs", "weights", "states", "slots", "rates" and "half"; on one device also
@@ -192,10 +192,10 @@ def _trained(trial: VerificationTask, eagerly: bool, shard: Shard, begin: Callab
                 if optimizer.built:
                     optimizer.dynamic_scale.assign(_LOSS_SCALE)
         begin(model, variables)
-        return _fitted(trial, eagerly, model, train, shard)
+        return _fit_two_steps(trial, eagerly, model, train, shard)
 
 
-def _fitted(trial: VerificationTask, eagerly: bool, model, train, shard: Shard) -> dict:
+def _fit_two_steps(trial: VerificationTask, eagerly: bool, model, train, shard: Shard) -> dict:
     seeds = {id(v) for v in keras_objects.seeds_of(model)}
     states = [v for v in model.non_trainable_variables if id(v) not in seeds and v.dtype != "string"]
     initial = [np.asarray(v) for v in model.trainable_variables]
@@ -224,7 +224,7 @@ def _fitted(trial: VerificationTask, eagerly: bool, model, train, shard: Shard) 
     if shard.count > 1:
         return results
     changed = sorted(name for name, value in _of_python(model).items() if python.get(name) != value)
-    return results | {"traits": traits(model) | {"python": changed}}
+    return results | {"traits": custom_code(model) | {"python": changed}}
 
 
 def _rates_and_slots(model) -> tuple[list[tuple[str, np.ndarray]], list[tuple[str, np.ndarray]]]:
@@ -317,24 +317,26 @@ def constant_draws() -> Iterator[None]:
 # ------------------------------------------------------------------------------------------ what the user wrote
 
 
-def traits(model) -> dict[str, Any]:
+def custom_code(model) -> dict[str, Any]:
     """Returns the user's own code in a model by kind, with names and lines, to find the cause of a difference."""
     result: dict[str, Any] = {"methods": {}, "metrics": [], "losses": [], "optimizers": [], "layers": []}
     for name in ("train_step", "test_step", "compute_loss", "compute_metrics"):
         method = getattr(type(model), name)
         if not _is_kerass(method) or name in vars(model):
-            result["methods"][name] = _place(vars(model).get(name, method))
+            result["methods"][name] = _location_of(vars(model).get(name, method))
     loss = keras_objects.compiled_parts(model)[0]
     if loss is not None and loss.built:
-        given = [_unwrapped(entry.loss) for entry in keras_objects.flat_losses(loss)]
-        result["losses"] = [_named(item) for item in given if _is_own(item)]
+        given = [_unwrapped_loss(entry.loss) for entry in keras_objects.flat_losses(loss)]
+        result["losses"] = [_described(item) for item in given if _is_own(item)]
     for metric in model.metrics:
         for item in [metric, *getattr(metric, "metrics", ())]:
             function = keras_objects.function_of(item)
             if _is_own(item) or _is_own(function):
-                result["metrics"].append((item.name, _named(function or item), function is not None))
-    result["optimizers"] = [_named(item) for item in model_optimizers.of(model).values() if _is_own(item)]
-    result["layers"] = [_named(layer) for layer in keras_objects.layers_of(model, with_itself=False) if _is_own(layer)]
+                result["metrics"].append((item.name, _described(function or item), function is not None))
+    result["optimizers"] = [_described(item) for item in model_optimizers.of(model).values() if _is_own(item)]
+    result["layers"] = [
+        _described(layer) for layer in keras_objects.layers_of(model, with_itself=False) if _is_own(layer)
+    ]
     return json.loads(json.dumps(result))
 
 
@@ -372,18 +374,18 @@ def _is_own(thing) -> bool:
     return thing is not None and not _is_kerass(kind) and kind.__module__ != "builtins"
 
 
-def _unwrapped(loss):
+def _unwrapped_loss(loss):
     """Returns the user's loss without the wrappers of raytf and Keras."""
     inner = getattr(loss, "loss", loss)
     return getattr(inner, "fn", inner)
 
 
-def _named(thing) -> str:
+def _described(thing) -> str:
     kind = thing if inspect.isroutine(thing) else type(thing)
-    return f"{kind.__name__} ({_place(kind)})"
+    return f"{kind.__name__} ({_location_of(kind)})"
 
 
-def _place(thing) -> str:
+def _location_of(thing) -> str:
     """Returns "file.py, line N" of a function or class."""
     try:
         code = getattr(inspect.unwrap(thing), "__code__", None)

@@ -27,10 +27,10 @@ from raytf.storage import step_folders
 from raytf.worker import checkpoint as checkpoints
 from raytf.worker import checkpoint_every, context, ending, random_state, snapshot_parts
 from raytf.worker.callbacks import EpochReports
-from raytf.worker.checkpoint_every import Clock
+from raytf.worker.checkpoint_every import CheckpointClock
 from raytf.worker.part import Training, TrainingPart
-from raytf.worker.session import NO_HOLDERS, Holders
-from raytf.worker.writers import Writers
+from raytf.worker.session import NO_HOLDERS, MemoryReplicas
+from raytf.worker.writers import WriterCount
 
 
 class StepCheckpointCallback(TrainingPart):
@@ -59,13 +59,13 @@ class StepCheckpointCallback(TrainingPart):
     stood = 0.0
     kept_step = held_step = 0
 
-    def __init__(self, training: Training, holders: Holders):
+    def __init__(self, training: Training, holders: MemoryReplicas):
         super().__init__()
         options, session, self._holders = training.options, training.session, holders
         self._every, self._memory_every = options.checkpoint_every, options.memory_every
         self._session, self._position, self._report = session, training.position, training.parts[EpochReports]
         self._order, self._validates = dict(training.order), "validation" in training.feeds
-        self._writers = Writers(session) if session.shares_writing else None
+        self._writers = WriterCount(session) if session.shares_writing else None
         self._state: Mapping | None = None
 
     @classmethod
@@ -90,54 +90,54 @@ class StepCheckpointCallback(TrainingPart):
     def on_train_begin(self, logs=None):
         self._waits = self._holds = False  # whether one is due as soon as all workers have the same weights
         self._seen = self._next_look = self._position.step
-        self._clock = Clock(self._every, time.monotonic(), self._position.step)
+        self._clock = CheckpointClock(self._every, time.monotonic(), self._position.step)
         self._local_steps = local_sgd.every(self.model.distribute_strategy)
         state, self._state = self._state, None
         if state is not None:
             vars(self).update(state["own"])
-        ending.gate.begin(None if state is None else state["gate"])
+        ending.stop_barrier.begin(None if state is None else state["gate"])
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._state = state
 
     def state_dict(self) -> dict[str, Any]:
         own = {name: getattr(self, name) for name in ("_waits", "_holds", "_seen", "_next_look")}
-        return {"own": own, "gate": ending.gate.told()}
+        return {"own": own, "gate": ending.stop_barrier.told()}
 
     def exchanges(self, step: int) -> bool:
-        if self._waits or self._holds or ending.gate.why is not None:
+        if self._waits or self._holds or ending.stop_barrier.why is not None:
             return True
         steps = [number for number in (self._every.steps, self._memory_every) if number is not None]
-        if any(checkpoint_every.crosses(number, self._seen, step) for number in steps):
+        if any(checkpoint_every.crosses_multiple(number, self._seen, step) for number in steps):
             return True
         return self._every.within_epochs and self._every.steps is None and step >= self._next_look
 
     def on_train_batch_end(self, batch, logs=None):
-        ended = ending.gate.is_last()
+        ended = ending.stop_barrier.is_last()
         previous, self._seen = self._seen, self._position.step
         self._waits = self._waits or self._is_due(previous, self._seen)
         if self._memory_every is not None:
-            self._holds = self._holds or checkpoint_every.crosses(self._memory_every, previous, self._seen)
+            self._holds = self._holds or checkpoint_every.crosses_multiple(self._memory_every, previous, self._seen)
         ends = self._position.epoch_step >= (self.params["steps"] or math.inf) and not self._validates
         due, held = ended or (self._waits and not ends), self._holds and not ends
         if not (due or held) or self.model.stop_training or not self._are_alike():
             return
         if not due:
             self._holds = False
-            with activity.here.within(activity.CHECKPOINT):
+            with activity.tracker.within(activity.CHECKPOINT):
                 self._save(logs, kept=False, held=True)
             return
         self._waits = self._holds = False
         began = time.monotonic()
-        with activity.here.within(activity.CHECKPOINT):
+        with activity.tracker.within(activity.CHECKPOINT):
             self._save(logs, kept=True, held=held)
         self._clock.made(time.monotonic(), time.monotonic() - began + self.stood)
         if ended:
-            raise ending.StopTraining(ending.gate.why, self._position.step)
+            raise ending.StopTraining(ending.stop_barrier.why, self._position.step)
 
     def on_epoch_end(self, epoch, logs=None):
-        if ending.gate.is_over():  # weights were not the same after any step; the epoch is already reported
-            raise ending.StopTraining(ending.gate.why, self._position.step)
+        if ending.stop_barrier.is_over():  # weights were not the same after any step; the epoch is already reported
+            raise ending.StopTraining(ending.stop_barrier.why, self._position.step)
         self._waits = self._holds = False
         self._clock.epoch_ended(time.monotonic(), self._position.step)
 
@@ -148,7 +148,7 @@ class StepCheckpointCallback(TrainingPart):
             step: Number of steps in all.
         """
         self._waits = self._waits or self._is_due(step, step)
-        return self._waits or ending.gate.why is not None
+        return self._waits or ending.stop_barrier.why is not None
 
     def steps_to_next(self, step: int) -> float:
         """Returns the number of steps to the next checkpoint with an interval in steps, else infinity."""
@@ -159,7 +159,7 @@ class StepCheckpointCallback(TrainingPart):
         if not self._every.within_epochs:
             return False
         if self._every.steps is not None:
-            return checkpoint_every.crosses(self._every.steps, before, step)
+            return checkpoint_every.crosses_multiple(self._every.steps, before, step)
         if step < self._next_look:
             return False
         began = time.monotonic()
@@ -187,25 +187,25 @@ class StepCheckpointCallback(TrainingPart):
         values, averages, logs = metrics.standing(self.model, logs, assign)
         if assign:
             own_state.averaged(self.model)
-        with _holding(averages):
+        with _assigned(averages):
             chief = session.rank == 0
             parts = self._parts(values, logs) if chief else {}
             writers = self._writers.count(self.model) if kept and self._writers is not None else 1
             with shards.whole(self.model):
                 if chief and kept:
-                    session.save_step(step_folders.name_of(step), self.model, parts, writers)
+                    session.save_step(step_folders.folder_name(step), self.model, parts, writers)
                 elif writers > 1:
-                    session.save_part(step_folders.name_of(step), self.model, writers)
+                    session.save_part(step_folders.folder_name(step), self.model, writers)
                 elif chief:
-                    session.hold(step_folders.name_of(step), self.model, parts)
+                    session.hold(step_folders.folder_name(step), self.model, parts)
             if held and self._holders.peer:
-                parts = snapshot_parts.from_chief(strategy, parts)
+                parts = snapshot_parts.broadcast_parts(strategy, parts)
                 holds, peer = self._holders.mine and not chief, 0
                 if shards.are_in(self.model):
                     (peer,) = map(int, communicator.sum_over_workers(strategy, [np.int64(holds * session.rank)]))
                 with shards.whole(self.model, peer):
                     if holds:
-                        session.hold(step_folders.name_of(step, copy=True), self.model, parts)
+                        session.hold(step_folders.folder_name(step, copy=True), self.model, parts)
 
     def _parts(self, values: list, logs: Mapping) -> dict:
         """Returns the parts of a checkpoint of this step, without the model."""
@@ -215,7 +215,7 @@ class StepCheckpointCallback(TrainingPart):
 
 
 @contextlib.contextmanager
-def _holding(pairs):
+def _assigned(pairs):
     """Assigns values to variables, and restores the old ones at the end."""
     old_values = [np.asarray(variable) for variable, _ in pairs]
     for variable, value in pairs:
@@ -274,7 +274,7 @@ class BeforeResumption(TrainingPart):
     def on_epoch_begin(self, epoch, logs=None):
         if self._begins:
             self._begins = False
-            self.held, self.random = self._training.states.held(), random_state.taken()
+            self.held, self.random = self._training.states.held(), random_state.random_states()
 
 
 class Resumption(TrainingPart):
@@ -330,7 +330,7 @@ class Resumption(TrainingPart):
             if not np.array_equal(np.asarray(variable), value):
                 variable.assign(value)
         self._states.put_back(held)
-        random_state.give_back(random)
+        random_state.restore_random_states(random)
 
     def _begin_at(self, iterator, epoch: int) -> None:
         dataset = self._position.go_on(epoch, self._step, self._skip)

@@ -17,7 +17,7 @@ FEWEST = 12
 _LONGEST_NAME = 128
 
 
-class Writers:
+class WriterCount:
     """Agrees on the workers that write. Each method is a collective call.
 
     Args:

@@ -45,7 +45,11 @@ def noting(config):
             here = f"{self.epoch} {batch}"
             if rank == max(0, config["workers"] - 1) and hold.exists() and here in hold.read_text().splitlines():
                 until = time.monotonic() + _HELD_SECONDS
-                while ending.gate.why is None and here in hold.read_text().splitlines() and time.monotonic() < until:
+                while (
+                    ending.stop_barrier.why is None
+                    and here in hold.read_text().splitlines()
+                    and time.monotonic() < until
+                ):
                     time.sleep(0.01)
                 lines = hold.read_text().splitlines()
                 if lines == [here]:

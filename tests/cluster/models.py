@@ -144,7 +144,7 @@ def tell_of_cluster(folder):
             told = {
                 "servers": [repr(place.get_server_def()), repr(place._collective_ops_server_def)],
                 "coordination": repr(place.coordination_service),
-                "listens": ports.answers(task["cluster"]["worker"][task["task"]["index"]]),
+                "listens": ports.is_listening(task["cluster"]["worker"][task["task"]["index"]]),
                 "devices": sorted({device.name.split("/replica")[0] for device in tf.config.list_logical_devices()}),
                 "replicas": self.model.distribute_strategy.num_replicas_in_sync,
             }
@@ -166,11 +166,11 @@ def tell_cores(folder):
             if epoch != 3:
                 return
             writers = [one.pid for one in gc.get_objects() if isinstance(one, SnapshotWriter) and one.pid]
-            before = sorted(cores.before() or os.sched_getaffinity(0))
+            before = sorted(cores.cores_before() or os.sched_getaffinity(0))
             told = {
-                "own": sorted(cores.own()),
+                "own": sorted(cores.own_cores()),
                 "before": before,
-                "claimed": sorted(cores.claimed(before)),
+                "claimed": sorted(cores.claimed_cores(before)),
                 "threads": [sorted(os.sched_getaffinity(int(name))) for name in os.listdir("/proc/self/task")],
                 "writers": [sorted(os.sched_getaffinity(pid)) for pid in writers],
             }

@@ -8,7 +8,7 @@ import pytest
 import ray
 from ray.exceptions import RayActorError
 
-from raytf.runtime.answers import NoAnswerError, as_they_come, collect
+from raytf.runtime.answers import NoAnswerError, collect_answers, in_completion_order
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -53,18 +53,18 @@ def test_answers_keep_their_order(actors, silent):
     refs = [silent.wait.remote("first"), *(actor.tell.remote(i) for i, actor in enumerate(actors))]
     ray.wait(refs[1:], num_returns=3)
     silent.tell.remote(0)
-    assert collect(refs, 60, "numbers") == ["first", 0, 1, 2]
-    assert collect([], 60, "nothing") == []
+    assert collect_answers(refs, 60, "numbers") == ["first", 0, 1, 2]
+    assert collect_answers([], 60, "nothing") == []
 
 
 def test_the_first_failure_ends_the_wait(actors, silent):
     waits = silent.wait.remote(0)
     with pytest.raises(ValueError, match="no room") as caught:
-        collect([waits, actors[0].tell.remote(0), actors[1].fail.remote()], None, "their answers")
+        collect_answers([waits, actors[0].tell.remote(0), actors[1].fail.remote()], None, "their answers")
     assert "worker 2 failed first; waited for: their answers" in caught.value.__notes__
     made = {"names": ["ps 0", "worker 0"], "failure": lambda name, error: KeyError(f"{name}: {type(error).__name__}")}
     with pytest.raises(KeyError, match="worker 0: ActorDiedError") as caught:
-        collect([waits, actors.pop().die.remote()], None, "their answers", **made)
+        collect_answers([waits, actors.pop().die.remote()], None, "their answers", **made)
     assert isinstance(caught.value.__cause__, RayActorError)
 
 
@@ -72,7 +72,7 @@ def test_a_deadline_names_who_is_late(actors, silent):
     refs = [actors[0].tell.remote(0), silent.wait.remote(0)]
     said = "worker 1 gave no answer within 0.5 s; waited for: the workers' addresses"
     with pytest.raises(NoAnswerError, match=said):
-        collect(refs, 0.5, "the workers' addresses")
+        collect_answers(refs, 0.5, "the workers' addresses")
 
 
 def test_who_looks_meanwhile_may_end_the_wait(silent):
@@ -84,10 +84,10 @@ def test_who_looks_meanwhile_may_end_the_wait(silent):
             raise InterruptedError("worker 0 is frozen")
 
     with pytest.raises(InterruptedError, match="is frozen"):
-        collect([silent.wait.remote(0)], None, "a step", look=look)
+        collect_answers([silent.wait.remote(0)], None, "a step", look=look)
 
 
-@pytest.mark.parametrize("take", [collect, lambda *of: list(as_they_come(*of))])
+@pytest.mark.parametrize("take", [collect_answers, lambda *of: list(in_completion_order(*of))])
 def test_a_thousand_answers_cost_as_much_each_as_a_hundred(take):
     """Bookkeeping at a start: what one answer takes of the processor does not grow with their number."""
 

@@ -54,7 +54,7 @@ def make():
 @pytest.fixture(scope="module", autouse=True)
 def no_workers_stay():
     yield
-    warm.end()
+    warm.end_group()
 
 
 @pytest.fixture(autouse=True)
@@ -391,10 +391,10 @@ def test_idle_workers_give_way(trained):
 
     model = make()
     raytf.fit(model, X, Y, num_workers=2, **ARGUMENTS)
-    assert warm.there()
+    assert warm.has_group()
     task = ray.remote(num_cpus=4)(lambda: "ran")
     assert ray.get(task.remote(), timeout=60) == "ran"
-    assert not warm.there()
+    assert not warm.has_group()
 
 
 def tags_of(folder) -> set[str]:

@@ -22,9 +22,9 @@ def make():
 def idle():
     """Two workers that hold two of the four CPUs."""
     raytf.fit(make(), X, X[:, :1], num_workers=2, **ARGUMENTS)
-    assert warm.there()
+    assert warm.has_group()
     yield
-    warm.end()
+    warm.end_group()
 
 
 def test_a_placement_group(idle):
@@ -32,7 +32,7 @@ def test_a_placement_group(idle):
 
     group = placement_group([{"CPU": 2}, {"CPU": 1}], strategy="PACK")
     assert group.wait(60)
-    assert not warm.there()
+    assert not warm.has_group()
     remove_placement_group(group)
 
 

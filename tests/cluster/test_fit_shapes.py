@@ -85,7 +85,7 @@ def nets(tmp_path, monkeypatch):
     yield importlib.import_module("of_a_package.nets")
     for name in ("of_a_package.nets", "of_a_package"):
         sys.modules.pop(name, None)
-    warm.end()
+    warm.end_group()
 
 
 def test_a_functional_subclass_of_a_package(nets, tmp_path):

@@ -19,7 +19,7 @@ ROWS = 60
 @pytest.fixture(scope="module", autouse=True)
 def no_workers_stay():
     yield
-    warm.end()
+    warm.end_group()
 
 
 @pytest.fixture(scope="module")

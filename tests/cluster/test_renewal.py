@@ -20,7 +20,7 @@ LEAK = 60_000_000
 @pytest.fixture(autouse=True)
 def no_workers_stay():
     yield
-    warm.end()
+    warm.end_group()
 
 
 def leaking(config):

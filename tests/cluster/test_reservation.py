@@ -70,7 +70,7 @@ def test_a_process_that_is_stopped_is_ended_and_one_that_computes_is_not():
     busy = subprocess.Popen(["sh", "-c", "while :; do :; done"])
     stopped = subprocess.Popen(["sleep", "1000"])
     try:
-        watching = process_monitor.Watchdog(seconds=1.0)
+        watching = process_monitor.ProcessKiller(seconds=1.0)
         # as if on another node: an actor looks there
         watching._node = "elsewhere"
         for name, process in (("busy", busy), ("stopped", stopped)):
@@ -80,7 +80,7 @@ def test_a_process_that_is_stopped_is_ended_and_one_that_computes_is_not():
         watching.close()
         assert list(watching.ended) == ["stopped"]
         assert f"its process {stopped.pid} on 10.0.0.2 is stopped by a signal" in watching.ended["stopped"]
-        assert procfs.look(busy.pid).state in "RS"
+        assert procfs.read_state(busy.pid).state in "RS"
     finally:
         for process in (busy, stopped):
             process.kill()
@@ -92,7 +92,7 @@ def test_who_answers_is_not_looked_at():
     node = ray.get_runtime_context().get_node_id()
     process = subprocess.Popen(["sleep", "1000"])
     try:
-        with process_monitor.Watchdog(seconds=0.0) as watching:
+        with process_monitor.ProcessKiller(seconds=0.0) as watching:
             watching.watch("it", process_monitor.ProcessLocation(node, "here", process.pid, None))
             process.send_signal(19)
             until = time.monotonic() + 2.5 * liveness.LOOK_INTERVAL

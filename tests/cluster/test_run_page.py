@@ -37,7 +37,7 @@ def test_a_run_of_two_workers(tmp_path, capfd):
 
     (found,) = run_list.listed(result.path)
     assert (found.state, found.epochs) == ("finished", "2/2")
-    report.write(result.path, str(tmp_path / "page.html"))
+    report.write_report(result.path, str(tmp_path / "page.html"))
     text = (tmp_path / "page.html").read_text()
     assert "worker 0" in text and "worker 1" in text and 'aria-label="communication' in text
 

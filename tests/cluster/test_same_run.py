@@ -138,7 +138,7 @@ def test_what_a_dataset_holds(tmp_path):
         return str(folder)
 
     def told(dataset):
-        return json.loads(json.dumps(fingerprint.of_dataset(dataset, 20)))
+        return json.loads(json.dumps(fingerprint.dataset_fingerprint(dataset, 20)))
 
     one, copied = write(tmp_path / "one"), write(tmp_path / "copied")
     os.utime(f"{copied}/0.parquet", (0, 0))

@@ -34,14 +34,14 @@ class Silent:
 
 
 def test_eight_silent_workers_are_asked_at_once_and_closing_waits_for_none(monkeypatch, set_timeouts):
-    silent, told = Silent.remote(), activity.told()
+    silent, told = Silent.remote(), activity.snapshot()
     asked: list[int] = []
 
     def on(node, function, pid):
         asked.append(pid)
         return silent.answer.remote()
 
-    monkeypatch.setattr(process_monitor, "on", on)
+    monkeypatch.setattr(process_monitor, "call_on_node", on)
     set_timeouts(stack=3600.0)
     places = {rank: ProcessLocation("far", "far", rank, None) for rank in range(WORKERS)}
     clock = functools.partial(next, itertools.count())  # a second passes between two looks

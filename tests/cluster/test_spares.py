@@ -16,7 +16,7 @@ from raytf.data.stored import StoredDataset
 from raytf.events import Kind
 from raytf.runtime import processes
 from raytf.runtime.processes import Process
-from raytf.runtime.spares import Spares
+from raytf.runtime.spares import StandbyPool
 from raytf.train import entry
 from tests.cluster import models
 from tests.cluster.test_trainer import trainer
@@ -31,7 +31,7 @@ class Started:
         self.actors = []
 
     def __call__(self, node):
-        self.actors.append(processes.start(Process, node, {}))
+        self.actors.append(processes.start_process(Process, node, {}))
         return self.actors[-1]
 
 
@@ -49,7 +49,7 @@ def pid(actor):
 
 def kept_of(each, start, preload):
     """Spares that look each time that they are kept: so much time has passed."""
-    return Spares(each, start, preload, functools.partial(next, itertools.count(0.0, 60.0)))
+    return StandbyPool(each, start, preload, functools.partial(next, itertools.count(0.0, 60.0)))
 
 
 @pytest.fixture
@@ -139,7 +139,7 @@ def test_a_step_ahead_of_a_model_that_gathers_and_of_one_that_cannot_be_built(tm
         made = trainer(tmp_path, build=with_sparse_gradients, config={"loss": loss} if loss else {})
         task = made.task({"train": StoredDataset([ray.put(table)], [97], table.column_names)})
         told[loss] = [ray.put((task, made.setup()))]
-    actor = processes.start(Process, ray.get_runtime_context().get_node_id(), {})
+    actor = processes.start_process(Process, ray.get_runtime_context().get_node_id(), {})
     right, wrong = (actor.execute.remote(entry.rehearse, its, 3, 1) for its in told.values())
     assert ray.get(right) is None
     assert ray.get(wrong) == "KeyError: 'loss'"

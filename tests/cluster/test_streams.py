@@ -113,7 +113,7 @@ def test_reading_goes_on_while_every_cpu_is_held(folder):
     holder = Holder.options(num_cpus=4).remote()
     ray.get(holder.pid.remote())
     # what Ray counts may be a moment old
-    until(lambda: resources.held() == "4 of 4 CPUs are held: 4 by Holder of this job")
+    until(lambda: resources.held_by_others() == "4 of 4 CPUs are held: 4 by Holder of this job")
     dataset = ray.data.read_parquet(folder).map_batches(lambda batch: batch, batch_size=32)
     found = ingest.read_all({"a": dataset, "b": dataset}, {"a": False, "b": True}, ScalingConfig())
     order = Sampler(rows=found["a"].rows, global_batch=20, shuffle="none")

@@ -87,5 +87,5 @@ def test_of_a_call_of_fit(notes):
     try:
         raytf.fit(model, np.ones((8, 2)), np.ones((8, 1)), num_workers=1, callbacks=[Note(notes)], verbose=0)
     finally:
-        warm.end()
+        warm.end_group()
     assert noted(notes) == {("worker", "77")}

@@ -127,7 +127,7 @@ def test_a_worker_that_does_not_come_to_an_exchange_is_named_with_its_stack(lead
 
 class Sleeper:
     def place(self):
-        return process_monitor.here()
+        return process_monitor.current_process()
 
 
 def test_hosts_are_looked_at_by_an_actor_there(set_timeouts):

@@ -25,7 +25,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 def no_workers_stay():
     """Idle workers of `raytf.fit` hold CPUs until something else wants them."""
     yield
-    warm.end()
+    warm.end_group()
 
 
 def test_a_loop_of_rays_guide(tmp_path):

@@ -284,7 +284,7 @@ def here(folder, text, *, monkeypatch, forks=False, **options):
     (folder / "script.py").write_text(text)
     monkeypatch.chdir(folder)
     with warm.scripts(forks):
-        code = launcher.run(launcher.LaunchSpec(script="script.py", **options))
+        code = launcher.launch_script(launcher.LaunchSpec(script="script.py", **options))
     _, alive = psutil.wait_procs(left(), timeout=30)
     assert not alive, "processes outlive the run"
     return code

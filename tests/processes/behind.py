@@ -98,5 +98,5 @@ class Results:
         return [pickle.loads((folder / f"{name}.{rank}.pkl").read_bytes()) for rank in range(len(codes))]
 
     def _runs(self) -> bool:
-        seen = procfs.look(int(self.pid.read_text()))
+        seen = procfs.read_state(int(self.pid.read_text()))
         return seen is not None and seen.state != "Z"

@@ -28,7 +28,7 @@ from raytf.data.stored import StoredDataset
 from raytf.parallel import model_optimizers
 from raytf.storage import step_folders
 from raytf.worker import checkpoint, fit
-from raytf.worker.checkpoint_every import parse
+from raytf.worker.checkpoint_every import parse_interval
 from raytf.worker.job import TrainJob
 from raytf.worker.session import Session
 from tests.processes import optimizer_scenarios
@@ -157,7 +157,7 @@ class Stored(Session):
     @contextlib.contextmanager
     def checkpoint(self):
         if self._begins is not None:
-            checkpoint.check(self._begins)
+            checkpoint.check_folder(self._begins)
         yield self._begins
 
     def report(self, metrics, moment, keep=False):
@@ -171,7 +171,7 @@ class Stored(Session):
 
 def newest(folder: str, before: float = np.inf) -> str:
     """The last checkpoint in a folder, of those of fewer steps than `before`."""
-    return os.path.join(folder, max(name for name in os.listdir(folder) if step_folders.step_of(name) < before))
+    return os.path.join(folder, max(name for name in os.listdir(folder) if step_folders.step_of_folder(name) < before))
 
 
 def train(
@@ -203,7 +203,7 @@ def train(
         sampling=Sampling(global_batch=case.batch, seed=5, shuffle=case.shuffle, window=case.window),
         steps_per_execution=case.execution,
         board=None,
-        checkpoint_every=parse(case.every if kept else "epoch"),
+        checkpoint_every=parse_interval(case.every if kept else "epoch"),
         fewest=fewest,
     )
     try:

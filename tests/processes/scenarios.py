@@ -42,13 +42,13 @@ class Place:
     def data(self, arrays, batch=BATCH, drop=False):
         """This worker's part of the arrays in global batches of `batch` rows."""
         from raytf.data import worker_part
-        from raytf.runtime.topology import share
+        from raytf.runtime.topology import shard_of_rank
 
         rows = len(tf.nest.flatten(arrays)[0])
 
         def part(step):
             start = step * batch
-            lo, hi = share(min(rows, start + batch) - start, self.world, self.rank)
+            lo, hi = shard_of_rank(min(rows, start + batch) - start, self.world, self.rank)
             return tf.nest.map_structure(lambda a: a[start + lo : start + hi], arrays)
 
         steps = rows // batch if drop else -(-rows // batch)

@@ -89,7 +89,7 @@ def _trained(place: Place, build, features, epochs=2):
     history = model.fit(data, epochs=epochs, verbose=0)
     sent = 0 if ring is None else ring.ring.sent - before
     size = sum(np.asarray(v).nbytes for v in model.optimizer.variables)
-    why = replacement._refused(model, ring) or ""
+    why = replacement._unrecoverable(model, ring) or ""
     assert ("exists nowhere else" in why) == shards.are_in(model)
     with shards.whole(model):
         saved = {}

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from cluster import namespaces
-from raytf.doctor.findings import Measurements, examine
+from raytf.doctor.findings import Measurements, find_problems
 from raytf.runtime import networks
 from tests.faulty_hosts import own, plant_in_the_network
 
@@ -96,9 +96,9 @@ def token():
 def test_nothing_is_found_on_healthy_hosts(tmp_path, token):
     with namespaces.hosts(3) as hosts:
         found = measured(own(hosts, tmp_path), tmp_path, {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)})
-    assert [finding.line() for finding in examine(found)] == []
+    assert [finding.line() for finding in find_problems(found)] == []
     inside = [host.link.replace("rto", "rti") for host in hosts]
-    chosen = [networks.chosen(facts["interfaces"], None, node) for node, facts in found.facts.items()]
+    chosen = [networks.choose_address(facts["interfaces"], None, node) for node, facts in found.facts.items()]
     assert chosen == list(zip(inside, found.nodes, strict=True))
     assert len(found.links) == 6 and all("rtt" in seen and "large" in seen for seen in found.links.values())
 
@@ -123,7 +123,7 @@ def test_planted_faults_are_all_found_and_no_others(tmp_path, token):
         plant_in_the_network(hosts)
         hosts = own(hosts, tmp_path, before, {1: "127.0.1.1 {name}", 3: ""})
         found = measured(hosts, storage, {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)})
-    findings = examine(found)
+    findings = find_problems(found)
     told = "\n".join(finding.line() for finding in findings)
     place = {host.address: i for i, host in enumerate(hosts)}
     seen = {(finding.check, tuple(place[node] for node in finding.nodes)) for finding in findings}

@@ -395,7 +395,7 @@ def told(source: str, part: str, name: str = "__main__", file: str = "cell.py"):
         fit.build_from_data(model, rows)
         return model
 
-    return json.loads(json.dumps(fingerprint.of_model(build())))
+    return json.loads(json.dumps(fingerprint.model_fingerprint(build())))
 
 
 if __name__ == "__main__":

@@ -186,7 +186,7 @@ def told(build, **arguments):
     if not model.built:
         model(keras.ops.zeros((2, 3)))
     model.optimizer.build(model.trainable_variables)
-    return json.loads(json.dumps(fingerprint.of_model(model)))
+    return json.loads(json.dumps(fingerprint.model_fingerprint(model)))
 
 
 if __name__ == "__main__":

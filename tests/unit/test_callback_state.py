@@ -27,7 +27,7 @@ def carried(tmp_path, before, after, during=lambda *callbacks: None, chief=True)
     states = CallbackStates(after)
     for callback in after:
         callback.on_train_begin()
-    with checkpoint_files.arrays(str(tmp_path), "x.npz") as found:
+    with checkpoint_files.npz_arrays(str(tmp_path), "x.npz") as found:
         states.restore(json.loads(json.dumps(entries)), found, chief)
     return after
 

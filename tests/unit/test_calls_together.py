@@ -25,14 +25,14 @@ def workers(monkeypatch):
         def calling(self, name):
             calls[threading.get_ident()] = activity.CALLS.index(name)
 
-    monkeypatch.setattr(activity, "here", OfThread())
+    monkeypatch.setattr(activity, "tracker", OfThread())
     listeners = [Listener("127.0.0.1") for _ in range(2)]
     addresses = [(one.host, one.port) for one in listeners]
 
     def run(names, works):
         def work(rank):
             try:
-                activity.here.calling(names[rank])
+                activity.tracker.calling(names[rank])
                 return works[rank](places[rank])
             except Exception as error:
                 return error

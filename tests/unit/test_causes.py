@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from raytf.errors import ConfigError, in_a_line
+from raytf.errors import ConfigError, one_line
 from raytf.parallel import trainer
 from raytf.runtime.failures import is_consequence
 
@@ -55,16 +55,16 @@ def test_the_cause_is_pythons_own(how):
     call, line = CALLS[how]
     with pytest.raises(tf.errors.OpError) as caught:
         call()
-    assert in_a_line(caught.value) == line
+    assert one_line(caught.value) == line
     assert not is_consequence(caught.value)
 
 
 def test_an_error_of_tensorflows_own_is_its_own():
     with pytest.raises(tf.errors.InvalidArgumentError) as caught:
         tf.reshape(tf.zeros(3), [2, 2])
-    line = in_a_line(caught.value)
+    line = one_line(caught.value)
     assert line.startswith("InvalidArgumentError: Input to reshape is a tensor with 3 values") and "Reshape" in line
-    assert in_a_line(ValueError("a\nTraceback (most recent call last):\n  File x\nKeyError: b")) == "ValueError: a"
+    assert one_line(ValueError("a\nTraceback (most recent call last):\n  File x\nKeyError: b")) == "ValueError: a"
 
 
 class _Cubed(keras.layers.Layer):
@@ -89,11 +89,11 @@ def test_an_error_of_a_step_begins_with_its_cause(kind, eagerly):
     model.compile("adam", "sparse_categorical_crossentropy", run_eagerly=eagerly)
     with pytest.raises(tf.errors.InvalidArgumentError) as caught:
         model.fit(np.zeros((8, 6), "float32"), np.full(8, label), batch_size=4, verbose=0)
-    line = in_a_line(caught.value)
+    line = one_line(caught.value)
     assert line.startswith(f"InvalidArgumentError: {said}") and ", in step " in line and "(operation " in line
     assert "CheckNumerics" in line if kind == "layer" else "SparseSoftmaxCrossEntropyWithLogits" in line
     again = pickle.loads(pickle.dumps(caught.value))
-    assert in_a_line(again) == line and "The whole text of TensorFlow: " in str(again)
+    assert one_line(again) == line and "The whole text of TensorFlow: " in str(again)
     assert not is_consequence(caught.value)
 
 
@@ -110,4 +110,4 @@ def test_an_error_of_python_in_a_step_says_its_own_type_and_the_step():
     model.compile("sgd", "mse")
     with pytest.raises(tf.errors.OpError) as caught:
         model.fit(rows, verbose=0)
-    assert in_a_line(caught.value).startswith("KeyError: 'nope', in step ")
+    assert one_line(caught.value).startswith("KeyError: 'nope', in step ")

@@ -45,10 +45,10 @@ def places(svg: str) -> list[float]:
 @given(st.lists(curves, max_size=4), st.booleans())
 def test_any_values_are_drawn_within_the_picture(all_curves, zero):
     series = [charts.Series(name=f"<{i}>", x=[x for x, _ in c], y=[y for _, y in c]) for i, c in enumerate(all_curves)]
-    small = [y for c in all_curves for _, y in c if charts.finite(y)]
+    small = [y for c in all_curves for _, y in c if charts.is_finite(y)]
     if small and max(map(abs, small)) > 1e300:
         return  # the difference of two is no number
-    made = charts.lines(series, "x", "<y>", zero=zero)
+    made = charts.line_chart(series, "x", "<y>", zero=zero)
     assert (made is None) == (not small)
     if made is not None:
         Checked(made)
@@ -56,30 +56,30 @@ def test_any_values_are_drawn_within_the_picture(all_curves, zero):
 
 
 def test_values_over_decades_have_a_logarithmic_axis():
-    made = charts.lines([charts.Series(name="a", x=[1, 2, 3], y=[100.0, 1.0, 0.01])], "epoch", "loss")
+    made = charts.line_chart([charts.Series(name="a", x=[1, 2, 3], y=[100.0, 1.0, 0.01])], "epoch", "loss")
     (path,) = re.findall(r'<path d="([^"]*)"', made)
     first, second, third = (float(point.split()[1]) for point in path[1:].split("L"))
     assert abs((second - first) - (third - second)) < 0.2, "a factor of 100 is as long everywhere"
-    made = charts.lines([charts.Series(name="a", x=[1, 2, 3], y=[3.0, 2.0, 1.0])], "epoch", "loss")
+    made = charts.line_chart([charts.Series(name="a", x=[1, 2, 3], y=[3.0, 2.0, 1.0])], "epoch", "loss")
     (path,) = re.findall(r'<path d="([^"]*)"', made)
     first, second, third = (float(point.split()[1]) for point in path[1:].split("L"))
     assert abs((second - first) - (third - second)) < 0.2
 
 
 def test_a_curve_tells_its_name_and_its_legend_too():
-    made = charts.lines([charts.Series(name=f"trial {i}", x=[1, 2], y=[i, i]) for i in range(3)], "report", "loss")
+    made = charts.line_chart([charts.Series(name=f"trial {i}", x=[1, 2], y=[i, i]) for i in range(3)], "report", "loss")
     for i in range(3):
         assert f"<title>trial {i}\nlast: {i}</title>" in made and f"</i>trial {i}</span>" in made
 
 
 def test_a_gap_is_no_line():
-    made = charts.lines([charts.Series(name="a", x=[1, 2, 3, 4], y=[1.0, math.nan, 2.0, 3.0])], "x", "y")
+    made = charts.line_chart([charts.Series(name="a", x=[1, 2, 3, 4], y=[1.0, math.nan, 2.0, 3.0])], "x", "y")
     assert made.count("<circle") == 1 and made.count("<path") == 1
 
 
 @given(st.floats(-1e12, 1e12).filter(lambda v: v == 0 or abs(v) > 1e-12))
 def test_a_number_in_few_letters_is_the_number(value):
-    text = charts.number(value)
+    text = charts.format_number(value)
     size = {"k": 1e3, "M": 1e6, "G": 1e9}.get(text[-1], 1.0)
     found = float(text.rstrip("kMG")) * size
     assert abs(found - value) <= 6e-3 * abs(value) and len(text) <= 10

@@ -100,7 +100,7 @@ class Bomb:
 def test_training_goes_on_as_if_nothing_had_happened(tmp_path):
     """Weights, optimizer and the seeds of Dropout: three steps more are the same in a restored model."""
     model, x = saved(tmp_path, functional)
-    checkpoint_files.check(str(tmp_path))
+    checkpoint_files.check_folder(str(tmp_path))
     assert checkpoint.read_state(str(tmp_path)).step == 3
     other = functional({"units": 4})
     checkpoint.restore(str(tmp_path), other)
@@ -167,8 +167,8 @@ def test_a_model_that_keras_does_not_know_is_built_by_the_function_that_is_passe
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # Keras': the optimizer's variables, which nobody asked for, are not loaded
         checkpoint.load_model(tmp_path, False, build_model=subclassed)
-    monkeypatch.setattr(checkpoint, "_made_here", {})
-    checkpoint.remember(str(tmp_path.parent), subclassed, {"tokenizer": "here"})
+    monkeypatch.setattr(checkpoint, "_runs_of_process", {})
+    checkpoint.remember_run(str(tmp_path.parent), subclassed, {"tokenizer": "here"})
     with pytest.warns(UserWarning, match="built with the trainer's build_model"):
         loaded = checkpoint.load_model(tmp_path)
     np.testing.assert_array_equal(loaded(x), model(x))
@@ -179,7 +179,7 @@ def test_a_checkpoint_of_format_1_is_read_and_its_pickles_are_not(tmp_path):
 
     model, x = saved(tmp_path, functional)
     of_format_1(tmp_path)
-    checkpoint_files.check(str(tmp_path))
+    checkpoint_files.check_folder(str(tmp_path))
     other, callback = functional({"units": 4}), keras.callbacks.EarlyStopping(patience=2)
     checkpoint.restore(str(tmp_path), other, {"learning_rate": 0.5})
     np.testing.assert_array_equal(model.get_weights()[0], other.get_weights()[0])
@@ -208,7 +208,7 @@ def test_a_checkpoint_that_an_older_raytf_wrote_is_still_read(version):
     import keras
 
     folder = str(WRITTEN / f"format_{version}")
-    checkpoint_files.check(folder)
+    checkpoint_files.check_folder(folder)
     state = checkpoint.read_state(folder)
     assert (state.epoch, state.step, state.epoch_step) == ((1, 3, 1) if version == 3 else (2, 4, 0))
     assert (state.seed, state.learning_rate, state.history[0]) == (7, 0.1, {"epoch": 1, "loss": 0.5, "mae": 0.6})
@@ -275,7 +275,7 @@ def test_a_part_that_is_not_as_it_was_written_is_named(tmp_path, part, damage, v
         of_format_1_files(folder)
         if part == "manifest.json":
             return
-    checkpoint_files.check(str(folder))
+    checkpoint_files.check_folder(str(folder))
     content = (folder / part).read_bytes()
     (folder / part).unlink()
     if damage != "missing":
@@ -283,7 +283,7 @@ def test_a_part_that_is_not_as_it_was_written_is_named(tmp_path, part, damage, v
         changed = content[:middle] + bytes([content[middle] ^ 128]) + content[middle + 1 :]
         (folder / part).write_bytes({"empty": b"", "cut off": content[:middle], "changed": changed}[damage])
     with pytest.raises(DamagedCheckpointError, match=rf"checkpoint_7 \(.*{part}"):
-        checkpoint_files.check(str(folder))
+        checkpoint_files.check_folder(str(folder))
 
 
 def of_format_1_files(folder):
@@ -303,7 +303,7 @@ def of_format_1_files(folder):
 def test_a_state_of_wrong_types_is_refused(tmp_path, state):
     folder = folder_of(tmp_path / "checkpoint_7", **state)
     with pytest.raises(DamagedCheckpointError, match=r"checkpoint_7 \("):
-        checkpoint_files.check(str(folder))
+        checkpoint_files.check_folder(str(folder))
 
 
 def test_a_newer_format_is_refused_and_no_older_checkpoint_taken_in_its_place(tmp_path):
@@ -312,7 +312,7 @@ def test_a_newer_format_is_refused_and_no_older_checkpoint_taken_in_its_place(tm
     (newer / "manifest.json").write_text(json.dumps(manifest | {"version": 5}))
     older = folder_of(tmp_path / "checkpoint_7")
     with pytest.raises(ConfigError, match="checkpoint_8 of format 5. Use the raytf that wrote it") as caught:
-        checkpoint_files.first_whole([Stored(newer), Stored(older)], lambda c: checkpoint_files.check(c.path))
+        checkpoint_files.first_whole([Stored(newer), Stored(older)], lambda c: checkpoint_files.check_folder(c.path))
     assert not isinstance(caught.value, DamagedCheckpointError)
 
 
@@ -331,10 +331,10 @@ def test_the_first_whole_checkpoint_is_taken_and_the_others_are_named(tmp_path):
     (folders[1] / "state.json").write_text("")
     stored = checkpoint_files.newest_first(map(Stored, reversed(folders)))
     with pytest.warns(UserWarning, match=r"checkpoint_9 \(seeds.npz.*checkpoint_8 \(state.json.*checkpoint_7 is taken"):
-        found, _ = checkpoint_files.first_whole(stored, lambda c: checkpoint_files.check(c.path))
+        found, _ = checkpoint_files.first_whole(stored, lambda c: checkpoint_files.check_folder(c.path))
     assert found.path == str(folders[2])
     (folders[2] / "model.keras").write_bytes(b"")
     with pytest.raises(
         DamagedCheckpointError, match=r"checkpoint_9 \(.*checkpoint_8 \(.*checkpoint_7 \(model.keras is emp"
     ):
-        checkpoint_files.first_whole(stored, lambda c: checkpoint_files.check(c.path))
+        checkpoint_files.first_whole(stored, lambda c: checkpoint_files.check_folder(c.path))

@@ -8,25 +8,25 @@ from raytf.errors import ConfigError
 from raytf.runtime.settings import TensorflowConfig
 from raytf.train import arguments
 from raytf.worker import checkpoint_every
-from raytf.worker.checkpoint_every import Clock, Every, parse
+from raytf.worker.checkpoint_every import CheckpointClock, CheckpointInterval, parse_interval
 
 
 @pytest.mark.parametrize(
     ("text", "every"),
     [
-        ("auto", Every(auto=True)),
-        ("epoch", Every()),
-        ("1 step", Every(steps=1)),
-        ("100 steps", Every(steps=100)),
-        ("100steps", Every(steps=100)),
-        ("30 s", Every(seconds=30)),
-        ("0.5 min", Every(seconds=30)),
-        ("10 min", Every(seconds=600)),
-        ("2 h", Every(seconds=7200)),
+        ("auto", CheckpointInterval(auto=True)),
+        ("epoch", CheckpointInterval()),
+        ("1 step", CheckpointInterval(steps=1)),
+        ("100 steps", CheckpointInterval(steps=100)),
+        ("100steps", CheckpointInterval(steps=100)),
+        ("30 s", CheckpointInterval(seconds=30)),
+        ("0.5 min", CheckpointInterval(seconds=30)),
+        ("10 min", CheckpointInterval(seconds=600)),
+        ("2 h", CheckpointInterval(seconds=7200)),
     ],
 )
 def test_what_it_says(text, every):
-    assert parse(text) == every
+    assert parse_interval(text) == every
     assert every.within_epochs == (text != "epoch")
 
 
@@ -49,14 +49,14 @@ NONSENSE = [
 @pytest.mark.parametrize("text", [*NONSENSE, "10 min or so", 0, 5, None, True, 10.0, ["10 min"]])
 def test_nonsense_is_refused(text):
     with pytest.raises(ConfigError, match=r"checkpoint_every must be .*above 0.*Use \"100 steps\""):
-        parse(text)
+        parse_interval(text)
 
 
 @hypothesis.given(st.integers(1, 50), st.lists(st.integers(1, 40), min_size=1))
 def test_executions_of_any_length_meet_each_multiple_once(every, executions):
     step, met = 0, 0
     for length in executions:
-        met += checkpoint_every.crosses(every, step, step + length)
+        met += checkpoint_every.crosses_multiple(every, step, step + length)
         step += length
         assert met <= step // every
     if max(executions) <= every:
@@ -65,7 +65,7 @@ def test_executions_of_any_length_meet_each_multiple_once(every, executions):
 
 def trained(every, seconds_a_step, cost, steps, look=0.0):
     """The times of the checkpoints of a training, the number of looks, each of which takes seconds, and all seconds."""
-    now, clock, next_look, times, looks = 100.0, Clock(every, 100.0, 7), 8, [], 0
+    now, clock, next_look, times, looks = 100.0, CheckpointClock(every, 100.0, 7), 8, [], 0
     for step in range(8, 8 + steps):
         now += seconds_a_step(step)
         if step >= next_look:
@@ -84,7 +84,7 @@ def trained(every, seconds_a_step, cost, steps, look=0.0):
 @pytest.mark.parametrize("seconds_a_step", [0.001, 0.03, 1.0, 70.0])
 def test_a_time_is_kept_with_few_looks(seconds_a_step):
     steps = int(max(600 / seconds_a_step, 60))
-    times, looks, _ = trained(Every(seconds=60), lambda step: seconds_a_step, 0.1, steps)
+    times, looks, _ = trained(CheckpointInterval(seconds=60), lambda step: seconds_a_step, 0.1, steps)
     between = [b - a for a, b in zip(times, times[1:], strict=False)]
     assert all(60 <= seconds <= 62 + 2 * seconds_a_step for seconds in between) and len(between) >= 7
     assert looks <= steps and (seconds_a_step > 0.1 or looks < 30 * (len(times) + 1))
@@ -94,14 +94,14 @@ def test_a_time_is_kept_with_few_looks(seconds_a_step):
 @pytest.mark.parametrize("cost", [0.005, 0.2, 3.0, 40.0])
 def test_auto_costs_less_than_a_hundredth(cost, look):
     """With what it takes to look when one is due, where workers wait for each other."""
-    times, looks, seconds = trained(Every(auto=True), lambda step: 0.05, cost, 400_000, look)
+    times, looks, seconds = trained(CheckpointInterval(auto=True), lambda step: 0.05, cost, 400_000, look)
     assert len(times) * cost + looks * look <= 0.0101 * seconds + cost
     assert len(times) > 0.8 * min(seconds / 31, 0.01 * seconds / (cost + 8 * look)) - 1
     assert all(b - a >= 30 for a, b in zip(times, times[1:], strict=False))
 
 
 def test_steps_that_become_slower_are_noticed():
-    times, _, _ = trained(Every(seconds=60), lambda step: 0.01 if step < 3000 else 1.0, 0.1, 5000)
+    times, _, _ = trained(CheckpointInterval(seconds=60), lambda step: 0.01 if step < 3000 else 1.0, 0.1, 5000)
     assert max(b - a for a, b in zip(times, times[1:], strict=False)) < 62 + 5 / 0.01
 
 
@@ -115,6 +115,6 @@ def test_where_it_means_nothing_it_is_refused(given, sync_every, named):
 
 
 def test_auto_is_what_can_be():
-    assert arguments.every("auto", TensorflowConfig()) == Every(auto=True)
-    assert arguments.every("auto", TensorflowConfig(sync_every=4)) == Every()
-    assert arguments.every("100 steps", TensorflowConfig(sync_every=4)) == Every(steps=100)
+    assert arguments.every("auto", TensorflowConfig()) == CheckpointInterval(auto=True)
+    assert arguments.every("auto", TensorflowConfig(sync_every=4)) == CheckpointInterval()
+    assert arguments.every("100 steps", TensorflowConfig(sync_every=4)) == CheckpointInterval(steps=100)

@@ -13,10 +13,10 @@ import pytest
 
 from raytf.storage import checkpoint_files, snapshot_buffers, snapshots
 from raytf.storage.checkpoint_files import CheckpointState
-from raytf.storage.snapshots import NoRoomError, NotKeptError, SnapshotWriter
-from raytf.storage.step_folders import name_of
+from raytf.storage.snapshots import NoRoomError, NotWrittenError, SnapshotWriter
+from raytf.storage.step_folders import folder_name
 from raytf.worker import checkpoint
-from raytf.worker.keeper import Keeper
+from raytf.worker.keeper import CheckpointSaver
 from raytf.worker.model_file import ModelFile
 from tests.unit.test_checkpoint import functional, trained
 from tests.unit.test_snapshots import check, is_gone, parts_of, stop
@@ -27,10 +27,10 @@ LOCAL = pyarrow.fs.LocalFileSystem()
 MEASURED = """
 import json, os, sys, tempfile
 import keras, pyarrow.fs
-from raytf.storage.checkpoint_files import State
-from raytf.storage.step_folders import name_of
+from raytf.storage.checkpoint_files import CheckpointState
+from raytf.storage.step_folders import folder_name
 from raytf.worker import checkpoint
-from raytf.worker.keeper import Keeper
+from raytf.worker.keeper import CheckpointSaver
 from raytf.worker.model_file import ModelFile
 
 def kib(name):
@@ -49,12 +49,13 @@ model = keras.Sequential([keras.Input((width,)), keras.layers.Dense(width), kera
 model.compile("adam", "mse")
 model.optimizer.build(model.trainable_variables)
 tempfile.tempdir = os.path.join(sys.argv[1], "none")  # nothing at all is written there
-keeper = Keeper(pyarrow.fs.LocalFileSystem(), os.path.join(sys.argv[1], "run"))
+keeper = CheckpointSaver(pyarrow.fs.LocalFileSystem(), os.path.join(sys.argv[1], "run"))
 
 def keep():
     keeper.ready(model)
     for step in range(1, 4):
-        keeper.keep(name_of(step), model, checkpoint.parts(model, State(0, step, 0, False, [])))
+        parts = checkpoint.checkpoint_parts(model, CheckpointState(0, step, 0, False, []))
+        keeper.keep(folder_name(step), model, parts)
         keeper._writer.finish(60.0)
 
 small = keras.Sequential([keras.Input((2,)), keras.layers.Dense(2)])
@@ -64,7 +65,7 @@ ModelFile(small)  # what is imported for the first one is no model's
 found = {"size": ModelFile(small).size, "layout": most(lambda: ModelFile(model)), "chief": most(keep)}
 found["size"] = ModelFile(model).size
 os.makedirs(os.path.join(sys.argv[1], "saved"))
-state = State(0, 9, 0, False, [])
+state = CheckpointState(0, 9, 0, False, [])
 found["save"] = most(lambda: checkpoint.save(os.path.join(sys.argv[1], "saved"), model, state))
 keeper.close()
 print(json.dumps(found))
@@ -82,23 +83,23 @@ def test_a_large_one_takes_its_size_of_memory_and_its_layout_next_to_none(tmp_pa
     assert found["chief"] <= 1.3 * found["size"], found
     assert found["layout"] <= 0.1 * found["size"], found
     assert found["save"] <= 0.1 * found["size"], found
-    checkpoint_files.check(str(tmp_path / "run" / name_of(3)))
-    checkpoint_files.check(str(tmp_path / "saved"))
+    checkpoint_files.check_folder(str(tmp_path / "run" / folder_name(3)))
+    checkpoint_files.check_folder(str(tmp_path / "saved"))
 
 
 def test_all_that_the_first_one_needs_is_there_before_the_first_step(tmp_path, monkeypatch):
     model, _ = trained(functional)
-    keeper = Keeper(LOCAL, str(tmp_path / "run"))
+    keeper = CheckpointSaver(LOCAL, str(tmp_path / "run"))
     keeper.ready(model)
     monkeypatch.setattr(ModelFile, "_lay_out", None)
     monkeypatch.setattr(snapshot_buffers.Buffer, "grow", None)
     monkeypatch.setattr(subprocess, "Popen", None)
-    assert keeper.keep(name_of(1), model, checkpoint.parts(model, CheckpointState(0, 1, 0, False, [])))
+    assert keeper.keep(folder_name(1), model, checkpoint.checkpoint_parts(model, CheckpointState(0, 1, 0, False, [])))
     keeper._writer.finish(60.0)
     pid = keeper._writer.pid
     keeper.close()
     until(lambda: is_gone(pid))
-    checkpoint_files.check(str(tmp_path / "run" / name_of(1)))
+    checkpoint_files.check_folder(str(tmp_path / "run" / folder_name(1)))
 
 
 @pytest.fixture
@@ -118,21 +119,23 @@ def memory(writer) -> int:
 
 def one(size: int = 100_000) -> int:
     plan = snapshot_buffers.SnapshotLayout(parts_of(1, size))
-    plan.end(name=name_of(1), writers=1, index=None)
+    plan.end(name=folder_name(1), writers=1, index=None)
     return plan.needs
 
 
 def test_while_a_large_one_is_written_others_are_left_out_and_pinned_ones_wait(large, tmp_path):
-    large.write(name_of(1), parts_of(1, 100_000))
+    large.write(folder_name(1), parts_of(1, 100_000))
     large.finish(60.0)
     stop(large.pid)
     try:
-        large.write(name_of(2), parts_of(2, 100_000))
+        large.write(folder_name(2), parts_of(2, 100_000))
         with pytest.warns(UserWarning, match="longer than snapshots come"):
-            assert large.write(name_of(3), parts_of(3, 100_000)) == 0
-        assert large.write(name_of(4), parts_of(4, 100_000), held=True) > 0, "which has one more"
+            assert large.write(folder_name(3), parts_of(3, 100_000)) == 0
+        assert large.write(folder_name(4), parts_of(4, 100_000), held=True) > 0, "which has one more"
         assert memory(large) <= 2 * one()
-        pinned = threading.Thread(target=large.write, args=(name_of(5), parts_of(5, 100_000)), kwargs={"pinned": True})
+        pinned = threading.Thread(
+            target=large.write, args=(folder_name(5), parts_of(5, 100_000)), kwargs={"pinned": True}
+        )
         pinned.start()
         until(lambda: large._waits)
     finally:
@@ -140,29 +143,29 @@ def test_while_a_large_one_is_written_others_are_left_out_and_pinned_ones_wait(l
     pinned.join(60.0)
     assert not pinned.is_alive()
     large.finish(60.0)
-    assert [its["name"] for its in large.written] == [name_of(1), name_of(2), name_of(5)]
-    check(tmp_path / "run" / name_of(5), 5, 100_000)
+    assert [its["name"] for its in large.written] == [folder_name(1), folder_name(2), folder_name(5)]
+    check(tmp_path / "run" / folder_name(5), 5, 100_000)
     assert memory(large) <= 2 * one() and large.left_out == 1
 
 
 @pytest.mark.parametrize("sizes", [[100_000, 10], [10, 100_000], [10, 100_000, 50_000, 200_000]])
 def test_large_ones_that_grow_and_shrink_never_have_more_than_one(large, tmp_path, sizes):
     for step, size in enumerate(sizes):
-        large.write(name_of(step), parts_of(step, size))
+        large.write(folder_name(step), parts_of(step, size))
         large.finish(60.0)
-        check(tmp_path / "run" / name_of(step), step, size)
+        check(tmp_path / "run" / folder_name(step), step, size)
         assert memory(large) <= one(max(sizes[: step + 1]))
 
 
 def test_a_pinned_one_takes_the_place_of_one_that_the_storage_does_not_take(large, tmp_path):
     (tmp_path / "run").write_text("in the way")
     with pytest.warns(UserWarning, match="could not be written"):
-        large.write(name_of(1), parts_of(1, 100_000))
-        large.write(name_of(2), parts_of(2, 100_000), pinned=True)
+        large.write(folder_name(1), parts_of(1, 100_000))
+        large.write(folder_name(2), parts_of(2, 100_000), pinned=True)
     (tmp_path / "run").unlink()
     large.finish(60.0)
-    assert os.listdir(tmp_path / "run") == [name_of(2)]
-    check(tmp_path / "run" / name_of(2), 2, 100_000)
+    assert os.listdir(tmp_path / "run") == [folder_name(2)]
+    check(tmp_path / "run" / folder_name(2), 2, 100_000)
 
 
 @pytest.mark.slow
@@ -170,19 +173,19 @@ def test_a_pinned_one_for_which_no_place_comes_says_so_and_the_writer_stays(tmp_
     monkeypatch.setattr(snapshots, "_FEW_BYTES", 0)
     set_timeouts(checkpoint_write=0.5)
     model, _ = trained(functional)
-    keeper = Keeper(LOCAL, str(tmp_path / "run"))
-    parts = checkpoint.parts(model, CheckpointState(0, 1, 0, False, []))
-    keeper.keep(name_of(1), model, parts)
+    keeper = CheckpointSaver(LOCAL, str(tmp_path / "run"))
+    parts = checkpoint.checkpoint_parts(model, CheckpointState(0, 1, 0, False, []))
+    keeper.keep(folder_name(1), model, parts)
     keeper._writer.finish(60.0)
     writer = keeper._writer
     stop(writer.pid)
     try:
-        keeper.keep(name_of(2), model, parts)
-        with pytest.raises(NoRoomError, match=f"{name_of(3)} could not be kept: .*has not taken the one before"):
-            keeper.keep(name_of(3), model, parts, last=True)
-        assert isinstance(NoRoomError("a", "b"), NotKeptError) and keeper._writer is writer
+        keeper.keep(folder_name(2), model, parts)
+        with pytest.raises(NoRoomError, match=f"{folder_name(3)} could not be kept: .*has not taken the one before"):
+            keeper.keep(folder_name(3), model, parts, last=True)
+        assert isinstance(NoRoomError("a", "b"), NotWrittenError) and keeper._writer is writer
     finally:
         os.kill(writer.pid, signal.SIGCONT)
     keeper.close()
     until(lambda: is_gone(writer.pid))
-    assert np.all([checkpoint_files.check(str(path)) is None for path in (tmp_path / "run").iterdir()])
+    assert np.all([checkpoint_files.check_folder(str(path)) is None for path in (tmp_path / "run").iterdir()])

@@ -12,7 +12,7 @@ def test_settings_are_those_of_before_and_noting_them_settles_no_dtype():
     found = []
 
     def train():
-        clearing.note()
+        clearing.record_settings()
         before = keras.config.floatx()
         keras.config.set_floatx("float64")
         found.append((before, keras.config.dtype_policy().name, keras.layers.Dense(1).name))
@@ -21,5 +21,5 @@ def test_settings_are_those_of_before_and_noting_them_settles_no_dtype():
         training = threading.Thread(target=train)
         training.start()
         training.join()
-        clearing.clear()
+        clearing.clear_training()
     assert found == [("float32", "float64", "dense")] * 2 and keras.config.floatx() == "float32"

@@ -20,7 +20,7 @@ def given(command: str, *arguments: str) -> dict:
     """What a command's options come to, by what takes them."""
     made = cli.main.commands[command]
     with made.make_context(command, ["m:f", "--data", "d", "--features", "a,b", *arguments]) as ctx:
-        return cli_parts.given(ctx)
+        return cli_parts.given_options(ctx)
 
 
 @pytest.mark.parametrize("command", ["train", "plan", "sweep"])

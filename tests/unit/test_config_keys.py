@@ -32,7 +32,7 @@ def of(*functions, config=CONFIG):
     noted = config_keys.AccessTrackingConfig(config)
     references = sys.getrefcount(noted)
     model = functions[0](noted)
-    found = config_keys.unread(config, noted, [lambda config: None, *functions[1:]], references)
+    found = config_keys.unread_keys(config, noted, [lambda config: None, *functions[1:]], references)
     del model
     return list(found)
 
@@ -106,9 +106,9 @@ def test_the_key_that_may_be_meant():
     noted = config_keys.AccessTrackingConfig(config)
     references = sys.getrefcount(noted)
     noted.get("learning_rate", 0.01), noted["units"]
-    found = config_keys.unread(config, noted, [len], references)
+    found = config_keys.unread_keys(config, noted, [len], references)
     assert found == {"epoch": "epochs", "larning_rate": "learning_rate", "zzz": ""}
-    text = config_keys.warning(found)
+    text = config_keys.unread_warning(found)
     assert "config['epoch'] (did you mean 'epochs'?)" in text and "config['zzz'] when" in text
 
 
@@ -125,9 +125,9 @@ def test_what_is_read_at_another_time_is_mentioned():
     def build(config, reader=Reader):
         return read_elsewhere(config) if config.get("deep") else reader
 
-    assert {"rate", "deep", "units"} <= config_keys.mentioned(build)
-    assert {"rate", "deep"} <= config_keys.mentioned(functools.partial(build, reader=None))
-    assert config_keys.mentioned(len) == set()
+    assert {"rate", "deep", "units"} <= config_keys.mentioned_keys(build)
+    assert {"rate", "deep"} <= config_keys.mentioned_keys(functools.partial(build, reader=None))
+    assert config_keys.mentioned_keys(len) == set()
 
 
 def plain(config):
@@ -168,8 +168,8 @@ def tried(config):
     [(plain, ["size", "units"]), (guarded, []), (defaults, []), (helped, ["rate"]), (tried, [])],
 )
 def test_keys_that_are_read_whatever_happens(function, keys):
-    assert config_keys.required(len) == {}
-    found = config_keys.required(function)
+    assert config_keys.required_keys(len) == {}
+    found = config_keys.required_keys(function)
     assert list(found) == keys
     lines = inspect.getsource(inspect.getmodule(function)).splitlines()
     assert all(f'["{key}"]' in lines[line - 1] for key, line in found.items())

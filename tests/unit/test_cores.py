@@ -31,12 +31,12 @@ print("ready", flush=True)
 for line in sys.stdin:
     word, _, count = line.strip().partition(" ")
     if word == "claim":
-        print(cores.claim(int(count)), sorted(cores.own()), flush=True)
+        print(cores.claim_cores(int(count)), sorted(cores.own_cores()), flush=True)
     elif word == "mask":
         masks = {tuple(sorted(os.sched_getaffinity(int(t)))) for t in os.listdir("/proc/self/task")}
         print(sorted(masks), flush=True)
     else:
-        {"keep": cores.keep, "release": cores.release}[word]()
+        {"keep": cores.enforce_cores, "release": cores.release_cores}[word]()
         print("done", flush=True)
 """
 
@@ -153,12 +153,12 @@ def test_threads_that_a_user_has_put_elsewhere_are_left_alone(monkeypatch, two):
     assert put.wait(20)
     others = cores._claimed(two[1])
     try:
-        assert cores.claim(1)
-        cores.keep()
+        assert cores.claim_cores(1)
+        cores.enforce_cores()
         assert two[1] not in os.sched_getaffinity(0)
         assert os.sched_getaffinity(thread.native_id) == {two[1]}
     finally:
-        cores.release()
+        cores.release_cores()
         others.close()
         ended.set()
         thread.join()
@@ -184,7 +184,7 @@ def test_the_process_that_writes_checkpoints_may_use_all(tmp_path, monkeypatch, 
 
 def test_on_a_host_where_one_has_none_nobody_keeps_to_its_own():
     addresses = ["10.0.0.1:20000", "10.0.0.2:20000", "10.0.0.1:20001", "[fe80::1]:20000"]
-    assert cores.agreed(addresses, [True, True, False, True]) == [False, True, False, True]
+    assert cores.agree_on_pinning(addresses, [True, True, False, True]) == [False, True, False, True]
 
 
 # Two sockets with two caches each of two physical cores with two threads: the second thread of core c is c + 8.
@@ -217,7 +217,7 @@ WIDE = {
 )
 def test_cores_that_share_caches_are_for_one_worker(taken, count, chosen):
     free = frozenset(range(16)) - set(taken)
-    assert set(cores.choose(free, count, WIDE)) == chosen
+    assert set(cores.choose_cores(free, count, WIDE)) == chosen
 
 
 def test_what_linux_tells_of_a_core(tmp_path):
@@ -230,6 +230,6 @@ def test_what_linux_tells_of_a_core(tmp_path):
     for name, text in files.items():
         (tmp_path / "cpu3" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "cpu3" / name).write_text(text)
-    found = cores.levels(3, tmp_path)
+    found = cores.sharing_levels(3, tmp_path)
     assert sorted(map(len, found)) == [2, 8, 16] and frozenset({3, 11}) in found
-    assert cores.levels(4, tmp_path) == []
+    assert cores.sharing_levels(4, tmp_path) == []

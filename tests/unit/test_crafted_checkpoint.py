@@ -54,7 +54,7 @@ def ways(folder):
     states = CallbackStates([keras.callbacks.EarlyStopping("loss")])
 
     def resume():
-        checkpoint_files.check(str(folder))
+        checkpoint_files.check_folder(str(folder))
         checkpoint.read_state(str(folder))
         checkpoint.restore(str(folder), model, {"learning_rate": 0.2})
         checkpoint.restore_callbacks(str(folder), states)

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 import raytf
 from raytf.storage import checkpoint_files, division, scattered
 from raytf.storage.checkpoint_files import MODEL, CheckpointState, DamagedCheckpointError
-from raytf.storage.images import Archive, Image
+from raytf.storage.images import FileTemplate, ZipTemplate
 from raytf.storage.snapshot_store import SnapshotStore
-from raytf.storage.step_folders import listed, name_of
+from raytf.storage.step_folders import finished_folders, folder_name
 from raytf.worker import checkpoint
-from raytf.worker.keeper import Keeper
+from raytf.worker.keeper import CheckpointSaver
 from tests.unit import object_store
 from tests.unit.test_checkpoint import functional, trained
 from tests.unit.test_snapshots import files_of, is_gone
@@ -43,7 +43,7 @@ def test_the_ranges_in_order_are_the_file(data):
     expected = bytearray(content)
     for (begin, size), value in zip(places, values, strict=True):
         expected[begin : begin + size] = value.tobytes()
-    archive, count = Archive([], Image.of(content, places), values), data.draw(st.integers(1, 7))
+    archive, count = ZipTemplate([], FileTemplate.of(content, places), values), data.draw(st.integers(1, 7))
     assert b"".join(map(bytes, archive.image.pieces(values))) == expected
     found = b""
     for index in range(count):
@@ -52,15 +52,17 @@ def test_the_ranges_in_order_are_the_file(data):
         assert len(part) == piece.image.size
         found += part
     assert found == expected
-    assert division.layout(Image.of(content, places)) == division.layout(Image.of(bytes(expected), places))
+    assert division.layout_checksum(FileTemplate.of(content, places)) == division.layout_checksum(
+        FileTemplate.of(bytes(expected), places)
+    )
 
 
 @given(st.lists(st.binary(min_size=1, max_size=50), min_size=1, max_size=5), st.integers(1, 6))
 def test_the_parts_in_order_are_the_file_and_so_are_their_names(pieces, count):
-    parts = division.split(pieces, count)
+    parts = division.split_file(pieces, count)
     assert len(parts) == count + 1
     assert b"".join(bytes(piece) for part in parts for piece in part) == b"".join(pieces)
-    names = [division.name_of(MODEL, i, part) for i, part in enumerate(parts)]
+    names = [division.part_name(MODEL, i, part) for i, part in enumerate(parts)]
     assert sorted(names) == names and len(set(names)) == len(names)
 
 
@@ -68,23 +70,23 @@ files_of = functools.cache(files_of)  # a zip tells the second in which it was m
 
 
 def parts_of(step: int, count: int) -> list[list]:
-    return division.split(files_of(step)[MODEL], count)
+    return division.split_file(files_of(step)[MODEL], count)
 
 
 def check(filesystem, run, step: int, count: int, tmp_path) -> None:
     """Fails unless the checkpoint of a step is whole, in parts, and one file when these are put together."""
-    name = name_of(step)
-    assert checkpoint_files.look(filesystem, f"{run}/{name}").step == step
-    assert (step, name) in listed(filesystem, str(run))
+    name = folder_name(step)
+    assert checkpoint_files.check_stored(filesystem, f"{run}/{name}").step == step
+    assert (step, name) in finished_folders(filesystem, str(run))
     target = tmp_path / f"read_{step}" / name
     target.mkdir(parents=True)
     pyarrow.fs.copy_files(f"{run}/{name}", str(target), source_filesystem=filesystem, destination_filesystem=LOCAL)
-    checkpoint_files.check(str(target))
+    checkpoint_files.check_folder(str(target))
     names = sorted(one for one in os.listdir(target) if one.startswith(f"{MODEL}."))
     assert len(names) == count + 1 and MODEL not in os.listdir(target)
     joined = subprocess.run(f"cat {MODEL}.*", shell=True, cwd=target, capture_output=True, check=True).stdout
     assert joined == b"".join(map(bytes, files_of(step)[MODEL]))
-    with checkpoint_files.whole(str(target)) as whole:
+    with checkpoint_files.whole_folder(str(target)) as whole:
         with open(os.path.join(whole, MODEL), "rb") as file:
             assert file.read() == joined
         assert checkpoint_files.read_state(whole).step == step
@@ -106,27 +108,27 @@ def test_three_workers_write_one_checkpoint(place, tmp_path):
     chief, others = SnapshotStore(filesystem, run), [SnapshotStore(filesystem, run) for _ in range(2)]
     for step in (1, 2):
         threads = [
-            threading.Timer(0.3 * i, store.put_part, (name_of(step), MODEL, i, parts_of(step, 3)[i]))
+            threading.Timer(0.3 * i, store.put_part, (folder_name(step), MODEL, i, parts_of(step, 3)[i]))
             for i, store in enumerate(others, 1)
         ]
         for thread in threads:
             thread.start()
-        written = chief.put(name_of(step), files_of(step), 3)
+        written = chief.put(folder_name(step), files_of(step), 3)
         for thread in threads:
             thread.join()
         assert written.late == written.others == []
-        assert written.bytes < 0.5 * scattered.size(files_of(step)[MODEL])
+        assert written.bytes < 0.5 * scattered.total_size(files_of(step)[MODEL])
         check(filesystem, run, step, 3, tmp_path)
     if isinstance(filesystem, pyarrow.fs.LocalFileSystem):
-        assert sorted(os.listdir(run)) == [name_of(1), name_of(2)]
+        assert sorted(os.listdir(run)) == [folder_name(1), folder_name(2)]
 
 
 def test_what_does_not_come_or_is_another_ones_the_chief_writes_itself(place, tmp_path, set_timeouts):
     set_timeouts(checkpoint_parts=0.3)
     filesystem, run = place
     chief, other = (SnapshotStore(filesystem, run) for _ in range(2))
-    other.put_part(name_of(5), MODEL, 1, parts_of(4, 3)[1])
-    written = chief.put(name_of(5), files_of(5), 3)
+    other.put_part(folder_name(5), MODEL, 1, parts_of(4, 3)[1])
+    written = chief.put(folder_name(5), files_of(5), 3)
     assert (written.late, written.others) == ([1, 2], [1])
     check(filesystem, run, 5, 3, tmp_path)
 
@@ -134,8 +136,8 @@ def test_what_does_not_come_or_is_another_ones_the_chief_writes_itself(place, tm
 @pytest.mark.parametrize("damage", ["missing", "cut off", "a manifest that climbs out", "a manifest without them"])
 def test_a_part_that_is_not_what_was_written_is_named(tmp_path, set_timeouts, damage):
     set_timeouts(checkpoint_parts=0.0)
-    SnapshotStore(LOCAL, str(tmp_path)).put(name_of(1), files_of(1), 2)
-    folder = tmp_path / name_of(1)
+    SnapshotStore(LOCAL, str(tmp_path)).put(folder_name(1), files_of(1), 2)
+    folder = tmp_path / folder_name(1)
     part = sorted(folder.glob(f"{MODEL}.0001-*"))[0]
     manifest = json.loads((folder / "manifest.json").read_text())
     if damage == "missing":
@@ -147,7 +149,7 @@ def test_a_part_that_is_not_what_was_written_is_named(tmp_path, set_timeouts, da
         manifest["joined"] = {MODEL: names}
         (folder / "manifest.json").write_text(json.dumps(manifest))
     expected = part.name if damage in ("missing", "cut off") else "manifest.json does not name"
-    for read in (checkpoint_files.check, lambda path: checkpoint_files.look(LOCAL, path)):
+    for read in (checkpoint_files.check_folder, lambda path: checkpoint_files.check_stored(LOCAL, path)):
         with pytest.raises(DamagedCheckpointError, match=expected):
             read(str(folder))
 
@@ -158,13 +160,18 @@ def test_two_workers_keep_a_model_that_is_loaded_and_gone_on_from(tmp_path):
     """Each from its own copy of the weights, in processes of their own; the optimizer's are in it."""
     run = tmp_path / "run"
     model, x = trained(functional)
-    chief, other = (Keeper(LOCAL, str(run)) for _ in range(2))
+    chief, other = (CheckpointSaver(LOCAL, str(run)) for _ in range(2))
     assert chief.layout(model) == other.layout(model)
     for step in (3, 6):
         model.fit(x, x[:, :1], epochs=1, batch_size=8, shuffle=False, verbose=0)
         state = CheckpointState(1, step, 7, False, [{"epoch": 1}], epoch_step=2)
-        other.keep_part(name_of(step), model, 1, 2)
-        chief.keep(name_of(step), model, checkpoint.parts(model, state, build=(functional, {}, ((3,), "float32"))), 2)
+        other.keep_part(folder_name(step), model, 1, 2)
+        chief.keep(
+            folder_name(step),
+            model,
+            checkpoint.checkpoint_parts(model, state, build=(functional, {}, ((3,), "float32"))),
+            2,
+        )
         for keeper in (other, chief):
             keeper._writer.finish(60.0)
     assert not chief.writes_alone() and not chief._writer._said
@@ -172,9 +179,9 @@ def test_two_workers_keep_a_model_that_is_loaded_and_gone_on_from(tmp_path):
     for keeper in (chief, other):
         keeper.close()
     until(lambda: all(map(is_gone, pids)))
-    folder = str(run / name_of(6))
+    folder = str(run / folder_name(6))
     assert MODEL not in os.listdir(folder)
-    checkpoint_files.check(folder)
+    checkpoint_files.check_folder(folder)
     second, _ = trained(functional, steps=1)
     checkpoint.restore(folder, second)
     loaded = raytf.load_model(folder)

@@ -18,7 +18,7 @@ from click.testing import CliRunner
 
 from raytf import cli
 from raytf.doctor import examination, probe
-from raytf.doctor.findings import Finding, Measurements, examine, hinders_training
+from raytf.doctor.findings import Finding, Measurements, find_problems, hinders_training
 from raytf.errors import ConfigError
 from raytf.runtime import connection
 
@@ -109,7 +109,7 @@ YAML = {
 def test_what_a_pod_lacks_is_told_with_the_line_of_yaml_that_mends_it(plant, check):
     found = healthy()
     plant(found)
-    (finding,) = examine(found)
+    (finding,) = find_problems(found)
     assert "num-cpus" not in finding.fix  # half a CPU is no whole one that Ray could count
     assert f"`{YAML[check]}`" in finding.fix and yaml.safe_load(YAML[check])
 
@@ -117,7 +117,7 @@ def test_what_a_pod_lacks_is_told_with_the_line_of_yaml_that_mends_it(plant, che
 def test_ray_may_count_the_whole_cpus_of_a_limit():
     found = healthy()
     change("facts", B, "container", "cpus", to=2.5)(found)
-    (finding,) = examine(found)
+    (finding,) = find_problems(found)
     assert finding.fix.endswith('`rayStartParams: {num-cpus: "2"}`')
 
 
@@ -170,14 +170,14 @@ def test_a_process_without_the_capability_may_not_look_at_others(dropped, traces
 
 
 def test_nothing_is_found_where_all_is_right():
-    assert examine(healthy()) == []
+    assert find_problems(healthy()) == []
 
 
 @pytest.mark.parametrize(("plant", "check", "nodes", "measured"), FAULTS, ids=[f"{f[1]}-{f[3]}" for f in FAULTS])
 def test_a_fault_is_one_finding_with_its_node_and_fix(plant, check, nodes, measured):
     found = healthy()
     plant(found)
-    (finding,) = examine(found)
+    (finding,) = find_problems(found)
     assert (finding.check, finding.nodes) == (check, nodes) and measured in finding.measured
     line = finding.line()
     assert "\n" not in line and line.endswith(".") and finding.fix in line and all(node in line for node in nodes)
@@ -187,13 +187,13 @@ def test_a_fault_is_one_finding_with_its_node_and_fix(plant, check, nodes, measu
 def test_a_storage_of_a_nodes_own_is_one_finding_of_that_node():
     found = healthy()
     found.storage = {(A, C): "FileNotFoundError: x", (C, A): "FileNotFoundError: y"}
-    assert [(finding.check, finding.nodes) for finding in examine(found)] == [("storage", (C,))]
+    assert [(finding.check, finding.nodes) for finding in find_problems(found)] == [("storage", (C,))]
 
 
 def test_the_fix_of_closed_ports_names_those_that_were_asked_for():
     found = healthy()
     found.ports, found.links[A, C] = (40000, 40100), {"error": "timed out"}
-    (finding,) = examine(found)
+    (finding,) = find_problems(found)
     assert "40000 to 40100" in finding.fix
 
 
@@ -201,7 +201,7 @@ def test_a_version_that_no_test_has_seen_is_a_finding_where_it_is_the_same_every
     found = healthy()
     for facts in found.facts.values():
         facts["versions"]["keras"] = "3.9.2"
-    (finding,) = examine(found)
+    (finding,) = find_problems(found)
     assert finding.nodes == (A, B, C) and "3.14, 3.15" in finding.fix
 
 
@@ -210,7 +210,7 @@ def test_one_host_may_call_itself_by_a_loopback_address_and_filtered_datagrams_a
     found.nodes, found.links = [A], {(A, B): {"error": None, "rtt": 1e-4, "rate": 1e9}}
     found.facts = {A: copy.deepcopy(found.facts[A])}
     found.facts[A]["name"]["found"] = ["127.0.0.1"]
-    assert examine(found) == []
+    assert find_problems(found) == []
 
 
 # ------------------------------------------------------------------------------------------------------- sockets
@@ -323,7 +323,7 @@ def test_no_cluster_exits_with_2():
 
 def test_a_cluster_that_does_not_answer_is_told_without_the_traceback_of_grpc():
     with pytest.raises(ConfigError, match=r"needs a Ray cluster that answers.*RAY_ADDRESS=local") as refused:
-        connection._lets_in("127.0.0.1:1", "127.0.0.1:1")
+        connection._accepts("127.0.0.1:1", "127.0.0.1:1")
     assert refused.value.__suppress_context__
 
 
@@ -333,7 +333,7 @@ def test_findings_are_lines_or_json_and_the_exit_code_tells(healthy, monkeypatch
     report = examination.ExaminationReport(
         nodes=[A], findings=[] if healthy else [finding], left_out=[], interfaces={A: "eth0"}, seconds=1.0
     )
-    monkeypatch.setattr(examination, "run", lambda *args, **options: report)
+    monkeypatch.setattr(examination, "run_examination", lambda *args, **options: report)
     done = CliRunner().invoke(cli.main, ["doctor"])
     assert done.exit_code == (0 if healthy else 1)
     assert f"network: workers exchange by eth0 on {A}" in done.output

@@ -5,13 +5,13 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raytf.doctor.examination import links_of
+from raytf.doctor.examination import choose_links
 
 
 @given(st.integers(0, 300))
 def test_links(count):
     names = [f"n{i}" for i in range(count)]
-    links = links_of(names)
+    links = choose_links(names)
     assert len(set(links)) == len(links)
     assert all(one != other for one, other in links)
     if count <= 16:

@@ -19,7 +19,7 @@ from raytf.runtime import connection
 from raytf.storage.run_folder import RunFolder
 from raytf.train.ends import Ending
 from raytf.worker import ending
-from raytf.worker.ending import DRAIN, RESIZE, STOP, Gate, MovedError
+from raytf.worker.ending import DRAIN, RESIZE, STOP, MovedError, StopBarrier
 
 
 class Worker(threading.Thread):
@@ -27,7 +27,7 @@ class Worker(threading.Thread):
 
     def __init__(self, together, most):
         super().__init__(daemon=True)
-        self.gate, self.together, self.most, self.made = Gate(), together, most, 0
+        self.gate, self.together, self.most, self.made = StopBarrier(), together, most, 0
 
     def run(self):
         self.gate.begin()
@@ -60,7 +60,7 @@ def test_workers_in_step_end_after_the_same_execution(seed):
 @pytest.mark.parametrize("told", [False, True])
 def test_one_that_joins_ends_after_the_same_execution(told):
     """It makes its first one with the third of the other, before or after that was told after which to end."""
-    other, joins = Gate(), Gate()
+    other, joins = StopBarrier(), StopBarrier()
     other.begin()
     assert not other.is_last() and not other.is_last()
     if told:
@@ -75,7 +75,7 @@ def test_one_that_joins_ends_after_the_same_execution(told):
 
 
 def test_asked_before_the_first_execution_a_training_ends_after_it():
-    gate = Gate()
+    gate = StopBarrier()
     assert gate.ask(DRAIN) == 0
     gate.end_after(0)
     gate.begin()
@@ -83,7 +83,7 @@ def test_asked_before_the_first_execution_a_training_ends_after_it():
 
 
 def test_asked_between_epochs_the_first_execution_of_the_next_is_the_last():
-    gate = Gate()
+    gate = StopBarrier()
     gate.begin()
     assert not gate.is_last()
     assert gate.ask(STOP) == 2 == gate.ask(STOP)
@@ -95,7 +95,7 @@ def test_asked_between_epochs_the_first_execution_of_the_next_is_the_last():
 
 def test_a_word_for_the_training_before_ends_no_other_one():
     """A process stays when its group ends, and is told late after which execution that was to end."""
-    gate = Gate()
+    gate = StopBarrier()
     gate.ask(DRAIN)
     gate.reset()
     gate.end_after(1)
@@ -105,15 +105,15 @@ def test_a_word_for_the_training_before_ends_no_other_one():
 
 def test_a_worker_that_is_told_nothing_more_does_not_wait_for_ever(set_timeouts):
     set_timeouts(stop_step=0.01)
-    gate = Gate()
+    gate = StopBarrier()
     gate.begin()
     gate.ask(STOP)
-    with pytest.raises(ending.NotToldError, match="another one gave no answer"):
+    with pytest.raises(ending.NoStopAnswerError, match="another one gave no answer"):
         gate.is_last()
 
 
 def test_a_question_that_is_taken_back_ends_nobody_and_another_one_still_does():
-    gate = Gate()
+    gate = StopBarrier()
     gate.begin()
     gate.ask(RESIZE)
     with concurrent.futures.ThreadPoolExecutor() as threads:
@@ -148,17 +148,17 @@ def test_a_signal_before_the_training_ends_all_at_once_and_handlers_are_put_back
 
 def test_in_this_process_a_signal_ends_after_the_execution_that_has_begun():
     def train():
-        ending.gate.begin()
-        assert not ending.gate.is_last()
+        ending.stop_barrier.begin()
+        assert not ending.stop_barrier.is_last()
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGTERM)  # as `timeout` does: at once it is the same one
-        assert ending.gate.is_last()
+        assert ending.stop_barrier.is_last()
         return {"step": 2}
 
     with Ending() as end:
         assert end.here(train) == {"step": 2}
     assert end.number == signal.SIGTERM
-    ending.gate.reset()
+    ending.stop_barrier.reset()
 
 
 def test_what_is_not_kept_is_an_error_and_what_has_ended_is_not(tmp_path):

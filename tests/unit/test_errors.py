@@ -5,7 +5,7 @@ import sys
 import pytest
 from ray.exceptions import RayActorError
 
-from raytf.errors import ConfigError, ResourceError, TrainingError, first_line, in_a_line
+from raytf.errors import ConfigError, ResourceError, TrainingError, first_line, one_line
 from raytf.train.run_worker import with_stack
 
 
@@ -45,7 +45,7 @@ def test_an_error_in_what_autograph_has_made_is_the_user_s_own():
 
     with pytest.raises(Exception, match="in user code") as caught:
         outer(tf.ones(3))
-    assert in_a_line(caught.value) == r"KeyError: 'no (3,)\nhere'"
+    assert one_line(caught.value) == r"KeyError: 'no (3,)\nhere'"
 
 
 def test_what_keras_makes_bold_is_plain():

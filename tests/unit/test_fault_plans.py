@@ -18,15 +18,15 @@ from raytf import activity
 from raytf.collectives import lookout
 from raytf.data import sampling
 from raytf.data.sampling import Sampler
-from raytf.runtime.hangs import Judge
+from raytf.runtime.hangs import HangDetector
 from raytf.storage import checkpoint_files, snapshot_store, step_folders
 from raytf.storage.checkpoint_files import MANIFEST, MODEL, SEEDS, STATE, CheckpointState, DamagedCheckpointError
 from raytf.storage.run_folder import RunFolder
 from raytf.storage.snapshot_store import SnapshotStore
 from raytf.testing import Fail, FaultPlan
 from raytf.worker import checkpoint_every
-from raytf.worker.choice import Choice, kept_in
-from raytf.worker.ending import DRAIN, STOP, Gate
+from raytf.worker.choice import CheckpointSelector, list_checkpoints
+from raytf.worker.ending import DRAIN, STOP, StopBarrier
 from tests.unit.test_hangs import Worker, seconds_until
 
 PLANS = range(1000)
@@ -74,7 +74,7 @@ def test_a_run_makes_each_step_of_the_undisturbed_one_once_whatever_happens():
             made.append(global_batch(epochs, order, *divmod(len(made), of_epoch), workers))
             epoch, step = divmod(len(made), of_epoch)
             latest = CheckpointState(epoch, len(made), order.seed, False, [], epoch_step=step).to_json()
-            if step == 0 or checkpoint_every.crosses(every, len(made) - 1, len(made)):
+            if step == 0 or checkpoint_every.crosses_multiple(every, len(made) - 1, len(made)):
                 kept = latest
         calm = [global_batch(epochs, order, *divmod(step, of_epoch), 1) for step in range(steps)]
         assert made == calm, f"seed {seed}: {plan}"
@@ -91,7 +91,7 @@ class Group:
     """
 
     def __init__(self, workers):
-        self.gates = [Gate() for _ in range(workers)]
+        self.gates = [StopBarrier() for _ in range(workers)]
         self.made, self.ended = [0] * workers, [False] * workers
         self.asked: dict[int, int] = {}
         self.told: set[int] = set()
@@ -160,7 +160,7 @@ def test_any_order_of_messages_ends_all_workers_after_the_same_step():
 
 
 def test_one_that_is_asked_twice_ends_as_it_was_told_first():
-    gate = Gate()
+    gate = StopBarrier()
     gate.begin()
     assert (gate.ask(DRAIN), gate.ask(STOP), gate.why) == (1, 1, DRAIN)
 
@@ -191,7 +191,7 @@ def test_the_worker_with_the_fault_is_the_one_that_is_named():
             if rank != fault.rank:
                 where["meeting"] = (source.choice([activity.SUM, activity.COLLECTIVE]), 18, source.uniform(0, 2))
             told.append(Worker(step=fault.step + 1, usual=source.uniform(0.001, 0.05), **where))
-        second, hang = seconds_until(Judge(limit, 60), told)
+        second, hang = seconds_until(HangDetector(limit, 60), told)
         assert hang.rank == fault.rank, f"seed {seed}: {fault}, {hang}"
         assert limit - 2 <= second <= limit + 1, f"seed {seed}: after {second} s, {hang}"
 
@@ -206,7 +206,7 @@ def run(tmp_path_factory):
     for step in ENDS:
         write(folder / f"checkpoint_2026-01-01_00-00-{step:02d}.000000", step)
     for step in WITHIN:
-        write(folder / step_folders.name_of(step), step)
+        write(folder / step_folders.folder_name(step), step)
     files = {}
     for where, _, names in os.walk(folder):
         for name in names:
@@ -299,30 +299,30 @@ def by_driver(folder):
 
 
 def by_worker(local, folder):
-    kept = kept_in(local, folder)
+    kept = list_checkpoints(local, folder)
     ends = checkpoint_files.newest_first(one for one in kept if not one.within_epoch)
-    steps = [(step_folders.step_of(one.name), one) for one in kept if one.within_epoch]
-    candidates = checkpoint_files.merged(ends, steps)
+    steps = [(step_folders.step_of_folder(one.name), one) for one in kept if one.within_epoch]
+    candidates = checkpoint_files.merge_newest_first(ends, steps)
     try:
-        taken, _ = checkpoint_files.first_whole(candidates, lambda kept: checkpoint_files.check(kept.path))
+        taken, _ = checkpoint_files.first_whole(candidates, lambda kept: checkpoint_files.check_folder(kept.path))
     except DamagedCheckpointError:
         return None
     return checkpoint_files.read_state(taken.path).step
 
 
 def by_load_model(local, folder):
-    ordered = Choice().ordered(kept_in(local, folder), folder)
-    taken, _ = checkpoint_files.first_whole(ordered, lambda kept: checkpoint_files.check(kept.path))
+    ordered = CheckpointSelector().ordered(list_checkpoints(local, folder), folder)
+    taken, _ = checkpoint_files.first_whole(ordered, lambda kept: checkpoint_files.check_folder(kept.path))
     return checkpoint_files.read_state(taken.path).step
 
 
 def test_what_is_removed_is_never_the_newest_whole_one():
     for seed in PLANS:
         source = random.Random(seed)
-        steps = {step_folders.name_of(step): step for step in source.sample(range(50), source.randint(0, 12))}
+        steps = {step_folders.folder_name(step): step for step in source.sample(range(50), source.randint(0, 12))}
         whole = sorted(source.sample(sorted(steps), source.randint(0, len(steps))), reverse=True)
         epoch, keep = source.randint(-1, 50), source.randint(1, 4)
-        removed = snapshot_store.needless(steps, whole, epoch, keep)
+        removed = snapshot_store.removable(steps, whole, epoch, keep)
         left = [name for name in whole if name not in removed]
         best = max([steps[name] for name in whole] + [epoch])
         assert best in [*(steps[name] for name in left), epoch], f"seed {seed}"
@@ -346,7 +346,7 @@ def test_writes_that_fail_leave_the_last_whole_one(tmp_path, remote):
             state = CheckpointState(0, step, 0, False, [], epoch_step=step).to_json().encode()
             for _ in range(2):
                 try:
-                    store.put(step_folders.name_of(step), {MODEL: [b"m" * 9], STATE: [state], SEEDS: [b"s"]})
+                    store.put(step_folders.folder_name(step), {MODEL: [b"m" * 9], STATE: [state], SEEDS: [b"s"]})
                     last = step
                     break
                 except OSError as error:

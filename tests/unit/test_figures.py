@@ -33,7 +33,7 @@ def trained(tmp_path, events=None, epochs=2, rank=0, filesystem=LOCAL, waited=No
     schedule = keras.optimizers.schedules.PiecewiseConstantDecay([2], [0.5, 0.25])
     model.compile(keras.optimizers.SGD(schedule), "mse")
     position = Position()
-    write = [figures.Lines(filesystem, str(tmp_path), rank)]
+    write = [figures.FiguresFile(filesystem, str(tmp_path), rank)]
     users = [] if events is None else [events]
     write += [found] if (found := figures.events_writer(users)) else []
     noted = figures.FiguresCallback(position, 4, rank, 2, waited, write)
@@ -62,12 +62,12 @@ def test_an_epoch_has_a_line_of_each_worker_and_another_start_adds_its_own(tmp_p
 
 def test_what_a_checkpoint_takes_is_that_of_the_training_since_the_last_line(tmp_path):
     noted = trained(tmp_path, epochs=1)
-    activity.here.at(activity.CALLBACKS)
+    activity.tracker.at(activity.CALLBACKS)
     before = noted._now()
-    with activity.here.within(activity.CHECKPOINT):
+    with activity.tracker.within(activity.CHECKPOINT):
         pass
     assert noted._now()["checkpoint"] > before["checkpoint"]
-    assert activity.here.spent()[activity.CHECKPOINT] == activity.here.told()["spent"][activity.CHECKPOINT]
+    assert activity.tracker.spent()[activity.CHECKPOINT] == activity.tracker.told()["spent"][activity.CHECKPOINT]
 
 
 moments = st.fixed_dictionaries(
@@ -77,7 +77,7 @@ moments = st.fixed_dictionaries(
 
 @given(moments, moments, st.integers(1, 10**6))
 def test_shares_are_shares(began, ended, batch):
-    found = figures.of_epoch(began, ended, batch)
+    found = figures.epoch_figures(began, ended, batch)
     assert 0 <= found["input_wait"] <= 1 and 0 <= found["communication"] <= 1
     assert found["examples_per_second"] * found["seconds"] == pytest.approx(found["steps"] * batch)
 

@@ -16,11 +16,11 @@ def batches(data, batch=4):
     """All batches of one worker, as its model gets them."""
     from raytf.data.feed import Feed
     from raytf.data.sampling import Sampling
-    from raytf.fitting.fit_worker import structured
+    from raytf.fitting.fit_worker import restructure
 
     blocks = StoredDataset([data.table], [data.table.num_rows], data.table.column_names)
     feed = Feed(blocks, data.batch, Sampling(global_batch=batch, shuffle="none"))
-    return list(structured(feed.dataset(), data.structure))
+    return list(restructure(feed.dataset(), data.structure))
 
 
 X, Y, W = np.arange(21.0).reshape(7, 3), np.arange(7), np.ones(7)
@@ -51,7 +51,7 @@ def test_batches_are_those_of_keras(name):
         tree.map_structure(lambda part: np.asarray(part), batch)
         for batch in ArrayDataAdapter(_texts(x), _texts(y), w, batch_size=4).get_tf_dataset()
     ]
-    mine = batches(arrays.of(x, y, w, None, None, None))
+    mine = batches(arrays.check_rows(x, y, w, None, None, None))
     assert len(mine) == len(theirs)
     for one, other in zip(mine, theirs, strict=True):
         other = _as_given(other, y, w)
@@ -81,21 +81,21 @@ def _as_given(batch, y, w):
 def test_class_weights_and_an_arrow_table_and_ragged_rows():
     import tensorflow as tf
 
-    ((_, _, weights), _) = batches(arrays.of(X, Y % 2, None, {0: 1.0, 1: 3.0}, None, None))
+    ((_, _, weights), _) = batches(arrays.check_rows(X, Y % 2, None, {0: 1.0, 1: 3.0}, None, None))
     np.testing.assert_array_equal(weights, [1, 3, 1, 3])
-    ((x, _), _) = batches(arrays.of(pa.table({"a": Y, "b": Y}), Y, None, None, None, None))
+    ((x, _), _) = batches(arrays.check_rows(pa.table({"a": Y, "b": Y}), Y, None, None, None, None))
     np.testing.assert_array_equal(x, np.stack([Y, Y], 1)[:4])
     mixed = pd.DataFrame({"a": [1, 2], "b": [True, False], "c": np.array([0.5, 2], "float32")})
-    ((x,),) = batches(arrays.of([mixed], None, None, None, None, None))[0]
+    ((x,),) = batches(arrays.check_rows([mixed], None, None, None, None, None))[0]
     np.testing.assert_array_equal(x, [[1, 1, 0.5], [2, 0, 2]])
     ragged = tf.ragged.constant([[1], [2, 3], [], [4], [5], [6], [7, 8]])
-    ((x, _), _) = batches(arrays.of(ragged, Y, None, None, None, None))
+    ((x, _), _) = batches(arrays.check_rows(ragged, Y, None, None, None, None))
     assert x.to_list() == [[1], [2, 3], [], [4]]
 
 
 def test_columns_of_a_frame():
     frame = pd.DataFrame({"word": list("abc"), "age": [1, 2, 3], "y": [0.5, 1, 2]})
-    data = arrays.of(frame, None, None, None, {"words": "word", "numbers": ["age"]}, "y")
+    data = arrays.check_rows(frame, None, None, None, {"words": "word", "numbers": ["age"]}, "y")
     (((x, y)),) = batches(data)
     assert x["words"].numpy().tolist() == [b"a", b"b", b"c"] and x["numbers"].shape == (3, 1) and y.shape == (3,)
 
@@ -122,7 +122,7 @@ def test_what_is_refused(name):
     (x, y), more, text = REFUSED[name]
     arguments = {"sample_weight": None, "class_weight": None, "features": None, "labels": None} | more
     with pytest.raises(ConfigError) as error:
-        arrays.of(x, y, **arguments)
+        arrays.check_rows(x, y, **arguments)
     assert text in str(error.value)
 
 
@@ -173,6 +173,6 @@ def test_a_tf_data_dataset_that_is_refused(kind, text):
 
 def test_validation_split_cuts_texts_as_numbers():
     texts = np.array(["a", "bc", "d", "ef"])
-    (x, _, _), (last, _, _) = arrays.split({"t": texts}, np.arange(4), None, 0.25)
+    (x, _, _), (last, _, _) = arrays.split_validation({"t": texts}, np.arange(4), None, 0.25)
     assert np.asarray(x["t"]).tolist() == [b"a", b"bc", b"d"] and np.asarray(last["t"]).tolist() == [b"ef"]
-    assert arrays.of(x, None, None, None, None, None).table.num_rows == 3
+    assert arrays.check_rows(x, None, None, None, None, None).table.num_rows == 3

@@ -21,7 +21,7 @@ from raytf.worker.callbacks import Events, tensorboard
 
 def test_a_list_of_checkpoints_that_cannot_be_written_is_tried_again(tmp_path):
     manager = ray_train.CheckpointManager(CheckpointConfig(), ray_train.StorageContext(tmp_path, "run"))
-    again = ray_train.outlive_full_storage(manager)
+    again = ray_train.tolerate_full_storage(manager)
     file = tmp_path / "run" / ray_train.CHECKPOINT_MANAGER_SNAPSHOT_FILENAME
     file.mkdir(parents=True)
     for write in (manager._save_state_and_delete_old_checkpoints, again):

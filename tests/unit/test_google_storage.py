@@ -14,7 +14,7 @@ from raytf.errors import RaytfError
 from raytf.storage import checkpoint_files
 from raytf.storage.run_lock import RunLock
 from raytf.storage.snapshot_store import SnapshotStore
-from raytf.storage.step_folders import name_of
+from raytf.storage.step_folders import folder_name
 from tests.unit.test_snapshots import files_of
 
 pytestmark = pytest.mark.slow
@@ -47,8 +47,8 @@ def test_snapshots_are_put_and_replaced(storage):
     """The emulator does not list folders as the service does, so that none is pruned."""
     store = SnapshotStore(storage, RUN)
     for step in (1, 2, 2, 3):
-        store.put(name_of(step), files_of(step))
-        assert checkpoint_files.look(storage, f"{RUN}/{name_of(step)}").step == step
+        store.put(folder_name(step), files_of(step))
+        assert checkpoint_files.check_stored(storage, f"{RUN}/{folder_name(step)}").step == step
 
 
 def test_one_driver_has_a_run(storage):

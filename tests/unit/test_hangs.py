@@ -17,7 +17,7 @@ from raytf import activity
 from raytf.activity import Activity
 from raytf.runtime import stacks
 from raytf.runtime.hang_watch import HangWatch
-from raytf.runtime.hangs import Judge
+from raytf.runtime.hangs import HangDetector
 
 
 class Worker:
@@ -80,10 +80,10 @@ def seconds_until(judge, workers, most=1000, ends=False):
 )
 def test_the_one_that_does_not_come_is_named_and_ended_later(told, words):
     workers = [waits(), Worker(**told), waits()]
-    second, hang = seconds_until(Judge(10, 60), workers)
+    second, hang = seconds_until(HangDetector(10, 60), workers)
     assert 10 <= second <= 11 and hang.rank == 1 and words in str(hang) and not hang.ends
     assert "worker 0 and worker 2 wait for it since step 18" in str(hang)
-    second, _ = seconds_until(Judge(10, 60), workers, ends=True)
+    second, _ = seconds_until(HangDetector(10, 60), workers, ends=True)
     slow = told["phase"] not in (activity.STEP, activity.END)
     assert 30 < second <= 300 if slow else second <= 30
 
@@ -91,20 +91,20 @@ def test_the_one_that_does_not_come_is_named_and_ended_later(told, words):
 def test_another_number_of_steps_is_that_of_the_one_that_is_behind():
     behind = Worker(meeting=(activity.COLLECTIVE, 4, 0.0))
     ahead = waits(numbers={activity.SUM: 18, activity.COLLECTIVE: 3, activity.REPORT: 0})
-    _, hang = seconds_until(Judge(10, 60), [ahead, behind])
+    _, hang = seconds_until(HangDetector(10, 60), [ahead, behind])
     assert hang.rank == 1 and "another number of steps" in str(hang) and "worker 0 waits" in str(hang)
 
 
 def test_one_that_computes_is_not_named():
     computes = Worker()
     computes.works = True
-    assert seconds_until(Judge(10, 60), [waits(), computes]) == (1000, None)
+    assert seconds_until(HangDetector(10, 60), [waits(), computes]) == (1000, None)
 
 
 def test_one_that_gets_no_processor_is_not_named():
     """Its host is overloaded: to end it would not help."""
     starved = Worker(phase=activity.CALLBACKS)
-    judge = Judge(10, 60)
+    judge = HangDetector(10, 60)
     for second in range(100):
         starved.told = starved.told | {"queued": 0.5 * second if second > 2 else None}
         assert seconds_until(judge, [waits(seconds=second), starved], most=2)[1] is None
@@ -115,7 +115,7 @@ def test_one_that_gets_no_processor_is_not_named():
 STARVES = """
 import os, signal
 from raytf import activity
-here = activity.here
+here = activity.tracker
 here.train_here()
 here.at(activity.CALLBACKS)
 os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
@@ -125,7 +125,7 @@ while other == 0:
 try:
     os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     first, seconds = None, 0
-    while seconds < 4:  # so long as `Judge` looks back
+    while seconds < 4:  # so long as `HangDetector` looks back
         told = here.told()
         first = told if first is None and told["queued"] is not None else first
         seconds = told["clock"] - first["clock"] if first else 0
@@ -147,29 +147,29 @@ def test_a_process_tells_that_it_was_ready_to_run_and_had_no_processor():
 def test_one_that_still_moves_ends_the_run_later_only():
     moves = Worker(phase=activity.CALLBACKS)
     moves.moves = True
-    assert seconds_until(Judge(10, 60), [waits(), moves], ends=True)[0] == 300
+    assert seconds_until(HangDetector(10, 60), [waits(), moves], ends=True)[0] == 300
 
 
 def test_a_slow_step_of_all_is_no_hang():
-    assert seconds_until(Judge(10, 60), [Worker(), Worker(), Worker()])[1] is None
-    assert seconds_until(Judge(10, 60), [Worker(phase=activity.VALIDATION), Worker()])[1] is None
+    assert seconds_until(HangDetector(10, 60), [Worker(), Worker(), Worker()])[1] is None
+    assert seconds_until(HangDetector(10, 60), [Worker(phase=activity.VALIDATION), Worker()])[1] is None
 
 
 def test_the_first_step_has_a_limit_of_its_own():
     numbers = {activity.SUM: 0, activity.COLLECTIVE: 3, activity.REPORT: 0}
     workers = [waits(step=0, numbers=numbers), Worker(step=0, numbers=numbers)]
-    assert 60 <= seconds_until(Judge(10, 60), workers)[0] <= 61
+    assert 60 <= seconds_until(HangDetector(10, 60), workers)[0] <= 61
 
 
 def test_an_input_that_gives_nothing_to_anybody_is_told_and_ends_late():
     workers = [Worker(phase=activity.INPUT), Worker(phase=activity.INPUT)]
-    second, hang = seconds_until(Judge(10, 60), workers)
+    second, hang = seconds_until(HangDetector(10, 60), workers)
     assert 10 <= second <= 11 and "waits for rows" in str(hang) and "the run waits for it" in str(hang)
-    assert seconds_until(Judge(10, 60), workers, ends=True)[0] >= 250
+    assert seconds_until(HangDetector(10, 60), workers, ends=True)[0] >= 250
 
 
 def test_what_took_long_once_may_take_twice_as_long():
-    judge = Judge(10, 60)
+    judge = HangDetector(10, 60)
     _, hang = seconds_until(judge, [waits(), Worker(phase=activity.CALLBACKS)])
     judge.went_on(hang)
     assert 20 <= seconds_until(judge, [waits(), Worker(phase=activity.CALLBACKS)])[0] <= 22
@@ -179,7 +179,7 @@ def test_no_false_alarm_in_steps_that_take_20_times_as_long():
     """An hour of steps of each length; one worker, drawn anew each time, sleeps meanwhile, and the others wait."""
     source = random.Random(5)
     for usual in (0.05, 0.45, 2.0):
-        judge, clock = Judge(8.5, 60), 0.0
+        judge, clock = HangDetector(8.5, 60), 0.0
         workers = [Worker(usual=usual) for _ in range(3)]
         while clock < 3600:
             slow = source.randrange(3)
@@ -196,11 +196,11 @@ def test_no_false_alarm_in_steps_that_take_20_times_as_long():
 
 def test_a_silent_one_is_named():
     told = {0: waits().told, 1: Worker().told}
-    assert Judge(10, 60).look(told, {1: 9.0}) is None
-    hang = Judge(10, 60).look(told, {1: 10.0})
-    assert hang.rank == 1 and not hang.ends and Judge(10, 60).look(told, {1: 30.0}).ends
+    assert HangDetector(10, 60).look(told, {1: 9.0}) is None
+    hang = HangDetector(10, 60).look(told, {1: 10.0})
+    assert hang.rank == 1 and not hang.ends and HangDetector(10, 60).look(told, {1: 30.0}).ends
     assert "holds Python's lock" in str(hang)
-    hang = Judge(10, 60).look(told, {1: 10.0}, {1: "stopped by a signal (SIGSTOP?)"})
+    hang = HangDetector(10, 60).look(told, {1: 10.0}, {1: "stopped by a signal (SIGSTOP?)"})
     assert (
         not hang.ends and "is stopped by a signal" in str(hang) and "worker 0 waits for it since step 18" in str(hang)
     )
@@ -243,11 +243,11 @@ def test_a_stopped_process_shows_its_stack():
     try:
         process.stdout.readline()
         os.kill(process.pid, signal.SIGSTOP)
-        assert "stands_here" in stacks.of(process.pid)
+        assert "stands_here" in stacks.stack_of(process.pid)
     finally:
         process.kill()
         process.wait()
-    assert "its stack is not known: py-spy may not look at it" in stacks.of(process.pid)
+    assert "its stack is not known: py-spy may not look at it" in stacks.stack_of(process.pid)
 
 
 @pytest.mark.slow

@@ -27,7 +27,7 @@ from raytf.console import phases
 from raytf.data.batch_spec import BatchSpec
 from raytf.data.stored import StoredDataset
 from raytf.errors import ConfigError
-from raytf.runtime.resources import advice, count_fitting
+from raytf.runtime.resources import count_fitting, suggest_workers
 from raytf.storage import run_folder
 from raytf.train import arguments, dry_run
 from raytf.tune import sweep
@@ -52,7 +52,7 @@ from raytf.worker import fit
     ],
 )
 def test_advice_is_about_what_the_cluster_lacks(nodes, each, count, said, unsaid):
-    text = advice(nodes, each, count)
+    text = suggest_workers(nodes, each, count)
     assert all(word.lower() in text.lower() for word in said), text
     assert not [word for word in unsaid if word.lower() in text.lower()], text
 
@@ -65,7 +65,7 @@ def test_no_advice_about_what_there_is_enough_of(nodes, each, count):
     if count_fitting(nodes, each) >= count:
         return
     enough = [name for name in each if count_fitting(nodes, {name: each[name]}) >= count]
-    text = advice(nodes, each, count)
+    text = suggest_workers(nodes, each, count)
     if len(enough) < len(each):
         assert not [name for name in enough if name in text.replace("CPUs (", "")], text
 
@@ -86,7 +86,7 @@ def test_no_advice_about_what_there_is_enough_of(nodes, each, count):
     ],
 )
 def test_a_metric_that_is_better_the_other_way(metric, mode, doubted):
-    assert (validation.doubt_of_mode(metric, mode) is not None) == doubted
+    assert (validation.mode_warning(metric, mode) is not None) == doubted
 
 
 LOGS = ("loss", "mae", "val_loss", "val_mae")
@@ -153,8 +153,8 @@ def test_callbacks_may_be_a_list():
 def test_a_relative_storage_path_is_below_the_current_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     given = RunConfig(name="a", storage_path="runs")
-    assert run_folder.located(given).storage_path == str(tmp_path / "runs") and given.storage_path == "runs"
-    assert run_folder.located(RunConfig(name="a", storage_path="s3://b/c")).storage_path == "s3://b/c"
+    assert run_folder.with_absolute_path(given).storage_path == str(tmp_path / "runs") and given.storage_path == "runs"
+    assert run_folder.with_absolute_path(RunConfig(name="a", storage_path="s3://b/c")).storage_path == "s3://b/c"
     trainer = raytf.TensorflowTrainer(lambda: None, run_config=given)
     assert trainer.run_config.storage_path == str(tmp_path / "runs")
 
@@ -167,8 +167,8 @@ def test_a_metric_that_no_trial_reports_is_told_without_a_traceback_of_rays():
 
     unknown = UnknownMetricError("metric must be one that the trials report", "'los'", "Choose one of ['loss']")
     wrapped = types.SimpleNamespace(cause=unknown)
-    assert not sweep._is_told(record(unknown)) and not sweep._is_told(record(wrapped))
-    assert sweep._is_told(record(ValueError("units"))) and sweep._is_told(logging.makeLogRecord({}))
+    assert not sweep._is_logged(record(unknown)) and not sweep._is_logged(record(wrapped))
+    assert sweep._is_logged(record(ValueError("units"))) and sweep._is_logged(logging.makeLogRecord({}))
 
 
 @pytest.mark.parametrize("made", [None, "early", keras.callbacks.EarlyStopping, [keras.callbacks.EarlyStopping]])

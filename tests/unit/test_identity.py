@@ -32,7 +32,7 @@ def run_of(model, **changes):
 
 
 def texts(was, now):
-    return [(d.text, d.refused) for d in same_run.compare(was, now)]
+    return [(d.text, d.refused) for d in same_run.find_differences(was, now)]
 
 
 @pytest.fixture(scope="module")
@@ -143,12 +143,12 @@ def test_another_python_and_another_keras_are_not_differences(base):
 def test_what_is_refused_and_what_is_said(base):
     was, rate = run_of(base), run_of(told(kinds.functional, rate=0.1))
     with pytest.raises(ConfigError, match=r"if it is the same run; received: 'it' with learning_rate 0\.1, was 0\.01"):
-        same_run.check(was, rate, "auto", "it")
+        same_run.check_same_run(was, rate, "auto", "it")
     with pytest.warns(UserWarning, match=r"^it: resumes with learning_rate 0\.1, was 0\.01$"):
-        same_run.check(was, rate, True, "it")
+        same_run.check_same_run(was, rate, True, "it")
     for resume in ("auto", True):
         with pytest.raises(ConfigError, match="with the model and the optimizer .* optimizer SGD, was Adam"):
-            same_run.check(was, run_of(told(kinds.functional, optimizer="sgd")), resume, "it")
+            same_run.check_same_run(was, run_of(told(kinds.functional, optimizer="sgd")), resume, "it")
 
 
 @pytest.mark.parametrize("build", [kinds.functional, kinds.mixed_precision, kinds.own_losses])
@@ -157,14 +157,14 @@ def test_a_checkpoint_of_an_earlier_version_is_compared_by_what_both_have(build)
     was["data"]["train"]["sources"] = [{"content": "another hash"}]
     now = run_of(told(build), map={"function": "f", "code": "3.11 cd"})
     with pytest.warns(UserWarning, match="it: its checkpoints are of another version of raytf"):
-        same_run.check(was, now, "auto", "it")
+        same_run.check_same_run(was, now, "auto", "it")
     assert not same_run.rates_differ(was, now)
     with pytest.warns(UserWarning), pytest.raises(ConfigError, match="received: 'it' with seed 1, was 0"):
-        same_run.check(was, now | {"seed": 1}, "auto", "it")
+        same_run.check_same_run(was, now | {"seed": 1}, "auto", "it")
     with pytest.warns(UserWarning), pytest.raises(ConfigError, match="with the model and the optimizer"):
-        same_run.check(was, run_of(told(kinds.sequential)), True, "it")
+        same_run.check_same_run(was, run_of(told(kinds.sequential)), True, "it")
 
 
 def test_a_checkpoint_that_says_nothing_is_gone_on_with(base):
     with pytest.warns(UserWarning, match="of another version of raytf"):
-        same_run.check({}, run_of(base), "auto", "it")
+        same_run.check_same_run({}, run_of(base), "auto", "it")

@@ -15,12 +15,12 @@ import pytest
 from raytf import activity
 from raytf.storage import checkpoint_files
 from raytf.storage.checkpoint_files import CheckpointState
-from raytf.storage.snapshots import NotKeptError
-from raytf.storage.step_folders import name_of
+from raytf.storage.snapshots import NotWrittenError
+from raytf.storage.step_folders import folder_name
 from raytf.worker import checkpoint
 from raytf.worker.callbacks import ReportCallback
-from raytf.worker.keeper import Keeper
-from raytf.worker.session import Pending, Reports
+from raytf.worker.keeper import CheckpointSaver
+from raytf.worker.session import PendingCheckpoint, ReportQueue
 from tests.unit.test_checkpoint import functional, subclassed, trained
 from tests.unit.test_snapshots import is_gone
 from tests.waiting import until
@@ -28,7 +28,7 @@ from tests.waiting import until
 
 @pytest.fixture
 def keeper(tmp_path):
-    made = Keeper(pyarrow.fs.LocalFileSystem(), str(tmp_path / "run"))
+    made = CheckpointSaver(pyarrow.fs.LocalFileSystem(), str(tmp_path / "run"))
     yield made
     pid = made._writer and made._writer.pid
     made.close()
@@ -38,7 +38,9 @@ def keeper(tmp_path):
 
 def keep(keeper, model, step):
     state = CheckpointState(1, step, 7, False, [{"epoch": 1}], epoch_step=2)
-    assert keeper.keep(name_of(step), model, checkpoint.parts(model, state, build=(functional, {}, ((3,), "float32"))))
+    assert keeper.keep(
+        folder_name(step), model, checkpoint.checkpoint_parts(model, state, build=(functional, {}, ((3,), "float32")))
+    )
 
 
 @pytest.mark.sampled(2)
@@ -50,8 +52,8 @@ def test_what_is_kept_is_restored_to_the_bit(tmp_path, keeper, build):
         kept = [np.array(v) for v in [*model.variables, *model.optimizer.variables]]
         model.fit(x, x[:, :1], epochs=3, batch_size=8, shuffle=False, verbose=0)
     keeper._writer.finish(60.0)
-    folder = str(tmp_path / "run" / name_of(6))
-    checkpoint_files.check(folder)
+    folder = str(tmp_path / "run" / folder_name(6))
+    checkpoint_files.check_folder(folder)
     assert checkpoint.read_state(folder).step == 6
     other, _ = trained(build, steps=1)
     checkpoint.restore(folder, other)
@@ -76,12 +78,12 @@ def test_a_process_that_was_killed_is_followed_by_another(tmp_path, keeper):
     keeper._writer.finish(60.0)
     os.kill(keeper._writer.pid, signal.SIGKILL)
     until(lambda: has_hung_up(keeper._writer))
-    with pytest.warns(UserWarning, match=f"{name_of(2)} could not be kept.*has ended; another one is started"):
+    with pytest.warns(UserWarning, match=f"{folder_name(2)} could not be kept.*has ended; another one is started"):
         keep(keeper, model, 2)
     keep(keeper, model, 3)
     keeper._writer.finish(60.0)
     assert os.listdir(tmp_path / "run")
-    checkpoint_files.check(str(tmp_path / "run" / name_of(3)))
+    checkpoint_files.check_folder(str(tmp_path / "run" / folder_name(3)))
 
 
 @pytest.mark.slow
@@ -106,23 +108,23 @@ def test_an_epochs_checkpoint_is_waited_for_apart_and_newer_ones_take_its_place_
 ):
     set_timeouts(checkpoint_failing=0.5)
     model, _ = trained(functional)
-    moment = checkpoint.Moment(
+    moment = checkpoint.CheckpointSnapshot(
         model, CheckpointState(1, 4, 7, False, [{"epoch": 1}]), build=(functional, {}, ((3,), "float32"))
     )
     one = keeper.keep_at_end("checkpoint_one", moment)
     keep(keeper, model, 5)
     one()
-    checkpoint_files.check(str(tmp_path / "run" / "checkpoint_one"))
+    checkpoint_files.check_folder(str(tmp_path / "run" / "checkpoint_one"))
     os.rename(tmp_path / "run", tmp_path / "aside")
     (tmp_path / "run").write_text("in the way")
-    with pytest.raises(NotKeptError, match="checkpoint_two could not be kept"), pytest.warns(UserWarning):
+    with pytest.raises(NotWrittenError, match="checkpoint_two could not be kept"), pytest.warns(UserWarning):
         keeper.keep_at_end("checkpoint_two", moment)()
     keep(keeper, model, 6)
     writer = keeper._writer
     until(lambda: writer._drain(0.01) or writer._begun == writer._last)  # else it may still be trying the one before
     (tmp_path / "run").unlink()
     writer.finish(60.0)
-    assert os.listdir(tmp_path / "run") == [name_of(6)]
+    assert os.listdir(tmp_path / "run") == [folder_name(6)]
 
 
 @pytest.mark.slow
@@ -130,34 +132,34 @@ def test_whoever_waits_for_an_epochs_checkpoint_hears_that_the_training_has_ende
     set_timeouts(checkpoint_last=0.5)
     (tmp_path / "run").write_text("in the way")
     model, _ = trained(functional)
-    moment = checkpoint.Moment(
+    moment = checkpoint.CheckpointSnapshot(
         model, CheckpointState(1, 4, 7, False, [{"epoch": 1}]), build=(functional, {}, ((3,), "float32"))
     )
-    pending = Pending(keeper.keep_at_end("checkpoint_one", moment), 1, keeper.held_up)
+    pending = PendingCheckpoint(keeper.keep_at_end("checkpoint_one", moment), 1, keeper.held_up)
     with concurrent.futures.ThreadPoolExecutor(1) as thread:
         settled = thread.submit(pending.settle)
         with pytest.warns(UserWarning, match="could not be kept"):
             keeper.close()
             assert not settled.result(30)
-    assert isinstance(pending(), NotKeptError) and "checkpoint_one could not be kept: " in str(pending())
+    assert isinstance(pending(), NotWrittenError) and "checkpoint_one could not be kept: " in str(pending())
 
 
 def test_the_training_waits_for_its_checkpoint_and_not_for_the_thread_that_reports(tmp_path, keeper):
     """That one may not come to it for long: Ray Train's controller takes one report after the other."""
     model, _ = trained(functional)
-    moment = checkpoint.Moment(
+    moment = checkpoint.CheckpointSnapshot(
         model, CheckpointState(1, 4, 7, False, [{"epoch": 1}]), build=(functional, {}, ((3,), "float32"))
     )
-    pending = Pending(keeper.keep_at_end("checkpoint_one", moment), 1, keeper.held_up)
+    pending = PendingCheckpoint(keeper.keep_at_end("checkpoint_one", moment), 1, keeper.held_up)
     assert pending() is None
-    checkpoint_files.check(str(tmp_path / "run" / "checkpoint_one"))
+    checkpoint_files.check_folder(str(tmp_path / "run" / "checkpoint_one"))
     keeper.close()
     assert pending.settle(), "it was whole"
 
 
 @pytest.mark.parametrize("old", [True, False])
 def test_reports_are_waited_for_where_one_is_old_or_many_are_left(old, monkeypatch, set_timeouts):
-    reports, one, two = Reports(), concurrent.futures.Future(), concurrent.futures.Future()
+    reports, one, two = ReportQueue(), concurrent.futures.Future(), concurrent.futures.Future()
     reports.wait()
     for report in (one, two):
         reports.add(report)
@@ -169,11 +171,11 @@ def test_reports_are_waited_for_where_one_is_old_or_many_are_left(old, monkeypat
     found = []
     thread = threading.Thread(target=lambda: found.append(reports.wait()))
     thread.start()
-    until(lambda: activity.here.told()["phase"] == activity.DRIVER)
+    until(lambda: activity.tracker.told()["phase"] == activity.DRIVER)
     assert not found
     one.set_result(None)
     thread.join(30)
-    assert found and activity.here.told()["phase"] != activity.DRIVER
+    assert found and activity.tracker.told()["phase"] != activity.DRIVER
     set_timeouts(report_taken=0.01)
     with pytest.raises(TimeoutError, match="to take a report within 0.01 s and has not"):
         reports.wait()
@@ -190,13 +192,13 @@ def test_reports_are_waited_for_where_one_is_old_or_many_are_left(old, monkeypat
 @pytest.mark.parametrize("kept", [True, False])
 def test_a_last_checkpoint_that_is_not_kept_is_tried_once_more_and_then_an_error(kept):
     model, x = trained(functional)
-    failed = NotKeptError("checkpoint_two", "No space left on device")
+    failed = NotWrittenError("checkpoint_two", "No space left on device")
     answers = [None, failed, None if kept else failed]
 
     def report(metrics, moment):
         answer = answers.pop(0)
         return lambda: answer
 
-    with contextlib.nullcontext() if kept else pytest.raises(NotKeptError, match="two could not be kept: No space"):
+    with contextlib.nullcontext() if kept else pytest.raises(NotWrittenError, match="two could not be kept: No space"):
         model.fit(x, x[:, :1], epochs=2, verbose=0, callbacks=[ReportCallback(report=report)])
     assert not answers

@@ -10,10 +10,10 @@ import pytest
 
 from raytf.errors import ConfigError
 from raytf.fitting import arrays
-from raytf.fitting.keeping import Keeping, identity
+from raytf.fitting.keeping import NamedFitCheckpoints, training_identity
 from raytf.storage import checkpoint_files
 from raytf.storage.checkpoint_files import CheckpointState
-from raytf.storage.step_folders import name_of
+from raytf.storage.step_folders import folder_name
 
 X = np.arange(12.0).reshape(6, 2)
 
@@ -22,12 +22,12 @@ def told(x=X, units=3, batch=2, **more):
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(units), keras.layers.Dense(1)])
     model.compile("sgd", "mse")
     model.optimizer.build(model.trainable_variables)
-    parts = {"train": arrays.of(x, x[:, :1], None, None, None, None)}
-    return identity(model, parts, {}, batch, {"initial_epoch": 0, "shuffle": "full"} | more)
+    parts = {"train": arrays.check_rows(x, x[:, :1], None, None, None, None)}
+    return training_identity(model, parts, {}, batch, {"initial_epoch": 0, "shuffle": "full"} | more)
 
 
 def keep(folder, step, state_of):
-    path = folder / name_of(step)
+    path = folder / folder_name(step)
     path.mkdir(parents=True)
     for part in (checkpoint_files.MODEL, checkpoint_files.SEEDS):
         (path / part).write_bytes(b"x")
@@ -37,10 +37,10 @@ def keep(folder, step, state_of):
 
 
 def test_the_same_call_goes_on_and_another_one_is_named(tmp_path, capsys):
-    keeping = Keeping.of("digits", tmp_path, "4 steps", "auto")
+    keeping = NamedFitCheckpoints.of("digits", tmp_path, "4 steps", "auto")
     assert keeping.newest(told()) == (None, None) and keeping.last() == 0
     with pytest.raises(ConfigError, match="resumes from a checkpoint"):
-        Keeping.of("digits", tmp_path, "auto", True).newest(told())
+        NamedFitCheckpoints.of("digits", tmp_path, "auto", True).newest(told())
     keep(tmp_path / "digits" / "fit", 4, told())
     keep(tmp_path / "digits" / "fit", 6, json.loads(json.dumps(told())))
     files, state = keeping.newest(told())
@@ -56,8 +56,8 @@ def test_the_same_call_goes_on_and_another_one_is_named(tmp_path, capsys):
         with pytest.raises(ConfigError, match=message):
             keeping.newest(other)
     with pytest.warns(UserWarning, match="resumes with batch_size 3, was 2"):
-        assert Keeping.of("digits", tmp_path, "auto", True).newest(told(batch=3))[1].step == 6
-    assert Keeping.of("digits", tmp_path, "auto", False).newest(told(batch=3)) == (None, None)
+        assert NamedFitCheckpoints.of("digits", tmp_path, "auto", True).newest(told(batch=3))[1].step == 6
+    assert NamedFitCheckpoints.of("digits", tmp_path, "auto", False).newest(told(batch=3)) == (None, None)
     assert not (tmp_path / "digits" / "fit").exists()
     keeping.forget()  # of nothing
 
@@ -75,5 +75,5 @@ def test_the_same_call_goes_on_and_another_one_is_named(tmp_path, capsys):
 )
 def test_what_means_nothing_is_refused(arguments, message):
     with pytest.raises(ConfigError, match=message):
-        Keeping.of(*arguments)
-    assert Keeping.of(None, None, "auto", "auto") is None
+        NamedFitCheckpoints.of(*arguments)
+    assert NamedFitCheckpoints.of(None, None, "auto", "auto") is None

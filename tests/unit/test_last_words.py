@@ -4,13 +4,13 @@ import threading
 
 import pytest
 
-from raytf.runtime.process_monitor import Watchdog
+from raytf.runtime.process_monitor import ProcessKiller
 
 
 @pytest.fixture
 def watches():
     """A watchdog that does not look by itself, which would take Ray."""
-    return object.__new__(Watchdog)
+    return object.__new__(ProcessKiller)
 
 
 def test_all_are_asked_at_once(watches):

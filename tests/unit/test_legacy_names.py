@@ -66,11 +66,16 @@ def test_other_errors(expression):
 
 def test_where_keras_2_is_asked_for(monkeypatch):
     monkeypatch.delenv(legacy_keras.VARIABLE, raising=False)
-    assert legacy_keras.asked(True) == "legacy_keras=True" and legacy_keras.asked(False, {}, {}) is None
-    assert legacy_keras.asked(False, {}, {legacy_keras.VARIABLE: "True"}) == "TF_USE_LEGACY_KERAS=True"
+    assert (
+        legacy_keras.requesting_option(True) == "legacy_keras=True"
+        and legacy_keras.requesting_option(False, {}, {}) is None
+    )
+    assert legacy_keras.requesting_option(False, {}, {legacy_keras.VARIABLE: "True"}) == "TF_USE_LEGACY_KERAS=True"
     monkeypatch.setenv(legacy_keras.VARIABLE, "1")
-    assert legacy_keras.asked(False) == "TF_USE_LEGACY_KERAS=1"
-    assert legacy_keras.asked(False, {legacy_keras.VARIABLE: "0"}) is None, "an environment of the workers goes first"
+    assert legacy_keras.requesting_option(False) == "TF_USE_LEGACY_KERAS=1"
+    assert legacy_keras.requesting_option(False, {legacy_keras.VARIABLE: "0"}) is None, (
+        "an environment of the workers goes first"
+    )
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ import pyarrow.fs
 import pytest
 
 from raytf.storage.snapshots import SnapshotWriter
-from raytf.storage.step_folders import name_of
+from raytf.storage.step_folders import folder_name
 from raytf.train import dry_run
 from tests.unit.test_snapshots import check, is_gone, parts_of
 from tests.waiting import until
@@ -37,12 +37,12 @@ def many_files():
 def test_a_checkpoint_is_kept(many_files, tmp_path):
     writer = SnapshotWriter(pyarrow.fs.LocalFileSystem(), str(tmp_path / "run"))
     try:
-        writer.write(name_of(1), parts_of(1))
+        writer.write(folder_name(1), parts_of(1))
         writer.finish(60.0)
     finally:
         writer.close()
     until(lambda: is_gone(writer.pid))
-    check(tmp_path / "run" / name_of(1), 1)
+    check(tmp_path / "run" / folder_name(1), 1)
 
 
 def test_a_model_is_tried(many_files):

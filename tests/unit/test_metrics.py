@@ -91,7 +91,7 @@ def test_a_metric_is_set_to_zero_without_a_look_at_it(monkeypatch):
         metric = keras.metrics.Mean()
     strategy.run(lambda: metric.update_state([3.0, 5.0]))
     assert float(metric.result()) == 4.0
-    held = keras_objects.held_by(metric.total)
+    held = keras_objects.variable_of(metric.total)
     assert held.synchronization == tf.VariableSynchronization.ON_READ
     with monkeypatch.context() as patched:
         patched.setattr(type(held), "read_value", lambda self: pytest.fail("it is read"))

@@ -10,19 +10,19 @@ import numpy as np
 import pytest
 
 from raytf.storage import scattered
-from raytf.storage.images import Archive, Image
+from raytf.storage.images import FileTemplate, ZipTemplate
 from raytf.worker.model_file import ModelFile
 from tests.unit import kinds_of_models
 
 
-def written(archive: Archive) -> dict[str, bytes]:
+def written(archive: ZipTemplate) -> dict[str, bytes]:
     """The members of an archive as they would be in its file."""
     for (_, size), value in zip(archive.image.places, archive.values, strict=True):
         assert value.nbytes == size
     image = b"".join(map(bytes, archive.image.pieces(archive.values)))
     assert len(image) == archive.image.size
-    members = [(name, image if isinstance(c, Image) else c) for name, c in archive.members]
-    content = b"".join(scattered.archive(members))
+    members = [(name, image if isinstance(c, FileTemplate) else c) for name, c in archive.members]
+    content = b"".join(scattered.zip_pieces(members))
     with zipfile.ZipFile(io.BytesIO(content)) as file:
         assert file.testzip() is None
         return {name: file.read(name) for name in file.namelist()}
@@ -206,7 +206,7 @@ def test_keras_alone_loads_it_with_its_optimizer(tmp_path, kind):
     file = ModelFile(model)
     disturb(model, 3)
     path = tmp_path / "model.keras"
-    path.write_bytes(b"".join(scattered.archive(written(file.content()).items())))
+    path.write_bytes(b"".join(scattered.zip_pieces(written(file.content()).items())))
     loaded = keras.saving.load_model(path)
     for mine, its in zip(model.variables, loaded.variables, strict=True):
         np.testing.assert_array_equal(mine, its)

@@ -32,25 +32,25 @@ HOST = {
     ],
 )
 def test_the_interface_and_address_of_a_worker(network, node, place):
-    assert networks.chosen(HOST, network, node) == place
+    assert networks.choose_address(HOST, network, node) == place
 
 
 def test_a_host_without_the_interface_is_refused_with_those_that_it_has():
     hosts = {"10.0.0.1": {"eth0": ["10.0.0.1"], "ib0": ["10.1.0.1"]}, "10.0.0.2": {"eth0": ["10.0.0.2"], "ib1": []}}
     with pytest.raises(ConfigError, match=r"'ib0', and 10.0.0.2 has eth0 \(10.0.0.2\), ib1 \(no address\). Name one"):
-        networks.places(hosts, "ib0")
-    assert networks.places(hosts, "eth0") == {node: ("eth0", node) for node in hosts}
+        networks.worker_addresses(hosts, "ib0")
+    assert networks.worker_addresses(hosts, "eth0") == {node: ("eth0", node) for node in hosts}
 
 
 def test_a_network_of_each_hosts_own_is_refused():
     hosts = {f"10.0.0.{i}": {"docker0": ["172.17.0.1"]} for i in (1, 2)}
     with pytest.raises(ConfigError, match=r"'docker0' is 172.17.0.1 on 10.0.0.1, 10.0.0.2"):
-        networks.places(hosts, "docker0")
+        networks.worker_addresses(hosts, "docker0")
 
 
 def test_lines_of_the_interfaces():
     by = {"10.0.0.1": "eth0", "10.0.0.2": "ib0", "10.0.0.3": "eth0", "10.0.0.4": None}
-    assert networks.lines(by) == [
+    assert networks.interface_lines(by) == [
         "workers exchange by eth0 on 10.0.0.1, 10.0.0.3",
         "workers exchange by ib0 on 10.0.0.2",
         "workers exchange by an unknown interface on 10.0.0.4",

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from raytf.storage import checkpoint_files
 from raytf.storage.checkpoint_files import CheckpointState
 from raytf.storage.run_folder import RunFolder
-from raytf.worker.choice import Choice, kept_in
+from raytf.worker.choice import CheckpointSelector, list_checkpoints
 
 LOCAL = pyarrow.fs.LocalFileSystem()
 # Clocks that were put back, or of another host: the first epoch has the latest time.
@@ -33,8 +33,10 @@ def run(tmp_path):
 
 
 def test_the_newest_is_that_of_most_steps_for_the_driver_and_for_load_model(run):
-    assert [one.name for one in Choice().ordered(kept_in(LOCAL, str(run)), str(run))] == list(NAMES.values())
-    kept = kept_in(LOCAL, str(run))
+    assert [one.name for one in CheckpointSelector().ordered(list_checkpoints(LOCAL, str(run)), str(run))] == list(
+        NAMES.values()
+    )
+    kept = list_checkpoints(LOCAL, str(run))
     random.Random(0).shuffle(kept)
     assert [one.name for one in checkpoint_files.newest_first([*kept, *kept])] == list(NAMES.values())
     made = RunFolder(LOCAL, str(run), "run")
@@ -44,7 +46,7 @@ def test_the_newest_is_that_of_most_steps_for_the_driver_and_for_load_model(run)
 
 def test_one_that_tells_no_step_stands_before_the_next_older_one(run):
     (run / NAMES[20] / "state.json").write_text(json.dumps([]))
-    assert [one.name for one in kept_in(LOCAL, str(run))] == [NAMES[20], NAMES[30], NAMES[10]]
+    assert [one.name for one in list_checkpoints(LOCAL, str(run))] == [NAMES[20], NAMES[30], NAMES[10]]
 
 
 @given(st.dictionaries(st.text(max_size=3), st.none() | st.integers(0, 5), max_size=8))

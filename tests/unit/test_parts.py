@@ -53,7 +53,7 @@ def trained(table):
         training.log.append([type(callback).__name__ for callback in callbacks])
 
     training.fit = fit
-    loop.run(training, table)
+    loop.run_training(training, table)
     return training
 
 

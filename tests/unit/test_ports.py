@@ -21,7 +21,7 @@ def test_hanging_up_ends_a_connection_and_leaves_no_descriptor():
         with ours, kept, server.accept()[0] as theirs, other.accept()[0] as its:
             open_before = len(os.listdir("/proc/self/fd"))
             for _ in range(5):
-                ports.hang_up(address)
+                ports.close_connections(address)
             assert len(os.listdir("/proc/self/fd")) == open_before
             assert ours.recv(1) == b"" and theirs.recv(1) == b""
             its.sendall(b"x")
@@ -34,26 +34,28 @@ def test_a_worker_listens_at_the_address_that_was_kept_for_it(monkeypatch):
     first = ports.reserve_address(allowed)
     try:
         second = ports.reserve_address(allowed)  # another's
-        assert {ports.split(first)[1], ports.split(second)[1]} == set(allowed.ports)
+        assert {ports.split_address(first)[1], ports.split_address(second)[1]} == set(allowed.ports)
         with pytest.raises(ConfigError, match=r"a free port.*none of 31910 to 31911 is free.*ports=\(first"):
             ports.reserve_address(allowed)
-        with ports.own(second) as ring:
-            assert ring.getsockname() == ports.split(second)
+        with ports.own_socket(second) as ring:
+            assert ring.getsockname() == ports.split_address(second)
             ring.listen()
-            with socket.create_connection(ports.split(second)) as one, ring.accept()[0] as other:
+            with socket.create_connection(ports.split_address(second)) as one, ring.accept()[0] as other:
                 ring.close()
-                with ports.own(second) as again:  # while connections of the one before are left
+                with ports.own_socket(second) as again:  # while connections of the one before are left
                     again.listen()
                     with pytest.raises(ConfigError, match=f"own address of TF_CONFIG.*{second}.*in use"):
-                        ports.own(second)
+                        ports.own_socket(second)
                 other.sendall(b"x")
                 assert one.recv(1) == b"x"
                 one.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # nothing is left of it
-        with ports.own(f"192.0.2.1:{ports.split(first)[1]}") as translated:  # not this host's, as behind NAT
-            assert translated.getsockname() == ("0.0.0.0", ports.split(first)[1])
+        with ports.own_socket(
+            f"192.0.2.1:{ports.split_address(first)[1]}"
+        ) as translated:  # not this host's, as behind NAT
+            assert translated.getsockname() == ("0.0.0.0", ports.split_address(first)[1])
     finally:
         ports.end_claims()
-    assert ports.split(ports.reserve_address(allowed))[1] in allowed.ports
+    assert ports.split_address(ports.reserve_address(allowed))[1] in allowed.ports
     ports.end_claims()
 
 
@@ -68,18 +70,18 @@ def test_what_listens_everywhere_is_kept_to_an_address(everywhere, here, elsewhe
     with socket.create_server((everywhere, 0), family=family, dualstack_ipv6=both) as server:
         port = server.getsockname()[1]
         ports.listen_only_at(f"192.0.2.1:{port}")  # not this host's: nothing happens
-        assert ports.answers(f"127.0.0.1:{port}")
+        assert ports.is_listening(f"127.0.0.1:{port}")
         server.accept()[0].close()
         ports.listen_only_at(f"{here}:{port}")
-        assert not ports.answers(f"[{elsewhere}]:{port}" if both else f"{elsewhere}:{port}", 0.2)
-        assert not ports.answers(f"127.0.0.1:{port}", 0.2)
+        assert not ports.is_listening(f"[{elsewhere}]:{port}" if both else f"{elsewhere}:{port}", 0.2)
+        assert not ports.is_listening(f"127.0.0.1:{port}", 0.2)
         with socket.create_connection((here, port), 5) as one, server.accept()[0] as other:
             other.sendall(bytes(100_000))
             assert len(one.recv(100_000, socket.MSG_WAITALL)) == 100_000
 
 
 def test_an_address_of_ipv6_too():
-    steps = packet_filter.to_address_only("2001:db8::7")
+    steps = packet_filter.only_to_address("2001:db8::7")
     assert [argument for *_, argument in steps[3:-2:2]] == [0xFFF00000 + i for i in (24, 28, 32, 36)]
     assert [argument for *_, argument in steps[4:-2:2]] == [0x20010DB8, 0, 0, 7]
     # every comparison that fails leads to the last step, which drops

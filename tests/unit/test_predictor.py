@@ -44,7 +44,7 @@ INPUTS = {"first": BATCH["a"], "second": np.stack([BATCH["b"], BATCH["c"]], 1)}
 
 def save(folder, model, features=None, loss=0.5, step=3, **more):
     folder.mkdir(parents=True)
-    told = {} if features is None else {"columns": {"features": fingerprint.of_columns(features)}, **more}
+    told = {} if features is None else {"columns": {"features": fingerprint.columns_fingerprint(features)}, **more}
     state = checkpoint.CheckpointState(1, step, 0, False, [{"epoch": 1, "val_loss": loss}], told)
     checkpoint.save(str(folder), model, state)
     return str(folder)
@@ -151,11 +151,11 @@ def test_a_run_that_only_build_model_builds_is_known_where_it_was_made(tmp_path,
     checkpoint.save(str(folder), model, state, build=(built, {}, ((3,), "float32")))
     with pytest.raises(ConfigError, match="build_model"):
         raytf.Predictor(folder, features="a")(BATCH)
-    monkeypatch.setattr(checkpoint, "_made_here", {})
+    monkeypatch.setattr(checkpoint, "_runs_of_process", {})
     given = raytf.Predictor(folder, features="a", build_model=built)
-    checkpoint.remember(str(folder.parent), built, {})
+    checkpoint.remember_run(str(folder.parent), built, {})
     known = cloudpickle.dumps(raytf.Predictor(folder, features="a"))
-    monkeypatch.setattr(checkpoint, "_made_here", {})  # as in another process
+    monkeypatch.setattr(checkpoint, "_runs_of_process", {})  # as in another process
     with pytest.warns(UserWarning, match="it is built with the trainer's build_model"):
         found = pickle.loads(known)(BATCH)["predictions"]
     np.testing.assert_array_equal(found, given(BATCH)["predictions"])
@@ -208,7 +208,7 @@ SPECS = PARTS | st.lists(PARTS, min_size=1, max_size=3)
 @given(SPECS | st.dictionaries(NAMES.filter(lambda name: name not in ("name", "stacked")), SPECS, min_size=1))
 def test_columns_are_read_as_they_were_written(spec):
     parsed = columns.parse(spec, "features")
-    assert columns.parse(columns.read(fingerprint.of_columns(parsed)), "features") == parsed
+    assert columns.parse(columns.read(fingerprint.columns_fingerprint(parsed)), "features") == parsed
 
 
 @pytest.mark.parametrize("found", [None, 3, [], {}, {"a": 3}, {"stacked": [{"x": 1}]}])

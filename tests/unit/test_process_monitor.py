@@ -2,13 +2,13 @@
 
 import pytest
 
-from raytf.procfs import Look
-from raytf.runtime.process_monitor import ProcessJudge, ProcessLocation
+from raytf.procfs import ProcessState
+from raytf.runtime.process_monitor import ProcessLocation, StopDetector
 
-RUNS, STOPPED = Look("R", 7, 1), Look("T", 7, 1)
+RUNS, STOPPED = ProcessState("R", 7, 1), ProcessState("T", 7, 1)
 
 
-class Judged(ProcessJudge):
+class Judged(StopDetector):
     """Three processes on two nodes, and a clock."""
 
     def __init__(self):
@@ -37,11 +37,11 @@ def test_a_stop_that_lasts_is_told_of_its_process_alone(judged):
 
 
 def test_who_has_ended_or_has_another_s_number_is_no_stopped_process(judged):
-    others = Look("T", 8, 1)
+    others = ProcessState("T", 8, 1)
     assert judged.after(0, "a", p100=others, p101=RUNS) == [], "another process by its start, as the place tells"
-    assert judged.after(9, "a", p100=Look("Z", 7, 1), p101=others) == [], "or as it was seen first"
+    assert judged.after(9, "a", p100=ProcessState("Z", 7, 1), p101=others) == [], "or as it was seen first"
     assert judged.after(99, "a", p100=others, p101=others) == []
-    assert judged.after(99, "a", p100=None, p101=Look("X", 7, 1)) == [] and judged.standing() is None
+    assert judged.after(99, "a", p100=None, p101=ProcessState("X", 7, 1)) == [] and judged.standing() is None
 
 
 def test_who_was_heard_is_not_due_and_begins_anew(judged):

@@ -154,7 +154,7 @@ def test_no_time_is_left_when_the_last_epoch_has_ended():
 def test_the_first_phase_is_a_connection_where_a_cluster_is_named(monkeypatch):
     monkeypatch.delitem(sys.modules, "ray", raising=False)  # another test may have started it
     monkeypatch.setenv("RAY_ADDRESS", "head:6379")
-    assert phases_module.starting() == "connecting to Ray"
-    assert phases_module.starting("It has ended").startswith("It has ended; connecting to Ray to see")
+    assert phases_module.starting_phase() == "connecting to Ray"
+    assert phases_module.starting_phase("It has ended").startswith("It has ended; connecting to Ray to see")
     monkeypatch.setenv("RAY_ADDRESS", "local")
-    assert phases_module.starting() == "finding or starting Ray"
+    assert phases_module.starting_phase() == "finding or starting Ray"

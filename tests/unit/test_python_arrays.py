@@ -44,9 +44,9 @@ def test_raytfs_own_memory_is_tensorflows_to_keep(registry):
         return array
 
     insert(registry, user)
-    with door.giving_memory():
+    with door.releasing_functions():
         insert(registry, own)
-    assert not door.gives_memory(user) and door.gives_memory(own)
+    assert not door.releases_function(user) and door.releases_function(own)
     one, other = given(registry, user, array[1:])
     assert not np.shares_memory(one, array) and np.shares_memory(other, array)
     assert np.shares_memory(given(registry, own, None), array)

@@ -30,7 +30,7 @@ TOLD = [
 WRITES = """
 import os, sys
 from raytf.console import quiet
-with quiet.native():
+with quiet.quiet_native():
     os.write(2, sys.argv[1].encode())
     print("from Python", file=sys.stderr)
     if sys.argv[2] == "dies":
@@ -80,7 +80,7 @@ def test_a_warning_is_shown_by_the_first_of_several_workers(capsys):
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
             for rank in (0, 1):
-                with once.shown(entries):
+                with once.shown_once(entries):
                     for _ in range(2):
                         warnings.warn_explicit("careful", UserWarning, "theirs.py", 3)
                     warnings.warn_explicit(f"only rank {rank}", UserWarning, "theirs.py", 4)
@@ -97,7 +97,7 @@ def test_a_warning_is_shown_by_the_first_of_several_workers(capsys):
 def test_a_line_of_source_is_shown_of_warnings_of_others_alone():
     """What stands in raytf says nothing to who reads the warning."""
     for entries in (None, Taken()):
-        with warnings.catch_warnings(record=True) as told, once.shown(entries):
+        with warnings.catch_warnings(record=True) as told, once.shown_once(entries):
             warnings.simplefilter("always")
             for name in (once.__file__, __file__):
                 warnings.warn_explicit("careful", UserWarning, name, 1)

@@ -21,17 +21,19 @@ def test_numbers_go_on(draws):
     for _ in range(draws):
         random.gauss(0, 1)
         np.random.standard_normal()
-    taken = random_state.taken()
+    taken = random_state.random_states()
     assert all(array.dtype != object for array in taken.values())
     first = drawn()
     drawn()
-    random_state.give_back(taken)
+    random_state.restore_random_states(taken)
     assert drawn() == first
 
 
 @pytest.mark.parametrize("name", ["python", "numpy", "numpy_place"])
 def test_what_was_never_taken_is_refused(name):
     with pytest.raises((ValueError, KeyError)):
-        random_state.give_back(random_state.taken() | {name: np.zeros((3, 3))})
+        random_state.restore_random_states(random_state.random_states() | {name: np.zeros((3, 3))})
     with pytest.raises((ValueError, KeyError)):
-        random_state.give_back({k: v for k, v in random_state.taken().items() if k != "numpy_gauss"})
+        random_state.restore_random_states(
+            {k: v for k, v in random_state.random_states().items() if k != "numpy_gauss"}
+        )

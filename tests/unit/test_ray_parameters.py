@@ -242,8 +242,11 @@ def test_what_stands_beside_workers_stands_where_they_do():
     scaling = ScalingConfig(num_workers=2, placement_strategy="SPREAD", label_selector=zone)
     coordinator, _ = arguments.servers(1, scaling, {})
     assert coordinator.label_selector == zone and coordinator.placement_strategy == "SPREAD"
-    assert reservation.for_all([zone, zone], 3) == [zone] * 3
-    assert reservation.for_all([zone, other], 3) == [zone, other, {}] and reservation.for_all(None, 3) is None
+    assert reservation.bundle_selectors([zone, zone], 3) == [zone] * 3
+    assert (
+        reservation.bundle_selectors([zone, other], 3) == [zone, other, {}]
+        and reservation.bundle_selectors(None, 3) is None
+    )
 
 
 def report_elsewhere(folder):

@@ -36,8 +36,8 @@ def note(model, epoch_ends):
     states = CallbackStates([callback])
     callback.counts = np.arange(3)
     state = CheckpointState(epoch=0, step=4, seed=1, stopped=False, history=[], epoch_step=4)
-    parts = checkpoint.parts(model, state, states, metrics={})
-    return replacement._Moment(model, parts, {"reports": 2}, 4, 16, epoch_ends), callback
+    parts = checkpoint.checkpoint_parts(model, state, states, metrics={})
+    return replacement._StepBoundary(model, parts, {"reports": 2}, 4, 16, epoch_ends), callback
 
 
 @pytest.fixture
@@ -151,7 +151,7 @@ def test_what_callbacks_did_at_the_begin_of_a_step_is_not_done_twice(model, tmp_
     states = CallbackStates([counting])
     counting.made = 4
     state = CheckpointState(epoch=0, step=4, seed=1, stopped=False, history=[], epoch_step=4)
-    parts = checkpoint.parts(model, state, states, metrics={})
+    parts = checkpoint.checkpoint_parts(model, state, states, metrics={})
     checkpoint.write(str(tmp_path), model, parts, checkpoint_files.VERSION)
     model.optimizer.learning_rate = 0.25
     training = types.SimpleNamespace(

@@ -37,7 +37,7 @@ def test_trials_are_read_and_what_is_pickled_in_them_is_not(tmp_path):
     (tmp_path / "experiment_state-2026-11-22_17-23-54.json").write_text(json.dumps(state))
     (tmp_path / "experiment_state-2026-11-21_17-23-54.json").write_text("{}")
     (tmp_path / "tuner.pkl").write_bytes(bomb)
-    a, b, c = report.entries(os.fspath(tmp_path), "eval/loss")
+    a, b, c = report.read_entries(os.fspath(tmp_path), "eval/loss")
     assert (a.name, a.config, a.value, a.curve, a.error) == ("a", {"rate": 0.1, "point": "..."}, 0.25, [0.5, 0.25], "")
     assert (b.value, b.curve, b.error) == (None, [], "units must be odd")
     assert (c.value, c.error) == (None, "")
@@ -205,7 +205,7 @@ def test_time_throughput_and_why_a_trial_ended(tmp_path):
         packed.append({"trial_id": name, "config": config, "relative_logdir": name, "status": status})
     state = {"trial_data": [[json.dumps(trial), "{}"] for trial in packed]}
     (tmp_path / "experiment_state-1.json").write_text(json.dumps(state))
-    ends, stopped, fails = report.entries(os.fspath(tmp_path), "loss")
+    ends, stopped, fails = report.read_entries(os.fspath(tmp_path), "loss")
     assert (ends.end, ends.seconds, ends.throughput) == ("came to its end", 25.0, "500 examples/s")
     assert (stopped.end, stopped.seconds, stopped.throughput) == ("stopped by the scheduler", 15.0, "3.33 steps/s")
     assert (fails.end, fails.seconds, fails.throughput) == ("failed", None, "")
@@ -218,7 +218,7 @@ def test_the_command_needs_neither_ray_nor_matplotlib(tmp_path):
 import sys
 from raytf.tune import report
 assert not {{"pandas", "plotly", "ray", "tensorflow"}} & set(sys.modules)
-report.write({str(tmp_path)!r}, {str(tmp_path / "page.html")!r})
+report.write_report({str(tmp_path)!r}, {str(tmp_path / "page.html")!r})
 assert not {{"matplotlib", "ray", "tensorflow"}} & set(sys.modules)
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

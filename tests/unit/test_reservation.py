@@ -2,26 +2,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raytf.runtime import reservation, resources
-from raytf.runtime.reservation import layout
+from raytf.runtime.reservation import bundle_layout
 
 EVALUATOR = {"evaluator 0": {"CPU": 1.0, "GPU": 1.0}}
 
 
 def test_workers_come_first_and_each_task_beside_them_has_a_bundle():
-    bundles, places = layout(2, {"CPU": 2.0}, {"worker 0": {"CPU": 2.0}, "ps 0": {"CPU": 1.0}}, "PACK", 1)
+    bundles, places = bundle_layout(2, {"CPU": 2.0}, {"worker 0": {"CPU": 2.0}, "ps 0": {"CPU": 1.0}}, "PACK", 1)
     assert bundles == [{"CPU": 2.0}, {"CPU": 2.0}, {"CPU": 2.0}, {"CPU": 1.0}]
     assert places == {"worker 0": 2, "ps 0": 3}
 
 
 def test_where_each_bundle_needs_a_node_of_its_own_an_evaluator_stands_on_a_workers():
-    assert layout(2, {"CPU": 1.0}, EVALUATOR, "STRICT_SPREAD", 3)[1] == {"evaluator 0": 2}
-    bundles, places = layout(2, {"CPU": 1.0}, EVALUATOR, "STRICT_SPREAD", 2)
+    assert bundle_layout(2, {"CPU": 1.0}, EVALUATOR, "STRICT_SPREAD", 3)[1] == {"evaluator 0": 2}
+    bundles, places = bundle_layout(2, {"CPU": 1.0}, EVALUATOR, "STRICT_SPREAD", 2)
     assert bundles == [{"CPU": 2.0, "GPU": 1.0}, {"CPU": 1.0}] and places == {"evaluator 0": 0}
 
 
 @given(st.lists(st.integers(0, 8), max_size=4), st.lists(st.integers(1, 4), max_size=6))
 def test_what_bundles_leave_of_nodes(nodes, bundles):
-    left = resources.without([{"CPU": n} for n in nodes], [{"CPU": n} for n in bundles])
+    left = resources.free_without([{"CPU": n} for n in nodes], [{"CPU": n} for n in bundles])
     if left is None:
         assert sum(nodes) < sum(bundles) + 3 * len(nodes) or max(bundles) > max(nodes, default=0)
     else:
@@ -32,9 +32,9 @@ def test_what_bundles_leave_of_nodes(nodes, bundles):
 
 def test_workers_are_kept_from_nodes_that_do_not_answer():
     rule = {"ray.io/node-id": "!in(a,b)"}
-    assert reservation.apart(None, 2, set()) is None
-    assert reservation.apart(None, 2, {"b", "a"}) == [rule, rule]
-    assert reservation.apart([{"zone": "x"}, {"ray.io/node-id": "c"}], 2, {"a", "b"}) == [
+    assert reservation.avoid_nodes(None, 2, set()) is None
+    assert reservation.avoid_nodes(None, 2, {"b", "a"}) == [rule, rule]
+    assert reservation.avoid_nodes([{"zone": "x"}, {"ray.io/node-id": "c"}], 2, {"a", "b"}) == [
         {"zone": "x"} | rule,
         {"ray.io/node-id": "c"},
     ]

@@ -68,7 +68,7 @@ def test_a_run_that_has_ended_is_told_before_anything_starts(tmp_path):
     epoch(tmp_path, "early", 1, stopped=True, loss=[3.0])
     run = lambda name: RunConfig(name=name, storage_path=str(tmp_path))
     said = results.has_ended(run("done"), 3)
-    assert said == "done has trained 3 of 3 epochs, and is finished" and said in phases.starting(said)
+    assert said == "done has trained 3 of 3 epochs, and is finished" and said in phases.starting_phase(said)
     assert results.has_ended(run("early"), 5) is not None
     assert results.has_ended(run("done"), 4) is None and results.has_ended(run("new"), 1) is None
 

@@ -149,12 +149,12 @@ def test_what_becomes_of_an_epoch_that_was_begun_is_said(folder):
 def test_names_are_not_told_apart_by_a_clock():
     shared = RunConfig()
     given = shared.name
-    made = {run_folder.named(shared, "keras").name for _ in range(50)}
+    made = {run_folder.with_name(shared, "keras").name for _ in range(50)}
     assert len(made) == 50 and shared.name == given, "the user's RunConfig stays as it is"
-    assert run_folder.named(RunConfig(name=""), "keras").name.startswith("keras_2")
+    assert run_folder.with_name(RunConfig(name=""), "keras").name.startswith("keras_2")
     mine = RunConfig(name="mine")
-    assert run_folder.named(mine, "keras") is mine
-    assert run_folder.named(tune.RunConfig(), "sweep").name != run_folder.named(tune.RunConfig(), "sweep").name
+    assert run_folder.with_name(mine, "keras") is mine
+    assert run_folder.with_name(tune.RunConfig(), "sweep").name != run_folder.with_name(tune.RunConfig(), "sweep").name
     assert not run_folder.is_unnamed(RunConfig(name=made.pop())), "a run is found again by the name that it was given"
 
 

@@ -43,7 +43,7 @@ def run(tmp_path):
 
 
 def text_of(folder) -> str:
-    report.write(str(folder), str(folder / "page.html"))
+    report.write_report(str(folder), str(folder / "page.html"))
     text = (folder / "page.html").read_text()
     Checked(
         text.replace("<meta charset='utf-8'>", "")
@@ -84,7 +84,7 @@ def test_a_folder_that_is_no_run_or_holds_several(run, tmp_path):
     epoch(tmp_path, "second", 1, loss=[1.0])
     for folder, said in ((tmp_path, "it holds 2 runs"), (run / figures.FOLDER, "a run or of a sweep")):
         with pytest.raises(ConfigError, match=said):
-            report.write(str(folder), str(tmp_path / "page.html"))
+            report.write_report(str(folder), str(tmp_path / "page.html"))
 
 
 def test_a_run_with_parameter_servers_has_the_figures_that_its_coordinator_knows(tmp_path):

@@ -69,14 +69,14 @@ def test_a_script_keeps_to_the_cores_that_are_claimed_for_it(runner, tmp_path, m
     try:
         with monkeypatch.context() as patch:
             patch.setattr(cores, "_name", lambda core: f"\0raytf_test/{os.getpid()}/{core}")
-            patch.setattr(cores, "choose", lambda free, count, levels: everything[:1])
-            assert cores.claim(1)
+            patch.setattr(cores, "choose_cores", lambda free, count, levels: everything[:1])
+            assert cores.claim_cores(1)
         (line,), _, _ = follow(runner, start(runner, tmp_path, text, pinned=True))
         assert line == f"{everything[:1]} False"
         (line,), _, _ = follow(runner, start(runner, tmp_path, text))
-        assert line == f"{everything} False" and not cores.own()
+        assert line == f"{everything} False" and not cores.own_cores()
     finally:
-        cores.release()
+        cores.release_cores()
         cores._close(others)
 
 

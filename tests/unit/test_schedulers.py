@@ -52,7 +52,7 @@ class Controller:
 
 @pytest.mark.parametrize("first, second", [(0, 1), (1, 0)])
 def test_a_bracket_ends_while_a_trial_is_being_saved(first, second):
-    sweep = Controller(space.scheduler("hyperband", {}, 4), 2)
+    sweep = Controller(space.make_scheduler("hyperband", {}, 4), 2)
     sweep.report(0, 4)
     sweep.report(1, 4)
     sweep.saved(first)
@@ -61,7 +61,7 @@ def test_a_bracket_ends_while_a_trial_is_being_saved(first, second):
 
 
 def test_a_bracket_is_halved_once_all_are_saved():
-    sweep = Controller(space.scheduler("hyperband", {}, 4), 4)
+    sweep = Controller(space.make_scheduler("hyperband", {}, 4), 4)
     sweep.report(2, 1, loss=1.0)
     sweep.report(3, 1, loss=2.0)
     assert sweep.states() == [Trial.RUNNING] * 4, "saving"
@@ -71,7 +71,7 @@ def test_a_bracket_is_halved_once_all_are_saved():
 
 
 def test_the_error_of_the_last_trial_of_a_bracket_ends_the_wait_for_it():
-    sweep = Controller(space.scheduler(HyperBandScheduler(max_t=4, reduction_factor=2), {}, 4), 6)
+    sweep = Controller(space.make_scheduler(HyperBandScheduler(max_t=4, reduction_factor=2), {}, 4), 6)
     for number in (3, 4, 5):
         sweep.report(number, 2, loss=number)
         if sweep.trials[number].is_saving:
@@ -88,8 +88,8 @@ def test_a_scheduler_of_the_users_keeps_its_settings_and_class():
         pass
 
     theirs = HyperBandScheduler(max_t=8, reduction_factor=2)
-    assert space.scheduler(theirs, {}, 4).__dict__ == theirs.__dict__
+    assert space.make_scheduler(theirs, {}, 4).__dict__ == theirs.__dict__
     assert type(theirs) is HyperBandScheduler
-    assert type(space.scheduler(Own(), {}, 4)) is Own
+    assert type(space.make_scheduler(Own(), {}, 4)) is Own
     bohb = tune.schedulers.HyperBandForBOHB()
-    assert space.scheduler(bohb, {}, 4) is bohb
+    assert space.make_scheduler(bohb, {}, 4) is bohb

@@ -33,7 +33,7 @@ def small(tmp_path, monkeypatch):
 
 def test_one_that_is_too_small_is_named_before_anything_is_written(small):
     with pytest.raises(ScratchError) as caught:
-        scratch.make(20 << 20)
+        scratch.make_folder(20 << 20)
     text = str(caught.value)
     assert str(small) in text and "20 MB" in text and "of 8 MB are free" in text and "TMPDIR" in text
     assert os.listdir(small) == []
@@ -41,7 +41,7 @@ def test_one_that_is_too_small_is_named_before_anything_is_written(small):
 
 def test_one_that_becomes_full_is_named(small):
     with pytest.raises(ScratchError, match=f"{small}.*No space left.* of 8 MB are free.*TMPDIR"):
-        with scratch.folder() as folder:
+        with scratch.temporary_folder() as folder:
             with open(os.path.join(folder, "file"), "wb", buffering=0) as file:
                 while True:
                     file.write(bytes(1 << 20))
@@ -51,21 +51,21 @@ def test_one_that_becomes_full_is_named(small):
 def test_one_that_is_read_only_is_named_and_so_is_one_that_is_missing(small, monkeypatch):
     subprocess.run(["mount", "-o", "remount,ro", small], check=True)
     with pytest.raises(ScratchError, match=f"{small}.*Read-only file system"):
-        scratch.make()
+        scratch.make_folder()
     monkeypatch.setattr(tempfile, "tempdir", None)
     monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: [str(small)])
     monkeypatch.delenv("TMPDIR")
     with pytest.raises(ScratchError, match="Python finds no temporary folder"):
-        scratch.make()
+        scratch.make_folder()
 
 
 def test_the_next_place_is_taken_where_one_has_no_room(small, tmp_path, monkeypatch):
     other = tmp_path / "other"
     other.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(other))  # as Ray's, whose folder comes behind TMPDIR
-    with scratch.folder(20 << 20) as folder:
+    with scratch.temporary_folder(20 << 20) as folder:
         assert os.path.dirname(folder) == str(other)
-    with scratch.folder() as folder:
+    with scratch.temporary_folder() as folder:
         assert os.path.dirname(folder) == str(small)
 
 
@@ -73,7 +73,7 @@ def test_the_next_place_is_taken_where_one_has_no_room(small, tmp_path, monkeypa
 def test_an_error_of_another_folder_is_left_alone(tmp_path, number):
     """A user's own disk may be full within a training that has a temporary folder, too."""
     with pytest.raises(OSError) as caught:
-        with scratch.named(str(tmp_path / "mine")):
+        with scratch.name_errors(str(tmp_path / "mine")):
             raise OSError(number, os.strerror(number), str(tmp_path / "mine_not"))
     assert type(caught.value) is OSError
 
@@ -86,7 +86,7 @@ def test_a_model_in_parts_needs_room_for_the_whole(small, set_timeouts, tmp_path
     files = {**files_of(1), "model.keras": [content.getvalue()]}
     SnapshotStore(pyarrow.fs.LocalFileSystem(), str(tmp_path)).put("step_000000000001", files, 2)
     with pytest.raises(ScratchError, match="13 MB"), contextlib.ExitStack() as stack:
-        stack.enter_context(checkpoint_files.whole(str(tmp_path / "step_000000000001")))
+        stack.enter_context(checkpoint_files.whole_folder(str(tmp_path / "step_000000000001")))
 
 
 def test_a_vocabulary_for_which_there_is_no_room_is_said(small, tmp_path):

@@ -14,26 +14,26 @@ HERE = shared_folders.Folder("/home/a", os.makedev(0, 52), 77, "boot-a", ("nfs4"
 
 
 def test_files_come_and_go(tmp_path):
-    before = shared_folders.folder(tmp_path)
+    before = shared_folders.describe_folder(tmp_path)
     (tmp_path / "result").write_text("1")
-    assert shared_folders.is_seen(before) and shared_folders.folder(tmp_path) == before
+    assert shared_folders.exists_as(before) and shared_folders.describe_folder(tmp_path) == before
 
 
 def test_another_folder_of_the_same_path(tmp_path):
-    before = shared_folders.folder(tmp_path)
+    before = shared_folders.describe_folder(tmp_path)
     tmp_path.rename(tmp_path.parent / "moved")
-    assert not shared_folders.is_seen(before)
+    assert not shared_folders.exists_as(before)
     tmp_path.mkdir()
-    assert not shared_folders.is_seen(before)
+    assert not shared_folders.exists_as(before)
 
 
 def test_what_hosts_share():
-    assert shared_folders.shared(MOUNTS, os.makedev(0, 52)) == ("nfs4", "server:/export/home")
+    assert shared_folders.is_shared(MOUNTS, os.makedev(0, 52)) == ("nfs4", "server:/export/home")
     assert (
-        shared_folders.shared(MOUNTS, os.makedev(8, 1)) is None
-        and shared_folders.shared(MOUNTS, os.makedev(0, 53)) is None
+        shared_folders.is_shared(MOUNTS, os.makedev(8, 1)) is None
+        and shared_folders.is_shared(MOUNTS, os.makedev(0, 53)) is None
     )
-    assert shared_folders.shared("", 1) is None
+    assert shared_folders.is_shared("", 1) is None
 
 
 def test_numbers_of_devices_belong_to_a_kernel():

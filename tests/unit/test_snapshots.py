@@ -22,11 +22,11 @@ from raytf import procfs, timeouts
 from raytf.errors import ConfigError
 from raytf.storage import checkpoint_files, finishing, priority, scattered, snapshot_writer
 from raytf.storage.checkpoint_files import CheckpointState
-from raytf.storage.images import Archive, Image
+from raytf.storage.images import FileTemplate, ZipTemplate
 from raytf.storage.run_lock import RunLock
-from raytf.storage.snapshot_store import SnapshotStore, needless
-from raytf.storage.snapshots import NotKeptError, SnapshotWriter, _Other, wait_for_writers
-from raytf.storage.step_folders import name_of, step_of
+from raytf.storage.snapshot_store import SnapshotStore, removable
+from raytf.storage.snapshots import NotWrittenError, SnapshotWriter, _WriterProcess, wait_for_writers
+from raytf.storage.step_folders import folder_name, step_of_folder
 from tests.waiting import until
 
 LOCAL = pyarrow.fs.LocalFileSystem()
@@ -38,22 +38,22 @@ def parts_of(step: int, size: int = 1000) -> dict:
     return {
         "state.json": CheckpointState(0, step, 0, False, []).to_json(),
         "seeds.npz": {"0": np.full(3, step), "one": np.float64(step), "none": np.empty((0, 2))},
-        "model.keras": Archive([("config.json", b"{}"), ("model.weights.h5", image(size))], image(size), [weights]),
+        "model.keras": ZipTemplate([("config.json", b"{}"), ("model.weights.h5", image(size))], image(size), [weights]),
     }
 
 
-_images: dict[int, Image] = {}
+_images: dict[int, FileTemplate] = {}
 
 
-def image(size: int) -> Image:
-    return _images.setdefault(size, Image.of(b"head" + bytes(4 * size) + b"tail", [(4, 4 * size)]))
+def image(size: int) -> FileTemplate:
+    return _images.setdefault(size, FileTemplate.of(b"head" + bytes(4 * size) + b"tail", [(4, 4 * size)]))
 
 
 def check(folder, step: int, size: int = 1000) -> None:
     """Fails unless a folder holds the whole snapshot of a step."""
-    checkpoint_files.check(str(folder))
+    checkpoint_files.check_folder(str(folder))
     assert checkpoint_files.read_state(str(folder)).step == step
-    with checkpoint_files.arrays(str(folder), "seeds.npz") as found:
+    with checkpoint_files.npz_arrays(str(folder), "seeds.npz") as found:
         np.testing.assert_array_equal(found["0"], np.full(3, step))
         assert found["one"] == step and found["none"].shape == (0, 2)
     checkpoint_files.check_archive(str(folder / "model.keras"), "")
@@ -73,7 +73,7 @@ def writer(tmp_path):
 
 
 def is_gone(pid: int) -> bool:
-    seen = procfs.look(pid)
+    seen = procfs.read_state(pid)
     if seen is None or seen.state != "Z":
         return seen is None
     # whoever is the first process of a container may reap nothing; and what is open stays so until the last thread goes
@@ -84,18 +84,18 @@ def is_gone(pid: int) -> bool:
 
 def test_the_last_ones_are_whole_and_older_ones_removed(writer, tmp_path):
     for step in range(1, 6):
-        writer.write(name_of(step), parts_of(step))
+        writer.write(folder_name(step), parts_of(step))
         writer.finish(60.0)
     assert writer.left_out == 0
-    assert sorted(os.listdir(tmp_path / "run")) == [name_of(4), name_of(5)]
-    check(tmp_path / "run" / name_of(4), 4)
-    check(tmp_path / "run" / name_of(5), 5)
-    assert [event["name"] for event in writer.written] == [name_of(step) for step in range(1, 6)]
+    assert sorted(os.listdir(tmp_path / "run")) == [folder_name(4), folder_name(5)]
+    check(tmp_path / "run" / folder_name(4), 4)
+    check(tmp_path / "run" / folder_name(5), 5)
+    assert [event["name"] for event in writer.written] == [folder_name(step) for step in range(1, 6)]
     assert not any("raytf" in name for name in os.listdir("/dev/shm"))
 
 
 def test_who_writes_lets_the_training_go_first(writer):
-    writer.write(name_of(1), parts_of(1))
+    writer.write(folder_name(1), parts_of(1))
     writer.finish(60.0)
     assert goes_last(writer.pid)
     group = pathlib.Path(f"/proc/{writer.pid}/autogroup")
@@ -113,7 +113,7 @@ while True:
 
 def goes_last(pid: int) -> bool:
     """Whether a process does, in all of its threads; else it does so in none."""
-    raised = os.getpriority(os.PRIO_PROCESS, 0) if priority._may_be_taken_back() else -20
+    raised = os.getpriority(os.PRIO_PROCESS, 0) if priority._can_be_reverted() else -20
     last = {
         os.sched_getscheduler(thread) == os.SCHED_BATCH and os.getpriority(os.PRIO_PROCESS, thread) > raised
         for thread in map(int, os.listdir(f"/proc/{pid}/task"))
@@ -125,7 +125,7 @@ def goes_last(pid: int) -> bool:
 def test_who_writes_goes_last_no_more_while_the_training_waits_for_it(writer):
     """Beside computing neighbours it would get a processor for some milliseconds after 13 s: so long all waited."""
     with writer.held_up():
-        writer.write(name_of(1), parts_of(1))  # before it is known who that is
+        writer.write(folder_name(1), parts_of(1))  # before it is known who that is
         writer.finish(60.0)
         assert not goes_last(writer.pid)
         with writer.held_up():
@@ -138,14 +138,14 @@ def test_who_writes_goes_last_no_more_while_the_training_waits_for_it(writer):
 
 def test_who_writes_tells_how_long_it_had_no_processor(writer):
     """So that it is not taken for a hang of the worker that waits for it."""
-    writer.write(name_of(1), parts_of(1))
+    writer.write(folder_name(1), parts_of(1))
     writer.finish(60.0)
     cpu, before = min(os.sched_getaffinity(0)), writer.queued()
     others = [subprocess.Popen([sys.executable, "-c", BURNS, str(cpu)]) for _ in range(2)]
     try:
         os.sched_setaffinity(writer.pid, {cpu})
         for step in range(2, 1000):
-            writer.write(name_of(step), parts_of(step))
+            writer.write(folder_name(step), parts_of(step))
             writer.finish(60.0)
             if writer.queued() > before + 0.05:
                 return
@@ -158,13 +158,13 @@ def test_who_writes_tells_how_long_it_had_no_processor(writer):
 
 def test_who_writes_goes_last_no_more_when_the_next_epoch_has_ended_before(writer, tmp_path):
     """On a worker that writes a part: it is the chief that waits, on another host."""
-    writer.write(name_of(1), parts_of(1), pinned=True)
+    writer.write(folder_name(1), parts_of(1), pinned=True)
     writer.finish(60.0)
     (tmp_path / "run").rename(tmp_path / "aside")
     (tmp_path / "run").write_text("in the way")
     with pytest.warns(UserWarning, match="could not be written"):
         for step in (2, 3):
-            writer.write(name_of(step), parts_of(step), pinned=True)
+            writer.write(folder_name(step), parts_of(step), pinned=True)
             until(lambda: writer._drain(0.01) or writer._failed)
             assert goes_last(writer.pid) == (step == 2)
     (tmp_path / "run").unlink()
@@ -174,7 +174,7 @@ def test_who_writes_goes_last_no_more_when_the_next_epoch_has_ended_before(write
 
 def test_one_that_has_another_ones_number_is_left_alone():
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
-        other = _Other(process.pid, 19)
+        other = _WriterProcess(process.pid, 19)
         other._seen = dataclasses.replace(other._seen, started=other._seen.started - 1)
         before = os.getpriority(os.PRIO_PROCESS, process.pid)
         os.sched_setscheduler(process.pid, os.SCHED_BATCH, os.sched_param(0))
@@ -194,8 +194,8 @@ def test_only_what_can_be_taken_back_is_given_away(privileged):
         "stays = threading.Event(); thread = threading.Thread(target=stays.wait); thread.start();"
         "threads = lambda: map(int, os.listdir('/proc/self/task'));"
         "state = lambda: {(os.sched_getscheduler(t), os.getpriority(0, t)) for t in threads()};"
-        "n = p.go_last(); last = state(); p.share_alike(os.getpid()); alike = state();"
-        "p.go_last_again(os.getpid(), n); assert state() == last; stays.set();"
+        "n = p.set_lowest(); last = state(); p.set_normal(os.getpid()); alike = state();"
+        "p.set_lowest_again(os.getpid(), n); assert state() == last; stays.set();"
         "print(*(len(found) == 1 for found in (last, alike)), *(f - before for _, f in [*last, *alike]),"
         "last.pop()[0] == os.SCHED_BATCH, alike.pop()[0] == os.SCHED_OTHER)"
     )
@@ -203,7 +203,7 @@ def test_only_what_can_be_taken_back_is_given_away(privileged):
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, start_new_session=True
     )  # else all of this session goes last from here on
     before = os.getpriority(os.PRIO_PROCESS, 0)
-    if privileged and not priority._may_be_taken_back():
+    if privileged and not priority._can_be_reverted():
         pytest.skip("this root may not lower niceness")
     raised = f"{min(19, before + 10) - before} {-before}" if privileged else "0 0"
     assert done.stdout == f"True True {raised} True True\n", done.stderr
@@ -211,10 +211,10 @@ def test_only_what_can_be_taken_back_is_given_away(privileged):
 
 def test_parts_grow_and_a_snapshot_of_the_same_name_takes_the_place_of_another(writer, tmp_path):
     for size in (10, 1_000_000, 10):
-        writer.write(name_of(1), parts_of(1, size) | {"more.txt": "x" * size})
+        writer.write(folder_name(1), parts_of(1, size) | {"more.txt": "x" * size})
         writer.finish(60.0)
-        check(tmp_path / "run" / name_of(1), 1, size)
-        assert os.listdir(tmp_path / "run") == [name_of(1)]
+        check(tmp_path / "run" / folder_name(1), 1, size)
+        assert os.listdir(tmp_path / "run") == [folder_name(1)]
 
 
 @pytest.mark.sampled(3)
@@ -223,15 +223,15 @@ def test_a_name_that_climbs_out_of_the_storage_is_refused(writer, tmp_path, name
     with pytest.raises(ConfigError, match="name of a snapshot"):
         writer.write(name, parts_of(1))
     with pytest.raises(ConfigError, match="name of a snapshot"):
-        writer.write(name_of(1), {name: b""})
+        writer.write(folder_name(1), {name: b""})
     assert os.listdir(tmp_path) == []
 
 
 def test_objects_and_a_manifest_of_others_are_refused(writer):
     with pytest.raises(ConfigError, match="hold numbers"):
-        writer.write(name_of(1), {"a.npz": {"a": np.array([{}], object)}})
+        writer.write(folder_name(1), {"a.npz": {"a": np.array([{}], object)}})
     with pytest.raises(ConfigError, match="manifest"):
-        writer.write(name_of(1), {"manifest.json": b"{}"})
+        writer.write(folder_name(1), {"manifest.json": b"{}"})
 
 
 def test_a_file_system_that_cannot_travel_is_refused_at_once(tmp_path):
@@ -247,97 +247,97 @@ def test_a_file_system_that_cannot_travel_is_refused_at_once(tmp_path):
 
 def stop(pid: int) -> None:
     os.kill(pid, signal.SIGSTOP)
-    until(lambda: procfs.look(pid).state == "T")
+    until(lambda: procfs.read_state(pid).state == "T")
 
 
 def test_a_writer_that_is_slow_holds_nobody_up_and_the_newest_is_kept(writer, tmp_path):
-    writer.write(name_of(1), parts_of(1))
+    writer.write(folder_name(1), parts_of(1))
     writer.finish(60.0)
     stop(writer.pid)
     try:
         with pytest.warns(UserWarning, match="longer than snapshots come") as seen:
             for step in range(2, 8):
-                writer.write(name_of(step), parts_of(step))
+                writer.write(folder_name(step), parts_of(step))
         assert len(seen) == 1 and writer.left_out == 3  # of six, three lie in memory
-        with pytest.raises(NotKeptError, match=f"{name_of(7)} could not be kept: .* within 0 s"):
+        with pytest.raises(NotWrittenError, match=f"{folder_name(7)} could not be kept: .* within 0 s"):
             writer.finish(0.01)
     finally:
         os.kill(writer.pid, signal.SIGCONT)
     writer.finish(60.0)
-    assert writer.left_out == 5 and sorted(os.listdir(tmp_path / "run")) == [name_of(1), name_of(7)]
-    check(tmp_path / "run" / name_of(7), 7)
+    assert writer.left_out == 5 and sorted(os.listdir(tmp_path / "run")) == [folder_name(1), folder_name(7)]
+    check(tmp_path / "run" / folder_name(7), 7)
 
 
 @pytest.mark.parametrize("pinned", [3, 5])
 def test_one_that_is_pinned_is_written_whatever_comes_behind_it(writer, tmp_path, pinned):
-    writer.write(name_of(1), parts_of(1))
+    writer.write(folder_name(1), parts_of(1))
     writer.finish(60.0)
     stop(writer.pid)
     try:
         with pytest.warns(UserWarning, match="longer than snapshots come"):
             steps = range(2, 9)
-            pin = {s: writer.write(name_of(s), parts_of(s), pinned=s == pinned) for s in steps}[pinned]
-        with pytest.raises(NotKeptError, match=f"{name_of(pinned)} could not be kept"):
+            pin = {s: writer.write(folder_name(s), parts_of(s), pinned=s == pinned) for s in steps}[pinned]
+        with pytest.raises(NotWrittenError, match=f"{folder_name(pinned)} could not be kept"):
             writer.finish(0.01, number=pin)
     finally:
         os.kill(writer.pid, signal.SIGCONT)
     writer.finish(60.0, number=pin)
     writer.finish(60.0)
     written = [its["name"] for its in writer.written]
-    assert written[-2:] == [name_of(pinned), name_of(8)] and writer.left_out == 8 - len(written)
-    check(tmp_path / "run" / name_of(pinned), pinned)
-    check(tmp_path / "run" / name_of(8), 8)
+    assert written[-2:] == [folder_name(pinned), folder_name(8)] and writer.left_out == 8 - len(written)
+    check(tmp_path / "run" / folder_name(pinned), pinned)
+    check(tmp_path / "run" / folder_name(8), 8)
 
 
 def test_two_that_are_pinned_are_both_written(writer, tmp_path):
     """A signal that ends the run just behind an epoch's end: the last step's is pinned, as the epoch's is."""
-    writer.write(name_of(1), parts_of(1))
+    writer.write(folder_name(1), parts_of(1))
     writer.finish(60.0)
     stop(writer.pid)
-    first = writer.write(name_of(2), parts_of(2), pinned=True)
-    waiting = threading.Thread(target=writer.write, args=(name_of(3), parts_of(3)), kwargs={"pinned": True})
+    first = writer.write(folder_name(2), parts_of(2), pinned=True)
+    waiting = threading.Thread(target=writer.write, args=(folder_name(3), parts_of(3)), kwargs={"pinned": True})
     waiting.start()
     waiting.join(0.5)
     assert waiting.is_alive()
     os.kill(writer.pid, signal.SIGCONT)
     waiting.join(60.0)
     writer.finish(60.0)
-    assert [its["name"] for its in writer.written] == [name_of(1), name_of(2), name_of(3)] and first
+    assert [its["name"] for its in writer.written] == [folder_name(1), folder_name(2), folder_name(3)] and first
     for step in (2, 3):
-        check(tmp_path / "run" / name_of(step), step)
+        check(tmp_path / "run" / folder_name(step), step)
 
 
 @pytest.mark.slow
 def test_one_that_is_no_longer_pinned_gives_way_to_a_newer_one(writer, tmp_path):
     (tmp_path / "run").write_text("in the way")
-    pin = writer.write(name_of(1), parts_of(1), pinned=True)
-    with pytest.raises(NotKeptError), pytest.warns(UserWarning, match="tried again"):
+    pin = writer.write(folder_name(1), parts_of(1), pinned=True)
+    with pytest.raises(NotWrittenError), pytest.warns(UserWarning, match="tried again"):
         writer.finish(60.0, 0.2, number=pin)
     writer.unpin(pin)
-    writer.write(name_of(2), parts_of(2))
+    writer.write(folder_name(2), parts_of(2))
     until(lambda: writer._drain(0.01) or writer.left_out)
     (tmp_path / "run").unlink()
     writer.finish(60.0)
-    assert os.listdir(tmp_path / "run") == [name_of(2)]
+    assert os.listdir(tmp_path / "run") == [folder_name(2)]
 
 
 @pytest.mark.slow
 def test_however_fast_they_come_none_is_torn_and_the_last_one_kept(writer, tmp_path):
     """The one who fills takes buffers back while the other one begins with them."""
-    writer.write(name_of(0), parts_of(0))
+    writer.write(folder_name(0), parts_of(0))
     writer.finish(60.0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for step in range(1, 400):
-            writer.write(name_of(step), parts_of(step, 30_000), pinned=step % 30 == 7)
+            writer.write(folder_name(step), parts_of(step, 30_000), pinned=step % 30 == 7)
             if step % 20 == 10:
-                with contextlib.suppress(NotKeptError):
+                with contextlib.suppress(NotWrittenError):
                     writer.finish(0.0)
             elif step % 20 == 0 or step == 399:
                 writer.finish(60.0)  # what is there is removed by nobody meanwhile
-                assert writer.written[-1]["name"] == name_of(step)
+                assert writer.written[-1]["name"] == folder_name(step)
                 for found in check_all(tmp_path / "run"):
-                    check(tmp_path / "run" / name_of(found), found, 30_000 if found else 1000)
+                    check(tmp_path / "run" / folder_name(found), found, 30_000 if found else 1000)
     assert writer.left_out + len(writer.written) <= 400 and len(writer._names) <= 3
 
 
@@ -347,29 +347,29 @@ def test_others_see_that_a_writer_is_at_work_until_it_has_ended(tmp_path):
     writer = SnapshotWriter(LOCAL, run)
     assert not wait_for_writers(run, 0.0)  # though its process has hardly begun
     assert wait_for_writers(str(tmp_path / "other"), 0.0)
-    writer.write(name_of(1), parts_of(1))
+    writer.write(folder_name(1), parts_of(1))
     writer.close()
     assert wait_for_writers(run, 60.0) and wait_for_writers(run, 0.0)
-    check(tmp_path / "run" / name_of(1), 1)
+    check(tmp_path / "run" / folder_name(1), 1)
 
 
 def test_the_end_of_the_writer_is_told(tmp_path):
     writer = SnapshotWriter(LOCAL, str(tmp_path / "run"))
-    writer.write(name_of(1), parts_of(1))
+    writer.write(folder_name(1), parts_of(1))
     writer.finish(60.0)
     os.kill(writer.pid, signal.SIGKILL)
-    with pytest.raises(NotKeptError, match="the process that writes snapshots has ended"):
-        writer.write(name_of(2), parts_of(2))
+    with pytest.raises(NotWrittenError, match="the process that writes snapshots has ended"):
+        writer.write(folder_name(2), parts_of(2))
         writer.finish(60.0)
     writer.close()
-    check(tmp_path / "run" / name_of(1), 1)
+    check(tmp_path / "run" / folder_name(1), 1)
 
 
 def test_a_writer_that_cannot_start_says_why(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "executable", "/bin/false")
     writer = SnapshotWriter(LOCAL, str(tmp_path / "run"))
-    with pytest.raises(NotKeptError, match="the process that writes snapshots has ended"):
-        writer.write(name_of(1), parts_of(1))
+    with pytest.raises(NotWrittenError, match="the process that writes snapshots has ended"):
+        writer.write(folder_name(1), parts_of(1))
         writer.finish(60.0)
     writer.close()
 
@@ -378,18 +378,18 @@ WRITING = """
 import itertools, os, random, signal, sys, time
 import pyarrow.fs
 from raytf.storage.snapshot_store import SnapshotStore
-from raytf.storage.step_folders import name_of
+from raytf.storage.step_folders import folder_name
 from tests.unit.test_snapshots import check_all, files_of
 run, rng, step = sys.argv[1], random.Random(0), 1
 began = time.monotonic()
-SnapshotStore(pyarrow.fs.LocalFileSystem(), run).put(name_of(0), files_of(0))
+SnapshotStore(pyarrow.fs.LocalFileSystem(), run).put(folder_name(0), files_of(0))
 each = time.monotonic() - began
 for _ in range(50):
     pid = os.fork()
     if pid == 0:
         store = SnapshotStore(pyarrow.fs.LocalFileSystem(), run)
         for one in itertools.count(step):
-            store.put(name_of(one), files_of(one))
+            store.put(folder_name(one), files_of(one))
             store.prune()
     time.sleep(rng.random() * 4 * each)
     os.kill(pid, signal.SIGKILL)
@@ -402,17 +402,17 @@ print(step)
 def files_of(step: int) -> dict[str, list]:
     """A snapshot of a megabyte as its store takes it, all of it made of its step."""
     weights = np.full(130_000, step)
-    seeds = scattered.arrays({"0": np.full(3, step), "one": np.float64(step), "none": np.empty((0, 2))})
-    model = scattered.archive([("config.json", b"{}"), ("model.weights.h5", b"head" + weights.tobytes() + b"tail")])
+    seeds = scattered.npz_pieces({"0": np.full(3, step), "one": np.float64(step), "none": np.empty((0, 2))})
+    model = scattered.zip_pieces([("config.json", b"{}"), ("model.weights.h5", b"head" + weights.tobytes() + b"tail")])
     return {"state.json": [parts_of(step)["state.json"].encode()], "seeds.npz": seeds, "model.keras": model}
 
 
 def check_all(run) -> list[int]:
     """The steps of the snapshots that are there; fails unless each is whole."""
-    steps = sorted(step for step in map(step_of, os.listdir(run)) if step is not None)
+    steps = sorted(step for step in map(step_of_folder, os.listdir(run)) if step is not None)
     for step in steps:
-        checkpoint_files.check(os.path.join(run, name_of(step)))
-        assert checkpoint_files.read_state(os.path.join(run, name_of(step))).step == step
+        checkpoint_files.check_folder(os.path.join(run, folder_name(step)))
+        assert checkpoint_files.read_state(os.path.join(run, folder_name(step))).step == step
     assert steps
     return steps
 
@@ -428,11 +428,11 @@ PARENT = """
 import itertools, sys, time
 import pyarrow.fs
 from raytf.storage.snapshots import SnapshotWriter
-from raytf.storage.step_folders import name_of
+from raytf.storage.step_folders import folder_name
 from tests.unit.test_snapshots import parts_of
 writer = SnapshotWriter(pyarrow.fs.LocalFileSystem(), sys.argv[1])
 for step in itertools.count(int(sys.argv[2])):
-    writer.write(name_of(step), parts_of(step, 200_000))
+    writer.write(folder_name(step), parts_of(step, 200_000))
     if writer.pid is None:
         writer.finish(60.0)
     print(step, writer.pid, flush=True)
@@ -471,7 +471,7 @@ def test_nothing_is_left_of_a_writer_whose_storage_never_answers(tmp_path, monke
     with monkeypatch.context() as patched:
         patched.setattr(subprocess, "Popen", lambda c, **k: command([c[0], "-c", code, *c[3:]], **k))
         writer = SnapshotWriter(LOCAL, str(tmp_path / "run"))
-    writer.write(name_of(1), parts_of(1))
+    writer.write(folder_name(1), parts_of(1))
     until(lambda: writer._drain(0.01) or writer.pid is not None)
     pid, writer._gone = writer.pid, True
     writer.close()
@@ -484,7 +484,7 @@ def test_a_writer_that_is_alone_and_has_no_processor_has_more_time(monkeypatch, 
     set_timeouts(writer_alone=0.1, writer_alone_at_most=0.4)
     monkeypatch.setattr(snapshot_writer, "_queued", time.monotonic if starved else lambda: 7.0)
     began = time.monotonic()
-    snapshot_writer._stay(lambda: 0)
+    snapshot_writer._wait_alone(lambda: 0)
     assert time.monotonic() - began >= least
 
 
@@ -494,11 +494,11 @@ def test_a_writer_that_is_alone_with_many_bytes_has_more_time(monkeypatch, tmp_p
     monkeypatch.setattr(snapshot_writer, "_queued", lambda: 7.0)
     size = int(0.3 * timeouts.BYTES_A_SECOND)
     began = time.monotonic()
-    snapshot_writer._stay(lambda: size)
+    snapshot_writer._wait_alone(lambda: size)
     assert time.monotonic() - began >= 0.4
-    finishing.Note(LOCAL, str(tmp_path)).write(size)
+    finishing.WriterNote(LOCAL, str(tmp_path)).write(size)
     assert finishing.seconds_more(LOCAL, str(tmp_path)) == pytest.approx(0.3)
-    finishing.Note(LOCAL, str(tmp_path)).write(1 << 60)  # not of a writer
+    finishing.WriterNote(LOCAL, str(tmp_path)).write(1 << 60)  # not of a writer
     assert finishing.seconds_more(LOCAL, str(tmp_path)) == 30.0
 
 
@@ -515,22 +515,22 @@ def limited(path, **limits):
 @pytest.mark.slow
 def test_a_storage_that_takes_it_no_more_is_told_tried_again_and_an_error_only_at_the_end(tmp_path):
     writer = limited(tmp_path / "run", bytes=100_000)
-    writer.write(name_of(1), parts_of(1))
+    writer.write(folder_name(1), parts_of(1))
     writer.finish(60.0)
-    with pytest.warns(UserWarning, match=f"{name_of(2)} could not be written.*File too large") as seen:
-        writer.write(name_of(2), parts_of(2, 100_000))
+    with pytest.warns(UserWarning, match=f"{folder_name(2)} could not be written.*File too large") as seen:
+        writer.write(folder_name(2), parts_of(2, 100_000))
         until(lambda: writer._drain(0.01) or writer._failed)
     assert len(seen) == 1
-    with pytest.raises(NotKeptError, match=f"{name_of(2)} could not be kept: OSError.*File too large"):
+    with pytest.raises(NotWrittenError, match=f"{folder_name(2)} could not be kept: OSError.*File too large"):
         writer.finish(2.0)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        writer.write(name_of(3), parts_of(3))  # a newer one, that fits, takes its place
+        writer.write(folder_name(3), parts_of(3))  # a newer one, that fits, takes its place
         writer.finish(60.0)
         writer.close()
-    assert sorted(os.listdir(tmp_path / "run")) == [name_of(1), name_of(3)]
-    check(tmp_path / "run" / name_of(1), 1)
-    check(tmp_path / "run" / name_of(3), 3)
+    assert sorted(os.listdir(tmp_path / "run")) == [folder_name(1), folder_name(3)]
+    check(tmp_path / "run" / folder_name(1), 1)
+    check(tmp_path / "run" / folder_name(3), 3)
     until(lambda: is_gone(writer.pid))
 
 
@@ -549,14 +549,14 @@ def small_disk(tmp_path):
 def test_a_full_disk_is_told_and_written_again_once_there_is_room(small_disk):
     (small_disk / "others").write_bytes(bytes(2 << 20))
     writer = SnapshotWriter(LOCAL, str(small_disk / "run"))
-    with pytest.warns(UserWarning, match=f"{name_of(1)} could not be written.*No space left") as seen:
-        writer.write(name_of(1), parts_of(1, 500_000))
+    with pytest.warns(UserWarning, match=f"{folder_name(1)} could not be written.*No space left") as seen:
+        writer.write(folder_name(1), parts_of(1, 500_000))
         until(lambda: writer._drain(0.01) or writer._failed)
         assert os.listdir(small_disk / "run") == []  # nothing half written takes room meanwhile
         (small_disk / "others").unlink()
         writer.finish(60.0)
     assert len(seen) == 1
-    check(small_disk / "run" / name_of(1), 1, 500_000)
+    check(small_disk / "run" / folder_name(1), 1, 500_000)
     writer.close()
     until(lambda: is_gone(writer.pid))
 
@@ -584,9 +584,9 @@ def test_a_read_only_disk_is_found_before_training(small_disk):
     ],
 )
 def test_what_is_removed(steps, whole, epoch, keep, removed):
-    by_name = {name_of(step): step for step in steps}
-    newest_first = [name_of(step) for step in sorted(whole, reverse=True)]
-    assert needless(by_name, newest_first, epoch, keep) == [name_of(step) for step in removed]
+    by_name = {folder_name(step): step for step in steps}
+    newest_first = [folder_name(step) for step in sorted(whole, reverse=True)]
+    assert removable(by_name, newest_first, epoch, keep) == [folder_name(step) for step in removed]
 
 
 def test_only_what_is_whole_counts(tmp_path):
@@ -597,16 +597,16 @@ def test_only_what_is_whole_counts(tmp_path):
         store.put(name, {**files, "seeds.npz": [b"seeds"], "model.keras": [b"model"]})
 
     for step in (1, 2, 3):
-        put(name_of(step), step)
-    (tmp_path / name_of(3) / "seeds.npz").write_bytes(b"")
+        put(folder_name(step), step)
+    (tmp_path / folder_name(3) / "seeds.npz").write_bytes(b"")
     put("checkpoint_a", 2)
     (tmp_path / "checkpoint_a" / "manifest.json").unlink()
     fresh = SnapshotStore(LOCAL, str(tmp_path), keep=1)  # what it wrote itself a store believes
-    assert fresh.prune() == [name_of(1)]  # not 2, which is the newest whole one, whatever the torn 3 and epoch say
+    assert fresh.prune() == [folder_name(1)]  # not 2, which is the newest whole one, whatever the torn 3 and epoch say
     put("checkpoint_b", 2)
     assert SnapshotStore(LOCAL, str(tmp_path), keep=1).prune() == []
     put("checkpoint_c", 4)
-    assert SnapshotStore(LOCAL, str(tmp_path), keep=1).prune() == [name_of(2), name_of(3)]
+    assert SnapshotStore(LOCAL, str(tmp_path), keep=1).prune() == [folder_name(2), folder_name(3)]
 
 
 @pytest.mark.parametrize("clock", [0, -180, 180])
@@ -620,30 +620,34 @@ def test_what_writers_left_half_written_is_removed_by_whose_it_is_and_not_by_a_c
 
     ends = "checkpoint_2026-01-01_00-00-00"
     before = [
-        f".partial_{name_of(7)}_0123abcd",
-        f".parts_{name_of(7)}",
+        f".partial_{folder_name(7)}_0123abcd",
+        f".parts_{folder_name(7)}",
         f".parts_{ends}1",
         f".partial_{ends}1_0123abcd",
     ]
-    old = [f".partial_{name_of(1)}_0123abcd", f".partial_{name_of(1)}_0123abcd_before", f".parts_{name_of(1)}"]
+    old = [
+        f".partial_{folder_name(1)}_0123abcd",
+        f".partial_{folder_name(1)}_0123abcd_before",
+        f".parts_{folder_name(1)}",
+    ]
     left(*before, *old)
     store = SnapshotStore(LOCAL, str(tmp_path), keep=2)
     store.prune()
     assert sorted(os.listdir(tmp_path)) == sorted([*before, *old]), "another one may be at it"
-    store.put(name_of(2), files_of(2))
-    now = [f".parts_{name_of(8)}", f".parts_{ends}2", f".partial_{ends}2_0123abcd"]
+    store.put(folder_name(2), files_of(2))
+    now = [f".parts_{folder_name(8)}", f".parts_{ends}2", f".partial_{ends}2_0123abcd"]
     left(*now)
     store.prune()
-    assert sorted(os.listdir(tmp_path)) == sorted([*now, name_of(2)])
-    store.put(name_of(9), files_of(9))
-    left(f".parts_{name_of(9)}")
+    assert sorted(os.listdir(tmp_path)) == sorted([*now, folder_name(2)])
+    store.put(folder_name(9), files_of(9))
+    left(f".parts_{folder_name(9)}")
     store.prune()
-    assert sorted(os.listdir(tmp_path)) == sorted([*now[1:], name_of(2), name_of(9)])
+    assert sorted(os.listdir(tmp_path)) == sorted([*now[1:], folder_name(2), folder_name(9)])
 
 
 def test_arrays_are_as_numpy_writes_them(tmp_path):
     found = {"a": np.arange(5000.0), "b": np.float32(2), "c": np.zeros((0, 3)), "d": np.arange(6).reshape(2, 3)}
-    (tmp_path / "a.npz").write_bytes(b"".join(scattered.arrays(found)))
+    (tmp_path / "a.npz").write_bytes(b"".join(scattered.npz_pieces(found)))
     with np.load(tmp_path / "a.npz", allow_pickle=False) as loaded:
         assert loaded.files == list(found)
         for key, value in found.items():

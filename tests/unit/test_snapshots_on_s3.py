@@ -10,8 +10,8 @@ from raytf.errors import ConfigError
 from raytf.storage import checkpoint_files
 from raytf.storage.run_lock import RunLock
 from raytf.storage.snapshot_store import SnapshotStore
-from raytf.storage.snapshots import NotKeptError, SnapshotWriter
-from raytf.storage.step_folders import name_of
+from raytf.storage.snapshots import NotWrittenError, SnapshotWriter
+from raytf.storage.step_folders import folder_name
 from tests.unit import object_store
 from tests.unit.object_store import BUCKET
 from tests.unit.test_snapshots import check, files_of, is_gone, parts_of
@@ -36,10 +36,10 @@ def writer(storage):
 
 def fetched(storage, step: int, folder: pathlib.Path) -> pathlib.Path:
     """The snapshot of a step on this machine."""
-    target = folder / name_of(step)
+    target = folder / folder_name(step)
     target.mkdir()
     pyarrow.fs.copy_files(
-        f"{RUN}/{name_of(step)}",
+        f"{RUN}/{folder_name(step)}",
         str(target),
         source_filesystem=storage.filesystem(),
         destination_filesystem=pyarrow.fs.LocalFileSystem(),
@@ -55,11 +55,11 @@ def stored(storage) -> list[str]:
 @pytest.mark.slow
 def test_a_large_one_goes_in_parts_and_the_manifest_comes_last(storage, writer, tmp_path):
     for step, size in ((1, 1000), (2, 1000), (3, 4_000_000)):  # of four bytes
-        writer.write(name_of(step), parts_of(step, size))
+        writer.write(folder_name(step), parts_of(step, size))
         writer.finish(100.0)
-    assert stored(storage) == [name_of(2), name_of(3)]
+    assert stored(storage) == [folder_name(2), folder_name(3)]
     check(fetched(storage, 3, tmp_path), 3, 4_000_000)
-    of_last = [(method, path) for method, path in storage.requests if f"/{name_of(3)}/" in path]
+    of_last = [(method, path) for method, path in storage.requests if f"/{folder_name(3)}/" in path]
     written = [path for method, path in of_last if method in ("PUT", "POST")]
     assert sum("partNumber" in path for path in written) >= 2
     assert all("manifest.json" in path for path in written[-3:]) and "manifest.json" not in written[-4]
@@ -78,8 +78,8 @@ def test_an_error_in_the_middle_is_tried_again(storage, tmp_path):
 
     storage.fault = fault
     writer = SnapshotWriter(storage.filesystem(), RUN)
-    with pytest.warns(UserWarning, match=f"{name_of(1)} could not be written, and is tried again.*UploadPart"):
-        writer.write(name_of(1), parts_of(1, 3_000_000))
+    with pytest.warns(UserWarning, match=f"{folder_name(1)} could not be written, and is tried again.*UploadPart"):
+        writer.write(folder_name(1), parts_of(1, 3_000_000))
         writer.finish(200.0)
     check(fetched(storage, 1, tmp_path), 1, 3_000_000)
     writer.close()
@@ -89,16 +89,16 @@ def test_an_error_in_the_middle_is_tried_again(storage, tmp_path):
 @pytest.mark.slow
 def test_a_storage_that_is_down_is_told_and_what_was_there_stays(storage, tmp_path):
     writer = SnapshotWriter(storage.filesystem(), RUN)
-    writer.write(name_of(1), parts_of(1))
+    writer.write(folder_name(1), parts_of(1))
     writer.finish(100.0)
     storage.fault = lambda environ: "503 Down" if environ["REQUEST_METHOD"] in ("PUT", "POST") else None
-    with pytest.warns(UserWarning, match=f"{name_of(2)} could not be written.*SERVICE_UNAVAILABLE"):
-        writer.write(name_of(2), parts_of(2))
-        with pytest.raises(NotKeptError, match=f"{name_of(2)} could not be kept: OSError"):
+    with pytest.warns(UserWarning, match=f"{folder_name(2)} could not be written.*SERVICE_UNAVAILABLE"):
+        writer.write(folder_name(2), parts_of(2))
+        with pytest.raises(NotWrittenError, match=f"{folder_name(2)} could not be kept: OSError"):
             writer.finish(3.0)
-    assert checkpoint_files.look(storage.filesystem(), f"{RUN}/{name_of(1)}").step == 1
+    assert checkpoint_files.check_stored(storage.filesystem(), f"{RUN}/{folder_name(1)}").step == 1
     with pytest.raises(checkpoint_files.DamagedCheckpointError):
-        checkpoint_files.look(storage.filesystem(), f"{RUN}/{name_of(2)}")
+        checkpoint_files.check_stored(storage.filesystem(), f"{RUN}/{folder_name(2)}")
     storage.fault = lambda environ: None
     writer.finish(100.0)
     check(fetched(storage, 2, tmp_path), 2)
@@ -108,12 +108,12 @@ def test_a_storage_that_is_down_is_told_and_what_was_there_stays(storage, tmp_pa
 
 @pytest.mark.slow
 def test_a_slow_storage_holds_nobody_up(storage, writer, tmp_path):
-    writer.write(name_of(1), parts_of(1))
+    writer.write(folder_name(1), parts_of(1))
     writer.finish(100.0)
     storage.fault = lambda environ: time.sleep(0.05)  # several requests for each file
     with pytest.warns(UserWarning, match="longer than snapshots come"):
         for step in range(2, 8):
-            writer.write(name_of(step), parts_of(step))
+            writer.write(folder_name(step), parts_of(step))
     writer.finish(100.0)
     assert 0 < writer.left_out < 6
     check(fetched(storage, 7, tmp_path), 7)
@@ -131,10 +131,10 @@ def test_wrong_keys_are_found_before_training(storage):
 def test_one_of_the_same_name_is_none_while_it_is_written_anew(storage):
     """Parts of two snapshots are never taken for one."""
     store = SnapshotStore(storage.filesystem(), RUN)
-    store.put(name_of(1), files_of(1))
+    store.put(folder_name(1), files_of(1))
     storage.fault = lambda environ: "403 No" if "model.keras" in environ["PATH_INFO"] else None
     with pytest.raises(OSError):
-        store.put(name_of(1), files_of(1))
+        store.put(folder_name(1), files_of(1))
     storage.fault = lambda environ: None
     with pytest.raises(checkpoint_files.DamagedCheckpointError):
-        checkpoint_files.look(storage.filesystem(), f"{RUN}/{name_of(1)}")
+        checkpoint_files.check_stored(storage.filesystem(), f"{RUN}/{folder_name(1)}")

@@ -22,7 +22,7 @@ def test_the_advice_for_what_is_not_dense_makes_it_dense(make):
     dense = np.arange(6.0).reshape(3, 2)
     x = make(dense)
     with pytest.raises(ConfigError) as caught:
-        arrays.of(x, None, None, None, None, None)
+        arrays.check_rows(x, None, None, None, None, None)
     found = eval(str(caught.value).rpartition("Make it dense: ")[2].rstrip("."), {"x": x, "tf": tf})
     np.testing.assert_array_equal(np.asarray(found).reshape(3, 2), dense)
-    arrays.of(np.asarray(found), None, None, None, None, None)
+    arrays.check_rows(np.asarray(found), None, None, None, None, None)

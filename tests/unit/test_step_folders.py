@@ -10,7 +10,7 @@ from raytf.storage.checkpoint_files import CheckpointState
 
 
 def kept(place, step, whole=True):
-    folder = f"{place[1]}/{step_folders.name_of(step)}"
+    folder = f"{place[1]}/{step_folders.folder_name(step)}"
     place[0].create_dir(folder)
     for name in ["manifest.json"] * whole + ["model.keras", "state.json"]:
         with place[0].open_output_stream(f"{folder}/{name}") as file:
@@ -21,22 +21,22 @@ def kept(place, step, whole=True):
     "name", ["step_12", "step_00000000001a", "checkpoint_1", "step_", "xstep_000000000001", ".step_1"]
 )
 def test_other_names_are_none(name):
-    assert step_folders.step_of(name) is None
+    assert step_folders.step_of_folder(name) is None
 
 
 @pytest.mark.parametrize("step", [0, 7, 10**12 - 1, 10**12])
 def test_names_tell_their_steps(step):
-    assert step_folders.step_of(step_folders.name_of(step)) == step
+    assert step_folders.step_of_folder(step_folders.folder_name(step)) == step
 
 
 def test_finished_ones_are_listed_newest_first(place):
-    assert step_folders.listed(*place) == []
+    assert step_folders.finished_folders(*place) == []
     for step in (100, 7, 1_000_000):
         kept(place, step)
     kept(place, 2_000_000, whole=False)
     place[0].create_dir(f"{place[1]}/step_of_mine")
-    found = step_folders.listed(*place)
-    assert found == [(step, step_folders.name_of(step)) for step in (1_000_000, 100, 7)]
+    found = step_folders.finished_folders(*place)
+    assert found == [(step, step_folders.folder_name(step)) for step in (1_000_000, 100, 7)]
     with place[0].open_input_stream(f"{place[1]}/{found[0][1]}/model.keras") as file:
         assert file.read() == b"model.keras of 1000000"
 
@@ -57,11 +57,11 @@ def test_the_newest_comes_first_whatever_it_is(tmp_path):
         (folder / "state.json").write_text(CheckpointState(epoch, step, 0, False, []).to_json() if step != 20 else "")
         epochs.append(Stored(folder))
     for step in (35, 30, 25, 5):
-        steps.append((step, Stored(tmp_path / step_folders.name_of(step))))
-    names = [c.path.rpartition("/")[2] for c in checkpoint_files.merged(iter(epochs), steps)]
-    within = {step: step_folders.name_of(step) for step, _ in steps}
+        steps.append((step, Stored(tmp_path / step_folders.folder_name(step))))
+    names = [c.path.rpartition("/")[2] for c in checkpoint_files.merge_newest_first(iter(epochs), steps)]
+    within = {step: step_folders.folder_name(step) for step, _ in steps}
     assert names == [within[35], "checkpoint_3", "checkpoint_2", within[30], within[25], "checkpoint_1", within[5]]
-    assert [c.path for c in checkpoint_files.merged(iter(()), steps)] == [c.path for _, c in steps]
+    assert [c.path for c in checkpoint_files.merge_newest_first(iter(()), steps)] == [c.path for _, c in steps]
 
 
 def test_a_state_within_an_epoch_is_of_a_newer_format():

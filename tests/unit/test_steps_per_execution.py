@@ -3,14 +3,14 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raytf.worker.steps_per_execution import choose
+from raytf.worker.steps_per_execution import choose_steps
 
 seconds = st.floats(1e-6, 10)
 
 
 @given(seconds, seconds, seconds, st.integers(0, 10**9))
 def test_a_power_of_two_that_pays(between, within, first, left):
-    number = choose(between, within, first, left)
+    number = choose_steps(between, within, first, left)
     assert number in (1, 2, 4, 8, 16, 32, 64)
     if number > 1:
         assert number * within <= 1
@@ -19,8 +19,8 @@ def test_a_power_of_two_that_pays(between, within, first, left):
 
 def test_examples():
     many = 10**6
-    assert choose(between=0.001, within=0.099, first=2, steps_left=many) == 1  # Python takes 1 %
-    assert choose(between=0.004, within=0.030, first=2, steps_left=many) == 8
-    assert choose(between=0.001, within=0.001, first=2, steps_left=many) == 32
-    assert choose(between=0.001, within=0.001, first=2, steps_left=1000) == 1  # over before it has paid
-    assert choose(between=0.5, within=0.4, first=2, steps_left=many) == 2  # executions stay below a second
+    assert choose_steps(between=0.001, within=0.099, first=2, steps_left=many) == 1  # Python takes 1 %
+    assert choose_steps(between=0.004, within=0.030, first=2, steps_left=many) == 8
+    assert choose_steps(between=0.001, within=0.001, first=2, steps_left=many) == 32
+    assert choose_steps(between=0.001, within=0.001, first=2, steps_left=1000) == 1  # over before it has paid
+    assert choose_steps(between=0.5, within=0.4, first=2, steps_left=many) == 2  # executions stay below a second

@@ -39,7 +39,7 @@ def test_what_cannot_be_read_is_one_error(tmp_path, name):
     path = tmp_path / "a.json"
     path.write_bytes(content)
     filesystem = pyarrow.fs.LocalFileSystem()
-    for read in (lambda: stored_json.load(str(path)), lambda: stored_json.fetched(filesystem, str(path))):
+    for read in (lambda: stored_json.load_object(str(path)), lambda: stored_json.read_object(filesystem, str(path))):
         with pytest.raises(stored_json.UnreadableError, match=why) as error:
             read()
         assert not error.value.missing
@@ -48,7 +48,7 @@ def test_what_cannot_be_read_is_one_error(tmp_path, name):
 def test_what_is_missing_is_told_from_what_is_no_file(tmp_path):
     filesystem = pyarrow.fs.LocalFileSystem()
     for path, missing, why in ((tmp_path / "none", True, "is missing"), (tmp_path, False, "is not a file")):
-        for read in (lambda p: stored_json.load(p), lambda p: stored_json.fetched(filesystem, p)):
+        for read in (lambda p: stored_json.load_object(p), lambda p: stored_json.read_object(filesystem, p)):
             with pytest.raises(stored_json.UnreadableError, match=why) as error:
                 read(str(path))
             assert error.value.missing is missing
@@ -73,7 +73,7 @@ def test_a_lock_of_such_bytes_names_nobody_and_lapses(tmp_path, name, monkeypatc
 def test_a_sweep_whose_files_cannot_be_read_is_said(tmp_path, name):
     (tmp_path / "sweep.json").write_bytes(WRONG[name][0])
     with pytest.raises(ConfigError, match="sweep.json"):
-        report.settings(tmp_path)
+        report.read_settings(tmp_path)
     (tmp_path / "experiment_state-1.json").write_bytes(WRONG[name][0])
     with pytest.raises(ConfigError, match="experiment_state-1.json"):
-        report.entries(tmp_path, "loss")
+        report.read_entries(tmp_path, "loss")

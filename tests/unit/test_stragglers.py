@@ -7,7 +7,7 @@ import random
 import pytest
 
 from raytf import activity
-from raytf.runtime.stragglers import Stragglers
+from raytf.runtime.stragglers import StragglerDetector
 
 USUAL = {"compute": 0.08, "input": 0.01, "callbacks": 0.01}
 
@@ -25,7 +25,7 @@ class Run:
 
     def make(self, steps):
         """Steps, and what is said after each."""
-        found, looks = [], Stragglers()
+        found, looks = [], StragglerDetector()
         for _ in range(steps):
             parts = {rank: self._own(rank, self._step) for rank in range(self._workers)}
             longest = max(sum(its.values()) for its in parts.values()) + 0.01  # that the sum itself takes
@@ -78,7 +78,7 @@ def test_where_gradients_are_summed_elsewhere_nobody_is_named():
     run.make(1)
     for told in run.told.values():
         told["spent"]["sum"] = 0.0
-    looks = Stragglers()
+    looks = StragglerDetector()
     for step in range(1, 500):
         told = {r: its | {"step": step, "clock": its["clock"] + 0.2 * step} for r, its in run.told.items()}
         assert looks.look(told) is None

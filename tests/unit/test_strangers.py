@@ -69,10 +69,10 @@ def test_whose_process_is_at_the_other_end(stranger):
         mine.bind(f"\0raytf_test/{os.getpid()}")
         mine.listen()
         one.connect(mine.getsockname())
-        assert liveness.is_own_peer(one)
+        assert liveness.is_same_user(one)
     with socket.socket(socket.AF_UNIX) as one:
         one.connect("\0raytf_test/theirs")
-        assert not liveness.is_own_peer(one)
+        assert not liveness.is_same_user(one)
 
 
 def test_a_ring_forms_where_a_stranger_has_the_names_of_its_ports(stranger):
@@ -130,7 +130,7 @@ def test_a_strangers_door_is_not_waited_at(stranger, monkeypatch):
     door = f"\0raytf_test/door/{os.getpid()}"
     stranger(door)
     monkeypatch.setattr(cores, "_DOOR", door)
-    assert not cores._waited_for_door(600.0)
+    assert not cores._waited_for_chooser(600.0)
 
 
 def test_a_strangers_sign_is_no_writer(stranger, tmp_path):

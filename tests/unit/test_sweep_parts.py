@@ -16,7 +16,7 @@ from raytf.tune.options import SweepOptions
 
 
 def test_a_space_as_text():
-    parsed = space.parse(
+    parsed = space.parse_space(
         {
             "learning_rate": "loguniform(1e-4, 1e-1)",
             "batch_size": "[32, 64]",
@@ -32,8 +32,8 @@ def test_a_space_as_text():
     assert parsed["batch_size"].categories == [32, 64] and parsed["units"].categories == [8, 16]
     assert parsed["kind"].categories == ["cnn", "mlp"] and parsed["grid"] == {"grid_search": [1, 2, 3]}
     assert (parsed["epochs"], parsed["name"], parsed["dropout"]) == (3, "a text", 0.5)
-    assert space.count(parsed, 4) == 12 and space.count(parsed, -1) is None
-    drawn = space.sample(parsed)
+    assert space.count_trials(parsed, 4) == 12 and space.count_trials(parsed, -1) is None
+    drawn = space.sample_config(parsed)
     assert drawn["grid"] == 1 and 1e-4 <= drawn["learning_rate"] <= 1e-1 and drawn["kind"] in ("cnn", "mlp")
 
 
@@ -50,38 +50,38 @@ def test_a_space_as_text():
 )
 def test_no_code_runs_from_a_space(text):
     with pytest.raises(ConfigError):
-        space.parse({"learning_rate": text})
+        space.parse_space({"learning_rate": text})
 
 
 def test_numbers_of_a_key():
-    assert space.bounds(tune.choice([1, 3]), "num_workers") == [1, 3]
-    assert space.bounds(tune.grid_search([2]), "num_workers") == [2]
-    assert space.bounds(tune.randint(1, 4), "num_workers") == [1, 3]
-    assert space.bounds(2, "num_workers") == [2]
+    assert space.key_bounds(tune.choice([1, 3]), "num_workers") == [1, 3]
+    assert space.key_bounds(tune.grid_search([2]), "num_workers") == [2]
+    assert space.key_bounds(tune.randint(1, 4), "num_workers") == [1, 3]
+    assert space.key_bounds(2, "num_workers") == [2]
     with pytest.raises(ConfigError, match="num_workers must have known bounds"):
-        space.bounds(tune.uniform(1, 2), "num_workers")
+        space.key_bounds(tune.uniform(1, 2), "num_workers")
 
 
 def test_names_of_schedulers_and_searches():
     domain = {"learning_rate": tune.loguniform(1e-4, 1e-1), "batch_size": 32, "num_workers": tune.choice([1, 2])}
-    assert space.scheduler(None, domain, 3) is None and space.scheduler("fifo", domain, 3) is None
+    assert space.make_scheduler(None, domain, 3) is None and space.make_scheduler("fifo", domain, 3) is None
     for name, kind in {
         "asha": schedulers.AsyncHyperBandScheduler,
         "hyperband": schedulers.HyperBandScheduler,
         "median": schedulers.MedianStoppingRule,
         "pbt": schedulers.PopulationBasedTraining,
     }.items():
-        assert isinstance(space.scheduler(name, domain, 3), kind)
+        assert isinstance(space.make_scheduler(name, domain, 3), kind)
     own = schedulers.FIFOScheduler()
-    assert space.scheduler(own, domain, 3) is own
+    assert space.make_scheduler(own, domain, 3) is own
     for wrong in ("best", 3):
         with pytest.raises(ConfigError, match="scheduler must be one of fifo, asha"):
-            space.scheduler(wrong, domain, 3)
+            space.make_scheduler(wrong, domain, 3)
     with pytest.raises(ConfigError, match="mutates what has a domain"):
-        space.scheduler("pbt", {"batch_size": 32}, 3)
-    assert space.search(None) is None
+        space.make_scheduler("pbt", {"batch_size": 32}, 3)
+    assert space.make_search(None) is None
     with pytest.raises(ConfigError, match="search_alg must be one of random, optuna"):
-        space.search("best")
+        space.make_search("best")
 
 
 @given(st.floats(1e-6, 1), st.integers(1, 10_000), st.integers(1, 10_000), st.integers(1, 8))
@@ -93,9 +93,9 @@ def test_scaled_rates(rate, base, batch, workers):
     config = {"learning_rate": rate, "batch_size": batch}
     if batch < workers:
         with pytest.raises(ConfigError, match="at least one row for each replica"):
-            learning_rate.derived(config, linear, workers, 1000)
+            learning_rate.derived_config(config, linear, workers, 1000)
         return
-    found = learning_rate.derived(config, linear, workers, 1000)
+    found = learning_rate.derived_config(config, linear, workers, 1000)
     assert found["scaled_learning_rate"] == linear.rate(rate, batch)
     assert found["per_replica_batch"] == max(per_replica_batch(batch, workers))
     assert (found["steps_per_epoch"] - 1) * batch < 1000 <= found["steps_per_epoch"] * batch
@@ -126,7 +126,7 @@ REMEMBERED = (
 def test_what_a_sweep_remembers():
     scaling = learning_rate.Scaling(rule="sqrt", base_batch_size=32, warmup_steps=5)
     sample = {"units": 3, "layer": object()}  # what JSON does not have is left out
-    own = {"scaling": scaling, "sample": sample, "space": space.described({"units": 3})}
+    own = {"scaling": scaling, "sample": sample, "space": space.describe_space({"units": 3})}
     options = SweepOptions(metric="val_loss", mode="max", report_every_steps=7, **own)
     assert json.dumps(options.content()) == REMEMBERED
     resumed = SweepOptions(num_samples=4, max_concurrent_trials=2, metric="loss").resumed(json.loads(REMEMBERED))
@@ -215,7 +215,7 @@ def test_a_sweep_whose_trials_all_diverged_names_none_as_the_best():
 
 def test_a_sweep_of_a_name_goes_on_as_it_was_only():
     def options(rate, **more):
-        return SweepOptions(num_samples=3, space=space.described({"learning_rate": rate, "units": 8}), **more)
+        return SweepOptions(num_samples=3, space=space.describe_space({"learning_rate": rate, "units": 8}), **more)
 
     one = options(tune.loguniform(1e-4, 0.1))
     remembered = json.loads(json.dumps(one.content()))
@@ -232,7 +232,7 @@ def test_a_sweep_of_a_name_goes_on_as_it_was_only():
 
 
 def test_a_space_is_described_without_addresses():
-    told = space.described(
+    told = space.describe_space(
         {
             "drawn": tune.sample_from(lambda config: 1),
             "choice": tune.choice([1, "a"]),

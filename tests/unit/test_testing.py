@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from raytf import ConfigError, testing
 from raytf.errors import PeerLostError
 from raytf.storage import planted
-from raytf.storage.snapshots import NotKeptError, SnapshotWriter
-from raytf.storage.step_folders import name_of
+from raytf.storage.snapshots import NotWrittenError, SnapshotWriter
+from raytf.storage.step_folders import folder_name
 from raytf.testing import CutOff, Fail, FailWrite, FaultPlan, FillDisk, Kill, Slow, Stop
 from raytf.worker.callback_state import CallbackStates
 from tests.unit.test_ring import rings, together
@@ -253,7 +253,7 @@ def test_a_worker_that_goes_on_removes_what_it_had_filled_before(tmp_path):
     os.utime(fault.path, (time.time() - 29.9,) * 2)
     plan = FaultPlan([fault, later, Fail(rank=0, step=7)])
     for one in (fault, later):
-        assert testing._first(tmp_path / "run", one)
+        assert testing._mark_first(tmp_path / "run", one)
     with pytest.raises(RuntimeError, match="planted"):
         fit(plan, tmp_path / "run")
     until(lambda: not os.path.exists(fault.path))
@@ -264,7 +264,7 @@ def test_a_write_that_nobody_makes_is_said_at_the_end(tmp_path):
     plan = FaultPlan([FailWrite(rank=0, step=3, number=errno.ENOSPC)])
     with pytest.warns(UserWarning, match="after a FailWrite, which did nothing: plant it earlier"):
         fit(plan, tmp_path)
-    assert planted.taken() == []
+    assert planted.take_faults() == []
 
 
 @pytest.mark.slow
@@ -273,14 +273,14 @@ def test_planted_writes_fail_in_the_process_that_writes_and_are_tried_again(tmp_
     try:
         FailWrite(rank=0, step=0, number=errno.ENOSPC, times=2).happen()
         with pytest.warns(UserWarning, match="could not be written, and is tried again: OSError: .*No space left"):
-            writer.write(name_of(1), parts_of(1))
-            with pytest.raises(NotKeptError, match=f"{name_of(1)} could not be kept: OSError: .*No space left"):
+            writer.write(folder_name(1), parts_of(1))
+            with pytest.raises(NotWrittenError, match=f"{folder_name(1)} could not be kept: OSError: .*No space left"):
                 writer.finish(60.0, failing=0.0)
         writer.finish(60.0)
-        check(tmp_path / "run" / name_of(1), 1)
-        assert planted.taken() == []
-        writer.write(name_of(2), parts_of(2))
+        check(tmp_path / "run" / folder_name(1), 1)
+        assert planted.take_faults() == []
+        writer.write(folder_name(2), parts_of(2))
         writer.finish(60.0, failing=0.0)
-        assert sorted(os.listdir(tmp_path / "run")) == [name_of(1), name_of(2)]
+        assert sorted(os.listdir(tmp_path / "run")) == [folder_name(1), folder_name(2)]
     finally:
         writer.close()

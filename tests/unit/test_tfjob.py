@@ -40,7 +40,7 @@ def read(tmp_path, monkeypatch):
 
     def reading(made, *arguments):
         (tmp_path / "job.yaml").write_text(yaml.safe_dump_all(made if isinstance(made, list) else [made]))
-        options, said = tfjob.read("job.yaml", *(arguments[:1] or [None]), arguments[1:])
+        options, said = tfjob.read_tfjob("job.yaml", *(arguments[:1] or [None]), arguments[1:])
         return LaunchSpec(**options), said
 
     return reading

@@ -10,7 +10,7 @@ from raytf import timeouts
 from raytf.collectives import ring
 from raytf.launch.runner import TaskRunner
 from raytf.runtime.settings import Listening
-from raytf.runtime.shared_folders import folder
+from raytf.runtime.shared_folders import describe_folder
 
 SCRIPT = """
 import os, subprocess, sys
@@ -31,7 +31,7 @@ def test_a_script_gets_the_token_through_its_pipe(tmp_path, monkeypatch):
     (tmp_path / "script.py").write_text(SCRIPT)
     runner, token = TaskRunner(), ring.new_token()
     try:
-        runner.reserve(folder(str(tmp_path)), timeouts.get(), Listening((31_920, 31_929)))
+        runner.reserve(describe_folder(str(tmp_path)), timeouts.get(), Listening((31_920, 31_929)))
         root = str(pathlib.Path(raytf.__file__).parents[1])
         number = runner.start(["script.py"], False, {"PYTHONPATH": root}, token, math.inf)
         events = []

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raytf.errors import ConfigError
-from raytf.runtime.topology import is_chief, per_replica_batch, pick_strategy, share, tf_config
+from raytf.runtime.topology import is_chief, per_replica_batch, pick_strategy, shard_of_rank, tf_config
 
 
 def test_tf_config_is_what_tensorflow_reads():
@@ -35,7 +35,7 @@ def test_chief():
 
 @given(st.integers(0, 5000), st.integers(1, 64))
 def test_shares_cover_all_rows_once_and_evenly(rows, parts):
-    bounds = [share(rows, parts, i) for i in range(parts)]
+    bounds = [shard_of_rank(rows, parts, i) for i in range(parts)]
     assert bounds[0][0] == 0 and bounds[-1][1] == rows
     assert all(a[1] == b[0] for a, b in itertools.pairwise(bounds))
     sizes = [stop - start for start, stop in bounds]

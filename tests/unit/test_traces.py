@@ -12,7 +12,7 @@ import pytest
 import tensorflow as tf
 
 import raytf
-from raytf.compat.tensorflow import traced_apart
+from raytf.compat.tensorflow import separate_function
 from raytf.worker import clearing
 
 FOLDER = pathlib.Path(raytf.__file__).parent
@@ -27,7 +27,7 @@ MAY = {
 }
 
 
-@pytest.mark.parametrize(("make", "warned"), [(tf.function, True), (traced_apart, False)])
+@pytest.mark.parametrize(("make", "warned"), [(tf.function, True), (separate_function, False)])
 def test_functions_of_the_same_code_are_different_functions(make, warned, caplog):
     def fresh(number):
         return make(lambda: tf.constant(number))
@@ -45,7 +45,7 @@ def test_one_model_after_another_is_no_retracing(caplog):
             model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
             model.compile("sgd", "mse", metrics=["mae"])
             model.fit(np.ones((4, 1)), np.ones((4, 1)), verbose=0)
-            clearing.clear()
+            clearing.clear_training()
     assert "retracing" not in caplog.text, caplog.text
 
 

@@ -95,9 +95,9 @@ def test_a_copy_trains_as_the_original(make):
     keras.utils.set_random_seed(0)
     model, x, y = make(keras)
     model.fit(x, y, batch_size=8, shuffle=False, verbose=0)
-    data, sent = transport.write(model)
-    assert data == transport.write(model)[0], "the same model gives the same bytes: workers that have it keep it"
-    copy, came = transport.read(data, sent.values())
+    data, sent = transport.serialize(model)
+    assert data == transport.serialize(model)[0], "the same model gives the same bytes: workers that have it keep it"
+    copy, came = transport.deserialize(data, sent.values())
     assert type(copy) is not keras.Model and copy is not model
     for one in (model, copy):
         one.fit(x, y, batch_size=8, epochs=2, shuffle=False, verbose=0)
@@ -123,20 +123,20 @@ def test_what_comes_back_is_about_the_objects_that_went():
     model.compile("sgd", "mse")
     teacher = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
     mine = Watch(model, teacher)
-    data, sent = transport.write(model)
-    calls, own = transport.write([mine], sent)
-    copy, came = transport.read(data, sent.values())
-    (its,), its_own = transport.read(calls, known=came)
+    data, sent = transport.serialize(model)
+    calls, own = transport.serialize([mine], sent)
+    copy, came = transport.deserialize(data, sent.values())
+    (its,), its_own = transport.deserialize(calls, known=came)
     assert its.layer is copy.layers[0] and its.teacher is not teacher
     np.testing.assert_array_equal(its.teacher.get_weights()[0], teacher.get_weights()[0])
     its.seen.append(copy.layers[0].kernel)
     its.teacher.set_weights([np.ones((2, 1)), np.ones(1)])
     its.lock = threading.Lock()
     there, here = came.joined(its_own), sent.joined(own)
-    attributes, lost = transport.write_attributes([its], there)
+    attributes, lost = transport.serialize_attributes([its], there)
     assert lost == ["Watch.lock"]
     here.assign(there.values())
-    transport.read_attributes([mine], attributes, here)
+    transport.apply_attributes([mine], attributes, here)
     assert mine.seen[0] is model.layers[0].kernel and mine.teacher is teacher and mine.layer is model.layers[0]
     np.testing.assert_array_equal(teacher.get_weights()[0], np.ones((2, 1)))
 
@@ -150,7 +150,9 @@ def test_what_does_not_pickle_is_named():
             self.lock = threading.Lock()
 
     with pytest.raises(ConfigError, match=r"callback 1, a Locks with its attribute 'lock'"):
-        transport.write_named([("callback 0, a History", keras.callbacks.History()), ("callback 1, a Locks", Locks())])
+        transport.serialize_named(
+            [("callback 0, a History", keras.callbacks.History()), ("callback 1, a Locks", Locks())]
+        )
 
 
 def test_attributes_of_the_users_own_travel_and_what_cannot_is_said():
@@ -166,20 +168,20 @@ def test_attributes_of_the_users_own_travel_and_what_cannot_is_said():
 
     model = keras.Sequential([keras.Input((2,)), Remembers(), keras.layers.Dense(1)])
     model.compile("sgd", "mse")
-    data, sent = transport.write(model)
-    copy, _ = transport.read(data, sent.values())
+    data, sent = transport.serialize(model)
+    copy, _ = transport.deserialize(data, sent.values())
     assert copy.layers[0].history == [1, {"a": 2}] and copy.layers[0].predict_function is len
     model.other = keras.optimizers.AdamW()
     model.other.exclude_from_weight_decay(var_list=[model.layers[1].bias])
     with pytest.raises(ConfigError, match="variables out of its weight decay that it does not train yet"):
-        transport.write_named([("the model", model)])
+        transport.serialize_named([("the model", model)])
 
 
 def test_weights_are_not_copied_on_their_way_to_the_object_store():
     import keras
 
     model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(64)])
-    data, sent = transport.write(model)
+    data, sent = transport.serialize(model)
     one, two = sent.values(), sent.values()
     assert one and all(np.shares_memory(one[number], two[number]) for number in one if one[number].size > 1)
     assert len(data) < 64 * 64 * 4, "nor do they go with the model"

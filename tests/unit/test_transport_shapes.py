@@ -80,8 +80,8 @@ def deep_calls():
 
 def round_trip(model):
     """The copy of a model, which has the same weights."""
-    data, sent = transport.write(model)
-    copy, came = transport.read(data, sent.values())
+    data, sent = transport.serialize(model)
+    copy, came = transport.deserialize(data, sent.values())
     assert type(copy) is type(model) and len(copy.weights) == len(model.weights)
     for mine, its in zip(model.weights, copy.weights, strict=True):
         assert mine.path == its.path
@@ -319,9 +319,9 @@ def test_a_class_of_a_package_is_what_its_constructor_made_of_it(forgotten):
     net.compile("sgd", "mse")
     x = np.arange(6.0, dtype="float32").reshape(3, 2)
     wanted = net.known(), np.asarray(net(x)), net.get_config()
-    data, sent = transport.write([net, plain])
+    data, sent = transport.serialize([net, plain])
     forgotten()
-    (copy, doubles), _ = transport.read(data, sent.values())
+    (copy, doubles), _ = transport.deserialize(data, sent.values())
     here = sys.modules["a_package.nets"]
     assert type(copy) is here.Net is not nets.Net and here.Net.newest is copy
     assert copy.known() == wanted[0] and copy.get_config() == wanted[2]
@@ -349,10 +349,10 @@ def test_what_does_not_pickle_of_a_class_or_is_data_is_as_imported(forgotten):
     import keras
 
     model = keras.Sequential([keras.Input((2,)), forgotten(LOCKED).Locked()])
-    data, sent = transport.write(model)
+    data, sent = transport.serialize(model)
     assert len(data) < 100_000
     forgotten()
-    copy, _ = transport.read(data, sent.values())
+    copy, _ = transport.deserialize(data, sent.values())
     x = np.ones((1, 2), "float32")
     np.testing.assert_array_equal(np.asarray(copy(x)), x)
 

@@ -11,7 +11,7 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from raytf.storage import checkpoint_files
 from raytf.storage.checkpoint_files import CheckpointState
-from raytf.storage.step_folders import name_of
+from raytf.storage.step_folders import folder_name
 from raytf.tune import sweep_end, trial_steps
 from raytf.tune.sweep_end import SweepEnd, SweepStop
 from raytf.worker.ending import MovedError
@@ -30,23 +30,23 @@ NOTE = {TRIAL: json.dumps({"begun_with": "other/checkpoint_000003"}).encode()}
     ],
 )
 def test_what_a_trial_has_begun_with(checkpoint, files, found):
-    assert trial_steps.begun_with(checkpoint, "sweep/mine/", files) == found
+    assert trial_steps.initial_checkpoint(checkpoint, "sweep/mine/", files) == found
 
 
 def test_folders_are_told_apart_by_config_and_by_what_a_trial_has_begun_with():
     config = {"learning_rate": 0.1, "units": 3}
     names = [
-        trial_steps.folder_of(config, ""),
-        trial_steps.folder_of({**config, "learning_rate": 0.12}, ""),
-        trial_steps.folder_of(config, "other/checkpoint_000003"),
-        trial_steps.folder_of(config, "other/checkpoint_000004"),
+        trial_steps.trial_folder(config, ""),
+        trial_steps.trial_folder({**config, "learning_rate": 0.12}, ""),
+        trial_steps.trial_folder(config, "other/checkpoint_000003"),
+        trial_steps.trial_folder(config, "other/checkpoint_000004"),
     ]
-    assert len(set(names)) == 4 and trial_steps.folder_of(dict(reversed(config.items())), "") == names[0]
+    assert len(set(names)) == 4 and trial_steps.trial_folder(dict(reversed(config.items())), "") == names[0]
 
 
 def keep(folder, step, reports):
     """A checkpoint within an epoch, of which the model is none."""
-    path = folder / name_of(step)
+    path = folder / folder_name(step)
     path.mkdir(parents=True)
     for part in (checkpoint_files.MODEL, checkpoint_files.SEEDS):
         (path / part).write_bytes(b"x" * 100)
@@ -60,7 +60,7 @@ def keep(folder, step, reports):
 
 def test_the_newest_whole_one_behind_tunes_checkpoint(tmp_path):
     folder = tmp_path / "trial" / "steps_a"
-    newest = lambda after: trial_steps.newest(HERE, str(folder), after)
+    newest = lambda after: trial_steps.newest_checkpoint(HERE, str(folder), after)
     assert newest(0) is None, "there is no folder"
     first, second = keep(folder, 4, 1), keep(folder, 6, 2)
     files, reports = newest(5)
@@ -84,11 +84,11 @@ def test_what_nobody_will_read_is_removed(tmp_path):
         for step in (4, 6, 8):
             keep(trial / "steps_a", step, 1)
     (trials[0] / "checkpoint_000000").mkdir()
-    trial_steps.remove(HERE, str(trials[0] / "steps_a"), 6)
-    assert [path.name for path in (trials[0] / "steps_a").iterdir()] == [name_of(8)]
-    assert trial_steps.is_kept(HERE, str(trials[0] / "steps_a"), 8)
-    assert not trial_steps.is_kept(HERE, str(trials[0] / "steps_a"), 6)
-    trial_steps.remove_all(HERE, str(tmp_path))
+    trial_steps.remove_until(HERE, str(trials[0] / "steps_a"), 6)
+    assert [path.name for path in (trials[0] / "steps_a").iterdir()] == [folder_name(8)]
+    assert trial_steps.is_finished(HERE, str(trials[0] / "steps_a"), 8)
+    assert not trial_steps.is_finished(HERE, str(trials[0] / "steps_a"), 6)
+    trial_steps.remove_all_trials(HERE, str(tmp_path))
     assert [path.name for path in trials[0].iterdir()] == ["checkpoint_000000"] and not list(trials[1].iterdir())
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from raytf.errors import ConfigError
 from raytf.storage import trusted
-from raytf.storage.trusted import check_own
+from raytf.storage.trusted import check_owner
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def folder(tmp_path):
 
 
 def check(folder):
-    check_own(str(folder))
+    check_owner(str(folder))
 
 
 def test_what_is_ones_own_is_read(folder):
@@ -38,7 +38,7 @@ def test_what_is_ones_own_is_read(folder):
 @pytest.mark.parametrize("place", [".", "trial", "trial/result.pkl", ".."])
 def test_what_others_can_write_is_refused(folder, place, bits, monkeypatch):
     """The folder, one in it, a file, and the folder above, in which another could take its place."""
-    monkeypatch.setattr(trusted, "_is_of_one", lambda seen: False)
+    monkeypatch.setattr(trusted, "_is_private_group", lambda seen: False)
     path = os.path.realpath(folder / place)
     refused = rf"A sweep's state .*received: '{path}', to which others .*chmod -R go-w"
     os.chmod(path, os.stat(path).st_mode | bits)
@@ -84,4 +84,4 @@ def test_a_link_to_what_others_can_write_is_refused(folder, tmp_path):
 
 def test_a_uri_is_warned_of():
     with pytest.warns(UserWarning, match="anyone who can write there can run code"):
-        check_own("s3://bucket/sweep")
+        check_owner("s3://bucket/sweep")

@@ -3,12 +3,12 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raytf.runtime.hangs import Turns
+from raytf.runtime.hangs import PollOrder
 
 
 @given(workers=st.integers(1, 200), most=st.integers(1, 70), looks=st.integers(1, 40))
 def test_each_is_asked_in_turn(workers, most, looks):
-    turns, asked = Turns(most), []
+    turns, asked = PollOrder(most), []
     for _ in range(looks):
         chosen = turns.of(range(workers))
         assert len(chosen) == min(workers, most)
@@ -20,14 +20,14 @@ def test_each_is_asked_in_turn(workers, most, looks):
 
 @given(st.sets(st.integers(0, 100), max_size=30), st.integers(1, 5))
 def test_all_are_asked_where_one_may_stand_still(ranks, most):
-    turns = Turns(most)
+    turns = PollOrder(most)
     turns.of(range(101))
     assert turns.of(ranks, everybody=True) == ranks
     assert len(turns.of(ranks)) == min(most, len(ranks))
 
 
 def test_those_that_have_not_answered_are_not_asked_again():
-    turns = Turns(2)
+    turns = PollOrder(2)
     assert turns.of({0, 1, 2, 3}) == {0, 1}
     assert turns.of({0, 2, 3}) == {2, 3}  # 1 is to answer yet
     assert turns.of({0, 1, 3}) == {0, 1}

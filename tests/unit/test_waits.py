@@ -1,4 +1,4 @@
-"""No wait on several actors goes in the order of their ranks: `answers.collect` takes answers as they come."""
+"""No wait on several actors goes in the order of their ranks: `answers.collect_answers` takes answers as they come."""
 
 import ast
 import pathlib

@@ -53,7 +53,6 @@ NO_NAMES = {
 }
 # Such names that are left, to be renamed; none may be added.
 LEFT = {
-    ("activity", "here"),
     ("activity", "told"),
     ("activity", "within"),
     ("collectives", "anew"),
@@ -63,18 +62,13 @@ LEFT = {
     ("collectives", "within"),
     ("data", "here"),
     ("fitting", "anew"),
-    ("fitting", "there"),
     ("fitting", "within"),
     ("launch", "told"),
     ("parallel", "here"),
     ("parallel", "told"),
     ("parallel", "within"),
     ("runtime", "anew"),
-    ("runtime", "apart"),
-    ("runtime", "here"),
-    ("runtime", "mine"),
     ("runtime", "there"),
-    ("timeouts", "within"),
     ("train", "anew"),
     ("train", "around"),
     ("train", "here"),

@@ -29,7 +29,7 @@ def _fitted(rank, size, nan, bad_row=None, callbacks=(), epochs=2):
     import tensorflow as tf
 
     from raytf.data import worker_part
-    from raytf.runtime.topology import share
+    from raytf.runtime.topology import shard_of_rank
     from raytf.worker import context
     from raytf.worker.epoch_checks import EpochChecks
 
@@ -42,7 +42,7 @@ def _fitted(rank, size, nan, bad_row=None, callbacks=(), epochs=2):
         x[bad_row] = np.nan
     parts = []
     for start in range(0, ROWS, 4):
-        low, high = share(4, size, rank)
+        low, high = shard_of_rank(4, size, rank)
         parts.append((x[start + low : start + high], x[start + low : start + high, :2]))
     spec = tuple(tf.TensorSpec((None, n), tf.float32) for n in (3, 2))
     dataset = tf.data.Dataset.from_generator(lambda: iter(parts), output_signature=spec)

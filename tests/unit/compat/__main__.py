@@ -38,8 +38,8 @@ def main(record: bool) -> None:
         write(signatures.current(), recorded.__file__)
         return
     wrong = [*names.unresolved(found), *signatures.changed()]
-    installed = {package: versions.installed(package) for package in versions.TESTED}
-    click.echo(f"{versions.shown(installed)}; tested with {versions.tested()}\n")
+    installed = {package: versions.installed_version(package) for package in versions.TESTED}
+    click.echo(f"{versions.describe_versions(installed)}; tested with {versions.describe_tested()}\n")
     click.echo(f"Replacements ({len(patching.replacements())})")
     for one in patching.replacements():
         click.echo(f"  {one.path}\n      {_first(one.function)}")

@@ -1,8 +1,8 @@
 """Private names that `raytf/compat` touches: listed from its sources, and looked up where they should be.
 
-A module imports a private name with a comment that says why, or a function says by `uses` which attributes it touches.
-Where versions differ, `if at_least("ray", 2, 60):` stands before the import or as `since=`, so that a name counts only
-for versions that should have it.
+A module imports a private name with a comment that says why, or a function says by `uses_private` which attributes it
+touches. Where versions differ, `if at_least("ray", 2, 60):` stands before the import or as `since=`, so that a name
+counts only for versions that should have it.
 """
 
 from __future__ import annotations
@@ -113,7 +113,9 @@ def _holds(test: ast.expr) -> bool | None:
 
 
 def _of_uses(decorator: ast.expr, why: str, place: str) -> Iterator[Name]:
-    if not (isinstance(decorator, ast.Call) and isinstance(decorator.func, ast.Name) and decorator.func.id == "uses"):
+    if not (
+        isinstance(decorator, ast.Call) and isinstance(decorator.func, ast.Name) and decorator.func.id == "uses_private"
+    ):
         return
     bounds = {keyword.arg: ast.literal_eval(keyword.value) for keyword in decorator.keywords}
     if "since" in bounds and not versions.at_least(*bounds["since"]):

@@ -34,7 +34,7 @@ def test_signatures_are_as_recorded():
 
 
 def test_functions_say_what_they_touch():
-    """A private attribute in a function of this package is one of its `uses`, or of a name that the module imports."""
+    """A private attribute in a function is one of its `uses_private`, or of a name that the module imports."""
     for path in sorted(names.COMPAT.glob("*.py")):
         if path.stem not in (
             "keras_objects",
@@ -93,7 +93,7 @@ def test_all_that_say_replacements_come_with_the_trainer():
 
 
 def test_installed_versions_are_in_the_table():
-    assert versions.untested() == {}
+    assert versions.untested_versions() == {}
 
 
 def test_what_is_not_as_it_was_is_seen(monkeypatch):
@@ -109,9 +109,9 @@ def test_what_is_not_as_it_was_is_seen(monkeypatch):
 def test_an_import_that_another_version_has_elsewhere_is_explained(monkeypatch):
     with pytest.raises(ImportError) as caught:
         from keras.src.layers.layer import Gone  # noqa: F401
-    versions.explain(caught.value)  # of a version that is tested nothing is known
+    versions.explain_import_error(caught.value)  # of a version that is tested nothing is known
     monkeypatch.setitem(versions.TESTED, "keras", ("3.11",))
     with pytest.raises(UnsupportedVersionError, match=r"tested with .*keras 3.11.*does not fit keras 3\.\d+.*'Gone'"):
-        versions.explain(caught.value)
-    versions.explain(ImportError("of the user's", name="user.module"))
-    versions.explain(ImportError("not installed", name="keras"))
+        versions.explain_import_error(caught.value)
+    versions.explain_import_error(ImportError("of the user's", name="user.module"))
+    versions.explain_import_error(ImportError("not installed", name="keras"))
