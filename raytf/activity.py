@@ -50,7 +50,7 @@ CALLS = ("", "model.fit()", "model.evaluate()")
 _HOOK = "on_"
 
 
-class Activity:
+class PhaseTracker:
     """Phase tracker of a process' training.
 
     Attributes:
@@ -71,12 +71,12 @@ class Activity:
     def reset(self) -> None:
         """Resets all values for another training in this process."""
         self._now = BEGIN, self._clock()
-        self._meeting: tuple[str, int, float] | None = None
-        self._numbers = {SUM: 0, COLLECTIVE: 0, REPORT: 0, HEALING: 0}
+        self._collective: tuple[str, int, float] | None = None
+        self._sequence_numbers = {SUM: 0, COLLECTIVE: 0, REPORT: 0, HEALING: 0}
         self.step, self._executions = 0, 0
         self.began: int | None = None
-        self._usual, self._last = 0.0, 0.0
-        self._usual_own, self._waited = 0.0, 0.0
+        self._median, self._last = 0.0, 0.0
+        self._median_own, self._waited = 0.0, 0.0
         self._spent = dict.fromkeys((STEP, CALLBACKS, CHECKPOINT, SUM, COLLECTIVE, OWN), 0.0)
         self._thread: threading.Thread | None = None
         self.call = 0  # index in CALLS of the outermost running call
@@ -95,7 +95,7 @@ class Activity:
         finally:
             self.call = outer
 
-    def train_here(self) -> None:
+    def register_thread(self) -> None:
         """Registers the calling thread as the training thread."""
         self._thread = threading.current_thread()
 
@@ -125,43 +125,43 @@ class Activity:
         waited = self._spent[SUM] + self._spent[COLLECTIVE]
         if self._executions > _FIRST:
             step_seconds = (time_now - self._last) / steps
-            self._usual = step_seconds if not self._usual else _OLD * self._usual + (1 - _OLD) * step_seconds
-            own_seconds, self._usual_own = clipped(step_seconds - (waited - self._waited) / steps, self._usual_own)
+            self._median = step_seconds if not self._median else _OLD * self._median + (1 - _OLD) * step_seconds
+            own_seconds, self._median_own = clipped(step_seconds - (waited - self._waited) / steps, self._median_own)
             self._spent[OWN] += own_seconds * steps
         self._last, self._waited = time_now, waited
 
     def renew(self) -> None:
         """Resumes after a pause that other processes requested, and does not count its time."""
-        self._now, self._meeting = (self._now[0], self._clock()), None
+        self._now, self._collective = (self._now[0], self._clock()), None
 
-    def enter(self, kind: str) -> None:
+    def begin_collective(self, kind: str) -> None:
         """Begins the next collective of a kind."""
-        number = self._numbers[kind] = self._numbers[kind] + 1
-        self._meeting = kind, number, self._clock()
+        number = self._sequence_numbers[kind] = self._sequence_numbers[kind] + 1
+        self._collective = kind, number, self._clock()
 
     def leave(self) -> None:
         """Ends the collective."""
-        meeting, self._meeting = self._meeting, None
+        meeting, self._collective = self._collective, None
         if meeting is not None and meeting[0] in self._spent:
             self._spent[meeting[0]] += self._clock() - meeting[2]
 
     def count(self, numbers: Mapping[str, int]) -> None:
         """Sets the sequence numbers of collectives, by kind, in a worker that joins later."""
-        self._numbers.update(numbers)
+        self._sequence_numbers.update(numbers)
 
     @contextlib.contextmanager
-    def meeting(self, kind: str) -> Iterator[None]:
-        """Calls `enter` and `leave` around a block; a nested collective counts as a part of the outer one."""
-        if self._meeting is not None:
+    def collective(self, kind: str) -> Iterator[None]:
+        """Calls `begin_collective` and `leave` around a block; a nested collective is a part of the outer one."""
+        if self._collective is not None:
             yield
             return
-        self.enter(kind)
+        self.begin_collective(kind)
         try:
             yield
         finally:
             self.leave()
 
-    def spent(self) -> dict[str, float]:
+    def seconds_by_phase(self) -> dict[str, float]:
         """Returns the total seconds of phases and collectives; for the training thread."""
         return dict(self._spent)
 
@@ -182,7 +182,7 @@ class Activity:
             seconds.
         """
         time_now = self._clock()
-        (phase, began), meeting = self._now, self._meeting
+        (phase, began), meeting = self._now, self._collective
         seconds, waiting = time_now - began, None
         if phase in (STEP, VALIDATION) and meeting is None and self.pending_input is not None and seconds > _LASTS:
             waiting = self.pending_input()
@@ -194,10 +194,10 @@ class Activity:
             "seconds": seconds,
             "hook": self._hook() if phase == CALLBACKS and seconds > _LASTS else None,
             "meeting": None if meeting is None else (meeting[0], meeting[1], time_now - meeting[2]),
-            "numbers": dict(self._numbers),
+            "numbers": dict(self._sequence_numbers),
             "step": self.step,
             "began": self.began,
-            "usual": self._usual,
+            "usual": self._median,
             "spent": self._spent | {INPUT: waited},
             "processor": time.process_time(),
             "queued": self._queued(phase) if seconds > _LASTS and meeting is None else None,
@@ -266,7 +266,7 @@ def _named(frame: FrameType) -> str | None:
 
 
 # The tracker of the training in this process.
-tracker = Activity()
+tracker = PhaseTracker()
 
 
 def snapshot() -> dict[str, Any]:

@@ -106,7 +106,7 @@ def check_config_keys(build_model: Callable, known: Collection[str], params: Seq
     for key, line in config_keys.required_keys(build_model).items():
         if key in known:
             continue
-        option = next((p.opts[0] for p in params if getattr(p, "to", None) == "config" and p.name == key), None)
+        option = next((p.opts[0] for p in params if getattr(p, "receiver", None) == "config" and p.name == key), None)
         name = getattr(build_model, "__name__", "the model function")
         raise ConfigError(
             "The model function finds in its config what the options give",

@@ -72,7 +72,7 @@ class Option(click.Option):
 
     def __init__(self, *args, to: str, **settings):
         super().__init__(*args, **settings)
-        self.to = to
+        self.receiver = to
 
 
 def option(*names, to: str, **settings):
@@ -96,7 +96,7 @@ def given_options(ctx: click.Context) -> dict[str, dict[str, Any]]:
     values: dict[str, dict[str, Any]] = defaultdict(dict)
     for param in ctx.command.params:
         if isinstance(param, Option):
-            values[param.to][param.name] = ctx.params[param.name]
+            values[param.receiver][param.name] = ctx.params[param.name]
     return values
 
 

@@ -51,12 +51,12 @@ class StopWatch:
         self._last: ProcessState | None = None
         self._since: float | None = None
 
-    def judge(self, seen: ProcessState | None) -> str | None:
+    def update(self, state: ProcessState | None) -> str | None:
         """Processes the next look (None: no such process). Returns a clause after "it is" at a timeout, else None."""
-        last, self._last = self._last, seen or self._last
-        if last is not None and seen is not None and seen.started != last.started:
-            self._last, seen = last, None  # another process has its pid
-        letter = _letter(last, seen)
+        last, self._last = self._last, state or self._last
+        if last is not None and state is not None and state.started != last.started:
+            self._last, state = last, None  # another process has its pid
+        letter = _letter(last, state)
         self.stands = _WORDS.get(letter)
         if self.stands is None:
             self._since = None

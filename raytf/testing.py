@@ -442,7 +442,7 @@ class FaultPlan:
                 if self.params.get("steps") is None and counted:
                     rule = "Faults without an epoch, or that end after some steps, need steps that are known"
                     raise ConfigError(rule, "an epoch of any length", "Give steps_per_epoch, or faults an epoch")
-                self._full = _Full([f for f in self._mine if isinstance(f, FillDisk) and os.path.exists(f.path)])
+                self._full = _FullDisks([f for f in self._mine if isinstance(f, FillDisk) and os.path.exists(f.path)])
 
             def on_epoch_begin(self, epoch, logs=None):
                 self._epoch = epoch
@@ -470,7 +470,7 @@ class FaultPlan:
         return [fault for fault in self.faults if _marker(folder, fault).exists()]
 
 
-class _Full:
+class _FullDisks:
     """Full disks of a worker, whose files it removes in time.
 
     Args:

@@ -199,23 +199,23 @@ def get() -> Timeouts:
     return _current
 
 
-def set_current(its: Timeouts) -> None:
+def set_current(deadlines: Timeouts) -> None:
     """Sets the deadlines of this process."""
     global _current
-    _current = its
+    _current = deadlines
 
 
-def call_with(its: Timeouts, function: Callable, *arguments):
+def call_with(deadlines: Timeouts, function: Callable, *arguments):
     """Calls a function in another process, with the deadlines of the calling one."""
-    set_current(its)
+    set_current(deadlines)
     return function(*arguments)
 
 
 @contextlib.contextmanager
-def temporarily(its: Timeouts) -> Iterator[None]:
+def temporarily(deadlines: Timeouts) -> Iterator[None]:
     """Sets the deadlines of this process until the context ends."""
     previous = _current
-    set_current(its)
+    set_current(deadlines)
     try:
         yield
     finally:

@@ -69,7 +69,7 @@ def _raytf(folder: str, held: bool):
             self.writer.write(f"step_{step:012d}", {"model.keras": self.file.content(), **parts}, held and step > 0)
 
         def on_train_end(self, logs=None):
-            self.writer.promote()  # the last one is written, for its size
+            self.writer.flush()  # the last one is written, for its size
             self.writer.finish(60.0)
 
         def cpu(self):

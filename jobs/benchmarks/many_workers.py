@@ -67,10 +67,10 @@ def looks(count: int, times: int) -> list[float]:
     import ray
 
     from raytf import activity
-    from raytf.runtime.hang_watch import HangWatch
+    from raytf.runtime.hang_watch import HangMonitor
     from raytf.runtime.process_monitor import ProcessLocation
 
-    began, first = time.monotonic(), activity.Activity().told()
+    began, first = time.monotonic(), activity.PhaseTracker().told()
 
     def execute(rank: int, function) -> object:
         now = time.monotonic()
@@ -82,13 +82,13 @@ def looks(count: int, times: int) -> list[float]:
 
     node = ray.get_runtime_context().get_node_id()
     places = {rank: ProcessLocation(node, f"10.0.{rank % HOSTS}.1", 1, None) for rank in range(count)}
-    watch = HangWatch(execute, places, 10.0, 60.0, emit=print)
+    watch = HangMonitor(execute, places, 10.0, 60.0, emit=print)
     watch.close()  # its thread; looks are made here
     watch._closed.clear()
     found = []
     for _ in range(times + 2):
         now = time.process_time()
-        watch._look()
+        watch._poll()
         found.append(1e3 * (time.process_time() - now))
         time.sleep(0.05)
     return found[2:]

@@ -258,4 +258,4 @@ def of(strategy) -> Exchange | None:
 
 def meeting():
     """Returns a context for an exchange between steps, which `activity` records."""
-    return activity.tracker.meeting(activity.COLLECTIVE)
+    return activity.tracker.collective(activity.COLLECTIVE)

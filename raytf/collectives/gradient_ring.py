@@ -457,7 +457,7 @@ def connect(group: Members, token: bytes, generation: int, join_timeout_s: float
     """Joins a ring of one generation; a collective call of its members. See `join`."""
     addresses = [ports.split_address(address) for address in group.addresses]
     listening = listener(group)
-    with activity.tracker.meeting(activity.COLLECTIVE):
+    with activity.tracker.collective(activity.COLLECTIVE):
         joined = listening.join(group.rank, addresses, token, join_timeout_s, timeout_s, generation=generation)
     ring.was_joined(generation)
     return joined

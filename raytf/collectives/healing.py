@@ -469,7 +469,7 @@ class Healer:
             self._waiting = Waiting(self.tag, address, old.held, numbers, own, self._since, between, met)
             self._changed.notify_all()
         try:
-            with activity_log.meeting(activity.HEALING):
+            with activity_log.collective(activity.HEALING):
                 try:
                     seconds = self.pace().deadline(timeouts.get().recovery_plan, _WAIT_COPIES, _WAIT_STEPS)
                     command = self._commands.get(timeout=seconds)

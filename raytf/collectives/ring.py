@@ -376,7 +376,7 @@ class Ring:
                 loss = self._lookout.loss
                 if loss is not None:  # no member completes this sum without this one
                     raise _LostError(loss.lost, ConnectionResetError(loss.why))
-                with activity.tracker.meeting(activity.SUM):
+                with activity.tracker.collective(activity.SUM):
                     self._agree(what, size, place, first)
                     self._within = True
                     work()

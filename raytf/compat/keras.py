@@ -201,13 +201,13 @@ class _Assets(saving_lib.DiskIOStore):
 class _Visited(set):
     """The ids of objects that Keras' traversal has saved; reports each one just after its write."""
 
-    def __init__(self, tell):
+    def __init__(self, report):
         super().__init__()
-        self._tell = tell
+        self._report = report
 
     def add(self, identity: int) -> None:
         super().add(identity)
-        self._tell(identity)
+        self._report(identity)
 
 
 @uses_private(

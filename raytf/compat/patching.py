@@ -50,8 +50,8 @@ def replacing(original: Callable | None, function: Callable) -> Callable:
     return call
 
 
-_said: list[Replacement] = []
-_made: list[Replacement] = []
+_warned_patches: list[Replacement] = []
+_replaced: list[Replacement] = []
 
 
 def patch(*places: tuple[Any, str]) -> Callable[[Callable], Callable]:
@@ -62,7 +62,7 @@ def patch(*places: tuple[Any, str]) -> Callable[[Callable], Callable]:
     """
 
     def keep(function: Callable) -> Callable:
-        _said.extend(Replacement(owner, name, function) for owner, name in places)
+        _warned_patches.extend(Replacement(owner, name, function) for owner, name in places)
         return function
 
     return keep
@@ -70,14 +70,14 @@ def patch(*places: tuple[Any, str]) -> Callable[[Callable], Callable]:
 
 def replacements() -> list[Replacement]:
     """Returns all replacements that imported modules declare, installed or not."""
-    return list(_said)
+    return list(_warned_patches)
 
 
 def install() -> None:
     """Installs all declared replacements in this process, each once."""
-    for replacement in _said:
-        if replacement not in _made:
-            _made.append(replacement)
+    for replacement in _warned_patches:
+        if replacement not in _replaced:
+            _replaced.append(replacement)
             replacement.make()
 
 

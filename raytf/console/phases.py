@@ -53,10 +53,10 @@ class Phases:
     """
 
     def __init__(self, console, phase: str | None = None):
-        self._console, self._phase, self._said = console, phase, None
+        self._console, self._phase, self._printed = console, phase, None
         self._since, self._text = time.monotonic(), None
         self._changed, self._ended = threading.Event(), False
-        self._thread = threading.Thread(target=self._follow, daemon=True, name="raytf_phases")
+        self._thread = threading.Thread(target=self._print_lines, daemon=True, name="raytf_phases")
         self._closing = threading.Lock()
         self._live = None
 
@@ -93,16 +93,16 @@ class Phases:
         if self._thread.is_alive():
             self._thread.join()
 
-    def _follow(self) -> None:
+    def _print_lines(self) -> None:
         """Prints lines, outside of a terminal."""
         while not self._ended:
             phase, began = self._phase, self._since
             remaining = began + _WORTH_A_LINE - time.monotonic()
-            waits = phase is not None and phase != self._said
+            waits = phase is not None and phase != self._printed
             if self._changed.wait(max(0.0, remaining) if waits else None):
                 self._changed.clear()
             elif phase == self._phase:
-                self._said = phase
+                self._printed = phase
                 self._console.print(f"{phase} ...", highlight=False, markup=False, soft_wrap=True)
 
     def __rich__(self):

@@ -105,7 +105,7 @@ class BoardReader:
     def __init__(self, board):
         self._board, self._rate, self._read = board, Rate(), 0
 
-    def new(self) -> tuple[list[str], str | None, str | None]:
+    def new_lines(self) -> tuple[list[str], str | None, str | None]:
         """Returns the new texts of the board.
 
         Returns:
@@ -153,7 +153,7 @@ class ProgressLine:
     def _follow(self):
         while True:
             stopping = self._stop.wait(_LOOKS_INTERVAL)
-            lines, running, phase = self._reader.new()
+            lines, running, phase = self._reader.new_lines()
             for line in lines:
                 self._console.print(line, highlight=False, markup=False, soft_wrap=True)
             if running is not None:
@@ -187,7 +187,7 @@ class Rate:
         return update["rows"] and steps * update["rows"] / seconds, remaining * seconds / steps
 
 
-def describe(update: dict, rate: float | None, left: float | None) -> str:
+def describe(update: dict, rate: float | None, remaining_seconds: float | None) -> str:
     """Returns the progress line of an update."""
     steps = update["steps"] or "?"
     parts = [f"epoch {update['epoch']}/{update['epochs']}", f"step {update['step']}/{steps}"]
@@ -196,8 +196,8 @@ def describe(update: dict, rate: float | None, left: float | None) -> str:
         parts.append(f"{rate:,.0f} examples/s")
     if update["waiting"] is not None:
         parts.append(f"{update['waiting']:.0%} waiting for input")
-    if left is not None and not (update["ended"] and left < 1):
-        minutes, seconds = divmod(int(left), 60)
+    if remaining_seconds is not None and not (update["ended"] and remaining_seconds < 1):
+        minutes, seconds = divmod(int(remaining_seconds), 60)
         shown = f"{minutes // 60}:{minutes % 60:02d}:{seconds:02d}" if minutes >= 60 else f"{minutes}:{seconds:02d}"
         parts.append(f"{shown} left")
     return "  ".join(parts)

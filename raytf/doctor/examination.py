@@ -141,7 +141,7 @@ class _Cluster:
         )
         token, limits = secrets.token_bytes(32), timeouts.get()
         seconds = limits.link_step, limits.link, limits.name_lookup
-        self._places = {name: NodeAffinitySchedulingStrategy(node, soft=False) for name, node in nodes.items()}
+        self._locations = {name: NodeAffinitySchedulingStrategy(node, soft=False) for name, node in nodes.items()}
         by_value = probe, networks
         for module in by_value:
             cloudpickle.register_pickle_by_value(module)
@@ -149,7 +149,7 @@ class _Cluster:
             actor_class = ray.remote(num_cpus=0, max_restarts=0, max_concurrency=_THREADS)(probe.Probe)
             self._actors = {
                 name: actor_class.options(scheduling_strategy=strategy).remote(token, listening.ports, *seconds)
-                for name, strategy in self._places.items()
+                for name, strategy in self._locations.items()
             }
         finally:
             for module in by_value:
@@ -160,7 +160,7 @@ class _Cluster:
         """Collects the facts of each node; nodes that start no process in time count as silent from now on."""
         started = {name: actor.clock.remote() for name, actor in self._actors.items()}
         self._answers(started, timeouts.get().doctor_start, "a process of Ray's there")
-        asked = {name: self._actors[name].facts.remote() for name in self._answering()}
+        asked = {name: self._actors[name].facts.remote() for name in self._answering_nodes()}
         self.found.facts = self._answers(asked, timeouts.get().doctor_facts, "its versions, limits and disks")
         self.found.places = {
             name: networks.choose_address(facts["interfaces"], self._listening.network, address_of(name))
@@ -169,7 +169,7 @@ class _Cluster:
 
     def ask_clocks(self) -> None:
         """Bounds the difference of clocks: a node's time is between request and answer, if clocks agree."""
-        for name in self._answering():
+        for name in self._answering_nodes():
             asked_at = time.time()
             times = self._answers({name: self._actors[name].clock.remote()}, timeouts.get().doctor_clock, "the time")
             if name in times:
@@ -179,8 +179,8 @@ class _Cluster:
     def measure_network(self) -> None:
         """Measures links, see `choose_links`, and the rate to the next node, as in the ring of a training."""
         at = {name: address for name, (_, address) in self.found.places.items() if address is not None}
-        asked = {name: self._actors[name].listen.remote(at[name]) for name in self._answering() if name in at}
-        open_at, errors = self._gathered(asked, timeouts.get().doctor_facts)
+        asked = {name: self._actors[name].listen.remote(at[name]) for name in self._answering_nodes() if name in at}
+        open_at, errors = self._gather(asked, timeouts.get().doctor_facts)
         names = list(open_at)
         pairs = choose_links(names)
         links = {
@@ -188,7 +188,7 @@ class _Cluster:
         }
         # Each node measures `_THREADS` links at a time, and each link may use its whole timeout.
         per_node = -(-len(pairs) // max(1, len(names)))
-        self.found.links = self._measured(links, _network() * (1 + per_node // _THREADS))
+        self.found.links = self._collect_measurements(links, _network() * (1 + per_node // _THREADS))
         for name, error in errors.items():
             for target in names:
                 self.found.links[target, name] = {"error": f"{name} could not listen: {error}"}
@@ -196,21 +196,21 @@ class _Cluster:
         for source, target in zip(names, names[1:] + names[:1], strict=True):
             if source != target and self.found.links[source, target]["error"] is None:
                 rates[source, target] = self._actors[source].bandwidth.remote(at[target], open_at[target][0])
-        for link, seen in self._measured(rates, _network()).items():
+        for link, seen in self._collect_measurements(rates, _network()).items():
             error = seen.pop("error")
             self.found.links[link] |= seen if error is None else {"stalled": f"{error}, with 8 MiB on their way"}
 
     def try_storage(self, storage: str) -> None:
         """Writes from each node; all nodes read the first one's file, and the first reads all files."""
         folder, content = f"{storage.rstrip('/')}/raytf-doctor-{secrets.token_hex(8)}", secrets.token_hex(16)
-        names = self._answering()
+        names = self._answering_nodes()
         try:
             asked = {(n, n): self._actors[n].write.remote(folder, f"{i}", content) for i, n in enumerate(names)}
-            self._stored(asked)
+            self._check_stored(asked)
             wrote = [n for n in names if (n, n) not in self.found.storage]
             first = wrote[0] if wrote else None
             pairs = [(first, n) for n in names if n != first] + [(n, first) for n in wrote if n != first]
-            self._stored(
+            self._check_stored(
                 {
                     (writer, reader): self._actors[reader].read.remote(folder, f"{names.index(writer)}", content)
                     for writer, reader in (pairs if first else ())
@@ -219,24 +219,24 @@ class _Cluster:
             )
         finally:
             # A folder that is not shared exists on each node that wrote.
-            self._gathered({n: self._actors[n].remove.remote(folder) for n in names}, timeouts.get().doctor_storage)
+            self._gather({n: self._actors[n].remove.remote(folder) for n in names}, timeouts.get().doctor_storage)
 
-    def _stored(self, asked: Mapping[tuple[str, str], object]) -> None:
-        errors_read, errors = self._gathered(asked, timeouts.get().doctor_storage)
+    def _check_stored(self, requests: Mapping[tuple[str, str], object]) -> None:
+        errors_read, errors = self._gather(requests, timeouts.get().doctor_storage)
         self.found.storage |= {pair: error for pair, error in (errors_read | errors).items() if error is not None}
 
     def train(self) -> None:
         """Makes two steps of a training over all nodes."""
-        names = self._answering()
+        names = self._answering_nodes()
         spec = LaunchSpec(script="raytf.doctor.two_steps", module=True, num_workers=len(names))
         tasks = dict(zip(names, spec.tasks(), strict=True))
         actor_class = ray.remote(num_cpus=0, max_restarts=0, max_concurrency=4)(TaskRunner)
-        self._runners = {n: actor_class.options(scheduling_strategy=self._places[n]).remote() for n in names}
+        self._runners = {n: actor_class.options(scheduling_strategy=self._locations[n]).remote() for n in names}
         folder = shared_folders.describe_folder(os.getcwd())
         asked = {
             n: runner.reserve.remote(folder, timeouts.get(), self._listening) for n, runner in self._runners.items()
         }
-        places, errors = self._gathered(asked, self._left())
+        places, errors = self._gather(asked, self._remaining())
         self.found.training = dict(errors)
         if errors:
             return
@@ -245,15 +245,15 @@ class _Cluster:
         for n, runner in self._runners.items():
             environment = {"TF_CONFIG": configs[tasks[n]]} | spec.variables(tasks[n])
             numbers[n] = runner.start.remote([spec.script], True, environment, token, float("inf"))
-        numbers, errors = self._gathered(numbers, self._left())
+        numbers, errors = self._gather(numbers, self._remaining())
         self.found.training = errors or self._follow(numbers)
 
     def _follow(self, numbers: Mapping[str, int]) -> dict[str, str]:
         """Returns the errors of scripts by node; a script that has not ended in time is one, too."""
         asked = {self._runners[n].follow.remote(number): n for n, number in numbers.items()}
         errors: dict[str, str] = {}
-        while asked and self._left() > 0:
-            for ref in ray.wait(list(asked), timeout=min(1.0, self._left()))[0]:
+        while asked and self._remaining() > 0:
+            for ref in ray.wait(list(asked), timeout=min(1.0, self._remaining()))[0]:
                 name, end = asked.pop(ref), None
                 try:
                     end = next((value for kind, value in _value(ref) if kind == "exit"), None)
@@ -269,7 +269,7 @@ class _Cluster:
     def close(self) -> None:
         """Ends all processes, sockets and scripts."""
         stops = {n: runner.stop.remote(0.0) for n, runner in self._runners.items()}
-        closes = {("close", n): self._actors[n].close.remote() for n in self._answering()}
+        closes = {("close", n): self._actors[n].close.remote() for n in self._answering_nodes()}
         refs = [*stops.values(), *closes.values()]
         if refs:
             ray.wait(refs, num_returns=len(refs), timeout=timeouts.get().doctor_close)
@@ -278,30 +278,32 @@ class _Cluster:
 
     # ---------------------------------------------------------------------------------------------- answers
 
-    def _answering(self) -> list[str]:
+    def _answering_nodes(self) -> list[str]:
         return [name for name in self.found.nodes if name not in self.found.silent]
 
-    def _left(self) -> float:
+    def _remaining(self) -> float:
         return max(0.0, self._deadline - time.monotonic())
 
-    def _answers(self, asked: Mapping[str, object], seconds: float, what: str) -> dict:
+    def _answers(self, requests: Mapping[str, object], seconds: float, action: str) -> dict:
         """Returns the answers of nodes; nodes without one count as silent from now on."""
-        answers, errors = self._gathered(asked, seconds)
-        self.found.silent |= {name: f"waited for {what}: {error}" for name, error in errors.items()}
+        answers, errors = self._gather(requests, seconds)
+        self.found.silent |= {name: f"waited for {action}: {error}" for name, error in errors.items()}
         return answers
 
-    def _measured(self, asked: Mapping[tuple[str, str], object], seconds: float) -> dict[tuple[str, str], dict]:
-        measured, errors = self._gathered(asked, seconds)
+    def _collect_measurements(
+        self, requests: Mapping[tuple[str, str], object], seconds: float
+    ) -> dict[tuple[str, str], dict]:
+        measured, errors = self._gather(requests, seconds)
         return measured | {link: {"error": error} for link, error in errors.items()}
 
-    def _gathered(self, asked: Mapping, seconds: float) -> tuple[dict, dict[object, str]]:
+    def _gather(self, requests: Mapping, seconds: float) -> tuple[dict, dict[object, str]]:
         """Returns (answers, errors) by the keys of the requests, within `seconds`."""
-        if not asked:
+        if not requests:
             return {}, {}
-        seconds = min(seconds, self._left())
-        done = set(ray.wait(list(asked.values()), num_returns=len(asked), timeout=seconds)[0])
+        seconds = min(seconds, self._remaining())
+        done = set(ray.wait(list(requests.values()), num_returns=len(requests), timeout=seconds)[0])
         answers, errors = {}, {}
-        for key, ref in asked.items():
+        for key, ref in requests.items():
             if ref not in done:
                 errors[key] = f"no answer within {seconds:.0f} s"
                 continue
@@ -341,10 +343,10 @@ def _nodes() -> dict[str, str]:
     return ids
 
 
-def print_report(report: ExaminationReport, say: Callable[[str], None]) -> None:
+def print_report(report: ExaminationReport, write: Callable[[str], None]) -> None:
     """Prints a report: a line for each finding, and a summary."""
     for line in _lines(report):
-        say(line)
+        write(line)
 
 
 def _lines(report: ExaminationReport) -> Iterable[str]:

@@ -82,11 +82,11 @@ class Measurements:
     places: dict[str, tuple[str | None, str | None]] = dataclasses.field(default_factory=dict)
 
 
-def find_problems(found: Measurements) -> list[Finding]:
+def find_problems(measurements: Measurements) -> list[Finding]:
     """Returns all findings, in the order in which to fix them."""
     judges = (_silent, _versions, _limits, _containers, _space, _names, _tokens, _clocks)
     judges += (_networks, _links, _storage, _training)
-    return [finding for judge in judges for finding in judge(found)]
+    return [finding for judge in judges for finding in judge(measurements)]
 
 
 def hinders_training(findings: list[Finding]) -> bool:
@@ -94,17 +94,17 @@ def hinders_training(findings: list[Finding]) -> bool:
     return any(finding.check in ("answer", "versions", "network", "ports") for finding in findings)
 
 
-def _silent(found: Measurements) -> Iterator[Finding]:
-    for awaited, nodes in _group_by_value(found.silent).items():
+def _silent(measurements: Measurements) -> Iterator[Finding]:
+    for awaited, nodes in _group_by_value(measurements.silent).items():
         fix = "Look at Ray's logs there (raylet.out), and whether the host hangs; restart the node"
         yield Finding(check="answer", problem="a node does not answer", nodes=nodes, measured=awaited, fix=fix)
 
 
-def _versions(found: Measurements) -> Iterator[Finding]:
-    names = {name for facts in found.facts.values() for name in facts["versions"]}
+def _versions(measurements: Measurements) -> Iterator[Finding]:
+    names = {name for facts in measurements.facts.values() for name in facts["versions"]}
     for name in sorted(names):
-        by = _group_by_value({node: facts["versions"].get(name) for node, facts in found.facts.items()})
-        nodes = tuple(node for node in found.facts if by.get(None) is None or node not in by[None])
+        by = _group_by_value({node: facts["versions"].get(name) for node, facts in measurements.facts.items()})
+        nodes = tuple(node for node in measurements.facts if by.get(None) is None or node not in by[None])
         if missing := by.pop(None, ()):
             yield Finding(
                 check="versions",
@@ -123,7 +123,7 @@ def _versions(found: Measurements) -> Iterator[Finding]:
                 fix="Install one version on all nodes (constraints.txt of raytf names one that is tested)",
             )
         for version, nodes_of in by.items():
-            tested = found.tested.get(name)
+            tested = measurements.tested.get(name)
             if tested and ".".join(version.split(".")[:2]) not in tested:
                 yield Finding(
                     check="versions",
@@ -134,8 +134,8 @@ def _versions(found: Measurements) -> Iterator[Finding]:
                 )
 
 
-def _limits(found: Measurements) -> Iterator[Finding]:
-    few = {n: facts["files"] for n, facts in found.facts.items() if 0 <= facts["files"] < MIN_FILES}
+def _limits(measurements: Measurements) -> Iterator[Finding]:
+    few = {n: facts["files"] for n, facts in measurements.facts.items() if 0 <= facts["files"] < MIN_FILES}
     for limit, nodes in _group_by_value(few).items():
         yield Finding(
             check="files",
@@ -146,9 +146,9 @@ def _limits(found: Measurements) -> Iterator[Finding]:
         )
 
 
-def _containers(found: Measurements) -> Iterator[Finding]:
-    for node, facts in found.facts.items():
-        box, counted = facts["container"], found.counted.get(node, 0)
+def _containers(measurements: Measurements) -> Iterator[Finding]:
+    for node, facts in measurements.facts.items():
+        box, counted = facts["container"], measurements.counted.get(node, 0)
         whole = math.floor(box["cpus"] or 0)
         if box["cpus"] is not None and counted > box["cpus"] + 0.01:
             yield Finding(
@@ -178,8 +178,8 @@ def _containers(found: Measurements) -> Iterator[Finding]:
             )
 
 
-def _space(found: Measurements) -> Iterator[Finding]:
-    for node, facts in found.facts.items():
+def _space(measurements: Measurements) -> Iterator[Finding]:
+    for node, facts in measurements.facts.items():
         if facts["shm"] is not None and facts["shm"][0] < MIN_SHM:
             yield Finding(
                 check="shm",
@@ -200,9 +200,9 @@ def _space(found: Measurements) -> Iterator[Finding]:
                 )
 
 
-def _names(found: Measurements) -> Iterator[Finding]:
-    several = len({address_of(node) for node in found.nodes}) > 1
-    for node, facts in found.facts.items() if several else ():
+def _names(measurements: Measurements) -> Iterator[Finding]:
+    several = len({address_of(node) for node in measurements.nodes}) > 1
+    for node, facts in measurements.facts.items() if several else ():
         host, addresses = facts["name"]["host"], facts["name"]["found"]
         if isinstance(addresses, str):
             problem, measured = "the host's own name does not resolve", f"{host}: {addresses}"
@@ -214,20 +214,20 @@ def _names(found: Measurements) -> Iterator[Finding]:
         yield Finding(check="name", problem=problem, nodes=(node,), measured=measured, fix=fix)
 
 
-def _networks(found: Measurements) -> Iterator[Finding]:
-    for node, (_, address) in found.places.items():
+def _networks(measurements: Measurements) -> Iterator[Finding]:
+    for node, (_, address) in measurements.places.items():
         if address is None:
             yield Finding(
                 check="network",
-                problem=f"the node has no interface or address of {found.network!r}",
+                problem=f"the node has no interface or address of {measurements.network!r}",
                 nodes=(node,),
-                measured=f"it has {networks.describe_interfaces(found.facts[node]['interfaces'])}",
+                measured=f"it has {networks.describe_interfaces(measurements.facts[node]['interfaces'])}",
                 fix='Name an interface that all nodes have, or a network of their addresses ("10.1.0.0/16")',
             )
 
 
-def _tokens(found: Measurements) -> Iterator[Finding]:
-    modes = _group_by_value({node: facts["token"]["mode"] == "token" for node, facts in found.facts.items()})
+def _tokens(measurements: Measurements) -> Iterator[Finding]:
+    modes = _group_by_value({node: facts["token"]["mode"] == "token" for node, facts in measurements.facts.items()})
     if len(modes) > 1:
         yield Finding(
             check="token",
@@ -236,7 +236,7 @@ def _tokens(found: Measurements) -> Iterator[Finding]:
             measured=f"it is set on {', '.join(modes[True])}",
             fix="Set RAY_AUTH_MODE=token before `ray start` on all nodes",
         )
-    for node, facts in found.facts.items():
+    for node, facts in measurements.facts.items():
         bits = facts["token"]["bits"]
         if bits is not None and bits & 0o004:
             yield Finding(
@@ -248,8 +248,8 @@ def _tokens(found: Measurements) -> Iterator[Finding]:
             )
 
 
-def _clocks(found: Measurements) -> Iterator[Finding]:
-    for node, skew in found.skew.items():
+def _clocks(measurements: Measurements) -> Iterator[Finding]:
+    for node, skew in measurements.skew.items():
         if abs(skew) > MAX_SKEW:
             yield Finding(
                 check="clock",
@@ -260,13 +260,13 @@ def _clocks(found: Measurements) -> Iterator[Finding]:
             )
 
 
-def _links(found: Measurements) -> Iterator[Finding]:
+def _links(measurements: Measurements) -> Iterator[Finding]:
     """Yields a finding for each problem and link."""
     rules = (
         (
             "ports",
             "does not reach",
-            "Open TCP ports {} to {} between the nodes in both directions, in the firewall".format(*found.ports),
+            "Open TCP ports {} to {} between the nodes in both directions, in the firewall".format(*measurements.ports),
         ),
         ("latency", "is far away from", "Put the nodes into one zone or switch"),
         ("loss", "loses packets to", "Look at cable, switch port and the host's drops (`ip -s link`)"),
@@ -274,33 +274,35 @@ def _links(found: Measurements) -> Iterator[Finding]:
         ("bandwidth", "sends slowly to", "Look at the link's speed (`ethtool`), and at other traffic"),
     )
     for check, verb, fix in rules:
-        bad = {link: text for link, seen in found.links.items() if (text := _out_of_range(check, seen))}
+        bad = {link: text for link, seen in measurements.links.items() if (text := _out_of_range(check, seen))}
         for (source, target), text in bad.items():
             yield Finding(
                 check=check, problem=f"{source} {verb} {target}", nodes=(source, target), measured=text, fix=fix
             )
 
 
-def _out_of_range(check: str, seen: Mapping) -> str | None:
+def _out_of_range(check: str, value: Mapping) -> str | None:
     """Returns the measurement if it is out of range."""
     if check == "ports":
-        return seen.get("error")
-    if check == "latency" and seen.get("rtt", 0) > MAX_RTT:
-        return f"a round trip takes {seen['rtt'] * 1000:.1f} ms, wanted {MAX_RTT * 1000:.0f}"
-    if check == "loss" and seen.get("loss", 0) > MAX_LOSS:
-        return f"{seen['loss']:.0%} of small datagrams are lost"
-    if check == "mtu" and seen.get("loss", 1) < MIN_LARGE and seen.get("large", 1) < MIN_LARGE:
-        return f"{1 - seen['large']:.0%} of packets of {seen['mtu']} bytes are lost, {seen['loss']:.0%} of small ones"
-    if check == "bandwidth" and seen.get("stalled"):
-        return seen["stalled"]
-    if check == "bandwidth" and seen.get("rate", MIN_BYTES_A_SECOND) < MIN_BYTES_A_SECOND:
-        return f"{seen['rate'] * 8 / 1e6:.1f} Mbit/s, wanted {MIN_BYTES_A_SECOND * 8 / 1e6:.0f}"
+        return value.get("error")
+    if check == "latency" and value.get("rtt", 0) > MAX_RTT:
+        return f"a round trip takes {value['rtt'] * 1000:.1f} ms, wanted {MAX_RTT * 1000:.0f}"
+    if check == "loss" and value.get("loss", 0) > MAX_LOSS:
+        return f"{value['loss']:.0%} of small datagrams are lost"
+    if check == "mtu" and value.get("loss", 1) < MIN_LARGE and value.get("large", 1) < MIN_LARGE:
+        return (
+            f"{1 - value['large']:.0%} of packets of {value['mtu']} bytes are lost, {value['loss']:.0%} of small ones"
+        )
+    if check == "bandwidth" and value.get("stalled"):
+        return value["stalled"]
+    if check == "bandwidth" and value.get("rate", MIN_BYTES_A_SECOND) < MIN_BYTES_A_SECOND:
+        return f"{value['rate'] * 8 / 1e6:.1f} Mbit/s, wanted {MIN_BYTES_A_SECOND * 8 / 1e6:.0f}"
     return None
 
 
-def _storage(found: Measurements) -> Iterator[Finding]:
-    for (writer, reader), error in found.storage.items():
-        if reader == found.nodes[0] != writer and (reader, writer) in found.storage:
+def _storage(measurements: Measurements) -> Iterator[Finding]:
+    for (writer, reader), error in measurements.storage.items():
+        if reader == measurements.nodes[0] != writer and (reader, writer) in measurements.storage:
             continue  # neither sees the other's files, and the other direction is reported
         if writer == reader:
             problem, nodes = "a node cannot write to the storage", (writer,)
@@ -310,8 +312,8 @@ def _storage(found: Measurements) -> Iterator[Finding]:
         yield Finding(check="storage", problem=problem, nodes=nodes, measured=error, fix=fix)
 
 
-def _training(found: Measurements) -> Iterator[Finding]:
-    for error, nodes in _group_by_value(found.training or {}).items():
+def _training(measurements: Measurements) -> Iterator[Finding]:
+    for error, nodes in _group_by_value(measurements.training or {}).items():
         fix = "Put the other findings right first; else try `raytf run` with a script of two lines there"
         yield Finding(check="training", problem="two steps over all nodes fail", nodes=nodes, measured=error, fix=fix)
 

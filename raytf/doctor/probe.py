@@ -55,7 +55,7 @@ class Probe:
         self._address = ""  # any, until it listens at one
         self._step, self._link, self._name = step, link, name
         self._sockets: list[socket.socket] = []
-        self._places = threading.BoundedSemaphore(_SERVED)
+        self._sockets_by_port = threading.BoundedSemaphore(_SERVED)
 
     def facts(self) -> dict:
         """Returns the node's versions, limits, free space and name; see `findings.find_problems`."""
@@ -98,8 +98,8 @@ class Probe:
         """Measures the link to another node: "error", or "rtt" in seconds, and "loss", "large", "mtu" if known."""
         result = {"error": None}
         try:
-            with self._joined(address, ports[0]) as to:
-                result["rtt"] = _round_trips(to)
+            with self._connect(address, ports[0]) as to:
+                result["rtt"] = _measure_round_trips(to)
         except (OSError, ValueError) as error:
             return {"error": f"{type(error).__name__}: {error}"}
         return result | self._datagrams(address, ports[1])
@@ -107,8 +107,8 @@ class Probe:
     def bandwidth(self, address: str, port: int) -> dict:
         """Measures the rate to the other node: "error", or "rate" in bytes per second."""
         try:
-            with self._joined(address, port) as to:
-                return {"error": None, "rate": _sent(to)}
+            with self._connect(address, port) as to:
+                return {"error": None, "rate": _measure_rate(to)}
         except (OSError, ValueError) as error:
             return {"error": f"{type(error).__name__}: {error}"}
 
@@ -154,7 +154,7 @@ class Probe:
     def _proof(self, *parts: bytes) -> bytes:
         return hmac.digest(self._token, b"".join(parts), "sha256")
 
-    def _joined(self, address: str, port: int) -> socket.socket:
+    def _connect(self, address: str, port: int) -> socket.socket:
         """Returns a connection after both ends have proved the token."""
         to = socket.create_connection((address, port), self._step, source_address=(self._address, 0))
         try:
@@ -174,30 +174,30 @@ class Probe:
                 to, _ = listening.accept()
             except OSError:  # closed
                 return
-            if not self._places.acquire(blocking=False):
+            if not self._sockets_by_port.acquire(blocking=False):
                 to.close()
                 continue
             threading.Thread(target=self._serve, args=(to,), daemon=True).start()
 
-    def _serve(self, to: socket.socket) -> None:
+    def _serve(self, connection: socket.socket) -> None:
         """Serves one connection: returns each byte p; counts bytes after a b up to the last one."""
         try:
-            with to, contextlib.suppress(OSError, ValueError):
-                to.settimeout(self._step)
-                to.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            with connection, contextlib.suppress(OSError, ValueError):
+                connection.settimeout(self._step)
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 nonce = secrets.token_bytes(_NONCE)
-                to.sendall(nonce)
-                peer_nonce, proof = _receive_exactly(to, _NONCE), _receive_exactly(to, _MAC)
+                connection.sendall(nonce)
+                peer_nonce, proof = _receive_exactly(connection, _NONCE), _receive_exactly(connection, _MAC)
                 if not hmac.compare_digest(proof, self._proof(b"client", nonce, peer_nonce)):
                     return
-                to.sendall(self._proof(b"server", peer_nonce, nonce))
+                connection.sendall(self._proof(b"server", peer_nonce, nonce))
                 until = time.monotonic() + self._link
-                while time.monotonic() < until and (kind := to.recv(1)):
+                while time.monotonic() < until and (kind := connection.recv(1)):
                     if kind == b"b":
-                        _drain(to, until)
-                    to.sendall(kind)
+                        _drain(connection, until)
+                    connection.sendall(kind)
         finally:
-            self._places.release()
+            self._sockets_by_port.release()
 
     def _echo(self, listening: socket.socket) -> None:
         """Answers datagrams that contain the proof with a short one, so that nothing is amplified."""
@@ -216,31 +216,31 @@ class Probe:
         with socket.socket(family, socket.SOCK_DGRAM) as to, contextlib.suppress(OSError):
             to.bind((self._address, 0))
             to.connect((address, port))
-            answered = self._asked(to, range(DATAGRAMS), 0)
+            answered = self._count_answers(to, range(DATAGRAMS), 0)
             if not answered:
                 return {}  # datagrams are filtered, which does not affect TCP
             if answered < DATAGRAMS:  # a busy host may miss some; a bad link loses some in a second trial, too
-                answered = max(answered, self._asked(to, range(DATAGRAMS, 2 * DATAGRAMS), 0))
+                answered = max(answered, self._count_answers(to, range(DATAGRAMS, 2 * DATAGRAMS), 0))
             result = {"loss": 1 - answered / DATAGRAMS}
             if family == socket.AF_INET:
                 to.setsockopt(socket.IPPROTO_IP, _MTU_DISCOVER, _PROBE)
                 result["mtu"] = min(to.getsockopt(socket.IPPROTO_IP, _MTU), 9000)
                 size = result["mtu"] - _IP_UDP_HEADERS - 4 - _MAC
-                result["large"] = self._asked(to, range(2 * DATAGRAMS, 2 * DATAGRAMS + LARGE), size) / LARGE
+                result["large"] = self._count_answers(to, range(2 * DATAGRAMS, 2 * DATAGRAMS + LARGE), size) / LARGE
             return result
         return {}
 
-    def _asked(self, to: socket.socket, numbers: range, padding: int) -> int:
+    def _count_answers(self, address: socket.socket, numbers: range, padding: int) -> int:
         """Returns how many of some datagrams are answered; sends a few at a time, as the peer may miss a flood."""
         missing = set(numbers)
         at_once = 1 if padding else AT_ONCE  # one by one: a slow link drops several large ones that arrive at once
         for sent, number in enumerate(numbers, 1):
             head = struct.pack("!I", number)
             with contextlib.suppress(OSError):
-                to.send(head + self._proof(b"ask", head) + bytes(padding))
+                address.send(head + self._proof(b"ask", head) + bytes(padding))
             if sent % at_once == 0:
-                self._answers(to, missing, 0.05, len(numbers) - sent)
-        self._answers(to, missing, 1.0)
+                self._answers(address, missing, 0.05, len(numbers) - sent)
+        self._answers(address, missing, 1.0)
         return len(numbers) - len(missing)
 
     def _answers(self, to: socket.socket, missing: set[int], seconds: float, unsent: int = 0) -> None:
@@ -257,44 +257,44 @@ class Probe:
                 missing.discard(struct.unpack("!I", data[:4])[0])
 
 
-def _receive_exactly(to: socket.socket, count: int) -> bytes:
-    until, data = time.monotonic() + to.gettimeout(), b""
+def _receive_exactly(connection: socket.socket, count: int) -> bytes:
+    until, data = time.monotonic() + connection.gettimeout(), b""
     while len(data) < count:
         if time.monotonic() > until:
             raise TimeoutError("timed out")
-        part = to.recv(count - len(data))
+        part = connection.recv(count - len(data))
         if not part:
             raise ValueError("the other end closed the connection")
         data += part
     return data
 
 
-def _drain(to: socket.socket, until: float) -> None:
+def _drain(connection: socket.socket, until: float) -> None:
     """Receives bytes up to one that is not 0."""
-    while time.monotonic() < until and (data := to.recv(2**18)):
+    while time.monotonic() < until and (data := connection.recv(2**18)):
         if data[-1]:
             return
 
 
-def _round_trips(to: socket.socket) -> float:
+def _measure_round_trips(connection: socket.socket) -> float:
     taken = []
     for _ in range(PINGS):
         began = time.monotonic()
-        to.sendall(b"p")
-        _receive_exactly(to, 1)
+        connection.sendall(b"p")
+        _receive_exactly(connection, 1)
         taken.append(time.monotonic() - began)
     return statistics.median(taken)
 
 
-def _sent(to: socket.socket) -> float:
+def _measure_rate(connection: socket.socket) -> float:
     """Returns the bytes per second, measured over half of a step's timeout at most."""
     began, count = time.monotonic(), 0
-    to.sendall(b"b")
-    while count < BULK_BYTES and time.monotonic() < began + to.gettimeout() / 2:
-        to.sendall(CHUNK)
+    connection.sendall(b"b")
+    while count < BULK_BYTES and time.monotonic() < began + connection.gettimeout() / 2:
+        connection.sendall(CHUNK)
         count += len(CHUNK)
-    to.sendall(b"\1")
-    _receive_exactly(to, 1)
+    connection.sendall(b"\1")
+    _receive_exactly(connection, 1)
     return count / (time.monotonic() - began)
 
 

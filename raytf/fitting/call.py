@@ -80,15 +80,15 @@ class Call:
         scaling_config: ScalingConfig,
         run_config: RunConfig,
         parts: dict[str, arrays.RowData],
-        keeping: NamedFitCheckpoints | None = None,
+        checkpoints: NamedFitCheckpoints | None = None,
         phases: phases_module.Phases | None = None,
     ):
         self._phases = phases or phases_module.Phases(None)
         self._model, self._scaling, self._run = model, scaling_config, run_config
-        self._parts, self._keeping = parts, keeping
+        self._parts, self._checkpoints = parts, checkpoints
         self._files: dict[str, bytes] | None = None
-        self._ending: Ending | None = None
-        self._found: dict[str, Any] = {}
+        self._stop_request: Ending | None = None
+        self._resume_from: dict[str, Any] = {}
         self._group: warm.WarmGroup | None = None
         self._last: dict | None = None  # the state for the model
         self._ends = contextlib.ExitStack()
@@ -114,8 +114,8 @@ class Call:
             return
         self._connect()
         self._phases.begin(phases_module.READING)
-        self._found = ingest.read_all(datasets, "auto", self._scaling, self._parts["train"].batch.roles)
-        for name, dataset in self._found.items():
+        self._resume_from = ingest.read_all(datasets, "auto", self._scaling, self._parts["train"].batch.roles)
+        for name, dataset in self._resume_from.items():
             if isinstance(dataset, TFData):
                 continue
             if not dataset.rows:
@@ -127,11 +127,11 @@ class Call:
             self._phases.begin(phases_module.starting_phase())
         self._scaling = placed(self._scaling, resources.run_bundles(self._scaling), keep_idle=True)
         if not self._connected:  # a Ray started here handles SIGTERM itself; SIGINT is Python's KeyboardInterrupt
-            signals = (signal.SIGTERM,) if self._keeping is None else (signal.SIGTERM, signal.SIGINT)
-            self._ending = self._ends.enter_context(Ending(after_step=False, signals=signals, at_once=_AT_ONCE))
-            if self._keeping is not None:
-                self._ends.enter_context(self._keeping.lock())
-                self._ending.record(self._keeping.run.filesystem, self._keeping.run.path)
+            signals = (signal.SIGTERM,) if self._checkpoints is None else (signal.SIGTERM, signal.SIGINT)
+            self._stop_request = self._ends.enter_context(Ending(after_step=False, signals=signals, at_once=_AT_ONCE))
+            if self._checkpoints is not None:
+                self._ends.enter_context(self._checkpoints.lock())
+                self._stop_request.record(self._checkpoints.run.filesystem, self._checkpoints.run.path)
             self._connected = True
         resources.check_cluster(self._scaling)
 
@@ -145,7 +145,7 @@ class Call:
             table = part.table.slice(0, _FIRST_ROWS)
             blocks = StoredDataset([table], [table.num_rows], list(table.column_names))
         else:
-            dataset = self._found[name]
+            dataset = self._resume_from[name]
             if isinstance(dataset, TFData):
                 sampling = Sampling(global_batch=dataset.looked.rows, shuffle="none")
                 return open_feed(dataset, part.batch, sampling, name=name, told={"steps": 1})
@@ -212,7 +212,7 @@ class Call:
         self._values = sent.values()
         self.objects = sent.joined(own)
 
-    def going_on(self, seed: int, batch: int, arguments: dict, shown: bool = True) -> tuple[int, dict]:
+    def resume_state(self, seed: int, batch: int, arguments: dict, shown: bool = True) -> tuple[int, dict]:
         """Returns the seed and the state to resume from, if a checkpoint of the same training exists.
 
         Args:
@@ -227,16 +227,18 @@ class Call:
         Raises:
             ConfigError: There is a checkpoint of another training.
         """
-        if self._keeping is None:
+        if self._checkpoints is None:
             return seed, {}
         self._connect()
-        rows = {name: 0 if isinstance(dataset, TFData) else sum(dataset.rows) for name, dataset in self._found.items()}
+        rows = {
+            name: 0 if isinstance(dataset, TFData) else sum(dataset.rows) for name, dataset in self._resume_from.items()
+        }
         if shown:
-            print(f"run     {self._keeping.where}", flush=True)
+            print(f"run     {self._checkpoints.where}", flush=True)
         run_identity = training_identity(self._model, self._parts, rows, batch, arguments)
-        self._files, state = self._keeping.newest(run_identity)
+        self._files, state = self._checkpoints.newest(run_identity)
         return (seed if state is None else state.seed), {
-            "checkpoint_every": self._keeping.every,
+            "checkpoint_every": self._checkpoints.every,
             "identity": run_identity,
         }
 
@@ -247,7 +249,7 @@ class Call:
         self._connect()
         rows = {}
         for name, part in self._parts.items():
-            blocks = self._found.get(name) or part.stored()
+            blocks = self._resume_from.get(name) or part.stored()
             order = shuffle if name == "train" else "none"
             if order == "full" and isinstance(blocks, streamed.StreamedDataset):
                 order = "window"
@@ -276,14 +278,14 @@ class Call:
         try:
             self._phases.begin(phases_module.WORKERS)
             self._group = warm.take_group(self._scaling, self._run, setup)
-            proving = self._proving(work, self._group)
+            proving = self._start_verification(work, self._group)
             if proving is not None and self.verify == "error":
                 proving.wait(timeouts.get().verify_error)
             group, known = self._group, self._sending["key"] == self._group.model
             sending = fit_worker.SentModel(data=None if known else self._data, **self._sending)
             group.model = self._sending["key"]
             work_config = {"work": fit_worker.CallWork(model=sending, board=board, **work)}
-            mid_epoch = None if self._keeping is None else self._keeping.within
+            mid_epoch = None if self._checkpoints is None else self._checkpoints.within
             more = {"within": mid_epoch, "heals": _HEALS if work.get("heals") else 0}
             run = TrialRun(train=fit_worker.run_call, config=work_config, name=work["do"], files=self._files, **more)
 
@@ -295,7 +297,7 @@ class Call:
 
             group.worker_group.begin(run, anew)
             self._phases.begin(_DOES.get(work["do"]))
-            with self._ending.calls(self._heard) if mid_epoch is not None else contextlib.nullcontext():
+            with self._stop_request.calls(self._ignore_signal) if mid_epoch is not None else contextlib.nullcontext():
                 why = None if mid_epoch is None else self._why_end
                 while (reports := group.worker_group.go_on(why)) is not None:
                     if proving is not None:
@@ -320,37 +322,37 @@ class Call:
             if self._group is not None:
                 if work["do"] == "fit" and (not well or self._group.worker_group.ended is not None):
                     self._last = self._last_epoch()
-                self._end(well)
+                self._end_group(well)
         if proving is not None:
             proving.wait(_PROOF_INTERVAL, more=True)
 
-    def _proving(self, work: dict, group: warm.WarmGroup) -> BackgroundVerification | None:
+    def _start_verification(self, work: dict, group: warm.WarmGroup) -> BackgroundVerification | None:
         """Starts a comparison of two workers with one process, unless this group has compared the model before."""
         key, several = self._sending["key"], self._scaling.num_workers > 1
-        if not self.verify or not several or (key in group.proven and self.verify != "error"):
+        if not self.verify or not several or (key in group.verified and self.verify != "error"):
             return None
-        group.proven.add(key)
+        group.verified.add(key)
         blocks = {name: rows.dataset.first().here() for name, rows in work["rows"].items()}
         sending = fit_worker.SentModel(data=self._data, **self._sending)
         return BackgroundVerification(self._scaling, self._run, self.verify, sending, work["rows"], blocks)
 
-    def _heard(self) -> None:
+    def _ignore_signal(self) -> None:
         """Does nothing: `_why_end` detects the first signal at its next poll."""
 
     def _why_end(self) -> str | None:
-        return None if self._ending.number is None else ending.STOP
+        return None if self._stop_request.number is None else ending.STOP
 
     def _raise_stopped(self, step: int) -> None:
         """Raises StoppedError after a signal ended the training at a step."""
-        last = self._keeping.last()
+        last = self._checkpoints.last()
         if last < step:
             kept = f"step {last}" if last else "none"
             text = f"it was to end, and did after step {step}, which is not kept; the last that is: {kept}"
             raise TrainingError(None, text)
         progress_text = (
-            f"ended after step {step}, which is kept; the same call with name={self._keeping.run.name!r} resumes"
+            f"ended after step {step}, which is kept; the same call with name={self._checkpoints.run.name!r} resumes"
         )
-        raise StoppedError(self._ending.number, progress_text, step)
+        raise StoppedError(self._stop_request.number, progress_text, step)
 
     def _last_epoch(self) -> dict | None:
         """Returns a worker's state after the last complete epoch; None if there is none, or no such worker remains."""
@@ -366,7 +368,7 @@ class Call:
                     return state
         return None
 
-    def _end(self, well: bool) -> None:
+    def _end_group(self, well: bool) -> None:
         group, self._group = self._group, None
         warm.keep_group(group) if well else group.close()
 
@@ -378,25 +380,25 @@ class Call:
         happened: list[events.RunEvent] = []
         try:
             with events.recorded(happened.append):
-                for reports in self._shown(work, board):
+                for reports in self._show_progress(work, board):
                     if reports[0].get("ended"):
                         self._last = reports[0]
         finally:
             if board is not None:
                 board.clear()
             if self._last is not None:
-                self._learn(self._last, users, history)
+                self._apply_report(self._last, users, history)
         model.history = history
         vars(history)["events"] = happened
-        if self._keeping is not None:
-            self._keeping.forget()
+        if self._checkpoints is not None:
+            self._checkpoints.forget()
             if verbose:
                 for line in results.summary(*_rows(history)):
                     print(line, flush=True)
                 print("model   has the trained weights; the checkpoints of the run, which has ended, are removed")
         return history
 
-    def _shown(self, work: dict, board):
+    def _show_progress(self, work: dict, board):
         if board is None:
             yield from self.reports(work)
             return
@@ -404,11 +406,11 @@ class Call:
         with progress.ProgressLine(board, phases_module.console()):
             yield from self.reports(work, board)
 
-    def _learn(self, told: dict, users: Sequence, history) -> None:
+    def _apply_report(self, report: dict, users: Sequence, history) -> None:
         """Assigns the chief's report to the objects of this process."""
-        self.objects.assign(told["values"])
+        self.objects.assign(report["values"])
         optimizers = model_optimizers.of(self._model)
-        for name, (kind, trained, values) in told["built"].items():
+        for name, (kind, trained, values) in report["built"].items():
             optimizer = optimizers.get(name)
             if optimizer is None or None in trained:
                 warnings.warn(
@@ -427,21 +429,21 @@ class Call:
                 continue
             for variable, value in zip(optimizer.variables, values, strict=True):
                 variable.assign(np.array(value))
-        if "callbacks" in told:
-            transport.apply_attributes(users, told["callbacks"], self.objects)
-            if lost := [name for name in told["lost"] if not name.split(".", 1)[1].startswith("_")]:
+        if "callbacks" in report:
+            transport.apply_attributes(users, report["callbacks"], self.objects)
+            if lost := [name for name in report["lost"] if not name.split(".", 1)[1].startswith("_")]:
                 warnings.warn(f"What does not pickle stays on the workers: {', '.join(lost)}", stacklevel=5)
         for callback in users:
             vars(callback)["_model"] = self._model
-        vars(history).update(_model=self._model, params=told.get("params"))
-        history.history, history.epoch = told["history"]
+        vars(history).update(_model=self._model, params=report.get("params"))
+        history.history, history.epoch = report["history"]
 
     def close(self) -> None:
         """Ends workers that are still busy, and releases prefetched data."""
         try:
             if self._group is not None:
-                self._end(well=False)
-            streamed.close(self._found)
+                self._end_group(well=False)
+            streamed.close(self._resume_from)
         finally:
             self._phases.close()
             self._ends.__exit__(*sys.exc_info())

@@ -201,7 +201,7 @@ def fit(
         order_arguments = {"initial_epoch": initial_epoch, "shuffle": order} | (
             {"drop_remainder": True} if drops else {}
         )
-        seed, more = call.going_on(make_default_seed(), batch, order_arguments, bool(verbose))
+        seed, more = call.resume_state(make_default_seed(), batch, order_arguments, bool(verbose))
         arguments = {"epochs": epochs, "initial_epoch": initial_epoch, "validation_freq": validation_freq}
         more |= {"heals": workers.num_workers > 1 and goes_on == "step", "nan": nan}
         if goes_on == "epoch" and checkpoint_every == "auto" and keeping is not None:
@@ -355,14 +355,14 @@ def predict(
 # ------------------------------------------------------------------------------------------ predictions
 
 
-def _in_order(told: list[dict]) -> tuple[Any, list[np.ndarray]] | None:
+def _in_order(reports: list[dict]) -> tuple[Any, list[np.ndarray]] | None:
     """Returns (the outputs' structure of indices, an array for each index) of all workers' steps."""
     flat: list[list[np.ndarray]] = []
-    for step in zip(*(report["parts"] for report in told), strict=True):
+    for step in zip(*(report["parts"] for report in reports), strict=True):
         flat += [arrays for rows, arrays in step if rows]
     if not flat:
         return None
-    like = next(report["like"] for report in told if report["like"] is not None)
+    like = next(report["like"] for report in reports if report["like"] is not None)
     return like, [np.concatenate(parts) for parts in zip(*flat, strict=True)]
 
 

@@ -38,7 +38,7 @@ class FitTraining(Training):
     everything: Any
 
 
-class OwnValues(TrainingPart):
+class CallbackValues(TrainingPart):
     """Gives the values of callbacks' own variables to a replacement worker.
 
     Args:
@@ -91,7 +91,7 @@ class EpochReport(TrainingPart):
 
 # The driver holds an epoch's state before a checkpoint within the next one can be requested.
 _AFTER = PARTS.index(EpochReports) + 1
-TABLE = (OwnValues, *PARTS[:_AFTER], EpochReport, *PARTS[_AFTER:])
+TABLE = (CallbackValues, *PARTS[:_AFTER], EpochReport, *PARTS[_AFTER:])
 
 
 def last_epoch() -> dict:

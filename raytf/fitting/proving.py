@@ -48,12 +48,12 @@ class BackgroundVerification:
         rows: Mapping[str, FitDataset],
         blocks: Mapping[str, StoredDataset],
     ):
-        self._word, self._proof, self._told = word, None, False
-        self._more = False
+        self._subject, self._outcome, self._reported = word, None, False
+        self._extra_wait = False
         few = {name: verify.few_rows(block) for name, block in blocks.items()}
         size = sum(getattr(value, "nbytes", 0) for value in sending.values.values())
         if few["train"] is None or size > _MOST_BYTES:
-            self._proof = verify.Proof(skipped="one row" if few["train"] is None else f"{size >> 20} MiB of weights")
+            self._outcome = verify.Proof(skipped="one row" if few["train"] is None else f"{size >> 20} MiB of weights")
             self._thread = None
             return
         parts = {name: (rows[name].batch, rows[name].structure, selected) for name, selected in few.items() if selected}
@@ -63,9 +63,9 @@ class BackgroundVerification:
 
     def look(self) -> None:
         """Warns of the outcome, once it is known."""
-        if self._proof is not None and not self._told:
-            self._told = True
-            verify.tell(self._proof, self._word)
+        if self._outcome is not None and not self._reported:
+            self._reported = True
+            verify.tell(self._outcome, self._subject)
 
     def wait(self, seconds: float, more: bool = False) -> None:
         """Waits for the outcome, and warns of it.
@@ -79,16 +79,16 @@ class BackgroundVerification:
         """
         if self._thread is not None:
             self._thread.join(seconds)
-        if self._proof is None and self._word == "error":
-            self._proof = verify.Proof(failed=f"no end after {seconds:g} s")
-        self._more = more
+        if self._outcome is None and self._subject == "error":
+            self._outcome = verify.Proof(failed=f"no end after {seconds:g} s")
+        self._extra_wait = more
         self.look()
-        if more and not self._told:
+        if more and not self._reported:
             atexit.register(self._give_up)
 
     def _give_up(self) -> None:
         """Warns at the end of this process that the outcome is unknown."""
-        self._proof = self._proof or verify.NOT_IN_TIME
+        self._outcome = self._outcome or verify.NOT_IN_TIME
         self.look()
 
     def _run(self, scaling_config, run_config, sending: SentModel, parts: dict) -> None:
@@ -101,14 +101,16 @@ class BackgroundVerification:
                 importing, settings = process.execute.remote(_import_at_low_priority), timeouts.get()
                 collect_answers([importing], settings.imports, "its imports", names=["a process"])
                 call = process.execute.remote(
-                    timeouts.call_with, settings, compare_workers, sending, parts, self._word == "warn"
+                    timeouts.call_with, settings, compare_workers, sending, parts, self._subject == "warn"
                 )
-                (self._proof,) = collect_answers([call], settings.verify_error + 60, "its outcome", names=["a process"])
+                (self._outcome,) = collect_answers(
+                    [call], settings.verify_error + 60, "its outcome", names=["a process"]
+                )
             finally:
                 ray.kill(process)
         except Exception as error:
-            self._proof = self._proof or verify.Proof(failed=one_line(error))
-        if self._more:
+            self._outcome = self._outcome or verify.Proof(failed=one_line(error))
+        if self._extra_wait:
             atexit.unregister(self._give_up)
             self.look()
 

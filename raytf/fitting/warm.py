@@ -53,7 +53,7 @@ class WarmGroup:
     def __init__(self, scaling_config, run_config, setup):
         self.key = _key(scaling_config, run_config, setup)
         self.model: str | None = None
-        self.proven: set[str] = set()
+        self.verified: set[str] = set()
         self._warned = Entries("warned")
         self._reservation = Reservation({}, cleaned=True)
         workers, per_bundle = scaling_config.num_workers, resources_per_worker(scaling_config)
@@ -68,7 +68,7 @@ class WarmGroup:
             self._reservation.drop()
             raise
 
-    def answers(self) -> bool:
+    def is_alive(self) -> bool:
         """Whether all workers are alive."""
         try:
             collect_answers(
@@ -119,7 +119,7 @@ class _IdleGroup:
         self._lock = threading.Lock()
         self._group: WarmGroup | None = None
         self._session = ""
-        self._since = 0.0
+        self._stored_at = 0.0
         self._watch: threading.Thread | None = None
 
     def take(self) -> WarmGroup | None:
@@ -132,9 +132,9 @@ class _IdleGroup:
 
     def put(self, group: WarmGroup) -> None:
         with self._lock:
-            self._group, self._session, self._since = group, _session(), time.monotonic()
+            self._group, self._session, self._stored_at = group, _session(), time.monotonic()
             if self._watch is None or not self._watch.is_alive():
-                self._watch = threading.Thread(target=self._look_on, name="raytf-warm", daemon=True)
+                self._watch = threading.Thread(target=self._watch_group, name="raytf-warm", daemon=True)
                 self._watch.start()
 
     def clear(self) -> None:
@@ -144,14 +144,14 @@ class _IdleGroup:
             with contextlib.suppress(ray.exceptions.RayError, ConnectionError):
                 group.close()
 
-    def _look_on(self) -> None:
+    def _watch_group(self) -> None:
         while True:
             time.sleep(_LOOK_INTERVAL)
             with self._lock:
                 if self._group is None:
                     self._watch = None
                     return
-                late = time.monotonic() - self._since > _IDLE_INTERVAL
+                late = time.monotonic() - self._stored_at > _IDLE_INTERVAL
             try:
                 if late or not ray.is_initialized() or is_wanted():
                     self.clear()
@@ -181,7 +181,7 @@ def take_group(scaling_config, run_config, setup) -> WarmGroup:
         scaling_config, run_config, setup: Configs of the workers.
     """
     group = _idle.take()
-    if group is not None and group.key == _key(scaling_config, run_config, setup) and group.answers():
+    if group is not None and group.key == _key(scaling_config, run_config, setup) and group.is_alive():
         return group
     if group is not None:
         group.close()

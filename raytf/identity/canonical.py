@@ -179,7 +179,7 @@ class _Describer:
 
     def __init__(self, left_out: frozenset[str]):
         self._left_out = left_out
-        self._seen: dict[int, Any] = {}  # keeps the objects alive, so that their ids stay unique
+        self._visited: dict[int, Any] = {}  # keeps the objects alive, so that their ids stay unique
 
     def of(self, value: Any, depth: int) -> Any:
         if value is None or isinstance(value, bool):
@@ -263,8 +263,8 @@ class _Describer:
         """Returns {"code": a hash of the functions' bytecode, "reads": the values that they use, by name}."""
         reads: dict[str, Any] = {}
         for function in functions.values():
-            if id(function) not in self._seen:
-                self._seen[id(function)] = function
+            if id(function) not in self._visited:
+                self._visited[id(function)] = function
                 for name, value in _read(function):
                     reads.setdefault(name, self.of(value, depth))
         parts = [[name, _instructions(function.__code__)] for name, function in sorted(functions.items())]
@@ -273,9 +273,9 @@ class _Describer:
 
     def class_code(self, kind: type, depth: int) -> dict[str, Any]:
         users = [base for base in kind.__mro__ if not is_installed(base.__module__)]
-        if not users or id(kind) in self._seen:
+        if not users or id(kind) in self._visited:
             return {}
-        self._seen[id(kind)] = kind
+        self._visited[id(kind)] = kind
         functions, constants = {}, {}
         for base in reversed(users):
             for name, member in vars(base).items():
@@ -295,9 +295,9 @@ class _Describer:
         if hasattr(value, "numpy") and hasattr(value, "dtype"):
             is_variable = hasattr(value, "assign")  # a variable's value changes in training
             return description if is_variable else self._array(np.asarray(value), depth)
-        if is_part_of_model(value) or kind.__name__ == "SeedGenerator" or id(value) in self._seen:
+        if is_part_of_model(value) or kind.__name__ == "SeedGenerator" or id(value) in self._visited:
             return description
-        self._seen[id(value)] = value
+        self._visited[id(value)] = value
         if isinstance(value, types.SimpleNamespace) or (kind.__module__, kind.__name__) == ("argparse", "Namespace"):
             return description | self._dict(vars(value), depth)
         if hasattr(value, "get_config") or not is_installed(kind.__module__):

@@ -31,7 +31,7 @@ class AccessTrackingConfig(dict):
         self.defaults: dict[str, Any] = {}
         self.missing: set[str] = set()
 
-    def _noted(self, key, default=None):
+    def _record(self, key, default=None):
         self.read.add(key)
         if not dict.__contains__(self, key):
             self.defaults.setdefault(key, default)
@@ -47,15 +47,15 @@ class AccessTrackingConfig(dict):
         return super().__contains__(key)
 
     def get(self, key, default=None):
-        self._noted(key, default)
+        self._record(key, default)
         return super().get(key, default)
 
     def pop(self, key, *default):
-        self._noted(key, *default)
+        self._record(key, *default)
         return super().pop(key, *default)
 
     def setdefault(self, key, default=None):
-        self._noted(key, default)
+        self._record(key, default)
         return super().setdefault(key, default)
 
     def __reduce__(self):

@@ -65,7 +65,7 @@ def main(arguments: list[str]) -> None:
     ring.keep_token(os.read(order.alive, ring.TOKEN_BYTES))
     threading.Thread(target=_end_with, args=(order.alive,), daemon=True).start()
     threading.Thread(target=_answer, args=(order.asked,), daemon=True).start()
-    activity.tracker.train_here()
+    activity.tracker.register_thread()
     if order.cores:
         cores.adopt_cores(order.cores)
     if not legacy_keras.is_enabled():
@@ -86,9 +86,9 @@ def _end_with(pipe: int) -> None:
     os.killpg(0, signal.SIGKILL)
 
 
-def _answer(asked: int) -> None:
+def _answer(requests: int) -> None:
     """Answers requests of one byte with a line of JSON: the training's snapshot, or its stack."""
-    with socket.socket(fileno=asked) as parent, contextlib.suppress(OSError):  # the parent may have ended
+    with socket.socket(fileno=requests) as parent, contextlib.suppress(OSError):  # the parent may have ended
         while question := parent.recv(1):
             answer = activity.snapshot() if question == TOLD else activity.stack()
             parent.sendall(json.dumps(answer).encode() + b"\n")

@@ -24,7 +24,7 @@ from raytf.launch.spec import LaunchSpec
 from raytf.runtime import cores, resources, roles, settings, shared_folders
 from raytf.runtime.answers import NoAnswerError, collect_answers, in_completion_order
 from raytf.runtime.connection import connect, resolve_address
-from raytf.runtime.hang_watch import HangWatch
+from raytf.runtime.hang_watch import HangMonitor
 from raytf.runtime.roles import Task, TaskExit
 
 # Seconds between two checks for silent tasks. The pause of a driver that was itself stopped counts no more than twice
@@ -100,15 +100,15 @@ class ScriptCluster:
     def __init__(self, script: LaunchSpec):
         self._script, self._tasks = script, script.tasks()
         self._group, self._runners = None, {}
-        self._places: dict[Task, TaskLocation] = {}
+        self._locations: dict[Task, TaskLocation] = {}
         self._numbers: dict[Task, int] = {}  # of the script that runs for a task now: `TaskRunner.start`
-        self._asked: dict[object, Task] = {}  # pending results of `TaskRunner.follow`
+        self._requests: dict[object, Task] = {}  # pending results of `TaskRunner.follow`
         self._silent: dict[Task, float] = {}  # seconds since the request to a task's runner
-        self._heard = 0.0
+        self._answered_at = 0.0
         self._lost: set[Task] = set()  # tasks whose runner does not answer
-        self._told: set[str] = set()
+        self._reported_folders: set[str] = set()
         self._restarts = 0
-        self._hangs: HangWatch | None = None
+        self._hangs: HangMonitor | None = None
         self._ranks: dict[int, Task] = {}
         self._width = max(len(str(task)) for task in self._tasks)
 
@@ -118,13 +118,13 @@ class ScriptCluster:
             if not self._runners:
                 self._open()
             self._start(self._tasks)
-            with self._watching():
-                exits, lost = self._follow()
+            with self._hang_detection():
+                exits, lost = self._run_until_decided()
             first = roles.first_failure(exits)
             if first is None:
                 self._end(exits)
                 return 0
-            self._explain(first, exits)
+            self._describe_failure(first, exits)
             if self._restarts == self._script.max_restarts:
                 return exits[first].status
             self._restarts += 1
@@ -151,18 +151,18 @@ class ScriptCluster:
         """Starts tasks: all with new addresses, or one at its former address."""
         if len(tasks) == len(self._tasks):
             folder = shared_folders.describe_folder(os.getcwd())
-            wanted = timeouts.get(), self._script.listening(), self._script.to_claim()
+            wanted = timeouts.get(), self._script.listening(), self._script.cores_to_claim()
             refs = [self._runners[task].reserve.remote(folder, *wanted) for task in tasks]
             locations = self._answers(tasks, refs, timeouts.get().process_start, "the start of its process")
-            self._places = dict(zip(tasks, locations, strict=True))
-            self._configs = roles.environment({task: location.address for task, location in self._places.items()})
-            places = self._places.values()
+            self._locations = dict(zip(tasks, locations, strict=True))
+            self._configs = roles.environment({task: location.address for task, location in self._locations.items()})
+            places = self._locations.values()
             agreed = cores.agree_on_pinning(
                 [location.address for location in places], [location.claimed for location in places]
             )
-            self._pinned = dict(zip(self._places, agreed, strict=True))
+            self._pinned = dict(zip(self._locations, agreed, strict=True))
             self._token = ring.new_token()
-            self._tell_folders(folder.path)
+            self._report_folders(folder.path)
         script = self._script
         path = script.script if script.module else self._path()
         frozen_s = script.frozen_after or math.inf
@@ -177,12 +177,12 @@ class ScriptCluster:
             )
             for task in tasks
         ]
-        self._asked = {ref: task for ref, task in self._asked.items() if task not in tasks}
+        self._requests = {ref: task for ref, task in self._requests.items() if task not in tasks}
         self._numbers |= zip(
             tasks, self._answers(tasks, refs, timeouts.get().script_start, "the start of its script"), strict=True
         )
         for task in tasks:
-            self._ask(task)
+            self._request(task)
 
     def _answers(self, tasks: Sequence[Task], refs: list, seconds: float, what: str) -> list:
         """Returns the runners' results; reports which ones are pending.
@@ -198,15 +198,15 @@ class ScriptCluster:
             seconds,
             what,
             names=[str(task) for task in tasks],
-            look=late,
+            check=late,
             failure=lambda name, error: StartError(f"{name} did not start: {one_line(error)}"),
         )
 
-    def _tell_folders(self, here: str) -> None:
+    def _report_folders(self, folder: str) -> None:
         """Reports, once per host, the script's folder there if it is not the current one."""
-        for task in self._places.values():
-            if task.folder != here and task.host not in self._told:
-                self._told.add(task.host)
+        for task in self._locations.values():
+            if task.folder != folder and task.host not in self._reported_folders:
+                self._reported_folders.add(task.host)
                 _print(
                     f"{task.host} does not see the current folder; the script runs there in a copy, {task.folder}, "
                     "and what it writes into it stays there"
@@ -218,7 +218,7 @@ class ScriptCluster:
         return os.path.abspath(self._script.script) if path.startswith(os.pardir) else path
 
     @contextlib.contextmanager
-    def _watching(self) -> Iterator[None]:
+    def _hang_detection(self) -> Iterator[None]:
         """Runs hang detection if all workers make steps together."""
         tasks = [task for task in self._tasks if task.role in ("chief", "worker")]
         if self._script.num_ps or not self._script.hang_timeout:
@@ -237,7 +237,7 @@ class ScriptCluster:
         first = max(limit, settings.FIRST_STEP_TIMEOUT)
         self._ranks = dict(enumerate(tasks))
         names = {rank: str(task) for rank, task in self._ranks.items()}
-        self._hangs = HangWatch(
+        self._hangs = HangMonitor(
             execute, places, limit, first, lambda event: _print(str(event)), names, through_others=True
         )
         try:
@@ -246,13 +246,13 @@ class ScriptCluster:
             self._hangs.close()
             self._hangs = None
 
-    def _hanging(self, exits: Mapping[Task, TaskExit]) -> dict[Task, TaskExit]:
+    def _hung_tasks(self, exits: Mapping[Task, TaskExit]) -> dict[Task, TaskExit]:
         """Returns tasks that end the run because they hang."""
         if self._hangs is None:
             return {}
         for rank, task in self._ranks.items():
             if task in exits:
-                self._hangs.over(rank)
+                self._hangs.record_finished(rank)
         hanging = {self._ranks[rank]: error for rank, error in self._hangs.ended.items()}
         return {
             task: TaskExit(-signal.SIGKILL, why=f"hangs: {error}")
@@ -260,12 +260,12 @@ class ScriptCluster:
             if task not in exits
         }
 
-    def _follow(self) -> tuple[dict[Task, TaskExit], bool]:
+    def _run_until_decided(self) -> tuple[dict[Task, TaskExit], bool]:
         """Prints the tasks' output until the run is decided; returns (exits in order, whether an actor was lost)."""
         exits: dict[Task, TaskExit] = {}
         lost, until = False, None
-        while self._asked:
-            for task, end, gone in self._hear():
+        while self._requests:
+            for task, end, gone in self._receive():
                 lost = lost or gone
                 if (
                     end.code
@@ -276,14 +276,14 @@ class ScriptCluster:
                     self._start([task])
                 else:
                     exits[task] = end
-            exits |= self._hanging(exits)
+            exits |= self._hung_tasks(exits)
             first = roles.first_failure(exits)
             if first is not None:
                 until = until or time.monotonic() + timeouts.get().task_cause
                 if not exits[first].is_consequence():
                     break
                 if time.monotonic() >= until:
-                    exits |= self._standing(exits)
+                    exits |= self._stopped_tasks(exits)
                     break
             elif roles.ends_run(self._tasks) <= exits.keys():
                 break
@@ -296,33 +296,33 @@ class ScriptCluster:
         _print(f"{task} failed ({end.reason()}); restart {self._restarts} of {self._script.max_restarts}: it alone")
         return True
 
-    def _ask(self, task: Task) -> None:
-        self._asked[self._runners[task].follow.remote(self._numbers[task])] = task
+    def _request(self, task: Task) -> None:
+        self._requests[self._runners[task].follow.remote(self._numbers[task])] = task
         self._silent[task] = 0.0
 
-    def _hear(self) -> list[tuple[Task, TaskExit, bool]]:
+    def _receive(self) -> list[tuple[Task, TaskExit, bool]]:
         """Prints new output of tasks; returns (task, exit, whether its actor was lost) of those that have ended."""
-        done, silent = [], list(self._asked)
+        done, silent = [], list(self._requests)
         if silent:
             ray.wait(silent, timeout=_TICK_INTERVAL)
             done, silent = ray.wait(silent, num_returns=len(silent), timeout=0)  # all that have answered, not one
         ended = []
         for ref in done:
-            task = self._asked.pop(ref)
+            task = self._requests.pop(ref)
             end, gone = self._show(task, ref)
             if end is None:
-                self._ask(task)
+                self._request(task)
             else:
                 ended.append((task, end, gone))
         current_time = time.monotonic()
-        passed, self._heard = min(current_time - self._heard, 2 * _TICK_INTERVAL), current_time
+        passed, self._answered_at = min(current_time - self._answered_at, 2 * _TICK_INTERVAL), current_time
         for ref in silent:
-            task = self._asked[ref]
+            task = self._requests[ref]
             self._silent[task] += passed
             if self._silent[task] >= BEAT_INTERVAL + timeouts.get().host_silent:
-                del self._asked[ref]
+                del self._requests[ref]
                 self._lost.add(task)
-                why = f"its host {self._places[task].host}, or Ray's process there, gives no answer: frozen or gone"
+                why = f"its host {self._locations[task].host}, or Ray's process there, gives no answer: frozen or gone"
                 ended.append((task, TaskExit(-signal.SIGKILL, why=why), True))
         return ended
 
@@ -331,7 +331,7 @@ class ScriptCluster:
         try:
             events = ray.get(ref)
         except RayActorError as error:
-            why = f"its host {self._places[task].host}, or Ray's process there, was lost: {first_line(error)}"
+            why = f"its host {self._locations[task].host}, or Ray's process there, was lost: {first_line(error)}"
             return TaskExit(-signal.SIGKILL, why=why), True
         for kind, value in events:
             if kind == "exit":
@@ -342,7 +342,7 @@ class ScriptCluster:
                 click.echo(f"{name} {value}", err=kind == "stderr")
         return None, False
 
-    def _standing(self, exits: Mapping[Task, TaskExit]) -> dict[Task, TaskExit]:
+    def _stopped_tasks(self, exits: Mapping[Task, TaskExit]) -> dict[Task, TaskExit]:
         """Returns tasks whose process is stopped now: others may fail before the stop has lasted long enough."""
         refs = [self._runners[task].stands.remote() for task in self._tasks if task not in exits]
         tasks = [task for task in self._tasks if task not in exits]
@@ -356,7 +356,7 @@ class ScriptCluster:
                         exits_of[tasks[index]] = end
         return exits_of
 
-    def _explain(self, first: Task, exits: Mapping[Task, TaskExit]) -> None:
+    def _describe_failure(self, first: Task, exits: Mapping[Task, TaskExit]) -> None:
         ended = [str(task) for task, end in exits.items() if not end.code]
         if exits[first].is_consequence() and ended:
             _print(
@@ -372,24 +372,24 @@ class ScriptCluster:
         """Ends the tasks that wait forever; an evaluator may continue for a while, with its output shown."""
         waiting = {task for task in self._tasks if task not in exits}
         evaluators = {task for task in waiting if task.role == "evaluator"}
-        self._tell_to_stop(waiting - evaluators)
-        for task, end in self._hear_out(evaluators, timeouts.get().last_evaluation).items():
+        self._request_stop(waiting - evaluators)
+        for task, end in self._drain(evaluators, timeouts.get().last_evaluation).items():
             if end.code:
                 _print(f"{task} failed after the end of the training: {end.reason()}")
             evaluators.discard(task)
         for task in evaluators:
             _print(f"{task} is ended, {timeouts.get().last_evaluation:g} s after the training")
-        self._tell_to_stop(evaluators)
-        self._hear_out(waiting, 2 * timeouts.get().script_grace)
+        self._request_stop(evaluators)
+        self._drain(waiting, 2 * timeouts.get().script_grace)
 
-    def _hear_out(self, tasks: set[Task], seconds: float) -> dict[Task, TaskExit]:
+    def _drain(self, tasks: set[Task], seconds: float) -> dict[Task, TaskExit]:
         """Prints the output of tasks until they have ended, or for some seconds; returns their exits."""
         until, exits = time.monotonic() + seconds, {}
-        while tasks & set(self._asked.values()) and time.monotonic() < until:
-            exits |= {task: end for task, end, _ in self._hear()}
+        while tasks & set(self._requests.values()) and time.monotonic() < until:
+            exits |= {task: end for task, end, _ in self._receive()}
         return {task: end for task, end in exits.items() if task in tasks}
 
-    def _tell_to_stop(self, tasks: Iterable[Task]) -> list:
+    def _request_stop(self, tasks: Iterable[Task]) -> list:
         return [
             self._runners[task].stop.remote(timeouts.get().script_grace) for task in tasks if task not in self._lost
         ]
@@ -397,7 +397,7 @@ class ScriptCluster:
     def _stop(self, tasks: Iterable[Task]) -> None:
         with contextlib.suppress(NoAnswerError):  # Ray kills tasks that do not answer, or they are lost
             for _ in in_completion_order(
-                self._tell_to_stop(tasks), 4 * timeouts.get().script_grace, "the ends of their scripts"
+                self._request_stop(tasks), 4 * timeouts.get().script_grace, "the ends of their scripts"
             ):
                 pass
 
@@ -407,7 +407,7 @@ class ScriptCluster:
         for runner in self._runners.values():
             ray.kill(runner)
         self._runners.clear()
-        self._asked.clear()
+        self._requests.clear()
         self._lost.clear()
         if self._group is not None:
             remove_placement_group(self._group)

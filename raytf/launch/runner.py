@@ -66,25 +66,25 @@ class TaskRunner:
     def __init__(self):
         self._script: _Script | None = None
         self._number = 0
-        self._place: TaskLocation | None = None
+        self._location: TaskLocation | None = None
 
-    def reserve(self, folder: Folder, its: Timeouts, allowed: Listening, count: int = 0) -> TaskLocation:
+    def reserve(self, folder: Folder, deadlines: Timeouts, allowed: Listening, count: int = 0) -> TaskLocation:
         """Reserves a port for this task, and cores, during the life of this process.
 
         Args:
             folder: Folder for the script; if this host does not see it, Ray's copy is used.
-            its: Timeouts of the driver.
+            deadlines: Timeouts of the driver.
             allowed: Where the task's processes may listen.
             count: Number of cores.
         """
-        timeouts.set_current(its)
+        timeouts.set_current(deadlines)
         self._ports = allowed.ports
-        self._place = TaskLocation(
+        self._location = TaskLocation(
             address=ports.reserve_address(allowed),
             folder=folder.path if shared_folders.exists_as(folder) else os.getcwd(),
             claimed=cores.claim_cores(count),
         )
-        return self._place
+        return self._location
 
     def start(
         self,
@@ -112,7 +112,7 @@ class TaskRunner:
             cores.release_cores()
         self._number += 1  # first: a pending `follow` of the earlier script gets nothing of this one
         own = sorted(cores.own_cores())
-        self._script = _Script(command, module, environment, self._place, frozen_s, token, self._ports, own)
+        self._script = _Script(command, module, environment, self._location, frozen_s, token, self._ports, own)
         return self._number
 
     def follow(self, number: int) -> list[tuple]:
@@ -174,11 +174,11 @@ class _Script:
         self._tail: collections.deque[str] = collections.deque(maxlen=_TAIL_LINES)
         self._started = {"stdout": b"", "stderr": b""}  # lines without an end so far
         self._host = place.host
-        alive, self._alive = os.pipe()
-        os.write(self._alive, token)
-        self._asks, asked = socket.socketpair()
-        self._asks.settimeout(timeouts.get().script_answer)
-        self._asking, self._asked, self._answer = threading.Lock(), b"", b""
+        alive, self._alive_pipe = os.pipe()
+        os.write(self._alive_pipe, token)
+        self._request_pipe, asked = socket.socketpair()
+        self._request_pipe.settimeout(timeouts.get().script_answer)
+        self._request_lock, self._request, self._answer_pipe = threading.Lock(), b"", b""
         options = {"ports": allowed, "timeouts": timeouts.get(), "cores": own}
         order = BootOptions(alive=alive, asked=asked.fileno(), module=module, **options)
         try:
@@ -212,15 +212,15 @@ class _Script:
             until = None
             while end is None or (pipes.get_map() and time.monotonic() < until):
                 for key, _ in self._wait(pipes):
-                    if not self._take(key.data, os.read(key.fd, _LONGEST)):
+                    if not self._receive(key.data, os.read(key.fd, _LONGEST)):
                         pipes.unregister(key.fileobj)
                 if end is None and (end := self._ended()) is not None:
                     until = time.monotonic() + _LAST_INTERVAL
                     for key in pipes.get_map().values():
-                        self._take(key.data, _pending_bytes(key.fd))
+                        self._receive(key.data, _pending_bytes(key.fd))
         for name, remaining in self._started.items():
             if remaining:
-                self._hand_on(name, remaining)
+                self._put_event(name, remaining)
         self.events.put(("exit", end if end.why else TaskExit(end.code, "\n".join(self._tail))))
 
     def _wait(self, pipes) -> list:
@@ -230,16 +230,16 @@ class _Script:
             self._process.wait(_TICK_INTERVAL)
         return []
 
-    def _take(self, name: str, text: bytes) -> bool:
+    def _receive(self, name: str, text: bytes) -> bool:
         *lines, remaining = (self._started[name] + text).split(b"\n")
         self._started[name] = remaining
         if len(remaining) > _LONGEST:
             lines, self._started[name] = [*lines, remaining], b""
         for line in lines:
-            self._hand_on(name, line)
+            self._put_event(name, line)
         return bool(text)
 
-    def _hand_on(self, name: str, line: bytes) -> None:
+    def _put_event(self, name: str, line: bytes) -> None:
         text = line.decode(errors="replace").rpartition("\r")[2]
         if name == "stderr":
             self._tail.append(text)
@@ -252,36 +252,36 @@ class _Script:
         if time.monotonic() - self._looked < LOOK_INTERVAL:
             return None
         self._looked = time.monotonic()
-        how = self._watch.judge(read_state(self._process.pid))
+        how = self._watch.update(read_state(self._process.pid))
         if how is None or self._process.poll() is not None:
             return None
-        end = self._frozen(how)
+        end = self._frozen_exit(how)
         self._signal(signal.SIGKILL)
         return end
 
     def ask(self, question: bytes):
         """Returns the process's answer to a request of `bootstrap`; None if it does not answer in time."""
-        with self._asking, contextlib.suppress(TimeoutError):
+        with self._request_lock, contextlib.suppress(TimeoutError):
             while True:
-                if not self._asked:
+                if not self._request:
                     try:
-                        self._asks.sendall(question)
+                        self._request_pipe.sendall(question)
                     except OSError:  # it has ended
                         return None
-                    self._asked = question
-                while not self._answer.endswith(b"\n"):
+                    self._request = question
+                while not self._answer_pipe.endswith(b"\n"):
                     if not (received := self._received()):
                         return None
-                    self._answer += received
-                asked, answer = self._asked, self._answer
-                self._asked = self._answer = b""
+                    self._answer_pipe += received
+                asked, answer = self._request, self._answer_pipe
+                self._request = self._answer_pipe = b""
                 if asked == question:  # otherwise a late answer to an earlier request
                     return json.loads(answer)
         return None
 
     def _received(self) -> bytes:
         try:
-            return self._asks.recv(_LONGEST)
+            return self._request_pipe.recv(_LONGEST)
         except ConnectionError:
             return b""
 
@@ -289,10 +289,10 @@ class _Script:
         if self._process.poll() is not None:
             return None
         watch = StopWatch()
-        watch.judge(read_state(self._process.pid))
-        return None if watch.stands is None else self._frozen(watch.stands)
+        watch.update(read_state(self._process.pid))
+        return None if watch.stands is None else self._frozen_exit(watch.stands)
 
-    def _frozen(self, how: str) -> TaskExit:
+    def _frozen_exit(self, how: str) -> TaskExit:
         why = f"frozen: its process {self._process.pid} on {self._host} is {how} (--frozen-after SECONDS waits longer)"
         return TaskExit(-signal.SIGSTOP, why=why)
 
@@ -306,10 +306,10 @@ class _Script:
             self._signal(number)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(seconds)
-        alive, self._alive = self._alive, None
+        alive, self._alive_pipe = self._alive_pipe, None
         if alive is not None:
             os.close(alive)
-            self._asks.close()
+            self._request_pipe.close()
 
 
 def _pending_bytes(pipe: int) -> bytes:

@@ -129,7 +129,7 @@ class LaunchSpec:
         """Returns where tasks listen."""
         return settings.Listening(self.ports, self.network)
 
-    def to_claim(self) -> int:
+    def cores_to_claim(self) -> int:
         """Returns how many cores each process claims."""
         return int(self.cpus_per_worker) if self.pin_cpus and not self.num_ps else 0
 

@@ -303,22 +303,22 @@ class _UnreadFields:
     """Fields that are not honoured, and their places."""
 
     def __init__(self):
-        self._places: dict[tuple[str, str], list[str]] = collections.defaultdict(list)
+        self._by_reason: dict[tuple[str, str], list[str]] = collections.defaultdict(list)
 
-    def note(self, kind: str, values: Mapping, place: str) -> None:
+    def note(self, kind: str, values: Mapping, location: str) -> None:
         """Records the fields of a map that are not read."""
         for name in values.keys() - _READ[kind]:
-            self.add(str(name), place)
+            self.add(str(name), location)
 
     def add(self, field: str, place: str, why: str = "") -> None:
         """Records a field."""
         why = why or _WHY.get(field, "it is of Kubernetes' pods alone")
-        if place not in self._places[field, why]:
-            self._places[field, why].append(place)
+        if place not in self._by_reason[field, why]:
+            self._by_reason[field, why].append(place)
 
     def sentences(self) -> list[str]:
         """Returns a sentence for each field."""
-        places = sorted(self._places.items())
+        places = sorted(self._by_reason.items())
         return [
             f"--tfjob: {field}{' of ' if any(fields) else ''}{', '.join(fields)} is not honoured: {why}"
             for (field, why), fields in places

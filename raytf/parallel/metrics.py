@@ -49,7 +49,7 @@ def _totals(model, assign: bool) -> tuple[list, list]:
     if known != key:
         function = _synchronize_function(strategy, metrics, averaged, assign)
         functions[assign] = (key, function)
-    with activity.tracker.meeting(activity.COLLECTIVE):
+    with activity.tracker.collective(activity.COLLECTIVE):
         totals, means = function()
     return list(zip(metrics, totals, strict=True)), list(zip(averaged, means, strict=True))
 

@@ -138,7 +138,7 @@ class EpochRunner:
         """
         logs = self._logs()
         while position.epoch_step < self.steps("train"):
-            results, stood_since = self._some(number, position, kept, progress)
+            results, stood_since = self._run_span(number, position, kept, progress)
             logs = self._add(results)
             if kept is not None:
                 self.pull()
@@ -146,7 +146,7 @@ class EpochRunner:
                 kept.on_train_batch_end(position.epoch_step - 1, logs)
         return logs
 
-    def _some(self, number: int, position: StepCounter, kept, progress) -> tuple[list, float]:
+    def _run_span(self, number: int, position: StepCounter, kept, progress) -> tuple[list, float]:
         """Returns (metrics of the spans up to the next checkpoint or stop, time after which no more were scheduled)."""
         begin = first = position.epoch_step
         last = self.steps("train")
@@ -162,7 +162,7 @@ class EpochRunner:
                 ahead = steps_made + self._ahead(steps_made / (time.monotonic() - began)) if kept is not None else last
                 while first < min(last, begin + ahead):
                     first = self._begin("train", number, first, last, results)
-                self._look(progress, begin, initial)
+                self._poll(progress, begin, initial)
             stood_since = time.monotonic()
             totals = self._finish(results, progress, begin, initial)
         position.advance(first)
@@ -223,10 +223,10 @@ class EpochRunner:
     def _finish(self, results: list, progress, begin: int, before: int) -> list[list[np.ndarray]]:
         """Waits for all spans that have begun, and returns the metrics of each."""
         while not self._coordinator.done():
-            self._look(progress, begin, before)
+            self._poll(progress, begin, before)
         return [[np.asarray(v) for v in result.fetch()] for result in results]
 
-    def _look(self, progress, begin: int, before: int) -> None:
+    def _poll(self, progress, begin: int, before: int) -> None:
         self._servers.changed.wait(_POLL_INTERVAL)
         self._servers.check()
         if progress:
@@ -355,7 +355,7 @@ class CoordinatorTraining(Training):
 def _restored_from(position: StepCounter, kept: StepCheckpointCallback | None) -> str:
     """Returns the source from which new servers restore variables of a lost one, as a sentence without a full stop."""
     began = position.step - position.epoch_step
-    stored, held = max(began, kept.kept_step if kept else 0), kept.held_step if kept else 0
+    stored, held = max(began, kept.saved_step if kept else 0), kept.memory_step if kept else 0
     source = f"the checkpoint of step {stored}" if stored else "the beginning of the run, as there is no checkpoint yet"
     if held > stored:
         source = f"the copy of step {held} in the coordinator's memory"

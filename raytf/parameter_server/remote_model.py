@@ -53,7 +53,7 @@ class RemoteModel:
         self.parts: dict[int, list] = {}
         with strategy.scope():
             for variable in (*self._trainable, *self._states):
-                self.parts[id(variable)] = self._placed(variable, partitioner)
+                self.parts[id(variable)] = self._variables_of_server(variable, partitioner)
             self._optimizer = _copies(model.optimizer)
             shards = [part for v in self._trainable for part in self.parts[id(v)]]
             created = _built_model(self._optimizer, shards)
@@ -67,7 +67,7 @@ class RemoteModel:
             _write(parts, np.array(variable))
         # each variable of the model and its optimizer, with its server variables
         self._pairs = [*((v, self.parts[id(v)]) for v in (*self._trainable, *self._states)), *slots]
-        self._seen = self._values()
+        self._versions = self._values()
         if any(len(parts) > 1 for parts in self.parts.values()) and self._optimizer.clipnorm is not None:
             raise ConfigError(
                 "clipnorm looks at whole gradients, and a partitioned variable has one for each part",
@@ -89,7 +89,7 @@ class RemoteModel:
             ),
         )
 
-    def _placed(self, variable, partitioner) -> list:
+    def _variables_of_server(self, variable, partitioner) -> list:
         value = np.asarray(variable)
         parts = 1
         if partitioner is not None and value.ndim and variable.trainable:
@@ -139,11 +139,11 @@ class RemoteModel:
         """Copies the servers' values into the model and its optimizer."""
         for variable, parts in self._pairs:
             variable.assign(_joined(parts))
-        self._seen = self._values()
+        self._versions = self._values()
 
     def push(self) -> None:
         """Copies variables of the model that have changed since the last `pull` to the servers."""
-        for seen, (variable, parts) in zip(self._seen, self._pairs, strict=True):
+        for seen, (variable, parts) in zip(self._versions, self._pairs, strict=True):
             current = np.array(variable)
             if not np.array_equal(seen, current):
                 _write(parts, current)

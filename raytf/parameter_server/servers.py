@@ -75,9 +75,9 @@ class ServerSpec:
 class ServerActor:
     """Ray actor with one worker or parameter server."""
 
-    def reserve(self, its: Timeouts, allowed: settings.Listening) -> tuple[str, process_monitor.ProcessLocation]:
+    def reserve(self, deadlines: Timeouts, allowed: settings.Listening) -> tuple[str, process_monitor.ProcessLocation]:
         """Returns ("host:port", location of this process); `allowed` is where it may listen."""
-        timeouts.set_current(its)
+        timeouts.set_current(deadlines)
         return ports.reserve_address(allowed), process_monitor.current_process()
 
     def serve(
@@ -133,7 +133,7 @@ class ServerGroup:
     """
 
     def __init__(self, plan: ServerSpec, chief: str, allowed: settings.Listening):
-        self.plan, self._allowed = plan, allowed
+        self.plan, self._listening = plan, allowed
         self.changed, self.lost = threading.Event(), None
         self._feeds: dict[str, dict] = {}
         self._closed, self._context = False, None
@@ -153,7 +153,7 @@ class ServerGroup:
     def _start(self, chief: str) -> None:
         for task in self._tasks:
             self._actors[task] = self._actor(task)
-        pending = [actor.reserve.remote(timeouts.get(), self._allowed) for actor in self._actors.values()]
+        pending = [actor.reserve.remote(timeouts.get(), self._listening) for actor in self._actors.values()]
         reservations = self._collect(
             pending, timeouts.get().process_start, "the processes of workers and parameter servers"
         )
@@ -167,11 +167,11 @@ class ServerGroup:
         def failed(name: str, error: Exception) -> Exception:
             if isinstance(error, RayTaskError):  # an error of its task, such as unreadable rows
                 return error
-            return ServerLostError(f"{name} did not start: {first_line(error)}{self._why(name)}")
+            return ServerLostError(f"{name} did not start: {first_line(error)}{self._kill_reason(name)}")
 
         return collect_answers(asked, seconds, what, names=[str(task) for task in tasks or self._tasks], failure=failed)
 
-    def _why(self, name: str) -> str:
+    def _kill_reason(self, name: str) -> str:
         """Returns why the watchdog has ended a task's process, as a clause; "" if it has not."""
         return next((f" ({cause})" for task, cause in self._watchdog.ended.items() if str(task) == name), "")
 
@@ -240,9 +240,9 @@ class ServerGroup:
                 return
             for ref in done:
                 task = waiting.pop(ref)
-                cause = self._why(str(task))
+                cause = self._kill_reason(str(task))
                 if task.role == "ps":
-                    self._lose(f"{task} died{cause}, and with it the variables that it held")
+                    self._fail(f"{task} died{cause}, and with it the variables that it held")
                     return
                 # a host that has vanished closes no connection, and TensorFlow would wait for one
                 ports.close_connections(self.cluster[task.role][task.index])
@@ -251,11 +251,11 @@ class ServerGroup:
                 try:
                     self._replace(task)
                 except NoAnswerError as error:
-                    self._lose(f"{task} died{cause}, and none came for it: {error}")
+                    self._fail(f"{task} died{cause}, and none came for it: {error}")
                     return
                 waiting[self._actors[task].join.remote()] = task
 
-    def _lose(self, why: str) -> None:
+    def _fail(self, why: str) -> None:
         self.lost = why
         self.changed.set()
 
@@ -266,7 +266,7 @@ class ServerGroup:
         with contextlib.suppress(RayActorError):  # it died again; the next iteration of `_watch` replaces it
             purpose, names, limits = "a worker in place of one that died", [str(task)], timeouts.get()
             ((address, location),) = collect_answers(
-                [self._actors[task].reserve.remote(limits, self._allowed)], limits.process_start, purpose, names=names
+                [self._actors[task].reserve.remote(limits, self._listening)], limits.process_start, purpose, names=names
             )
             self.cluster[task.role][task.index] = address
             self._watchdog.watch(task, location)

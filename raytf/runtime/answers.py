@@ -9,7 +9,7 @@ from concurrent.futures import Future
 
 from raytf.errors import RaytfError
 
-# Seconds between two calls of `look`.
+# Seconds between two calls of `check`.
 _LOOK_INTERVAL = 1.0
 
 
@@ -36,20 +36,20 @@ class NoAnswerError(RaytfError, TimeoutError):
 def collect_answers(
     refs: Sequence,
     seconds: float | None,
-    what: str,
+    action: str,
     *,
     names: Sequence[str] | None = None,
-    look: Callable[[], None] | None = None,
+    check: Callable[[], None] | None = None,
     failure: Callable[[str, Exception], Exception] | None = None,
 ) -> list:
     """Returns the results of several actors in the order of `refs`. Unlike `ray.get`, waits for all at once.
 
     Args:
         refs: An object ref for each actor.
-        seconds: Deadline for all; None only if `look` or the death of the actors ends the wait.
-        what: Awaited result, as a clause: "the workers' addresses".
+        seconds: Deadline for all; None only if `check` or the death of the actors ends the wait.
+        action: Awaited result, as a clause: "the workers' addresses".
         names: Names of the actors for messages; None uses "worker 0", "worker 1", ...
-        look: Function that is called about every second during the wait; its exception ends the wait.
+        check: Function that is called about every second during the wait; its exception ends the wait.
         failure: failure(name, error) returns the exception to raise instead of an error; None raises the error with a
             note.
 
@@ -58,14 +58,14 @@ def collect_answers(
     """
     names = names or _workers(refs)
     results = [None] * len(refs)
-    for index, answer in _settled(refs, seconds, what, names, look):
+    for index, answer in _settled(refs, seconds, action, names, check):
         try:
             results[index] = answer.result()
         except Exception as error:
             replacement = error if failure is None else failure(names[index], error)
             if replacement is not error:
                 raise replacement from error
-            error.add_note(f"{names[index]} failed first; waited for: {what}")
+            error.add_note(f"{names[index]} failed first; waited for: {action}")
             raise
     return results
 
@@ -73,17 +73,17 @@ def collect_answers(
 def in_completion_order(
     refs: Sequence,
     seconds: float | None,
-    what: str,
+    action: str,
     *,
     names: Sequence[str] | None = None,
-    look: Callable[[], None] | None = None,
+    check: Callable[[], None] | None = None,
 ) -> Iterator[tuple[int, object]]:
     """Yields (index, ref) of each of `refs` as soon as it has completed or failed; see `collect_answers`."""
-    for index, _ in _settled(refs, seconds, what, names, look):
+    for index, _ in _settled(refs, seconds, action, names, check):
         yield index, refs[index]
 
 
-def _settled(refs: Sequence, seconds: float | None, what: str, names, look) -> Iterator[tuple[int, Future]]:
+def _settled(refs: Sequence, seconds: float | None, action: str, names, check) -> Iterator[tuple[int, Future]]:
     """Yields (index, future) of each ref as soon as it is done; the cost of a wait does not depend on their number."""
     done: queue.SimpleQueue[tuple[int, Future]] = queue.SimpleQueue()
     for index, ref in enumerate(refs):
@@ -92,15 +92,15 @@ def _settled(refs: Sequence, seconds: float | None, what: str, names, look) -> I
     until = None if seconds is None else time.monotonic() + seconds
     while pending:
         remaining = None if until is None else max(0.0, until - time.monotonic())
-        step = remaining if look is None else min(_LOOK_INTERVAL, _LOOK_INTERVAL if remaining is None else remaining)
+        step = remaining if check is None else min(_LOOK_INTERVAL, _LOOK_INTERVAL if remaining is None else remaining)
         try:
             index, answer = done.get(timeout=step)
         except queue.Empty:
             if remaining == 0:
                 late = names or _workers(refs)
-                raise NoAnswerError([late[index] for index in sorted(pending)], seconds, what) from None
-            if look is not None:
-                look()
+                raise NoAnswerError([late[index] for index in sorted(pending)], seconds, action) from None
+            if check is not None:
+                check()
             continue
         pending.remove(index)
         yield index, answer

@@ -39,7 +39,7 @@ class ClaimedCores:
     """
 
     def __init__(self, own: Iterable[int], before: frozenset[int], claims: Iterable[socket.socket] = ()):
-        self.own, self.before = frozenset(own), before
+        self.own, self.former = frozenset(own), before
         self._claims, self._now = list(claims), before
         self._end, self._thread = threading.Event(), None
 
@@ -71,28 +71,28 @@ class ClaimedCores:
         Threads with other cores than this process had stay unchanged.
         """
         if self._thread is None:
-            self._look()
+            self._check()
             self._thread = threading.Thread(target=self._watch, name="raytf-cores", daemon=True)
             self._thread.start()
 
     def _watch(self) -> None:
         while not self._end.wait(_LOOK_INTERVAL):
-            self._look()
+            self._check()
 
-    def _look(self) -> None:
-        self._move(self.before - claimed_cores(self.before - self.own))
+    def _check(self) -> None:
+        self._move(self.former - claimed_cores(self.former - self.own))
 
-    def _move(self, to: frozenset[int]) -> None:
-        if to != self._now:
-            _move_threads(self._now, to)
-            self._now = to
+    def _move(self, cores: frozenset[int]) -> None:
+        if cores != self._now:
+            _move_threads(self._now, cores)
+            self._now = cores
 
     def close(self) -> None:
         """Releases the cores, and restores the process's former ones."""
         self._end.set()
         if self._thread is not None:
             self._thread.join()
-            self._move(self.before)
+            self._move(self.former)
         _close(self._claims)
 
 
@@ -134,7 +134,7 @@ def cores_before() -> frozenset[int] | None:
 
     Child processes that do not train belong on these.
     """
-    return _current[0].before if _current else None
+    return _current[0].former if _current else None
 
 
 def agree_on_pinning(addresses: Sequence[str], have: Sequence[bool]) -> list[bool]:

@@ -41,7 +41,7 @@ _AT_ONCE = 64
 _WORKING_TICKS = 20
 
 
-class HangWatch:
+class HangMonitor:
     """Monitors workers until `close`.
 
     Args:
@@ -77,18 +77,18 @@ class HangWatch:
         lead = min(_LEAD_INTERVAL, limit / 4)
         self._limit = limit - lead
         self._names = dict(names or {rank: f"worker {rank}" for rank in places})
-        self._judge = HangDetector(self._limit, first, self._names)
-        self._over: dict[int, float] = {}
-        self._through_others, self._made, self._repeats = through_others, made, made > 0
+        self._detector = HangDetector(self._limit, first, self._names)
+        self._finished: dict[int, float] = {}
+        self._is_relayed, self._made, self._repeats = through_others, made, made > 0
         self.ended: dict[int, WorkerFrozenError] = {}
-        self._told: dict[int, Mapping[str, Any]] = {}
-        self._asked: dict[int, Any] = {}
+        self._snapshots: dict[int, Mapping[str, Any]] = {}
+        self._requests: dict[int, Any] = {}
         self._silent: dict[int, float] = {}
         # of silent workers: length of the silence and processor ticks at first sight
         self._ticks: dict[int, tuple[float, int]] = {}
-        self._turns = PollOrder(_AT_ONCE)
+        self._poll_order = PollOrder(_AT_ONCE)
         self._last = clock()
-        self._said: HangReport | None = None
+        self._reported: HangReport | None = None
         self._stragglers = StragglerDetector()
         self._lock, self._closed = threading.Lock(), threading.Event()
         self._thread = threading.Thread(target=self._follow, daemon=True, name="raytf_hang_watch")
@@ -100,50 +100,52 @@ class HangWatch:
         # the thread may be reading the stack of a process of this host, which is not needed
         self._thread.join(timeouts.get().hang_watch_end)
 
-    def over(self, rank: int) -> None:
+    def record_finished(self, rank: int) -> None:
         """Records that a worker's process has ended without an error."""
         with self._lock:
-            self._over.setdefault(rank, self._clock())
+            self._finished.setdefault(rank, self._clock())
 
     @property
     def made(self) -> int:
         """Number of steps that workers have reported to have made, at least; all restarts included."""
         with self._lock:
-            return max([self._made, *(snapshot["step"] for snapshot in self._told.values())])
+            return max([self._made, *(snapshot["step"] for snapshot in self._snapshots.values())])
 
     def last_words(self, rank: int) -> tuple[str, str]:
         """Returns (a clause about the workers that wait for a worker, its stack), before another process ends it."""
         with self._lock:
-            snapshots = dict(self._told)
-        return (self._judge.waiting_for(rank, snapshots) if snapshots else ""), self._stack_from_outside(
+            snapshots = dict(self._snapshots)
+        return (self._detector.describe_waiting(rank, snapshots) if snapshots else ""), self._stack_from_outside(
             self._places[rank]
         )
 
     def _follow(self) -> None:
         while not self._closed.wait(_LOOK_INTERVAL):
             try:
-                self._look()
+                self._poll()
             except Exception:  # a failure may be temporary, and without this thread nothing detects hangs
                 logger.exception("hang detection could not poll the workers")
 
-    def _look(self) -> None:
-        self._ask()
+    def _poll(self) -> None:
+        self._request_snapshots()
         self._look_for_repeats()
         with self._lock:
-            snapshots = dict(self._told) | {rank: self._ended_well(rank) for rank in self._over if rank in self._told}
+            snapshots = dict(self._snapshots) | {
+                rank: self._ended_well(rank) for rank in self._finished if rank in self._snapshots
+            }
         if self.ended or len(snapshots) < len(self._places):
             return
-        silent, stopped = self._idle_silent()
+        silent, stopped = self._find_silent()
         if self._closed.is_set():
             return
-        hang = self._judge.look(snapshots, silent, stopped)
-        reported = self._said
+        hang = self._detector.look(snapshots, silent, stopped)
+        reported = self._reported
         if reported is not None and (hang is None or (hang.rank, hang.part) != (reported.rank, reported.part)):
-            self._judge.went_on(reported)
-            self._tell(Kind.WORKER_WENT_ON, reported.rank)
-            self._said = reported = None
+            self._detector.record_continued(reported)
+            self._emit_event(Kind.WORKER_WENT_ON, reported.rank)
+            self._reported = reported = None
         if hang is None:
-            self._look_for_slow(snapshots)
+            self._check_stragglers(snapshots)
             return
         if reported is None or hang.ends:
             location = self._places[hang.rank]
@@ -153,66 +155,68 @@ class HangWatch:
                 return
             text = f"its process {location.pid} on {location.host} {hang}"
             if reported is None:
-                self._tell(Kind.WORKER_HUNG, hang.rank, why=text, more=stack)
+                self._emit_event(Kind.WORKER_HUNG, hang.rank, why=text, more=stack)
             if hang.ends:
                 self.ended[hang.rank] = WorkerFrozenError(text, stack)
-        self._said = hang
+        self._reported = hang
 
     def _look_for_repeats(self) -> None:
         """Reports how many steps are made again, once the restarted workers have begun."""
-        began = [snapshot["began"] for snapshot in self._told.values() if snapshot["began"] is not None]
+        began = [snapshot["began"] for snapshot in self._snapshots.values() if snapshot["began"] is not None]
         if self._repeats and began:
             self._repeats = False
             if (steps := self._made - min(began)) > 0:
                 self._emit(RunEvent(kind=Kind.STEPS_REPEATED, step=min(began), steps=steps))
 
-    def _look_for_slow(self, told: Mapping[int, Mapping[str, Any]]) -> None:
-        slow = None if self._over else self._stragglers.look(told)
+    def _check_stragglers(self, snapshots: Mapping[int, Mapping[str, Any]]) -> None:
+        slow = None if self._finished else self._stragglers.look(snapshots)
         if slow is not None:
-            self._tell(Kind.STRAGGLER, slow.rank, node=self._places[slow.rank].host, why=str(slow))
+            self._emit_event(Kind.STRAGGLER, slow.rank, node=self._places[slow.rank].host, why=str(slow))
 
-    def _tell(self, kind: Kind, rank: int, **more) -> None:
+    def _emit_event(self, kind: Kind, rank: int, **more) -> None:
         self._emit(RunEvent(kind=kind, ranks=(rank,), name=self._names[rank], **more))
 
     def _ended_well(self, rank: int) -> Mapping[str, Any]:
-        seconds, last = self._clock() - self._over[rank], self._told[rank]
+        seconds, last = self._clock() - self._finished[rank], self._snapshots[rank]
         clock = last["clock"] + seconds
         return {**last, "phase": activity.END, "meeting": None, "seconds": seconds, "clock": clock}
 
-    def _ask(self) -> None:
+    def _request_snapshots(self) -> None:
         current_time = self._clock()
         passed, self._last = min(current_time - self._last, _COUNTED_INTERVAL), current_time
         done = set(
-            ray.wait(list(self._asked.values()), num_returns=len(self._asked), timeout=0)[0] if self._asked else ()
+            ray.wait(list(self._requests.values()), num_returns=len(self._requests), timeout=0)[0]
+            if self._requests
+            else ()
         )
-        ranks = self._places.keys() - self._over.keys()
-        for rank in ranks & self._asked.keys():
-            ref = self._asked[rank]
-            answer = self._answer(ref) if ref in done else None
+        ranks = self._places.keys() - self._finished.keys()
+        for rank in ranks & self._requests.keys():
+            ref = self._requests[rank]
+            answer = self._snapshot_of(ref) if ref in done else None
             if ref in done:
-                self._asked.pop(rank)
+                self._requests.pop(rank)
             if answer is not None:
                 with self._lock:
-                    self._told |= {rank: answer} if answer else {}
+                    self._snapshots |= {rank: answer} if answer else {}
                 self._silent.pop(rank, None)
                 self._ticks.pop(rank, None)
-            elif ref in done or not self._through_others:
+            elif ref in done or not self._is_relayed:
                 self._silent[rank] = self._silent.get(rank, 0.0) + passed
-        for rank in self._turns.of(ranks - self._asked.keys(), self._all_at_once()):
+        for rank in self._poll_order.of(ranks - self._requests.keys(), self._polls_all()):
             with contextlib.suppress(ray.exceptions.RayError):
-                self._asked[rank] = self._execute(rank, activity.snapshot)
+                self._requests[rank] = self._execute(rank, activity.snapshot)
 
-    def _all_at_once(self) -> bool:
+    def _polls_all(self) -> bool:
         """Returns whether to poll all workers: one may hang, or not all have answered so far."""
-        snapshots = self._told.values()
-        if max(self._silent.values(), default=0.0) >= _SILENT_INTERVAL or len(self._told) < len(self._places):
+        snapshots = self._snapshots.values()
+        if max(self._silent.values(), default=0.0) >= _SILENT_INTERVAL or len(self._snapshots) < len(self._places):
             return True
         waiting = (snapshot["meeting"][2] for snapshot in snapshots if snapshot["meeting"] is not None)
         lasting = (snapshot["seconds"] for snapshot in snapshots)
         return max(itertools.chain(waiting, lasting), default=0.0) >= self._limit / 2
 
     @staticmethod
-    def _answer(ref) -> Mapping[str, Any] | None:
+    def _snapshot_of(ref) -> Mapping[str, Any] | None:
         """Returns a worker's snapshot; empty if its process died, which Ray reports; None without an answer."""
         with contextlib.suppress(ray.exceptions.RayError):
             try:
@@ -221,11 +225,13 @@ class HangWatch:
                 return {}
         return None
 
-    def _idle_silent(self) -> tuple[dict[int, float], dict[int, str]]:
+    def _find_silent(self) -> tuple[dict[int, float], dict[int, str]]:
         """Returns (seconds without an answer and without processor use, by rank; how the kernel stops some of them)."""
         seconds_of, stopped = {}, {}
         asked = [rank for rank, seconds in self._silent.items() if seconds >= max(_SILENT_INTERVAL, self._limit / 2)]
-        looks = self._there({rank: self._places[rank] for rank in asked}, procfs.read_state, timeouts.get().stack)
+        looks = self._call_on_hosts(
+            {rank: self._places[rank] for rank in asked}, procfs.read_state, timeouts.get().stack
+        )
         for rank, seconds in self._silent.items():
             if seconds < _SILENT_INTERVAL:
                 continue
@@ -252,10 +258,12 @@ class HangWatch:
         return self._stack_from_outside(self._places[rank])
 
     def _stack_from_outside(self, place: ProcessLocation) -> str:
-        stack = self._there({0: place}, stacks.stack_of, timeouts.get().far_stack).get(0)
+        stack = self._call_on_hosts({0: place}, stacks.stack_of, timeouts.get().far_stack).get(0)
         return stack if stack is not None else "its stack is not known: its host does not answer"
 
-    def _there(self, places: Mapping[int, ProcessLocation], function: Callable, seconds: float) -> dict[int, Any]:
+    def _call_on_hosts(
+        self, places: Mapping[int, ProcessLocation], function: Callable, seconds: float
+    ) -> dict[int, Any]:
         """Returns a function's result for each process from its host, by rank, without hosts that do not answer.
 
         All hosts work in parallel, with one deadline after `seconds`.

@@ -37,7 +37,7 @@ class HangReport:
         what: Its current activity, as a clause that follows "it".
         seconds: Duration of that activity.
         waiting: Clause with the workers that wait for it, and since which step.
-        part: Part of its step, for `HangDetector.went_on`.
+        part: Part of its step, for `HangDetector.record_continued`.
         ends: Whether the run ends because of it.
     """
 
@@ -60,17 +60,17 @@ class PollOrder:
     """
 
     def __init__(self, most: int):
-        self._most = most
-        self._asked: dict[int, int] = {}
-        self._looks = 0
+        self._limit = most
+        self._last_polled: dict[int, int] = {}
+        self._polls = 0
 
     def of(self, ranks: Collection[int], everybody: bool = False) -> set[int]:
         """Returns those of `ranks` to poll now; all of them if `everybody` is True."""
-        self._looks += 1
+        self._polls += 1
         chosen = list(ranks)
-        if not everybody and len(chosen) > self._most:
-            chosen = heapq.nsmallest(self._most, chosen, key=lambda rank: (self._asked.get(rank, 0), rank))
-        self._asked.update(dict.fromkeys(chosen, self._looks))
+        if not everybody and len(chosen) > self._limit:
+            chosen = heapq.nsmallest(self._limit, chosen, key=lambda rank: (self._last_polled.get(rank, 0), rank))
+        self._last_polled.update(dict.fromkeys(chosen, self._polls))
         return set(chosen)
 
 
@@ -85,50 +85,52 @@ class HangDetector:
 
     def __init__(self, limit: float, first: float, names: Mapping[int, str] | None = None):
         self._limit, self._first, self._names = limit, first, names
-        self._noted: dict[int, collections.deque[Mapping[str, Any]]] = {}
+        self._history: dict[int, collections.deque[Mapping[str, Any]]] = {}
         self._longest: dict[str, float] = {}
 
     def look(
         self,
-        told: Mapping[int, Mapping[str, Any]],
+        snapshots: Mapping[int, Mapping[str, Any]],
         silent: Mapping[int, float],
         stopped: Mapping[int, str] | None = None,
     ) -> HangReport | None:
         """Finds a hang in the snapshots of all workers.
 
         Args:
-            told: Last snapshot of each worker, by rank.
+            snapshots: Last snapshot of each worker, by rank.
             silent: Seconds without an answer of workers that are overdue, by rank.
             stopped: How the kernel stops some of these, as a clause that follows "it is"; the watchdog ends them.
         """
-        if not told:
+        if not snapshots:
             return None
-        for rank, snapshot in told.items():
-            self._note(rank, snapshot)
+        for rank, snapshot in snapshots.items():
+            self._record(rank, snapshot)
         for rank, seconds in sorted(silent.items()):
             if seconds >= self._limit:
-                return self._silent(rank, seconds, told, (stopped or {}).get(rank))
+                return self._silent(rank, seconds, snapshots, (stopped or {}).get(rank))
         if silent:
             return None
-        waiting = {rank: snapshot["meeting"][2] for rank, snapshot in told.items() if snapshot["meeting"] is not None}
-        coming = [rank for rank in told if rank not in waiting]
+        waiting = {
+            rank: snapshot["meeting"][2] for rank, snapshot in snapshots.items() if snapshot["meeting"] is not None
+        }
+        coming = [rank for rank in snapshots if rank not in waiting]
         if waiting and coming:
-            return self._not_coming(told, waiting, coming)
+            return self._find_missing(snapshots, waiting, coming)
         if waiting:
-            return self._elsewhere(told, waiting)
-        return self._all_still(told)
+            return self._find_divergent(snapshots, waiting)
+        return self._find_idle(snapshots)
 
-    def went_on(self, hang: HangReport) -> None:
+    def record_continued(self, hang: HangReport) -> None:
         """Records that a named worker continued by itself."""
         self._longest[hang.part] = max(2 * hang.seconds, self._longest.get(hang.part, 0.0))
 
-    def waiting_for(self, rank: int, told: Mapping[int, Mapping[str, Any]]) -> str:
+    def describe_waiting(self, rank: int, snapshots: Mapping[int, Mapping[str, Any]]) -> str:
         """Returns a clause about the workers that wait for a worker, and since which step, from the last snapshots."""
-        waiting = [r for r, snapshot in sorted(told.items()) if r != rank and snapshot["meeting"] is not None]
-        step = max((told[o]["step"] for o in waiting or told), default=0)
-        return f"{self._who(waiting)} for it since step {step + 1}"
+        waiting = [r for r, snapshot in sorted(snapshots.items()) if r != rank and snapshot["meeting"] is not None]
+        step = max((snapshots[o]["step"] for o in waiting or snapshots), default=0)
+        return f"{self._describe_waiters(waiting)} for it since step {step + 1}"
 
-    def _who(self, ranks: list[int]) -> str:
+    def _describe_waiters(self, ranks: list[int]) -> str:
         """Returns "worker 0 waits", or "worker 0, worker 1 and worker 2 wait"; long lists are cut."""
         names = [self._names[rank] if self._names else f"worker {rank}" for rank in ranks]
         if not names:
@@ -138,19 +140,19 @@ class HangDetector:
         *first, last = names
         return f"{', '.join(first)} and {last} wait" if first else f"{last} waits"
 
-    def _note(self, rank: int, its: Mapping[str, Any]) -> None:
-        seen = self._noted.setdefault(rank, collections.deque(maxlen=64))
-        if not seen or its["clock"] > seen[-1]["clock"]:
-            seen.append(its)
+    def _record(self, rank: int, snapshot: Mapping[str, Any]) -> None:
+        seen = self._history.setdefault(rank, collections.deque(maxlen=64))
+        if not seen or snapshot["clock"] > seen[-1]["clock"]:
+            seen.append(snapshot)
 
-    def _since(self, rank: int, seconds: float) -> tuple[Mapping[str, Any], Mapping[str, Any] | None]:
+    def _snapshots_since(self, rank: int, seconds: float) -> tuple[Mapping[str, Any], Mapping[str, Any] | None]:
         """Returns (its last snapshot, its snapshot `seconds` earlier, or None)."""
-        last = self._noted[rank][-1]
-        return last, next((s for s in reversed(self._noted[rank]) if last["clock"] - s["clock"] >= seconds), None)
+        last = self._history[rank][-1]
+        return last, next((s for s in reversed(self._history[rank]) if last["clock"] - s["clock"] >= seconds), None)
 
     def _works(self, rank: int) -> bool:
         """Returns whether it has used processors lately, or was ready to run without one; True if unknown."""
-        last, earlier = self._since(rank, _WORKED_INTERVAL)
+        last, earlier = self._snapshots_since(rank, _WORKED_INTERVAL)
         if earlier is None:
             return True
         known = None not in (last["queued"], earlier["queued"])
@@ -159,103 +161,110 @@ class HangDetector:
 
     def _moves(self, rank: int, seconds: float) -> bool:
         """Returns whether its training thread has run at all in the last half of `seconds`."""
-        last, earlier = self._since(rank, seconds / 2)
+        last, earlier = self._snapshots_since(rank, seconds / 2)
         return earlier is None or last["switches"] not in (None, earlier["switches"])
 
-    def _limits(self, told: Mapping[int, Mapping[str, Any]], part: str) -> float:
-        if any(snapshot["step"] == 0 and snapshot["numbers"][activity.SUM] < 2 for snapshot in told.values()):
+    def _limits(self, snapshots: Mapping[int, Mapping[str, Any]], part: str) -> float:
+        if any(snapshot["step"] == 0 and snapshot["numbers"][activity.SUM] < 2 for snapshot in snapshots.values()):
             return max(self._first, self._longest.get(part, 0.0))
-        usual = max(snapshot["usual"] for snapshot in told.values())
+        usual = max(snapshot["usual"] for snapshot in snapshots.values())
         return max(self._limit, _TIMES_USUAL * usual, self._longest.get(part, 0.0))
 
-    def _hang(
-        self, rank: int, told, seconds: float, waited: float, what: str, part: str, late: bool
+    def _report(
+        self, rank: int, snapshots, seconds: float, waited: float, what: str, part: str, late: bool
     ) -> HangReport | None:
         """Returns a hang if `seconds` in one part, and the `waited` seconds of others, exceed the limit."""
-        lasted, limit = min(seconds, waited), self._limits(told, part)
+        lasted, limit = min(seconds, waited), self._limits(snapshots, part)
         if lasted < limit:
             return None
         late = late or part in _STILL or self._moves(rank, lasted)
         ends = lasted >= limit * (_ENDS_LATE if late else _ENDS)
         return HangReport(
-            rank=rank, what=what, seconds=seconds, waiting=self.waiting_for(rank, told), part=part, ends=ends
+            rank=rank, what=what, seconds=seconds, waiting=self.describe_waiting(rank, snapshots), part=part, ends=ends
         )
 
-    def _silent(self, rank: int, seconds: float, told, stopped: str | None) -> HangReport:
+    def _silent(self, rank: int, seconds: float, snapshots, stopped: str | None) -> HangReport:
         clause = f"is {stopped}" if stopped else "gives no answer and uses no processor: a call holds Python's lock"
-        waiting, ends = self.waiting_for(rank, told), stopped is None and seconds >= _ENDS * self._limit
+        waiting, ends = self.describe_waiting(rank, snapshots), stopped is None and seconds >= _ENDS * self._limit
         return HangReport(rank=rank, what=clause, seconds=seconds, waiting=waiting, part="silent", ends=ends)
 
-    def _not_coming(self, told, waiting: Mapping[int, float], coming: list[int]) -> HangReport | None:
+    def _find_missing(self, snapshots, waiting: Mapping[int, float], coming: list[int]) -> HangReport | None:
         idle = [rank for rank in coming if not self._works(rank)]
         if not idle:
             return None
-        rank = max(idle, key=lambda r: (-told[r]["step"], told[r]["seconds"]))
-        snapshot = told[rank]
+        rank = max(idle, key=lambda r: (-snapshots[r]["step"], snapshots[r]["seconds"]))
+        snapshot = snapshots[rank]
         # between two sums of a custom loop, a worker is late for as long as the others wait
         seconds = max(waiting.values()) if snapshot["phase"] == activity.BEGIN else snapshot["seconds"]
-        return self._hang(
-            rank, told, seconds, max(waiting.values()), describe_activity(snapshot), snapshot["phase"], late=False
+        return self._report(
+            rank, snapshots, seconds, max(waiting.values()), describe_activity(snapshot), snapshot["phase"], late=False
         )
 
-    def _elsewhere(self, told, waiting: Mapping[int, float]) -> HangReport | None:
+    def _find_divergent(self, snapshots, waiting: Mapping[int, float]) -> HangReport | None:
         """Finds the cause if all wait, but in different collectives: the worker with the fewest steps."""
-        places = {state["meeting"][:2] for state in told.values()}
+        places = {state["meeting"][:2] for state in snapshots.values()}
         if len(places) == 1:
             return None  # the network or Ray: the ring detects a lost host, and its option `timeout_s` more
-        rank = min(told, key=lambda r: (told[r]["step"], told[r]["numbers"][activity.SUM], -r))
-        state = told[rank]
+        rank = min(snapshots, key=lambda r: (snapshots[r]["step"], snapshots[r]["numbers"][activity.SUM], -r))
+        state = snapshots[rank]
         lasted = min(waiting.values())
-        ahead = next(o for o in told.values() if o["meeting"][:2] != state["meeting"][:2])
+        ahead = next(o for o in snapshots.values() if o["meeting"][:2] != state["meeting"][:2])
         clause = (
-            f"is in {_meeting(state)} while others are in {_meeting(ahead)}: it makes another number of steps, or an "
-            "exchange that not all make"
+            f"is in {_describe_collective(state)} while others are in {_describe_collective(ahead)}: "
+            "it makes another number of steps, or an exchange that not all make"
         )
-        return self._hang(rank, told, lasted, lasted, clause, "elsewhere", late=False)
+        return self._report(rank, snapshots, lasted, lasted, clause, "elsewhere", late=False)
 
-    def _all_still(self, told) -> HangReport | None:
+    def _find_idle(self, snapshots) -> HangReport | None:
         """Finds a hang without a visible collective: some workers are idle while others compute, or all are idle."""
-        still = [r for r, snapshot in told.items() if snapshot["phase"] in _STILL and not self._works(r)]
-        active = [r for r in told if r not in still]
-        ended = [r for r in active if told[r]["phase"] not in (activity.STEP, activity.VALIDATION)]
+        still = [r for r, snapshot in snapshots.items() if snapshot["phase"] in _STILL and not self._works(r)]
+        active = [r for r in snapshots if r not in still]
+        ended = [r for r in active if snapshots[r]["phase"] not in (activity.STEP, activity.VALIDATION)]
         if not still or ended:
             return None
-        rank = max(still, key=lambda r: told[r]["seconds"])
-        snapshot = told[rank]
-        waited = max((told[r]["seconds"] for r in active), default=snapshot["seconds"])
+        rank = max(still, key=lambda r: snapshots[r]["seconds"])
+        snapshot = snapshots[rank]
+        waited = max((snapshots[r]["seconds"] for r in active), default=snapshot["seconds"])
         if active and waited < _WAITS_INTERVAL:
             return None
         if not active:
-            waited = min(told[r]["seconds"] for r in still)
-        return self._hang(
-            rank, told, snapshot["seconds"], waited, describe_activity(snapshot), snapshot["phase"], late=not active
+            waited = min(snapshots[r]["seconds"] for r in still)
+        return self._report(
+            rank,
+            snapshots,
+            snapshot["seconds"],
+            waited,
+            describe_activity(snapshot),
+            snapshot["phase"],
+            late=not active,
         )
 
 
-def describe_activity(its: Mapping[str, Any]) -> str:
+def describe_activity(snapshot: Mapping[str, Any]) -> str:
     """Returns a worker's current activity, as a clause that follows "it"."""
-    step = its["step"]
-    if its["phase"] == activity.CHECKPOINT and its["failing"]:
-        return f"has a checkpoint of step {step} that its storage does not take ({its['failing']})"
+    step = snapshot["step"]
+    if snapshot["phase"] == activity.CHECKPOINT and snapshot["failing"]:
+        return f"has a checkpoint of step {step} that its storage does not take ({snapshot['failing']})"
+    hook = f"in {snapshot['hook']}" if snapshot["hook"] else "between two steps,"
     return {
         activity.BEGIN: "does not come to the exchange that others are in",
         activity.INPUT: f"waits for rows of its input in step {step + 1}",
         activity.STEP: f"is in step {step + 1} and does not use its processors",
         # outside of known hooks Keras resets metrics, traces the first step of a validation, or calls a callback
-        activity.CALLBACKS: f"is {'in ' + its['hook'] if its['hook'] else 'between two steps,'} after step {step}",
+        activity.CALLBACKS: f"is {hook} after step {step}",
         activity.CHECKPOINT: f"writes a checkpoint after step {step}",
         activity.DRIVER: f"waits after step {step} for the driver, which takes no report",
         activity.VALIDATION: f"is in a step of the validation after step {step} and does not use its processors",
         activity.END: f"has left the training after step {step}, so that it makes another number of steps",
-    }[its["phase"]]
+    }[snapshot["phase"]]
 
 
-def _meeting(its: Mapping[str, Any]) -> str:
-    kind, number, _ = its["meeting"]
+def _describe_collective(snapshot: Mapping[str, Any]) -> str:
+    kind, number, _ = snapshot["meeting"]
     names = {
-        activity.SUM: f"sum or exchange {number} (step {its['step'] + 1})",
-        activity.COLLECTIVE: f"an exchange between steps (after step {its['step']})",
-        activity.REPORT: f"a report (after step {its['step']})",
-        activity.HEALING: f"the wait for one that takes a lost worker's place (step {its['step'] + 1})",
+        activity.SUM: f"sum or exchange {number} (step {snapshot['step'] + 1})",
+        activity.COLLECTIVE: f"an exchange between steps (after step {snapshot['step']})",
+        activity.REPORT: f"a report (after step {snapshot['step']})",
+        activity.HEALING: f"the wait for one that takes a lost worker's place (step {snapshot['step'] + 1})",
     }
     return names[kind]

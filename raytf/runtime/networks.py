@@ -33,11 +33,11 @@ def interfaces() -> dict[str, list[str]]:
     }
 
 
-def choose_address(found: Mapping[str, list[str]], network: str | None, node: str) -> tuple[str | None, str | None]:
+def choose_address(addresses: Mapping[str, list[str]], network: str | None, node: str) -> tuple[str | None, str | None]:
     """Returns (interface, address) of a worker; pure.
 
     Args:
-        found: Addresses of the host's interfaces.
+        addresses: Addresses of the host's interfaces.
         network: As `TensorflowConfig.network`.
         node: Address of the host in Ray.
 
@@ -45,7 +45,7 @@ def choose_address(found: Mapping[str, list[str]], network: str | None, node: st
         The address is None if the host has none in `network`. The interface is None, too, if none has the address, such
         as with NAT.
     """
-    every = [(name, address) for name, addresses in found.items() for address in addresses]
+    every = [(name, address) for name, addresses in addresses.items() for address in addresses]
     if network is None:
         return next((name for name, address in every if address == node), None), node
     if "/" in network:
@@ -86,9 +86,9 @@ def worker_addresses(
     return found
 
 
-def describe_interfaces(found: Mapping[str, list[str]]) -> str:
+def describe_interfaces(addresses: Mapping[str, list[str]]) -> str:
     """Returns interfaces with their addresses as text: "lo (127.0.0.1), eth0 (10.0.0.3)"."""
-    return ", ".join(f"{name} ({', '.join(addresses) or 'no address'})" for name, addresses in found.items())
+    return ", ".join(f"{name} ({', '.join(addresses) or 'no address'})" for name, addresses in addresses.items())
 
 
 def interface_lines(interfaces_by_node: Mapping[str, str | None]) -> list[str]:

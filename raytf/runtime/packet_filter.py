@@ -21,14 +21,14 @@ Program = Sequence[tuple[int, int, int, int]]
 NOTHING: Program = ((_RETURN, 0, 0, 0),)
 
 
-def attach_filter(one: socket.socket, program: Program) -> None:
+def attach_filter(sock: socket.socket, program: Program) -> None:
     """Filters the incoming packets of a socket by a program, from now on.
 
     Raises:
         OSError: The kernel rejects the filter.
     """
     code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in program))
-    one.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("HP", len(program), ctypes.addressof(code)))
+    sock.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("HP", len(program), ctypes.addressof(code)))
 
 
 def only_to_address(host: str) -> Program:

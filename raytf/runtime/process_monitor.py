@@ -97,11 +97,11 @@ class StopDetector:
         self._lock = threading.Lock()
         self._watched: dict[Any, _MonitoredProcess] = {}
 
-    def watch(self, key, place: ProcessLocation) -> None:
+    def watch(self, key, location: ProcessLocation) -> None:
         """Monitors a process, instead of an earlier one with its key."""
         with self._lock:
-            if key not in self._watched or self._watched[key].place != place:
-                self._watched[key] = _MonitoredProcess(place, self._anew())
+            if key not in self._watched or self._watched[key].place != location:
+                self._watched[key] = _MonitoredProcess(location, self._new_watch())
 
     def forget(self, key) -> None:
         """Stops monitoring a process."""
@@ -112,7 +112,7 @@ class StopDetector:
         """Records that processes have just answered, or get a request now, so that they need no check for a while."""
         with self._lock:
             for key in self._watched.keys() & keys:
-                self._watched[key].heard, self._watched[key].watch = self._clock(), self._anew()
+                self._watched[key].heard, self._watched[key].watch = self._clock(), self._new_watch()
 
     def begin(self) -> None:
         """Records that all processes get a request now."""
@@ -127,12 +127,12 @@ class StopDetector:
                     due.setdefault(process.place.node, []).append(process.place.pid)
         return due
 
-    def judge(self, node: str, seen: Mapping[int, ProcessState | None]) -> list[StoppedProcess]:
+    def check_states(self, node: str, states: Mapping[int, ProcessState | None]) -> list[StoppedProcess]:
         """Records states of a node's processes by pid; returns those that are stopped for too long."""
         frozen = []
         with self._lock:
             for key, process in self._watched.items():
-                look = seen.get(process.place.pid) if process.place.node == node else None
+                look = states.get(process.place.pid) if process.place.node == node else None
                 # it has ended, which Ray notices, or is in a container whose processes are not visible here
                 if look is None or look.state in "ZX":
                     continue
@@ -140,7 +140,7 @@ class StopDetector:
                 if look.started != (process.place.started or (process.seen or look).started):
                     continue
                 process.seen = look
-                if (how := process.watch.judge(look)) is not None:
+                if (how := process.watch.update(look)) is not None:
                     frozen.append(StoppedProcess((key,), process.place, look, how))
         return frozen
 
@@ -157,7 +157,7 @@ class StopDetector:
         with self._lock:
             return {key: process.place for key, process in self._watched.items() if process.place.node == node}
 
-    def _anew(self) -> StopWatch:
+    def _new_watch(self) -> StopWatch:
         return StopWatch(self._seconds, self._clock)
 
 
@@ -167,22 +167,22 @@ class ProcessMonitor(StopDetector):
     def __init__(self, seconds: float | None = None, clock: Callable[[], float] = time.monotonic):
         super().__init__(seconds, clock)
         self._node = ray.get_runtime_context().get_node_id()
-        self._hosts: dict[str, _Host] = {}
-        self._last, self._look_at = clock(), -math.inf
+        self._hosts: dict[str, _RemoteReader] = {}
+        self._last, self._next_check = clock(), -math.inf
 
     def look(self) -> list[StoppedProcess]:
         """Returns processes that are stopped for too long, or whose host does not answer; called about every second."""
         current_time, due, frozen = self._clock(), self.due(), []
         passed, self._last = min(current_time - self._last, _COUNTED_INTERVAL), current_time
-        looks = current_time >= self._look_at
+        looks = current_time >= self._next_check
         if looks:
-            self._look_at = current_time + liveness.LOOK_INTERVAL
+            self._next_check = current_time + liveness.LOOK_INTERVAL
         if looks and self._node in due:
-            frozen += self.judge(self._node, procfs.read_states(due[self._node]))
+            frozen += self.check_states(self._node, procfs.read_states(due[self._node]))
         for node in (due.keys() | self._hosts.keys()) - {self._node}:
-            host = self._hosts.setdefault(node, _Host(node))
+            host = self._hosts.setdefault(node, _RemoteReader(node))
             if (seen := host.answer(passed)) is not None:
-                frozen += self.judge(node, seen)
+                frozen += self.check_states(node, seen)
             if node not in due:
                 host.silent = 0.0
             elif host.silent >= host.limit and len(processes := self.of(node)) == len(due[node]):
@@ -202,11 +202,11 @@ class ProcessMonitor(StopDetector):
 class _StateReader:
     """Reads the states of processes on a host."""
 
-    def looks(self, pids: list[int]) -> dict[int, ProcessState | None]:
+    def read_states(self, pids: list[int]) -> dict[int, ProcessState | None]:
         return procfs.read_states(pids)
 
 
-class _Host:
+class _RemoteReader:
     """Requests states of processes from an actor on another host, without waiting for it.
 
     Attributes:
@@ -229,7 +229,7 @@ class _Host:
             strategy = NodeAffinitySchedulingStrategy(self._node, soft=False)
             self._actor = ray.remote(_StateReader).options(num_cpus=0, scheduling_strategy=strategy).remote()
             self._answered = False
-        self._asked, self.silent = self._actor.looks.remote(pids), 0.0
+        self._asked, self.silent = self._actor.read_states.remote(pids), 0.0
 
     def answer(self, passed: float) -> dict[int, ProcessState | None] | None:
         """Returns new states, or None; `passed` seconds have passed since its last call."""
@@ -277,7 +277,7 @@ class ProcessKiller(ProcessMonitor):
     ):
         super().__init__(seconds, clock)
         self._last_words = last_words
-        self.kept: dict = {}
+        self.last_words: dict = {}
         self.ended: dict = {}
         self.gone: dict = {}
         self._closed = threading.Event()
@@ -307,12 +307,12 @@ class ProcessKiller(ProcessMonitor):
                 logger.exception("the process monitor could not poll processes")
 
     def _end(self, frozen: list[StoppedProcess]) -> None:
-        words = self._words_of([key for stopped in frozen for key in stopped.keys])
+        words = self._collect_last_words([key for stopped in frozen for key in stopped.keys])
         for stopped in frozen:
             (key,), location = stopped.keys, stopped.place
             text = f"its process {location.pid} on {location.host} is {stopped.how}"
             if key in words:
-                more, self.kept[key] = words[key]
+                more, self.last_words[key] = words[key]
                 text = f"{text}; {more}" if more else text
             self.ended[key] = text
             self.forget(key)
@@ -321,7 +321,7 @@ class ProcessKiller(ProcessMonitor):
             else:
                 call_on_node(location.node, kill_process, location.pid, stopped.seen.started)
 
-    def _words_of(self, keys: list) -> dict:
+    def _collect_last_words(self, keys: list) -> dict:
         """Returns the results of `last_words` for all keys, with one deadline."""
         if self._last_words is None or not keys:
             return {}

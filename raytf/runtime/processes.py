@@ -65,14 +65,14 @@ class WarmPool:
     cancelled = False
 
     def __init__(self, kind, scaling_config, run_config, workers: int, preload: Callable[[], None]):
-        self.run_config, self.there, self._extra = run_config, [], []
+        self.run_config, self.members, self._extra = run_config, [], []
         self.asked, self.compares = None, False
         # A process must not search for devices before Ray assigns it some: without devices it can only try the model.
         if resources.only_cpus(scaling_config):
             environment = _early_environment(run_config, scaling_config, thread_variables(_cpus(scaling_config)))
             for node in resources.likely_nodes(scaling_config, workers):
-                self.there.append((node, start_process(kind, node, environment)))
-        if not self.there:
+                self.members.append((node, start_process(kind, node, environment)))
+        if not self.members:
             node_id = ray.get_runtime_context().get_node_id()
             environment = _early_environment(run_config, scaling_config, {"CUDA_VISIBLE_DEVICES": "-1"})
             self._extra.append(start_process(kind, node_id, environment, soft=True))
@@ -142,7 +142,7 @@ class WarmPool:
         self.warned.clear()
 
     def _all(self) -> list:
-        return [*(actor for _, actor in self.there), *self._extra]
+        return [*(actor for _, actor in self.members), *self._extra]
 
 
 def worker_environment(run_config, scaling_config, variables: dict[str, str] | None = None) -> dict:

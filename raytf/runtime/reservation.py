@@ -32,25 +32,25 @@ _TICK_INTERVAL = 1.0
 
 
 def bundle_layout(
-    workers: int, each: Mapping[str, float], beside: Mapping[str, Mapping[str, float]], strategy: str, nodes: int
+    workers: int, each: Mapping[str, float], sidecars: Mapping[str, Mapping[str, float]], strategy: str, nodes: int
 ) -> tuple[list[dict[str, float]], dict[str, int]]:
     """Returns (the bundles of a run, the workers' first; the index of each additional task's bundle); pure.
 
     Args:
         workers: Number of workers, at least 1.
         each: Resources of a worker.
-        beside: Resources of the additional tasks, by name.
+        sidecars: Resources of the additional tasks, by name.
         strategy: Placement strategy. If it requires a node per bundle, and there are fewer `nodes`, the tasks share the
             workers' bundles.
         nodes: Number of nodes.
     """
     bundles = [dict(each) for _ in range(workers)]
-    if strategy != "STRICT_SPREAD" or workers + len(beside) <= nodes:
-        places = {name: workers + i for i, name in enumerate(beside)}
-        return bundles + [dict(amounts) for amounts in beside.values()], places
-    places = {name: i % workers for i, name in enumerate(beside)}
+    if strategy != "STRICT_SPREAD" or workers + len(sidecars) <= nodes:
+        places = {name: workers + i for i, name in enumerate(sidecars)}
+        return bundles + [dict(amounts) for amounts in sidecars.values()], places
+    places = {name: i % workers for i, name in enumerate(sidecars)}
     for name, index in places.items():
-        for resource, amount in beside[name].items():
+        for resource, amount in sidecars[name].items():
             bundles[index][resource] = bundles[index].get(resource, 0) + amount
     return bundles, places
 
@@ -69,8 +69,10 @@ class Reservation:
         places: Index of the bundle of each additional task, by name.
     """
 
-    def __init__(self, beside: Mapping[str, Mapping[str, float]], seconds: float | None = None, cleaned: bool = False):
-        self._beside, self._seconds, self._cleaned = dict(beside), seconds, cleaned
+    def __init__(
+        self, sidecar_bundles: Mapping[str, Mapping[str, float]], seconds: float | None = None, cleaned: bool = False
+    ):
+        self._sidecar_bundles, self._seconds, self._cleaned = dict(sidecar_bundles), seconds, cleaned
         self._cleaner = None
         self._name, self._number = f"raytf-{uuid.uuid4().hex}", 0
         self.group: PlacementGroup | None = None
@@ -78,9 +80,9 @@ class Reservation:
         self._bundles: list[dict[str, float]] = []
         self._workers = 0
         self._since: float | None = None
-        self._say_at = 0.0
+        self._report_at = 0.0
 
-    def hold(self, workers: int, each: Mapping[str, float], strategy: str, selectors: list | None) -> PlacementGroup:
+    def ensure(self, workers: int, each: Mapping[str, float], strategy: str, selectors: list | None) -> PlacementGroup:
         """Returns the group for `workers` workers, ready or not: the current one, or a new one that replaces it.
 
         Args:
@@ -94,7 +96,7 @@ class Reservation:
             return self.group
         self.drop()
         nodes = sum(node["Alive"] for node in ray.nodes())
-        self._bundles, self.places = bundle_layout(workers, each, self._beside, strategy, nodes)
+        self._bundles, self.places = bundle_layout(workers, each, self._sidecar_bundles, strategy, nodes)
         self._workers, self._number = workers, self._number + 1
         self._start_cleaner()
         selectors = bundle_selectors(selectors, len(self._bundles))
@@ -106,7 +108,7 @@ class Reservation:
     def _is_drained(self) -> bool:
         """Returns whether a node of the group is draining; False with parameter servers: they stay in their group."""
         draining = ray_core.draining()
-        if "ps 0" in self._beside or not draining:
+        if "ps 0" in self._sidecar_bundles or not draining:
             return False
         return not draining.keys().isdisjoint(placement_group_table(self.group)["bundles_to_node_id"].values())
 
@@ -124,7 +126,7 @@ class Reservation:
         while True:
             current_time = time.monotonic()
             if self._since is None:
-                self._since, self._say_at = current_time, current_time + _PATIENCE_INTERVAL
+                self._since, self._report_at = current_time, current_time + _PATIENCE_INTERVAL
             step = _TICK_INTERVAL if until is None else max(0.0, min(_TICK_INTERVAL, until - current_time))
             if self.group.wait(step):
                 if current_time - self._since >= _PATIENCE_INTERVAL:
@@ -133,37 +135,39 @@ class Reservation:
                 return True
             if cancelled() or (until is not None and time.monotonic() >= until):
                 return False
-            if current_time >= self._say_at:
-                self._say_at = current_time + _AGAIN_INTERVAL
+            if current_time >= self._report_at:
+                self._report_at = current_time + _AGAIN_INTERVAL
                 if current_time - self._since >= _AGAIN_INTERVAL:  # earlier, a node may be restarting
                     resources.check_bundles(self._bundles)
                 waited, more = current_time - self._since, self._end()
-                events.emit(RunEvent(kind=Kind.RESOURCES_AWAITED, seconds=waited, why=self._wanted(), more=more))
+                events.emit(
+                    RunEvent(kind=Kind.RESOURCES_AWAITED, seconds=waited, why=self._describe_missing(), more=more)
+                )
 
     def take(self, workers: int, each: Mapping[str, float], strategy: str, selectors: list | None) -> None:
-        """Calls `hold` and `wait` on the driver; a wait that fails releases the group.
+        """Calls `ensure` and `wait` on the driver; a wait that fails releases the group.
 
         Raises:
             ResourceError: The cluster cannot reserve it, or does not within the driver's timeout.
         """
         try:
-            self.hold(workers, each, strategy, selectors)
+            self.ensure(workers, each, strategy, selectors)
             if not self.wait(self._seconds):
                 raise ResourceError(
                     "The cluster must give a run all its resources at once",
-                    f"{self._wanted()} for {self._seconds:g} s",
+                    f"{self._describe_missing()} for {self._seconds:g} s",
                     "Wait until other work has ended, or raise FailureConfig(controller_failure_limit=...)",
                 )
         except BaseException:
             self.drop()
             raise
 
-    def _wanted(self) -> str:
+    def _describe_missing(self) -> str:
         """Returns the missing resources, as a sentence without a full stop."""
         wanted = resources.total_resources(self._bundles)
         free, total = ray.available_resources(), ray.cluster_resources()
-        trains = "a coordinator" if "ps 0" in self._beside else f"{self._workers} worker(s)"
-        need = [trains, *self._beside]
+        trains = "a coordinator" if "ps 0" in self._sidecar_bundles else f"{self._workers} worker(s)"
+        need = [trains, *self._sidecar_bundles]
         has = ", ".join(f"{free.get(name, 0):g} of {total.get(name, 0):g} {name}" for name in wanted)
         grows = ", an autoscaler may add nodes" if resources.autoscales() else ""
         return (

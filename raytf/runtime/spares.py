@@ -38,10 +38,10 @@ class StandbyPool:
         self, each: int, start: Callable, preload: Callable[[], None], clock: Callable[[], float] = time.monotonic
     ):
         self._each, self._start, self._preload, self._clock = each, start, preload, clock
-        self._there: list[_StandbyProcess] = []
+        self._standbys: list[_StandbyProcess] = []
         self._failures: dict[str, int] = {}
-        self._said = False
-        self._lock, self._look_at = threading.Lock(), 0.0
+        self._reported = False
+        self._lock, self._check_at = threading.Lock(), 0.0
 
     def keep(self, nodes: Collection[str]) -> None:
         """Starts missing ones on these nodes, without waiting for them, and ends those on others.
@@ -50,16 +50,16 @@ class StandbyPool:
         """
         current_time = self._clock()
         with self._lock:
-            if current_time >= self._look_at:
-                self._look_at = current_time + _LOOK_INTERVAL
-                for spare in self._there:
+            if current_time >= self._check_at:
+                self._check_at = current_time + _LOOK_INTERVAL
+                for spare in self._standbys:
                     if spare.node not in nodes:
                         spare.end()
-                self._there = [spare for spare in self._there if spare.node in nodes and self._lives(spare)]
+                self._standbys = [spare for spare in self._standbys if spare.node in nodes and self._lives(spare)]
             for node in nodes:
-                missing = self._each - sum(spare.node == node for spare in self._there)
+                missing = self._each - sum(spare.node == node for spare in self._standbys)
                 if self._failures.get(node, 0) < _MOST_FAILURES:
-                    self._there += [self._started(node) for _ in range(missing)]
+                    self._standbys += [self._started(node) for _ in range(missing)]
 
     def _started(self, node: str) -> _StandbyProcess:
         events.emit(RunEvent(kind=Kind.STANDBY_STARTED, node=node))
@@ -70,8 +70,8 @@ class StandbyPool:
         if why is None:
             if spare.ready:
                 self._failures.pop(spare.node, None)
-            if spare.less is not None and not self._said:
-                self._said = True
+            if spare.less is not None and not self._reported:
+                self._reported = True
                 events.emit(RunEvent(kind=Kind.STANDBY_LIMITED, node=spare.node, why=spare.less))
             return True
         spare.end()
@@ -90,13 +90,13 @@ class StandbyPool:
         """
         while True:
             with self._lock:
-                candidates = [spare for spare in self._there if spare.node == node]
+                candidates = [spare for spare in self._standbys if spare.node == node]
                 for spare in candidates:
                     spare.look()
                 if not candidates:
                     return None
                 spare = next((spare for spare in candidates if spare.ready), candidates[0])
-                self._there.remove(spare)
+                self._standbys.remove(spare)
             seconds = timeouts.get().idle_answer if spare.ready else timeouts.get().standby_start
             try:
                 return spare.actor, ray.get(ask(spare.actor), timeout=seconds)
@@ -106,9 +106,9 @@ class StandbyPool:
     def close(self) -> None:
         """Ends all standby workers."""
         with self._lock:
-            for spare in self._there:
+            for spare in self._standbys:
                 spare.end()
-            self._there.clear()
+            self._standbys.clear()
 
 
 class _StandbyProcess:

@@ -56,27 +56,27 @@ class StragglerDetector:
 
     def __init__(self) -> None:
         self._begin: Mapping[int, Mapping[str, Any]] = {}
-        self._found: list[Straggler | None] = []
-        self._named: set[int] = set()
+        self._reports: list[Straggler | None] = []
+        self._straggler: set[int] = set()
 
     def look(self, told: Mapping[int, Mapping[str, Any]]) -> Straggler | None:
         """Returns a worker that has just become a straggler, each once."""
         began = self._begin
         if began.keys() != told.keys() or any(told[r]["step"] < began[r]["step"] for r in told):
-            self._begin, self._found = dict(told), []
+            self._begin, self._reports = dict(told), []
             return None
         if any(told[r]["step"] - began[r]["step"] < _STEPS for r in told) or any(
             told[r]["clock"] - began[r]["clock"] < _LEAST_INTERVAL for r in told
         ):
             return None
         self._begin = dict(told)
-        self._found = [*self._found, slowest(began, told)][-_PERIODS:]
-        ranks = {straggler.rank if straggler else None for straggler in self._found}
-        first = self._found[0]
-        if len(self._found) < _PERIODS or len(ranks) > 1 or first is None or first.rank in self._named:
+        self._reports = [*self._reports, slowest(began, told)][-_PERIODS:]
+        ranks = {straggler.rank if straggler else None for straggler in self._reports}
+        first = self._reports[0]
+        if len(self._reports) < _PERIODS or len(ranks) > 1 or first is None or first.rank in self._straggler:
             return None
-        self._named.add(first.rank)
-        last = self._found[-1]
+        self._straggler.add(first.rank)
+        last = self._reports[-1]
         return None if last is None else dataclasses.replace(last, step=first.step)
 
 

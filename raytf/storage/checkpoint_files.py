@@ -86,19 +86,19 @@ class CheckpointState:
         return json.dumps({"version": self.version, **dataclasses.asdict(self)})
 
     @classmethod
-    def of(cls, found: dict, name: str) -> CheckpointState:
+    def of(cls, content: dict, name: str) -> CheckpointState:
         """Parses what `to_json` wrote.
 
         Args:
-            found: The object in the file.
+            content: The object in the file.
             name: The checkpoint's name, for errors.
 
         Raises:
             DamagedCheckpointError: The object is not such a state.
             ConfigError: A newer raytf wrote it.
         """
-        check_version(found.get("version", 1), name)
-        fields = {f.name: found[f.name] for f in dataclasses.fields(cls) if f.name in found}
+        check_version(content.get("version", 1), name)
+        fields = {f.name: content[f.name] for f in dataclasses.fields(cls) if f.name in content}
         right = {
             "epoch": _is_count,
             "step": _is_count,

@@ -44,7 +44,7 @@ def split_file(pieces: Sequence, count: int) -> list[list]:
     return [[*views[:weights], cut[0]], *([part] for part in cut[1:]), views[weights + 1 :]]
 
 
-class Cutter:
+class RangeCutter:
     """Cuts one range out of a file's weights, repeatedly.
 
     Args:

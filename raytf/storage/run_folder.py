@@ -175,7 +175,7 @@ class RunFolder:
         refused: list[str] = []
         for name in names:
             try:
-                progress = self._look(name, finished)
+                progress = self._check_stored(name, finished)
             except DamagedCheckpointError as error:
                 refused.append(str(error.received))
                 continue
@@ -323,7 +323,7 @@ class RunFolder:
         except DamagedCheckpointError:
             return None
 
-    def _look(self, name: str, finished: Callable[[LastCheckpoint], bool]) -> LastCheckpoint:
+    def _check_stored(self, name: str, finished: Callable[[LastCheckpoint], bool]) -> LastCheckpoint:
         """Returns the progress at a checkpoint; raises DamagedCheckpointError unless it is whole."""
         path = f"{self.path}/{name}"
         state: CheckpointState = checkpoint_files.check_stored(self.filesystem, path)
@@ -335,7 +335,7 @@ class RunFolder:
                 checkpoint_files.check_folder(folder, name=name)
         return last
 
-    def put_aside(self) -> str | None:
+    def archive(self) -> str | None:
         """Moves the run's files into a new folder next to this one, from which they can be loaded and resumed.
 
         Returns:

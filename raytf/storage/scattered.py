@@ -22,7 +22,7 @@ class ScatteredFile(io.RawIOBase):
     def __init__(self):
         super().__init__()
         self._pieces: list[tuple[int, bytearray | memoryview]] = []
-        self._at = self._size = 0
+        self._offset = self._size = 0
 
     def writable(self) -> bool:
         return True
@@ -31,26 +31,30 @@ class ScatteredFile(io.RawIOBase):
         return True
 
     def tell(self) -> int:
-        return self._at
+        return self._offset
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
-        return self._at
+        self._offset = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._offset, io.SEEK_END: self._size}[whence]
+        return self._offset
 
     def write(self, data) -> int:
         view = memoryview(data).cast("B")
-        if self._at < self._size:
+        if self._offset < self._size:
             self._write_over(view)
         elif len(view):
-            self._pieces.append((self._at, bytearray(view) if len(view) < _SMALL else view))
+            self._pieces.append((self._offset, bytearray(view) if len(view) < _SMALL else view))
             self._size += len(view)
-        self._at += len(view)
+        self._offset += len(view)
         return len(view)
 
     def _write_over(self, view: memoryview) -> None:
         for begin, piece in self._pieces:
-            if begin <= self._at and self._at + len(view) <= begin + len(piece) and isinstance(piece, bytearray):
-                piece[self._at - begin : self._at - begin + len(view)] = view
+            if (
+                begin <= self._offset
+                and self._offset + len(view) <= begin + len(piece)
+                and isinstance(piece, bytearray)
+            ):
+                piece[self._offset - begin : self._offset - begin + len(view)] = view
                 return
         raise io.UnsupportedOperation("only what was written in one small piece can be written over")
 

@@ -56,20 +56,20 @@ class Buffer:
         """Allocates the pages, without the interpreter's lock."""
         self.memory[:: mmap.PAGESIZE] = 0
 
-    def lay(self, image: FileTemplate | None) -> None:
+    def write_template(self, image: FileTemplate | None) -> None:
         """Writes an image at the beginning, without its arrays."""
         if image is not None and self.image is not image:
             for offset, text in image.texts:
                 self.put(offset, text)
         self.image = image
 
-    def put(self, at: int, content) -> None:
+    def put(self, offset: int, content) -> None:
         data = np.frombuffer(content, np.uint8)
-        self.memory[at : at + len(data)] = data
+        self.memory[offset : offset + len(data)] = data
 
-    def put_array(self, at: int, value: np.ndarray) -> None:
+    def put_array(self, offset: int, value: np.ndarray) -> None:
         data = flat_bytes(value)
-        self.memory[at : at + len(data)] = data
+        self.memory[offset : offset + len(data)] = data
 
     def _unmap(self) -> None:
         self.memory = np.empty(0, np.uint8)
@@ -152,7 +152,7 @@ class SnapshotLayout:
         """Copies everything into the buffer."""
         if buffer.size < self.size:
             buffer.grow(self.needs)
-        buffer.lay(self.image)
+        buffer.write_template(self.image)
         for offset, value in self.values:
             buffer.put_array(offset, value)
         for offset, content in self.texts:

@@ -89,7 +89,7 @@ class SnapshotStore:
         self._steps: dict[str, int] = {}  # by name, of whole epoch-end checkpoints
         self._whole: set[str] = set()
         self._last: str | None = None  # the last snapshot that was put
-        self._asked: set[str] = set()  # snapshots that this process wrote, or tried to
+        self._pending_names: set[str] = set()  # snapshots that this process wrote, or tried to
         self._before: set[str] | None = None  # names that were half written when it began
         self.fails: list[int] = []
 
@@ -119,7 +119,7 @@ class SnapshotStore:
             self._put_remote(name, files, last, other_parts)
         self._whole.add(name)
         self._last = name
-        return WriteResult(other_parts.size_left(files) + len(last), other_parts.late, other_parts.others)
+        return WriteResult(other_parts.size_left(files) + len(last), other_parts.late_parts, other_parts.others)
 
     def put_part(self, name: str, file: str, index: int, pieces: list) -> int:
         """Writes a worker's part of a file of a snapshot that another process completes.
@@ -244,7 +244,7 @@ class SnapshotStore:
         if self._last is not None and self._is_local:
             ends = {name for name in names if name.startswith(AT_ENDS) and self._step_of(name) >= 0}
             newest = max([epoch, *(steps[name] for name in whole)])
-            for name in abandoned_folders(names, self._before or (), self._asked, {*whole, *ends}, newest):
+            for name in abandoned_folders(names, self._before or (), self._pending_names, {*whole, *ends}, newest):
                 shutil.rmtree(os.path.join(self._folder, name), ignore_errors=True)
         removed = removable(steps, whole, epoch, keep or self._keep)
         for name in removed:
@@ -268,7 +268,7 @@ class SnapshotStore:
 
     def _begin(self, name: str) -> None:
         """Records the snapshot's name; before the first one also the folders that others left half written."""
-        self._asked.add(name)
+        self._pending_names.add(name)
         if self._before is None:
             infos = self._filesystem.get_file_info(FileSelector(self._folder, allow_not_found=True))
             self._before = {info.base_name for info in infos if info.base_name.startswith((_PARTIAL, _PARTS))}
@@ -349,7 +349,7 @@ class _OtherParts:
         self._filesystem, self.folder = filesystem, folder
         self._index = {name: i for i, name in enumerate(parts)}
         self.awaited = {name: scattered.total_size(parts[name]) for name in list(parts)[1:-1]}
-        self.late: list[int] = []
+        self.late_parts: list[int] = []
         self.others: list[int] = []
         self._began = time.monotonic()
 
@@ -361,15 +361,15 @@ class _OtherParts:
             while not (is_there := self._filesystem.get_file_info(path).size == size) and time.monotonic() < deadline:
                 time.sleep(_LOOKS_INTERVAL)
             if not is_there:
-                self.late.append(self._index[name])
+                self.late_parts.append(self._index[name])
             yield name, is_there
 
     def look(self) -> None:
         """Removes parts with different bytes and records their workers in `others`."""
-        if not self.late:
+        if not self.late_parts:
             return
         infos = self._filesystem.get_file_info(FileSelector(self.folder, allow_not_found=True))
-        for index in self.late:
+        for index in self.late_parts:
             for info in infos:
                 if info.base_name.startswith(division.part_prefix(MODEL, index)) and info.base_name not in self._index:
                     self.others.append(index)
@@ -377,7 +377,7 @@ class _OtherParts:
 
     def size_left(self, files: Mapping[str, list]) -> int:
         """Returns the bytes of the files that this process wrote."""
-        came = [name for name in self.awaited if self._index[name] not in self.late]
+        came = [name for name in self.awaited if self._index[name] not in self.late_parts]
         return sum(scattered.total_size(pieces) for name, pieces in files.items() if name not in came)
 
 

@@ -51,7 +51,7 @@ class _Server:
         self._poll.register(control, select.POLLIN)
         self._waiting: list[dict] = []
         self._held: dict | None = None  # to be written only if the peer goes
-        self._gone = self._hurried = False
+        self._peer_gone = self._hurried = False
         self._yields = False  # the peer waits for the buffer of an unpinned one
         self._begun = 0  # id of the last claimed request
         self._pinned = 0  # id of the request that no newer one makes needless
@@ -65,8 +65,8 @@ class _Server:
 
     def run(self) -> None:
         """Serves requests until the peer has gone and nothing remains."""
-        self._tell({"event": "ready", "pid": os.getpid(), "niceness": self._niceness})
-        while self._waiting or not self._gone:
+        self._send({"event": "ready", "pid": os.getpid(), "niceness": self._niceness})
+        while self._waiting or not self._peer_gone:
             self._take(None if not self._waiting else 0.0)
             if self._waiting:
                 self._write_newest()
@@ -78,7 +78,7 @@ class _Server:
         """Receives all pending requests, and waits `seconds` for the first. Returns whether one came."""
         received = woken = False
         deadline = None if seconds is None else time.monotonic() + seconds
-        while not self._gone:
+        while not self._peer_gone:
             remaining = None if deadline is None else max(0.0, deadline - time.monotonic())
             if not self._poll.poll(0.0 if received or woken else remaining if remaining is None else 1e3 * remaining):
                 break
@@ -87,7 +87,7 @@ class _Server:
             except ConnectionResetError:
                 message = b""
             if not message:
-                self._gone = self._hurried = True
+                self._peer_gone = self._hurried = True
                 return self._promote() or received
             request = json.loads(message)
             if "id" in request:
@@ -132,19 +132,19 @@ class _Server:
             newest = self._waiting[-1]["id"]
             needless = [request for request in self._waiting if request["id"] not in (newest, self._pinned)]
             for request in needless:
-                self._tell({"event": "dropped", "id": request["id"]})
+                self._send({"event": "dropped", "id": request["id"]})
                 self._waiting.remove(request)
             request = self._next()
             if request["id"] == self._begun:
                 return request
             self._begun = request["id"]
-            self._tell({"event": "begun", "id": self._begun})
+            self._send({"event": "begun", "id": self._begun})
             if not self._take(0.0) or request["id"] == self._pinned:
                 return request
 
     def _next(self) -> dict:
         """Returns a pinned request unless it just failed; after the peer has gone the newest, as time may be short."""
-        if self._gone:
+        if self._peer_gone:
             return self._waiting[-1]
         return next((request for request in self._waiting if request["id"] != self._failed), self._waiting[-1])
 
@@ -157,7 +157,7 @@ class _Server:
                 written = self._write(request)
             except Exception as error:  # every kind of file system has its own
                 why, self._failed = f"{type(error).__name__}: {str(error).strip()[:500]}", request["id"]
-                self._tell({"event": "failed", "id": request["id"], "why": why}, lossy=True)
+                self._send({"event": "failed", "id": request["id"], "why": why}, lossy=True)
                 with contextlib.suppress(Exception):
                     if self._prunes:
                         self._store.prune(keep=1)  # the disk may be full
@@ -171,25 +171,25 @@ class _Server:
                 self._waiting.remove(request)
                 self._failed, self._yields = 0, False
                 self._pinned = 0 if request["id"] == self._pinned else self._pinned
-                self._hurried = self._gone or (self._hurried and bool(self._waiting))
-                self._tell({"event": "written", "id": request["id"], "cpu": time.process_time(), **written})
+                self._hurried = self._peer_gone or (self._hurried and bool(self._waiting))
+                self._send({"event": "written", "id": request["id"], "cpu": time.process_time(), **written})
                 return
 
     def _is_yielded(self, request: dict) -> bool:
         """Gives up a failed unpinned request if the peer needs its buffer. Returns whether it did."""
         self._take(0.0)
-        if not self._yields or self._gone or request["id"] == self._pinned:
+        if not self._yields or self._peer_gone or request["id"] == self._pinned:
             return False
         self._yields = False
         self._waiting.remove(request)
-        self._tell({"event": "dropped", "id": request["id"]})
+        self._send({"event": "dropped", "id": request["id"]})
         return True
 
     def _pause(self, seconds: float) -> None:
         """Waits between two attempts, despite new requests; briefly once the peer waits for the last, or has gone."""
         began = time.monotonic()
         while (remaining := began + min(seconds, _HURRIED_WAIT if self._hurried else seconds) - time.monotonic()) > 0:
-            if self._gone:
+            if self._peer_gone:
                 time.sleep(remaining)
             else:
                 self._take(remaining)
@@ -213,7 +213,7 @@ class _Server:
         event = {"name": head["name"], "seconds": seconds, "removed": removed, "unremoved": why}
         return {**event, **dataclasses.asdict(written)}
 
-    def _tell(self, event: dict, lossy: bool = False) -> None:
+    def _send(self, event: dict, lossy: bool = False) -> None:
         with contextlib.suppress(BrokenPipeError, ConnectionResetError, *([BlockingIOError] if lossy else [])):
             self._control.send(json.dumps(event).encode(), socket.MSG_DONTWAIT if lossy else 0)
 

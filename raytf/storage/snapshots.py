@@ -83,7 +83,7 @@ class _WriterProcess:
         self._pid, self._niceness, self._last = pid, niceness, True
         self._seen = procfs.read_state(pid)
 
-    def goes_last(self, last: bool) -> None:
+    def set_low_priority(self, last: bool) -> None:
         """Sets or ends its low priority; does nothing if it has ended, as its pid may be reused."""
         process = procfs.read_state(self._pid) if last != self._last else None
         if process is None or self._seen is None or process.started != self._seen.started:
@@ -123,18 +123,18 @@ class SnapshotWriter:
         self.written: list[dict] = []
         self.left_out = 0
         self.pid: int | None = None
-        self._other: _WriterProcess | None = None
+        self._process_state: _WriterProcess | None = None
         self._queued: dict[int, float] = {}  # seconds by process: the started one starts another one
         self._waits = 0  # threads of the training that wait for it
-        self._behind = False  # whether a pinned one was not whole when the next one came
+        self._unwritten = False  # whether a pinned one was not whole when the next one came
         self._folder = folder
         self._names: dict[int, str] = {}
         self._count = self._last = self._held = self._pinned = self._begun = 0
         self._lock, self._closing = threading.RLock(), False
-        self._failed, self._gone, self._late = "", False, 0
+        self._failed, self._writer_ended, self._late = "", False, 0
         self._holds = False  # whether some are held
         self._readied: threading.Thread | None = None
-        self._said: set[str] = set()
+        self._logged: set[str] = set()
         options = {"folder": folder, "keep": max(1, keep), "cpus": cpus, "timeouts": timeouts.get()}
         settings = pickle.dumps({"filesystem": _pickled(filesystem), **options})
         self._buffers = [Buffer(number) for number in range(_BUFFERS)]
@@ -200,7 +200,7 @@ class SnapshotWriter:
             self._readied = None
         self._holds = self._holds or held
         with self._lock:
-            buffer = self._free(name, plan.needs, held, pinned)
+            buffer = self._free_buffer(name, plan.needs, held, pinned)
             if buffer is not None:
                 return self._write(name, plan, buffer, held, pinned)
         return self._wait_and_write(name, plan) if pinned else 0
@@ -216,7 +216,7 @@ class SnapshotWriter:
             return
         self._holds = self._holds or held
         needs = needs_of(size)
-        count = min(_BUFFERS - 2, max(1, self._most(needs) // needs)) if needs else 0
+        count = min(_BUFFERS - 2, max(1, self._memory_limit(needs) // needs)) if needs else 0
         for buffer in self._buffers[:count]:
             buffer.grow(needs)
 
@@ -227,7 +227,7 @@ class SnapshotWriter:
         self._readied = threading.Thread(target=touch, daemon=True, name="raytf_snapshot_memory")
         self._readied.start()
 
-    def _most(self, needs: int) -> int:
+    def _memory_limit(self, needs: int) -> int:
         """Returns the maximum total bytes of all buffers."""
         return max(_FEW_BYTES, (1 + self._holds) * needs)
 
@@ -244,9 +244,9 @@ class SnapshotWriter:
         else:
             self._last, self._held = self._count, 0
             if pinned:
-                self._behind = self._behind or self._is_busy(self._pinned)
+                self._unwritten = self._unwritten or self._is_busy(self._pinned)
                 self._pinned = self._count
-                self._weigh()
+                self._update_priority()
         location = {"buffer": buffer.number, "at": plan.head_at, "size": plan.size}
         self._send({"id": self._count, **location, "held": held, "pinned": pinned, "fails": planted.take_faults()})
         if previous_held:
@@ -261,7 +261,7 @@ class SnapshotWriter:
                 self._end(self._held)
                 self._held = 0
 
-    def promote(self) -> None:
+    def flush(self) -> None:
         """Requests that the held snapshot is written now."""
         with self._lock:
             if self._held:
@@ -271,7 +271,7 @@ class SnapshotWriter:
     def unpin(self, number: int) -> None:
         """Allows newer snapshots to replace a pinned one."""
         with self._lock:
-            if number == self._pinned and self._is_busy(number) and not self._gone and not self._closing:
+            if number == self._pinned and self._is_busy(number) and not self._writer_ended and not self._closing:
                 self._pinned = 0
                 self._send({"unpin": True})
 
@@ -291,7 +291,7 @@ class SnapshotWriter:
             if not self._is_busy(wanted):
                 return
             name = self._names[wanted]
-            if not (self._gone or self._closing):
+            if not (self._writer_ended or self._closing):
                 self._send({"hurry": True})
         began = time.monotonic()
         while self._is_busy(wanted):
@@ -299,14 +299,14 @@ class SnapshotWriter:
             remaining = began + longest - time.monotonic()
             if self._closing:
                 raise NotWrittenError(name, self._failed or "the training has ended before its storage did")
-            if self._gone:
-                raise NotWrittenError(name, self._how_it_ended())
+            if self._writer_ended:
+                raise NotWrittenError(name, self._exit_description())
             if remaining <= 0:
                 raise NotWrittenError(name, self._failed or f"its storage did not end within {seconds:.0f} s")
             self._drain(min(remaining, _LOOKS_INTERVAL))
 
     @contextlib.contextmanager
-    def held_up(self) -> Iterator[None]:
+    def writer_priority(self) -> Iterator[None]:
         """Raises the other process's priority to normal while the training waits for it in the block."""
         self._wait_one(1)
         try:
@@ -324,13 +324,13 @@ class SnapshotWriter:
     def _wait_one(self, more: int) -> None:
         with self._lock:
             self._waits += more
-            self._weigh()
+            self._update_priority()
 
-    def _weigh(self) -> None:
+    def _update_priority(self) -> None:
         """Sets the other process's priority; one that has not reported its pid gets it later."""
-        if self._other is not None and not self._gone:
-            self._behind = self._behind and self._is_busy(self._pinned)
-            self._other.goes_last(not (self._waits or self._behind))
+        if self._process_state is not None and not self._writer_ended:
+            self._unwritten = self._unwritten and self._is_busy(self._pinned)
+            self._process_state.set_low_priority(not (self._waits or self._unwritten))
 
     def _is_busy(self, number: int) -> bool:
         return any(buffer.busy == number for buffer in self._buffers)
@@ -343,7 +343,7 @@ class SnapshotWriter:
             self._closing = True
             self._control.shutdown(socket.SHUT_WR)
             deadline = time.monotonic() + timeouts.get().writer_end
-            while not self._gone and (remaining := deadline - time.monotonic()) > 0:
+            while not self._writer_ended and (remaining := deadline - time.monotonic()) > 0:
                 self._drain(remaining)
             self._control.close()
             self._control = None
@@ -354,14 +354,14 @@ class SnapshotWriter:
             os.close(self._errors)
             self._reap(0.0)
 
-    def _free(self, name: str, needs: int, held: bool, pinned: bool) -> Buffer | None:
+    def _free_buffer(self, name: str, needs: int, held: bool, pinned: bool) -> Buffer | None:
         """Returns a buffer to fill: an empty one, or a snapshot that waits although a newer one does, too.
 
         None: there is no memory for it, and it is left out, or waits.
         """
         self._drain(0.0)
-        if self._gone:
-            raise NotWrittenError(name, self._how_it_ended())
+        if self._writer_ended:
+            raise NotWrittenError(name, self._exit_description())
         if pinned and self._is_busy(self._pinned) and not self._failed:
             return None  # the other side protects only one of them from newer ones
         free = sorted(
@@ -388,15 +388,17 @@ class SnapshotWriter:
     def _has_room(self, buffer: Buffer, needs: int) -> bool:
         if buffer.size >= needs:
             return True
-        return sum(other_buffer.size for other_buffer in self._buffers) - buffer.size + needs <= self._most(needs)
+        return sum(other_buffer.size for other_buffer in self._buffers) - buffer.size + needs <= self._memory_limit(
+            needs
+        )
 
     def _wait_and_write(self, name: str, plan: SnapshotLayout) -> int:
         """Writes a pinned snapshot once the other side has written the buffered one, or failed to."""
         began, asked = time.monotonic(), False
-        with self.held_up():
+        with self.writer_priority():
             while True:
                 with self._lock:
-                    if (buffer := self._free(name, plan.needs, held=False, pinned=True)) is not None:
+                    if (buffer := self._free_buffer(name, plan.needs, held=False, pinned=True)) is not None:
                         return self._write(name, plan, buffer, held=False, pinned=True)
                     if not asked:
                         self._send({"yield": True})
@@ -416,29 +418,29 @@ class SnapshotWriter:
         self.left_out += 1
         if not self._failed:  # else the failure was already reported
             text = f"The storage of {self._folder!r} takes longer than snapshots come: some are left out"
-            self._say("left out", f"{text}. Take them less often")
+            self._log("left out", f"{text}. Take them less often")
 
     def _send(self, message: dict) -> None:
         try:
             self._control.send(json.dumps(message).encode())
         except (BrokenPipeError, ConnectionResetError):
             self._drain(0.0)
-            raise NotWrittenError(self._names.get(self._count, "of the last steps"), self._how_it_ended()) from None
+            raise NotWrittenError(self._names.get(self._count, "of the last steps"), self._exit_description()) from None
 
     def _drain(self, seconds: float) -> None:
         """Handles the other side's messages, and waits `seconds` for the first."""
         control = self._control
-        while not self._gone and control is not None and control.fileno() >= 0:
+        while not self._writer_ended and control is not None and control.fileno() >= 0:
             poll = select.poll()
             poll.register(control, select.POLLIN)
             if not poll.poll(1e3 * seconds):
                 return
             with self._lock:
-                if self._control is None or self._gone or not self._hear_next():
+                if self._control is None or self._writer_ended or not self._handle_next():
                     return
             seconds = 0.0
 
-    def _hear_next(self) -> bool:
+    def _handle_next(self) -> bool:
         """Handles a message, unless another thread has. Returns whether there may be more."""
         try:
             text = self._control.recv(_LONGEST_MESSAGE, socket.MSG_DONTWAIT)
@@ -447,20 +449,20 @@ class SnapshotWriter:
         except ConnectionResetError:
             text = b""
         if text:
-            self._hear(json.loads(text))
+            self._handle(json.loads(text))
             return True
-        self._gone = True
+        self._writer_ended = True
         busy = [buffer.busy for buffer in self._buffers if buffer.busy is not None]
         if busy:
-            raise NotWrittenError(self._names[max(busy)], self._how_it_ended())
+            raise NotWrittenError(self._names[max(busy)], self._exit_description())
         return False
 
-    def _hear(self, event: dict) -> None:
+    def _handle(self, event: dict) -> None:
         kind = event.pop("event")
         if kind == "ready":
             self.pid = event["pid"]
-            self._other = _WriterProcess(event["pid"], event["niceness"])
-            self._weigh()
+            self._process_state = _WriterProcess(event["pid"], event["niceness"])
+            self._update_priority()
             self._reap(timeouts.get().writer_end)  # the intermediate process, which has ended
             return
         number = event["id"]
@@ -469,30 +471,30 @@ class SnapshotWriter:
             self._begun = number
         elif kind == "failed":
             self._failed = event["why"]
-            self._say(event["why"], f"The snapshot {name} could not be written, and is tried again: {event['why']}")
+            self._log(event["why"], f"The snapshot {name} could not be written, and is tried again: {event['why']}")
         elif name is not None:  # else it was left out before the other side received that
             self._end(number)
-            self._weigh()
+            self._update_priority()
             if kind == "dropped":
                 self._leave_out(number)
             else:
                 self._failed = ""
-                self._hear_of_parts(name, event)
+                self._handle_parts(name, event)
                 self.written = [*self.written[1 - _TOLD :], event]
                 if event["unremoved"]:
-                    self._say(event["unremoved"], f"Snapshots before {name} could not be removed: {event['unremoved']}")
+                    self._log(event["unremoved"], f"Snapshots before {name} could not be removed: {event['unremoved']}")
 
-    def _hear_of_parts(self, name: str, event: dict) -> None:
+    def _handle_parts(self, name: str, event: dict) -> None:
         late, unequal = event.get("late", []), event.get("others", [])
         self._late = self._late + 1 if late else 0
         if unequal:
-            self._say(
+            self._log(
                 "others",
                 f"Workers {unequal} have written other weights of {name} than the chief has, which are not used: their "
                 "models are no longer alike",
             )
         elif late:
-            self._say(
+            self._log(
                 "late",
                 f"Workers {late} had not written their parts of {name} in time, and the chief has: they are slow, or "
                 f"{self._folder!r} is not the same folder for all workers",
@@ -513,12 +515,12 @@ class SnapshotWriter:
             if buffer.busy == number:
                 buffer.busy = None
 
-    def _say(self, what: str, text: str) -> None:
-        if what not in self._said:
-            self._said.add(what)
+    def _log(self, what: str, text: str) -> None:
+        if what not in self._logged:
+            self._logged.add(what)
             warnings.warn(text, stacklevel=5)
 
-    def _how_it_ended(self) -> str:
+    def _exit_description(self) -> str:
         self._reap(timeouts.get().writer_end)
         lines = os.pread(self._errors, 1 << 16, 0).decode(errors="replace").strip().splitlines()
         return f"the process that writes snapshots has ended{': ' + lines[-1] if lines else ''}"

@@ -61,7 +61,7 @@ def worker_context(setup: WorkerSetup):
 def telling_activity():
     """Marks this thread as the training thread in `activity`, until the context ends."""
     activity.tracker.reset()
-    activity.tracker.train_here()
+    activity.tracker.register_thread()
     try:
         yield
     finally:

@@ -173,7 +173,7 @@ class Ending:
         def heard():
             if not ending.stop_barrier.ask(ending.STOP):
                 raise StoppedError(self.number, "ended before it had begun a step; nothing is lost")
-            ending.stop_barrier.end_after(ending.stop_barrier.ask(ending.STOP))
+            ending.stop_barrier.stop_after(ending.stop_barrier.ask(ending.STOP))
 
         ending.stop_barrier.reset()
         with self.calls(heard) if self._after_step else contextlib.nullcontext():

@@ -84,7 +84,7 @@ class Engine:
         self._launch, self._held, self._beside = launch, held, trainer.beside
         self._scaling, self._run_config = trainer.scaling_config, trainer.run_config
         self._loop = trainer.loop(functools.partial(backend.worker_context, setup))
-        self._idle, self._group = list(launch.there), None
+        self._idle, self._group = list(launch.members), None
         self._slices: SlicePlacementGroup | None = None
         elastic = not isinstance(self._scaling.num_workers, int)
         environment = worker_environment(self._run_config, self._scaling)
@@ -196,7 +196,7 @@ class Engine:
         scaling, strategy = self._scaling, self._scaling.placement_strategy
         if is_slice(scaling):
             return self._reserve_slices()
-        hold = functools.partial(self._held.hold, each=self._spec.each, strategy=strategy)
+        hold = functools.partial(self._held.ensure, each=self._spec.each, strategy=strategy)
         if self._elastic is None:
             hold(scaling.num_workers, selectors=ray_configs.label_selectors(scaling, scaling.num_workers))
             self._held.wait(cancelled=lambda: self._launch.cancelled)
@@ -221,7 +221,7 @@ class Engine:
         while not self._launch.cancelled and not self._slices.placement_group.wait(_SLICE_WAIT_INTERVAL):
             pass
         if self._beside is not None:
-            self._held.hold(0, {}, "PACK", None)
+            self._held.ensure(0, {}, "PACK", None)
             self._held.wait(cancelled=lambda: self._launch.cancelled)
         return scaling.num_workers
 

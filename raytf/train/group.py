@@ -20,7 +20,7 @@ from raytf.events import Kind, RunEvent
 from raytf.liveness import LOOK_INTERVAL, STOPPED_INTERVAL
 from raytf.runtime import answers, cores, process_monitor
 from raytf.runtime.failures import WorkerFrozenError, is_consequence, user_error
-from raytf.runtime.hang_watch import HangWatch
+from raytf.runtime.hang_watch import HangMonitor
 from raytf.runtime.process_monitor import ProcessKiller, ProcessLocation
 from raytf.runtime.processes import Process
 from raytf.runtime.settings import Listening
@@ -108,7 +108,7 @@ class EventGroup:
         self.places: dict[int, ProcessLocation] = {}
         self.reported: dict[int, int] = {}
         self._generation = 0  # generation of the workers' ring
-        self._hangs: HangWatch | None = None
+        self._hangs: HangMonitor | None = None
         self._made = 0  # steps that the groups before have made, for the first hang detection of this one
         self._joining: dict[Any, Member] = {}  # by the ref of the next event
         limit = self.config.hang_timeout_s
@@ -197,7 +197,7 @@ class EventGroup:
             LostGroupError: The group has ended.
         """
         for rank, how in list(self._watchdog.ended.items()):
-            self._errors[rank] = WorkerFrozenError(how, self._watchdog.kept.get(rank, ""))
+            self._errors[rank] = WorkerFrozenError(how, self._watchdog.last_words.get(rank, ""))
         for rank, error in list(self._hangs.ended.items()) if self._hangs is not None else ():
             if rank not in self._watchdog.ended:
                 self._errors[rank] = error
@@ -321,7 +321,7 @@ class EventGroup:
             self.members[rank] = member
             self._errors.pop(rank, None)
             self._watchdog.ended.pop(rank, None)
-            self._watchdog.kept.pop(rank, None)
+            self._watchdog.last_words.pop(rank, None)
             self._watchdog.gone.pop(rank, None)
             self._watchdog.watch(rank, self.places[rank])
             if rank not in self._pending.values():
@@ -371,7 +371,7 @@ class EventGroup:
             execute = lambda rank, function: self.members[rank].actor.execute.remote(function)
             limits = self.config.hang_timeout_s, self.config.first_step_timeout_s
             made, self._made = self._made, 0
-            self._hangs = HangWatch(execute, self.places, *limits, made=made)
+            self._hangs = HangMonitor(execute, self.places, *limits, made=made)
 
     def _stop_watching_for_hangs(self) -> None:
         hangs, self._hangs = self._hangs, None

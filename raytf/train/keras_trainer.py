@@ -337,7 +337,7 @@ class KerasTrainer:
                 return self._ended(folder, last)
             if last.epoch_step:
                 logger.info(f"{folder.name}: {_goes_on(last, self._order(last, blocks))}")
-        if self.resume is False and (archived := folder.put_aside()):
+        if self.resume is False and (archived := folder.archive()):
             logger.info(f"{folder.name}: starts from scratch; the previous run is archived as {archived!r}")
         with verify.Following(tried.running, launch):
             return self._train(launch, blocks, identity)

@@ -186,7 +186,7 @@ class RunGroup(EventGroup):
         elif isinstance(event, LoopEnded):
             self._values[rank] = event.value
             if self._hangs is not None:
-                self._hangs.over(rank)
+                self._hangs.record_finished(rank)
         elif event.what == "meet":
             self._meeting[rank] = event.value
         elif member is not self.members[rank]:  # it joins, and none of its own reports is to be waited for

@@ -151,7 +151,9 @@ def _newest(kept: Sequence[StoredCheckpoint]) -> tuple[CheckpointState, StoredCh
     heads = []
     for mid_epoch in (False, True):
         of_kind = (
-            (state, saved) for saved in kept if saved.within_epoch == mid_epoch and (state := saved.state()) is not None
+            (state, saved)
+            for saved in kept
+            if saved.is_within_epoch == mid_epoch and (state := saved.state()) is not None
         )
         heads += [head] if (head := next(of_kind, None)) is not None else []
     return max(heads, key=lambda pair: pair[0].step, default=None)

@@ -352,7 +352,7 @@ class WorkerGroup(EventGroup):
         """Returns the results of calls; raises WorkerGroupLostError once a worker dies, is stopped, or is late."""
         self._watchdog.heard(*self.places)
         try:
-            return collect_answers(calls, seconds, what, look=self._look, failure=_lost)
+            return collect_answers(calls, seconds, what, check=self._look, failure=_lost)
         except NoAnswerError as error:
             raise WorkerGroupLostError(str(error)) from None
 
@@ -465,7 +465,7 @@ class GroupWorker(MemberProcess):
         surroundings = Surroundings(nodes=self._nodes, **job.around)
         set_train_fn_utils(TrialTrainFnUtils(session, surroundings, _broadcast, folder))
         activity.tracker.reset()
-        activity.tracker.train_here()
+        activity.tracker.register_thread()
         try:
             import_keras()  # for this thread
             session.park()

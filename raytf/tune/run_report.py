@@ -101,33 +101,33 @@ def read_figures(filesystem, path: str) -> list[dict[str, Any]]:
     return sorted(lines, key=lambda line: (line["time"], line["rank"]))
 
 
-def draw_page(found: RunFigures, folder: str) -> str:
+def draw_page(figures: RunFigures, folder: str) -> str:
     """Returns the page for a run's content."""
-    history = found.state.history if found.state is not None else []
+    history = figures.state.history if figures.state is not None else []
     curves = [_metric_chart(history, name) for name in _metrics(history)]
-    body = pages.headline("Run", found.run.name, folder) + _summary(found)
+    body = pages.headline("Run", figures.run.name, folder) + _summary(figures)
     body += pages.section("Learning curves", pages.charts(curves))
-    body += pages.section("Workers over time", pages.charts(_worker_charts(found.figures)))
-    body += pages.section("Events", _events(found.events))
-    body += pages.section("Checkpoints", _checkpoints(found.checkpoints))
+    body += pages.section("Workers over time", pages.charts(_worker_charts(figures.figures)))
+    body += pages.section("Events", _events(figures.events))
+    body += pages.section("Checkpoints", _checkpoints(figures.checkpoints))
     body += pages.section("Epochs", _epochs(history))
-    return pages.page(f"Run {found.run.name}", body)
+    return pages.page(f"Run {figures.run.name}", body)
 
 
-def _summary(found: RunFigures) -> str:
-    chief = [line for line in found.figures if line["rank"] == 0]
+def _summary(figures: RunFigures) -> str:
+    chief = [line for line in figures.figures if line["rank"] == 0]
     rates = [line["examples_per_second"] for line in chief[1:] or chief]
-    _, state, epochs, best, last_time = found.run.cells()
+    _, state, epochs, best, last_time = figures.run.cells()
     pairs = [("state", state), ("epochs", epochs), ("best", best), ("last checkpoint", last_time)]
     if chief:
         pairs += [
             ("time of the epochs", pages.format_duration(sum(line["seconds"] for line in _last_of_epochs(chief)))),
             ("examples/s, median", f"{statistics.median(rates):,.0f}"),
             ("workers", str(int(chief[-1]["workers"]))),
-            ("restarts and replacements", str(_restarts(found.events))),
+            ("restarts and replacements", str(_restarts(figures.events))),
         ]
     pairs.append(
-        ("checkpoints kept", f"{len(found.checkpoints)}, {pages.format_size(sum(n for _, n in found.checkpoints))}")
+        ("checkpoints kept", f"{len(figures.checkpoints)}, {pages.format_size(sum(n for _, n in figures.checkpoints))}")
     )
     return pages.facts(pairs)
 
@@ -203,14 +203,14 @@ def _last_of_epochs(lines: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any
     return sorted({line["epoch"]: line for line in lines}.values(), key=lambda line: line["epoch"])
 
 
-def _restarts(found: Sequence[RunEvent]) -> int:
+def _restarts(figures: Sequence[RunEvent]) -> int:
     """Returns the number of worker starts and replacements after the first start."""
-    starts = sum(event.kind is Kind.WORKERS_STARTED for event in found)
-    return max(0, starts - 1) + sum(event.kind is Kind.WORKER_REPLACED for event in found)
+    starts = sum(event.kind is Kind.WORKERS_STARTED for event in figures)
+    return max(0, starts - 1) + sum(event.kind is Kind.WORKER_REPLACED for event in figures)
 
 
-def _events(found: Sequence[RunEvent]) -> str:
-    rows = [[_format_time(event.time), str(event).partition("\n")[0]] for event in found]
+def _events(figures: Sequence[RunEvent]) -> str:
+    rows = [[_format_time(event.time), str(event).partition("\n")[0]] for event in figures]
     return pages.table(["time", "what"], rows, texts=(0, 1)) if rows else ""
 
 

@@ -240,7 +240,7 @@ def sweep(
         with table, _quiet_tune() as tunes:
             asking = None if plan.end is None else SweepStop(plan.end, tunes.interrupt, ending.tell_request)
             table.asking = asking
-            with ending.calls(tunes.interrupt if asking is None else lambda: tunes.has_begun() and asking.hear()):
+            with ending.calls(tunes.interrupt if asking is None else lambda: tunes.has_begun() and asking.request()):
                 grid = tuner.fit()
         lock.check()
         if asking is not None and asking.lost:
@@ -251,7 +251,7 @@ def sweep(
             raise table.fatal
         if plan.end is not None:
             trial_steps.remove_all_trials(grid.filesystem, grid.experiment_path)
-        table.conclude(grid)
+        table.print_best(grid)
         if isinstance(trainer, KerasTrainer):
             checkpoint.remember_run(grid.experiment_path, trainer.build_model, trainer.config)
         _clean_hosts()
@@ -307,7 +307,7 @@ def _quiet_tune():
     """Silences Tune's output: its newer one prints a page at any verbosity, the older one prints nothing.
 
     Also disables its warning of frequent snapshots, which are normal with warm workers, unless the user set its
-    threshold. Yields a `_TunesLoop`, which replaces Tune's own SIGINT handler.
+    threshold. Yields a `_TuneLoop`, which replaces Tune's own SIGINT handler.
     """
     variables = {_NEW_OUTPUT: "0", _FREQUENT_SNAPSHOTS: os.environ.get(_FREQUENT_SNAPSHOTS, "0"), _NO_SIGINT: "1"}
     previous = {name: os.environ.get(name) for name in variables}
@@ -319,7 +319,7 @@ def _quiet_tune():
     controller.addFilter(_is_logged)
     handler = signal.getsignal(signal.SIGUSR1)
     try:
-        yield _TunesLoop(handler, tune_logger)
+        yield _TuneLoop(handler, tune_logger)
     finally:
         tune_logger.removeFilter(_is_unreported)
         controller.removeFilter(_is_logged)
@@ -332,7 +332,7 @@ def _quiet_tune():
                 os.environ[name] = value
 
 
-class _TunesLoop:
+class _TuneLoop:
     """Tune's loop, which a handler of SIGUSR1 ends.
 
     Args:
@@ -446,7 +446,7 @@ def _plan(trainer, config: Mapping[str, Any], options: SweepOptions, training: P
         "environment": environment,
         "metric": options.metric,
         "scaling": options.scaling,
-        "spares": processes.there,
+        "spares": processes.members,
         "failures": failures,
     }
     if isinstance(trainer, TensorflowTrainer):

@@ -31,10 +31,10 @@ class SweepEnd:
     def __init__(self, entries: Entries | None = None):
         self._entries = Entries("sweep_end") if entries is None else entries
 
-    def is_asked(self) -> bool:
+    def is_requested(self) -> bool:
         return self._entries.get(_ASKED) is not None
 
-    def begun(self, trial: str) -> None:
+    def record_begun(self, trial: str) -> None:
         """Records that a trial is about to train steps, which are lost unless it ends after one."""
         self._entries.put(_TRIALS + trial, {"ended": False})
 
@@ -102,14 +102,14 @@ class SweepStop:
     """
 
     def __init__(self, end: SweepEnd, interrupt: Callable[[], object], tell: Callable[[str], None]):
-        self._end, self._interrupt, self._tell = end, interrupt, tell
+        self._end, self._interrupt, self._log = end, interrupt, tell
         self._until: float | None = None
-        self._heard = self._over = False
+        self._requested = self._is_over = False
         self.lost: list[str] = []
 
-    def hear(self) -> None:
+    def request(self) -> None:
         """Records the request; called in a signal handler."""
-        self._heard = True
+        self._requested = True
 
     def look(self, running: Callable[[], Iterable[str]]) -> None:
         """Checks the trials' progress; called at each turn of Tune's loop.
@@ -117,15 +117,15 @@ class SweepStop:
         Args:
             running: Returns the ids of the running trials.
         """
-        if not self._heard or self._over:
+        if not self._requested or self._is_over:
             return
         if self._until is None:
-            self._tell("the trials end after this step; a second signal ends them at once")
+            self._log("the trials end after this step; a second signal ends them at once")
             self._until = time.monotonic() + timeouts.get().run_end
             self._end.ask()
         notes = self._end.notes(running())
         if working_trials(notes) and time.monotonic() < self._until:
             return
-        self._over, self.lost = True, describe_losses(notes)
+        self._is_over, self.lost = True, describe_losses(notes)
         self._end.release()
         self._interrupt()

@@ -82,11 +82,11 @@ class SweepTable(tune.Callback):
         self._trials = trials
         if self.asking is not None:
             self.asking.look(lambda: [trial.trial_id for trial in trials if trial.status == "RUNNING"])
-        self._tell_what_all_wait_for()
+        self._check_resources()
         if self._live is not None:
             self._live.update(self._table())
 
-    def _tell_what_all_wait_for(self) -> None:
+    def _check_resources(self) -> None:
         """Logs, even without a table, why no trial runs; ends the sweep if the cluster can never hold one."""
         waiting = [t for t in self._trials if t.status == "PENDING"]
         now = time.monotonic()
@@ -173,7 +173,7 @@ class SweepTable(tune.Callback):
         remaining = max(0, self._total - len(self._spent))
         return remaining * sum(self._spent) / len(self._spent) / max(1, running)
 
-    def conclude(self, grid) -> None:
+    def print_best(self, grid) -> None:
         """Prints the best config, and how to load its model."""
         if self._console is None:
             return

@@ -96,19 +96,19 @@ class Trial(tune.Trainable):
         self._plan, self._worker_group = plan, None
         output.say_who(self.trial_name)
         self._record()
-        self._take(config)
+        self._take_config(config)
 
     def _record(self) -> None:
         storage = ray_tune.storage_of(self)
         events.record(events.Recorder(storage.storage_filesystem, storage.trial_fs_path))
 
-    def _take(self, config) -> None:
+    def _take_config(self, config) -> None:
         self._config = self._plan.config | {k: v.item() if isinstance(v, np.generic) else v for k, v in config.items()}
         self._files: dict[str, bytes] | None = None
         self._start: dict[str, bytes] | None = None  # the files its workers resume from: these, or a later checkpoint
-        self._begun_with = ""  # see `trial_steps`
-        self._within: TrialCheckpointDir | None = None
-        self._ahead = 0  # reports after Tune's checkpoint
+        self._initial_checkpoint = ""  # see `trial_steps`
+        self._step_folder: TrialCheckpointDir | None = None
+        self._pending = 0  # reports after Tune's checkpoint
         self._saved_step = 0
         self._running = self._reported = False
         self._saved = 0.0
@@ -124,19 +124,19 @@ class Trial(tune.Trainable):
                 self._close(well=False)
             self._train.rest()  # what streams have prefetched for a stopped trial
         self._record()
-        self._take(new_config)
+        self._take_config(new_config)
         return True
 
     def step(self) -> dict[str, Any]:
         end = self._plan.end
-        if end is not None and not self._running and end.is_asked():
+        if end is not None and not self._running and end.is_requested():
             end.ended(self.trial_id, None, kept=True)
             return {}  # Tune has ended
         try:
             metrics = self._next()
         except WorkerGroupLostError as error:
             self._close(well=False)
-            self._say_lost(error)
+            self._emit_restart(error)
             raise _explained(error, self._config) from None
         except TrialError as error:
             self._close()  # Tune ends the actor of a trial that failed
@@ -155,10 +155,10 @@ class Trial(tune.Trainable):
         self._reported = True
         # Tune counts from its own checkpoint, and later reports are not repeated. Both keys stay in Tune's positions,
         # as it appends to a CSV file without a check of its header
-        ahead = {DONE: False, TRAINING_ITERATION: self.iteration + 1 + self._ahead} if self._ahead else {}
+        ahead = {DONE: False, TRAINING_ITERATION: self.iteration + 1 + self._pending} if self._pending else {}
         return {**metrics, **self._derived, **self._maybe_save(), **ahead}
 
-    def _say_lost(self, error: WorkerGroupLostError) -> None:
+    def _emit_restart(self, error: WorkerGroupLostError) -> None:
         """Emits the restart of a trial that has lost a worker for good."""
         if not self._plan.failures:
             return
@@ -169,7 +169,9 @@ class Trial(tune.Trainable):
 
     def _ended(self, step: int, why: str | None) -> dict[str, Any]:
         """Handles workers that ended after a step on request."""
-        kept = self._saved_step >= step or trial_steps.is_finished(self._within.filesystem, self._within.folder, step)
+        kept = self._saved_step >= step or trial_steps.is_finished(
+            self._step_folder.filesystem, self._step_folder.folder, step
+        )
         if why == DRAIN:
             self._close()
             moved = MovedError(step)
@@ -180,7 +182,7 @@ class Trial(tune.Trainable):
 
     def _why_end(self) -> str | None:
         """Returns why the trial must end after a step, or None."""
-        if self._plan.end.is_asked():
+        if self._plan.end.is_requested():
             return STOP
         nodes = {*self._worker_group.nodes, ray.get_runtime_context().get_node_id()}
         return None if nodes.isdisjoint(ray_core.draining()) else DRAIN
@@ -208,25 +210,25 @@ class Trial(tune.Trainable):
                 name=self.trial_name,
                 files=self._start,
                 around=context,
-                within=self._within,
+                within=self._step_folder,
                 heals=plan.failures if plan.unhealed is None else 0,
             )
             self._worker_group.begin(run)
             events.emit(RunEvent(kind=Kind.WORKERS_STARTED, workers=workers))
             self._running = True
             if plan.end is not None:
-                plan.end.begun(self.trial_id)
+                plan.end.record_begun(self.trial_id)
         reports = self._worker_group.go_on(None if plan.end is None else self._why_end)
         return None if reports is None else reports[0]
 
     def _newest(self, storage) -> dict[str, bytes] | None:
         """Returns the files of the checkpoint to resume from: Tune's, or a later mid-epoch one."""
-        name = trial_steps.trial_folder(self._config, self._begun_with)
+        name = trial_steps.trial_folder(self._config, self._initial_checkpoint)
         folder = posixpath.join(storage.trial_fs_path, name)
         newest = trial_steps.newest_checkpoint(storage.storage_filesystem, folder, _step_of(self._files))
         files, reports = newest or (self._files, self.iteration)
-        self._ahead = reports - self.iteration
-        self._within = TrialCheckpointDir(storage.storage_filesystem, folder, reports)
+        self._pending = reports - self.iteration
+        self._step_folder = TrialCheckpointDir(storage.storage_filesystem, folder, reports)
         return files
 
     def _maybe_save(self) -> dict[str, Any]:
@@ -249,8 +251,8 @@ class Trial(tune.Trainable):
     def save(self, checkpoint_dir=None):
         """Saves like `Trainable.save`; removes the trial's earlier mid-epoch checkpoints, which are now needless."""
         saved = super().save(checkpoint_dir)
-        if self._within is not None:
-            trial_steps.remove_until(self._within.filesystem, self._within.folder, self._saved_step)
+        if self._step_folder is not None:
+            trial_steps.remove_until(self._step_folder.filesystem, self._step_folder.folder, self._saved_step)
         return saved
 
     def save_checkpoint(self, folder: str) -> None:
@@ -259,13 +261,13 @@ class Trial(tune.Trainable):
         # Tune accepts no empty folder
         write_files(files or {"nothing": b""}, folder)
         if self._plan.end is not None:
-            write_files({TRIAL: json.dumps({"begun_with": self._begun_with}).encode()}, folder)
+            write_files({TRIAL: json.dumps({"begun_with": self._initial_checkpoint}).encode()}, folder)
 
     def load_checkpoint(self, folder: str) -> None:
         files = read_files(folder)
         self._files = None if "nothing" in files else files
         if self._plan.end is not None:
-            self._begun_with = trial_steps.initial_checkpoint(
+            self._initial_checkpoint = trial_steps.initial_checkpoint(
                 self._from, ray_tune.storage_of(self).trial_fs_path, files
             )
 

@@ -67,16 +67,16 @@ class CallbackStates:
         return entries, arrays
 
     def held(self) -> list[tuple]:
-        """Returns copies of the current state of the callbacks, for `put_back` in this process."""
-        return [_held(callback) for callback in self.callbacks]
+        """Returns copies of the current state of the callbacks, for `restore_copies` in this process."""
+        return [_copy_state(callback) for callback in self.callbacks]
 
-    def put_back(self, held: Sequence[tuple]) -> None:
-        """Restores the attributes of callbacks that changed since `held`.
+    def restore_copies(self, copies: Sequence[tuple]) -> None:
+        """Restores the attributes of callbacks that changed since `copies`.
 
         Args:
-            held: Result of `held()`.
+            copies: Result of `held()`.
         """
-        for callback, (own, digests, values) in zip(self.callbacks, held, strict=True):
+        for callback, (own, digests, values) in zip(self.callbacks, copies, strict=True):
             if own is not None:
                 callback.set_state(_copied(*own))
                 continue
@@ -110,10 +110,10 @@ class CallbackStates:
                 unmatched.remove(entry)
             if entry is None or not _restore(callback, built, entry, arrays, chief):
                 unrestored.append(name)
-        _tell(unrestored, [e["class"] for e in unmatched if e.get("attributes") or "own" in e], chief)
+        _warn_of_unrestored(unrestored, [e["class"] for e in unmatched if e.get("attributes") or "own" in e], chief)
 
 
-def _tell(new: list[str], gone: list[str], chief: bool) -> None:
+def _warn_of_unrestored(new: list[str], gone: list[str], chief: bool) -> None:
     if chief and new:
         warnings.warn(f"Callbacks that the checkpoint does not know start from scratch: {', '.join(new)}", stacklevel=2)
     if chief and gone:
@@ -160,7 +160,7 @@ def _state(callback, built: dict, begun: dict, arrays: list) -> dict:
     return {"class": name, "arguments": saved_arguments, "attributes": attributes}
 
 
-def _held(callback) -> tuple:
+def _copy_state(callback) -> tuple:
     """Returns (state from `get_state`, or None; digests and values of the attributes of other callbacks)."""
     if _own(callback):
         return _plain(callback.get_state()), {}, {}

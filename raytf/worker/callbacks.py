@@ -183,11 +183,11 @@ class ReportCallback(keras.callbacks.Callback):
 
     def _report(self, stopped: bool):
         self._reported = self._fingerprint()
-        moment = self._moment(stopped) if self._checkpoint else None
+        moment = self._snapshot(stopped) if self._checkpoint else None
         with activity.tracker.within(activity.CHECKPOINT), shards.whole(self.model):
             self._kept = self._to(dict(self._history[-1]), moment)
 
-    def _moment(self, stopped: bool) -> checkpoints.CheckpointSnapshot:
+    def _snapshot(self, stopped: bool) -> checkpoints.CheckpointSnapshot:
         moment = checkpoints.CheckpointSnapshot(self.model, self._state(stopped), self._states, self._build)
         writers = 1 if self._writers is None else self._writers.count(self.model)
         if writers == 1:
@@ -195,16 +195,16 @@ class ReportCallback(keras.callbacks.Callback):
         agreed = functools.partial(self._writers.name, self.model)
         return dataclasses.replace(moment, writers=writers, agreed=agreed)
 
-    def parts(self, variables: Mapping[str, np.ndarray], ahead: int = 0, **within: Any) -> dict[str, Any]:
+    def parts(self, variables: Mapping[str, np.ndarray], ahead: int = 0, **state_fields: Any) -> dict[str, Any]:
         """Returns the files of a checkpoint within an epoch, see `checkpoint.checkpoint_parts`.
 
         Args:
             variables: Arrays of `metrics.npz`.
             ahead: Steps of the current execution for which callbacks were not called yet.
-            within: epoch_step, logs, metrics and order of the `CheckpointState`.
+            state_fields: epoch_step, logs, metrics and order of the `CheckpointState`.
         """
         state = self._state(stopped=False)
-        state = dataclasses.replace(state, step=state.step + ahead, **_number(within))
+        state = dataclasses.replace(state, step=state.step + ahead, **_number(state_fields))
         return checkpoints.checkpoint_parts(self.model, state, self._states, self._build, variables)
 
     def _state(self, stopped: bool) -> checkpoints.CheckpointState:

@@ -566,7 +566,7 @@ def _is_bare(folder: str) -> bool:
 
 
 def _check_single(choice: CheckpointSelector, path: str) -> None:
-    if choice.of_a_run:
+    if choice.needs_run:
         raise ConfigError(
             "which and average choose among the checkpoints of a run",
             f"{path!r}, which is one",
@@ -607,7 +607,7 @@ def _load_run(stored: StorageLocation, choice: CheckpointSelector, arguments):
         if kept:
             taken = (
                 "it is chosen among those that lie there"
-                if choice.of_a_run
+                if choice.needs_run
                 else "the newest one that is whole is taken"
             )
             warnings.warn(

@@ -37,7 +37,7 @@ class CheckpointInterval:
     auto: bool = False
 
     @property
-    def within_epochs(self) -> bool:
+    def is_within_epochs(self) -> bool:
         return self != CheckpointInterval()
 
 
@@ -104,13 +104,13 @@ class CheckpointClock:
     def __init__(self, every: CheckpointInterval, now: float, step: int):
         self._every = every
         self._began = self._last = self._looked = now
-        self._first = self._looked_at = step
-        self._spent, self._cost, self._look = 0.0, _FIRST_COST, 0.0
+        self._first = self._checked_at = step
+        self._cost_total, self._cost, self._next_check = 0.0, _FIRST_COST, 0.0
 
     def look(self, now: float, step: int) -> tuple[bool, int]:
         """Returns (whether a checkpoint is due, steps to the next check, at least 1)."""
-        step_seconds = (now - self._looked) / max(1, step - self._looked_at)
-        self._looked, self._looked_at = now, step
+        step_seconds = (now - self._looked) / max(1, step - self._checked_at)
+        self._looked, self._checked_at = now, step
         remaining = self._due() - now
         if remaining <= 0:
             return True, 1
@@ -123,19 +123,19 @@ class CheckpointClock:
         if not self._every.auto:
             return min(left / 2, _LONGEST_WAIT)
         # a check delays the checkpoint: the interval must be longer than that delay
-        shortest = max(_SHORTEST_AUTO_WAIT, self._look / (_SHARE * _PART_OF_LOOKS))
+        shortest = max(_SHORTEST_AUTO_WAIT, self._next_check / (_SHARE * _PART_OF_LOOKS))
         return max(shortest, min(left / 2, _LONGEST_AUTO_WAIT))
 
     def looked(self, cost: float) -> None:
         """Records the seconds of a check, in which the workers wait for each other; the first compiles functions."""
-        self._spent += cost
-        self._look = min(self._look or cost, cost)
+        self._cost_total += cost
+        self._next_check = min(self._next_check or cost, cost)
 
     def _due(self) -> float:
         """Returns the time of the next checkpoint."""
         if self._every.seconds is not None:
             return self._last + self._every.seconds
-        return max(self._last + _LEAST_INTERVAL, self._began + (self._spent + self._cost) / _SHARE)
+        return max(self._last + _LEAST_INTERVAL, self._began + (self._cost_total + self._cost) / _SHARE)
 
     def made(self, now: float, cost: float) -> None:
         """Records a checkpoint within an epoch.
@@ -145,9 +145,9 @@ class CheckpointClock:
             cost: Seconds for which training paused.
         """
         self._last = self._looked = now
-        self._spent, self._cost = self._spent + cost, cost
+        self._cost_total, self._cost = self._cost_total + cost, cost
 
     def epoch_ended(self, now: float, step: int) -> None:
         """Records a checkpoint at the end of an epoch, whose cost does not count, as it is always saved."""
         self._last = self._looked = now
-        self._looked_at = step
+        self._checked_at = step

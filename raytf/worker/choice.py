@@ -46,7 +46,7 @@ class StoredCheckpoint:
         return posixpath.basename(self.path.rstrip("/"))
 
     @property
-    def within_epoch(self) -> bool:
+    def is_within_epoch(self) -> bool:
         return step_folders.step_of_folder(self.name) is not None
 
     def state(self) -> CheckpointState | None:
@@ -80,13 +80,13 @@ def list_checkpoints(filesystem, run: str, others: bool = True) -> list[StoredCh
         return mid_epoch
     entries = filesystem.get_file_info(FileSelector(run, allow_not_found=True))
     folders = [StoredCheckpoint(filesystem, info.path) for info in entries if info.type == FileType.Directory]
-    ends = [kept for kept in folders if not kept.within_epoch]
+    ends = [kept for kept in folders if not kept.is_within_epoch]
     ends = [kept for kept in ends if kept.name.startswith(AT_ENDS) or _has_part(kept, MODEL)]
     return checkpoint_files.newest_first(ends) + mid_epoch
 
 
-def _has_part(kept: StoredCheckpoint, part: str) -> bool:
-    return kept.filesystem.get_file_info(posixpath.join(kept.path, part)).type == FileType.File
+def _has_part(checkpoint: StoredCheckpoint, part: str) -> bool:
+    return checkpoint.filesystem.get_file_info(posixpath.join(checkpoint.path, part)).type == FileType.File
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -126,27 +126,27 @@ class CheckpointSelector:
             warnings.warn(doubt, stacklevel=5)
 
     @property
-    def of_a_run(self) -> bool:
+    def needs_run(self) -> bool:
         """Whether the choice needs a run, and not only a single checkpoint."""
         return self.which != "last" or self.average > 1
 
-    def ordered(self, kept: Sequence[StoredCheckpoint], run: str) -> list[StoredCheckpoint]:
+    def ordered(self, checkpoints: Sequence[StoredCheckpoint], run: str) -> list[StoredCheckpoint]:
         """Returns the checkpoints to load from: candidates for the first one that is whole, or `average` of them.
 
         Args:
-            kept: At least one checkpoint, ordered as by `list_checkpoints`.
+            checkpoints: At least one checkpoint, ordered as by `list_checkpoints`.
             run: Path of the run, for errors.
 
         Raises:
             ConfigError: There is no such checkpoint, or there are fewer than `average`.
         """
         if self.which == "best":
-            return self._best(kept, run)
+            return self._best(checkpoints, run)
         if self.which != "last":
-            return self._of_step(kept, run)
-        if self.average == 1 and not any(checkpoint.within_epoch for checkpoint in kept):
-            return list(kept)
-        dated = _by_step(kept)
+            return self._of_step(checkpoints, run)
+        if self.average == 1 and not any(checkpoint.is_within_epoch for checkpoint in checkpoints):
+            return list(checkpoints)
+        dated = _by_step(checkpoints)
         if self.average == 1:
             return [checkpoint for _, checkpoint in dated]
         # an epoch's end may also be stored as a step
@@ -159,8 +159,8 @@ class CheckpointSelector:
             )
         return list(reversed(single.values()))
 
-    def _of_step(self, kept: Sequence[StoredCheckpoint], run: str) -> list[StoredCheckpoint]:
-        states = [(checkpoint, checkpoint.state()) for checkpoint in kept]
+    def _of_step(self, checkpoints: Sequence[StoredCheckpoint], run: str) -> list[StoredCheckpoint]:
+        states = [(checkpoint, checkpoint.state()) for checkpoint in checkpoints]
         matching = [checkpoint for checkpoint, state in states if state is not None and state.step == self.which]
         if not matching:
             steps = sorted({state.step for _, state in states if state is not None})
@@ -171,8 +171,8 @@ class CheckpointSelector:
             )
         return matching
 
-    def _best(self, kept: Sequence[StoredCheckpoint], run: str) -> list[StoredCheckpoint]:
-        values = [(checkpoint, checkpoint.values()) for checkpoint in kept if not checkpoint.within_epoch]
+    def _best(self, checkpoints: Sequence[StoredCheckpoint], run: str) -> list[StoredCheckpoint]:
+        values = [(checkpoint, checkpoint.values()) for checkpoint in checkpoints if not checkpoint.is_within_epoch]
         known = sorted(
             {name for _, metrics in values for name, value in metrics.items() if _is_number(value)} - _NO_METRICS
         )
@@ -194,14 +194,14 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, numbers.Real) and not isinstance(value, bool) and not math.isnan(value)
 
 
-def _by_step(kept: Sequence[StoredCheckpoint]) -> list[tuple[CheckpointState | None, StoredCheckpoint]]:
+def _by_step(checkpoints: Sequence[StoredCheckpoint]) -> list[tuple[CheckpointState | None, StoredCheckpoint]]:
     """Returns (state, checkpoint) pairs, newest first; one without a state has the step of the next older one.
 
     Args:
-        kept: Checkpoints, ordered as by `list_checkpoints`.
+        checkpoints: Checkpoints, ordered as by `list_checkpoints`.
     """
     dated: list[tuple[int, CheckpointState | None, StoredCheckpoint]] = []
-    for _, group in itertools.groupby(kept, lambda checkpoint: checkpoint.within_epoch):
+    for _, group in itertools.groupby(checkpoints, lambda checkpoint: checkpoint.is_within_epoch):
         step, newest_last = -1, []
         for checkpoint in reversed(list(group)):
             state = checkpoint.state()

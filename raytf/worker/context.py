@@ -17,7 +17,7 @@ from raytf.worker import strategy
 
 
 @dataclasses.dataclass
-class Context:
+class TrainContext:
     """State of the train loop in this process.
 
     Args:
@@ -34,7 +34,7 @@ class Context:
         self.strategy = strategy
 
 
-_context: list[Context] = []
+_context: list[TrainContext] = []
 
 
 @contextlib.contextmanager
@@ -52,7 +52,7 @@ def prepared(setup: WorkerSetup):
         shards.enabled = setup.config.shard_optimizer
     if setup.config.seed is not None:
         tf.random.set_seed(setup.config.seed)
-    context = Context(setup)
+    context = TrainContext(setup)
     _context[:] = [context]
     with strategy.patched_strategy(setup.config, context.built):
         try:

@@ -64,58 +64,58 @@ class StopBarrier:
 
     def __init__(self):
         # reentrant, as a signal's handler runs in the training thread
-        self._changed = threading.Condition(threading.RLock())
+        self._condition = threading.Condition(threading.RLock())
         self.reset()
 
     def reset(self) -> None:
         """Drops all requests, for another training in this process."""
-        with self._changed:
-            self._asked: list[str] = []
-            self._begun, self._end_after = 0, None
+        with self._condition:
+            self._requests: list[str] = []
+            self._begun, self._last_execution = 0, None
 
     @property
     def why(self) -> str | None:
-        return self._asked[0] if self._asked else None
+        return self._requests[0] if self._requests else None
 
     def ask(self, why: str) -> int:
         """Requests a stop. Returns the executions that have begun by the next check; 0 before the training."""
-        with self._changed:
-            self._asked.append(why)
+        with self._condition:
+            self._requests.append(why)
             return self._begun
 
-    def end_after(self, executions: int) -> None:
+    def stop_after(self, executions: int) -> None:
         """Sets the execution to stop after: the maximum that any worker has begun, at least 1.
 
         Without a request it has no effect: the training that it was for has ended, and the process runs another one.
         """
-        with self._changed:
-            if not self._asked:
+        with self._condition:
+            if not self._requests:
                 return
-            self._end_after = self._end_after or max(1, executions)
-            self._changed.notify_all()
+            self._last_execution = self._last_execution or max(1, executions)
+            self._condition.notify_all()
 
     def withdraw(self, why: str) -> None:
         """Withdraws a request, unless the last execution is already set."""
-        with self._changed:
-            if self._end_after is None and why in self._asked:
-                self._asked.remove(why)
-                self._changed.notify_all()
+        with self._condition:
+            if self._last_execution is None and why in self._requests:
+                self._requests.remove(why)
+                self._condition.notify_all()
 
-    def begin(self, told: Mapping[str, Any] | None = None) -> None:
+    def begin(self, state: Mapping[str, Any] | None = None) -> None:
         """Marks the begin of a training, whose first execution always runs.
 
         Args:
-            told: `told()` of another worker whose execution this worker joins, or None.
+            state: `told()` of another worker whose execution this worker joins, or None.
         """
-        with self._changed:
-            self._begun = 1 if told is None else told["begun"]
-            if told is not None and told["end_after"] is not None:
-                self._asked, self._end_after = list(told["asked"]), told["end_after"]
+        with self._condition:
+            self._begun = 1 if state is None else state["begun"]
+            if state is not None and state["end_after"] is not None:
+                self._requests, self._last_execution = list(state["asked"]), state["end_after"]
 
     def told(self) -> dict[str, Any]:
         """Returns the state for a replacement worker. A request without a last execution is sent again to it."""
-        with self._changed:
-            return {"begun": self._begun, "asked": list(self._asked), "end_after": self._end_after}
+        with self._condition:
+            return {"begun": self._begun, "asked": list(self._requests), "end_after": self._last_execution}
 
     def is_last(self) -> bool:
         """Whether to stop after this execution. Blocks while a request waits for its last execution.
@@ -123,10 +123,10 @@ class StopBarrier:
         Raises:
             NotToldError: The driver did not send the last execution before the timeout.
         """
-        with self._changed:
-            is_resolved = lambda: self.why is None or self._end_after is not None
+        with self._condition:
+            is_resolved = lambda: self.why is None or self._last_execution is not None
             seconds = timeouts.get().stop_step
-            if not self._changed.wait_for(is_resolved, seconds):
+            if not self._condition.wait_for(is_resolved, seconds):
                 raise NoStopAnswerError(
                     f"This worker was asked to stop, and the driver has not sent the last step within {seconds:g} s: "
                     "another one gave no answer"
@@ -136,8 +136,8 @@ class StopBarrier:
 
     def is_over(self) -> bool:
         """Whether the last execution is the one to stop after, or a later one. Called between executions."""
-        with self._changed:
-            return self._end_after is not None and self._begun > self._end_after
+        with self._condition:
+            return self._last_execution is not None and self._begun > self._last_execution
 
 
 # The gate of the training in this process.
@@ -150,8 +150,8 @@ def request_stop(why: str) -> int:
 
 
 def stop_after(executions: int) -> None:
-    """Calls `StopBarrier.end_after`; a function that another process sends to this one."""
-    stop_barrier.end_after(executions)
+    """Calls `StopBarrier.stop_after`; a function that another process sends to this one."""
+    stop_barrier.stop_after(executions)
 
 
 def withdraw_request(why: str) -> None:

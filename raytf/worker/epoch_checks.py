@@ -44,7 +44,7 @@ class EpochChecks(TrainingPart):
         self._terminates = any(isinstance(c, keras.callbacks.TerminateOnNaN) for c in users)
         self._waiting: list[tuple] = []
         self._epoch, self._bad, self._step = 0, -1, -1
-        self._warned = self._told_diverged = False
+        self._warned = self._warned_of_divergence = False
         self._since = True  # whether the first step is known
         self._executed = 0
 
@@ -65,7 +65,7 @@ class EpochChecks(TrainingPart):
         if loss is not None and self._bad < 0:
             self._waiting.append((first, loss))
             if len(self._waiting) == _TOGETHER + _BEHIND:
-                self._look(_TOGETHER)
+                self._read_losses(_TOGETHER)
         if self._nan == "stop":
             previous, self._executed = self._executed, batch + 1
             if previous // _AGREE_STEPS != self._executed // _AGREE_STEPS:
@@ -80,9 +80,9 @@ class EpochChecks(TrainingPart):
         if self._nan != "ignore" or self._compares():
             self._agree(end=True)
         if self._nan != "ignore" and not self._warned and (self._size == 1 or self._compares()):
-            self._look_at_weights()
+            self._check_weights()
 
-    def _look_at_weights(self) -> None:
+    def _check_weights(self) -> None:
         """Finds weights that stay NaN although the loss is finite, as relu maps NaN to 0."""
         for variable in self.model.trainable_variables:
             if "float" not in variable.dtype or np.isfinite(np.sum(_values(self.model, variable), dtype=np.float64)):
@@ -101,9 +101,9 @@ class EpochChecks(TrainingPart):
 
     def _drain(self) -> None:
         if self._waiting:
-            self._look(len(self._waiting))
+            self._read_losses(len(self._waiting))
 
-    def _look(self, count: int) -> None:
+    def _read_losses(self, count: int) -> None:
         """Reads the last of the first `count` pending losses, and the ones before only if it is not finite."""
         losses, self._waiting = self._waiting[:count], self._waiting[count:]
         if _is_finite(losses[-1][1]):
@@ -127,9 +127,9 @@ class EpochChecks(TrainingPart):
                 warnings.warn(self._of_nan(bad), stacklevel=2)
         if bad and self._nan == "stop":
             self.model.stop_training = True
-        if end and not self._told_diverged and (rows[:, 1:] != rows[0, 1:]).any():
-            self._told_diverged = True
-            self._tell_of_divergence(rows)
+        if end and not self._warned_of_divergence and (rows[:, 1:] != rows[0, 1:]).any():
+            self._warned_of_divergence = True
+            self._warn_of_divergence(rows)
 
     def _exchanged(self, own: Sequence[int]) -> np.ndarray:
         """Returns a matrix with one row of numbers for each worker."""
@@ -163,7 +163,7 @@ class EpochChecks(TrainingPart):
             f"The loss is no finite number {location} epoch {self._epoch + 1}{rows if self._since else ''}. {advice}."
         )
 
-    def _tell_of_divergence(self, every: np.ndarray) -> None:
+    def _warn_of_divergence(self, every: np.ndarray) -> None:
         ranks = [rank for rank in range(self._size) if (every[rank, 1:] != every[0, 1:]).any()]
         variables = list(self.model.trainable_variables)
         crcs = self._exchanged([_checksum(self.model, v) for v in variables])

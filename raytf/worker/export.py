@@ -315,14 +315,16 @@ def _compare(wanted: list[np.ndarray], found: list[np.ndarray], format: str) -> 
             raise _difference_error(format, f"an output that differs by {distance:.1e}")
 
 
-def _distance(mine: np.ndarray, its: np.ndarray) -> float:
+def _distance(expected: np.ndarray, actual: np.ndarray) -> float:
     """Returns the largest difference of an output, relative to the largest number of the model's, at least 1."""
-    if mine.dtype.kind in "OSU":
-        return float((mine != its).any())
-    mine, its = mine.astype("float64"), its.astype("float64")
-    same = (mine == its) | (np.isnan(mine) & np.isnan(its))  # covers infinities, and a model that has diverged
-    largest = np.max(np.abs(mine), where=np.isfinite(mine), initial=1.0)
-    return float(np.max(np.abs(mine[~same] - its[~same]), initial=0)) / largest
+    if expected.dtype.kind in "OSU":
+        return float((expected != actual).any())
+    expected, actual = expected.astype("float64"), actual.astype("float64")
+    same = (expected == actual) | (
+        np.isnan(expected) & np.isnan(actual)
+    )  # covers infinities, and a model that has diverged
+    largest = np.max(np.abs(expected), where=np.isfinite(expected), initial=1.0)
+    return float(np.max(np.abs(expected[~same] - actual[~same]), initial=0)) / largest
 
 
 def _difference_error(format: str, how: str) -> ConfigError:

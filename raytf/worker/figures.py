@@ -100,7 +100,7 @@ class FiguresCallback(TrainingPart):
             write(None)
 
     def _now(self) -> dict[str, float | None]:
-        spent, makes_steps = activity.tracker.spent(), self._waited is not None
+        spent, makes_steps = activity.tracker.seconds_by_phase(), self._waited is not None
         return {
             "clock": time.monotonic(),
             "step": self._position.step,
@@ -170,7 +170,7 @@ class FiguresFile:
                 file.write(line)
             return
         if self._text is None:
-            self._text = self._there()
+            self._text = self._existing_size()
         self._text += line
         if time.monotonic() - self._written >= _AGAIN_INTERVAL:
             self._flush()
@@ -181,7 +181,7 @@ class FiguresFile:
                 file.write(self._text)
             self._written = time.monotonic()
 
-    def _there(self) -> bytes:
+    def _existing_size(self) -> bytes:
         if self._filesystem.get_file_info(self._path).type != pyarrow.fs.FileType.File:
             return b""
         with self._filesystem.open_input_stream(self._path) as file:

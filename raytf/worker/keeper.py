@@ -11,7 +11,7 @@ from typing import Any
 from raytf import activity, timeouts
 from raytf.runtime import cores
 from raytf.storage import checkpoint_files, division, snapshots
-from raytf.storage.division import Cutter
+from raytf.storage.division import RangeCutter
 from raytf.storage.images import FileTemplate, ZipTemplate
 from raytf.storage.snapshots import NoRoomError, NotWrittenError, SnapshotWriter
 from raytf.timeouts import deadline
@@ -35,9 +35,9 @@ class CheckpointSaver:
         self._filesystem, self._run = filesystem, run
         self._writer: SnapshotWriter | None = None
         self._file: Any = None  # a `model_file.ModelFile`
-        self._cutter: Cutter | None = None
+        self._cutter: RangeCutter | None = None
         self._layout: tuple[FileTemplate, int] | None = None
-        self._alone = False
+        self._writes_alone = False
 
     def wait_for_others(self) -> None:
         """Blocks until checkpoints of killed workers are written; call it before the newest one is selected."""
@@ -55,7 +55,7 @@ class CheckpointSaver:
             model: A compiled and built `keras.Model`.
             held: Whether some checkpoints stay in memory.
         """
-        size = self._laid_out(model).size
+        size = self._layout_of(model).size
         if self._writer is None:
             self._start()
             self._writer.ready(size + _OTHER_BYTES, held)
@@ -73,15 +73,15 @@ class CheckpointSaver:
         Raises:
             NotKeptError: The writer process was killed, and its replacement too.
         """
-        self._take(name, model, parts, writers=writers, pinned=last)
+        self._copy(name, model, parts, writers=writers, pinned=last)
         return True
 
-    def hold(self, name: str, model, parts: Mapping[str, Any]) -> bool:
+    def hold_in_memory(self, name: str, model, parts: Mapping[str, Any]) -> bool:
         """Keeps a checkpoint in memory; it is written only if this worker fails before the next one."""
-        self._take(name, model, parts, held=True)
+        self._copy(name, model, parts, held=True)
         return True
 
-    def keep_part(self, name: str, model, index: int, writers: int, pinned: bool = False) -> bool:
+    def save_part(self, name: str, model, index: int, writers: int, pinned: bool = False) -> bool:
         """Saves one part of a checkpoint that several workers write; the chief completes it.
 
         Args:
@@ -92,7 +92,7 @@ class CheckpointSaver:
             pinned: Whether newer checkpoints do not replace it before it is written.
         """
         if self._cutter is None or self._cutter.of != (index, writers):
-            self._cutter = Cutter(index, writers)
+            self._cutter = RangeCutter(index, writers)
         piece = self._cutter.piece(self._content(model))
         self._write(name, {checkpoint_files.MODEL: piece}, writers=writers, index=index, pinned=pinned)
         return True
@@ -106,19 +106,19 @@ class CheckpointSaver:
 
     def writes_alone(self) -> bool:
         """Whether this worker must write alone, as parts of other workers did not arrive before."""
-        return self._alone or (self._writer is not None and self._writer.alone)
+        return self._writes_alone or (self._writer is not None and self._writer.alone)
 
     def _content(self, model) -> ZipTemplate:
-        return self._laid_out(model).content()
+        return self._layout_of(model).content()
 
-    def _laid_out(self, model):
+    def _layout_of(self, model):
         from raytf.worker.model_file import ModelFile
 
         if self._file is None:
             self._file = ModelFile(model)
         return self._file
 
-    def _take(self, name: str, model, parts: Mapping[str, Any], **how: Any) -> int:
+    def _copy(self, name: str, model, parts: Mapping[str, Any], **how: Any) -> int:
         return self._write(name, {checkpoint_files.MODEL: self._content(model), **parts}, **how)
 
     def _write(self, name: str, found: Mapping[str, Any], **how: Any) -> int:
@@ -130,7 +130,7 @@ class CheckpointSaver:
                 raise
             except NotWrittenError as error:  # the writer process was killed
                 warnings.warn(f"{error}; another one is started", stacklevel=2)
-                self._alone = self._writer.alone
+                self._writes_alone = self._writer.alone
                 self._writer.close()
         self._start()
         return self._writer.write(name, found, **how)
@@ -140,7 +140,7 @@ class CheckpointSaver:
         activity.tracker.queued_writer = self._writer.queued
         activity.tracker.failing_storage = functools.partial(getattr, self._writer, "failing")
 
-    def keep_at_end(self, name: str, moment: CheckpointSnapshot) -> Callable[[], None]:
+    def save_epoch_end(self, name: str, moment: CheckpointSnapshot) -> Callable[[], None]:
         """Saves the checkpoint at the end of an epoch; newer ones do not replace it before it is written.
 
         Args:
@@ -154,7 +154,7 @@ class CheckpointSaver:
         Raises:
             NotKeptError: The writer process was killed, and its replacement too.
         """
-        number = self._take(name, moment.model, moment.parts(), writers=moment.writers, pinned=True)
+        number = self._copy(name, moment.model, moment.parts(), writers=moment.writers, pinned=True)
         writer = self._writer
 
         def wait() -> None:
@@ -166,14 +166,14 @@ class CheckpointSaver:
 
         return wait
 
-    def held_up(self) -> contextlib.AbstractContextManager[None]:
-        """Marks the time for which the training waits, see `SnapshotWriter.held_up`."""
-        return contextlib.nullcontext() if self._writer is None else self._writer.held_up()
+    def writer_priority(self) -> contextlib.AbstractContextManager[None]:
+        """Marks the time for which the training waits, see `SnapshotWriter.writer_priority`."""
+        return contextlib.nullcontext() if self._writer is None else self._writer.writer_priority()
 
-    def keep_now(self, name: str, model, parts: Mapping[str, Any]) -> None:
-        """Saves a checkpoint at once, see `session.RaySession.save_now`."""
-        number = self._take(name, model, parts, pinned=True)
-        with self._writer.held_up():
+    def save_sync(self, name: str, model, parts: Mapping[str, Any]) -> None:
+        """Saves a checkpoint at once, see `session.RaySession.save_sync`."""
+        number = self._copy(name, model, parts, pinned=True)
+        with self._writer.writer_priority():
             self._writer.finish(self._last_seconds(), timeouts.get().checkpoint_failing, number)
 
     def _last_seconds(self) -> float:
@@ -195,8 +195,8 @@ class CheckpointSaver:
             if well:
                 writer.release()
             else:
-                writer.promote()
-            with writer.held_up():
+                writer.flush()
+            with writer.writer_priority():
                 writer.finish(seconds)
         except NotWrittenError as error:
             warnings.warn(str(error), stacklevel=2)

@@ -21,18 +21,18 @@ def random_states() -> dict[str, np.ndarray]:
     return state
 
 
-def restore_random_states(found: Mapping[str, np.ndarray]) -> None:
+def restore_random_states(states: Mapping[str, np.ndarray]) -> None:
     """Restores both states; one that was not saved is left as it is.
 
     Raises:
         ValueError, KeyError: The arrays are not a result of `random_states`.
     """
     try:
-        if "python" in found:
-            gauss = found["python_gauss"].tolist()
-            random.setstate((3, tuple(found["python"].tolist()), gauss[0] if gauss else None))
-        if "numpy" in found:
-            position, has_gauss = found["numpy_place"].tolist()
-            np.random.set_state((_KIND, found["numpy"], position, has_gauss, float(found["numpy_gauss"])))
+        if "python" in states:
+            gauss = states["python_gauss"].tolist()
+            random.setstate((3, tuple(states["python"].tolist()), gauss[0] if gauss else None))
+        if "numpy" in states:
+            position, has_gauss = states["numpy_place"].tolist()
+            np.random.set_state((_KIND, states["numpy"], position, has_gauss, float(states["numpy_gauss"])))
     except (TypeError, IndexError) as error:
         raise ValueError(f"no state of a generator ({error})") from error

@@ -96,7 +96,7 @@ class _StepBoundary:
         self._last = model.__dict__["_raytf_last"]
         self._watch = assigned.AssignmentWatch(model)
         unseen = own_state.alike(model) if epoch_ends else assigned.in_graphs(model)
-        self._noted = [(v, _variable_checksum(self._here(v))) for v in unseen]
+        self._digests = [(v, _variable_checksum(self._here(v))) for v in unseen]
 
     def _here(self, variable) -> np.ndarray:
         return own_state.here(self._model.distribute_strategy, variable)
@@ -110,7 +110,7 @@ class _StepBoundary:
         strategy = self._model.distribute_strategy
         own_state.put_each(strategy, [(variable, saved) for variable, saved, _ in changed])
         try:
-            if changed_paths := [v.path for v, number in self._noted if _variable_checksum(self._here(v)) != number]:
+            if changed_paths := [v.path for v, number in self._digests if _variable_checksum(self._here(v)) != number]:
                 raise RaytfError(f"a callback has changed {', '.join(changed_paths)} since the last step")
             files = checkpoint.checkpoint_files_of(self._model, self._parts)
         finally:
@@ -120,14 +120,14 @@ class _StepBoundary:
         return ReplacementState(self._step, self._tag, 0, ends, files, b"", agreed, between=not ends)
 
 
-def _variable_checksum(held: np.ndarray) -> int:
+def _variable_checksum(variable: np.ndarray) -> int:
     """Returns a checksum of a variable's bytes.
 
     It is a CRC of sums over rows of `_ROW_BYTES` bytes, in a fifth of the time of a CRC of all bytes.
     """
-    whole = held.size // _ROW_BYTES * _ROW_BYTES
-    sums = np.add.reduce(held[:whole].view(np.uint64).reshape(-1, _ROW_BYTES // 8), axis=0)
-    return zlib.crc32(held[whole:], zlib.crc32(sums))
+    whole = variable.size // _ROW_BYTES * _ROW_BYTES
+    sums = np.add.reduce(variable[:whole].view(np.uint64).reshape(-1, _ROW_BYTES // 8), axis=0)
+    return zlib.crc32(variable[whole:], zlib.crc32(sums))
 
 
 class CallbackPhases(TrainingPart):
@@ -156,7 +156,7 @@ class RecoveryCallback(TrainingPart):
 
     def __init__(self, training: Training):
         super().__init__()
-        self._training, self._position, self._place = training, training.position, training.place
+        self._training, self._position, self._replacement_state_taken = training, training.position, training.place
 
     def state_dict(self) -> dict[str, Any]:
         return {"steps_per_execution": self._training.model.steps_per_execution}
@@ -182,28 +182,37 @@ class RecoveryCallback(TrainingPart):
         size = sum(map(communicator.bytes_of, [*model.variables, *model_optimizers.variables(model)]))
         save = self._save if session.saves_at_loss else None
         ends = session.numbers_reports
-        recovery.arm(listen, self._image, session.report_loss, self._position.step, save, self._note, ends, size)
+        recovery.arm(
+            listen,
+            self._replacement_state,
+            session.report_loss,
+            self._position.step,
+            save,
+            self._take_boundary,
+            ends,
+            size,
+        )
         try:
             yield
         finally:
             recovery.disarm()
 
-    def _ahead(self) -> int:
+    def _pending_steps(self) -> int:
         """Returns the number of steps for which callbacks were not called yet."""
         return healing.here.step - self._position.step
 
     def _steps_made(self) -> int:
         """Returns the number of steps of the epoch that are made."""
-        return self._position.epoch_step + self._ahead()
+        return self._position.epoch_step + self._pending_steps()
 
     def _files(self, value: Callable[[keras.Variable], np.ndarray], logs: Mapping[str, float]) -> dict[str, Any]:
         training = self._training
         model, report = training.model, training.parts[EpochReports]
         named = {f"{i}.{j}": value(v) for i, metric in enumerate(model.metrics) for j, v in enumerate(metric.variables)}
         state = {"logs": logs, "metrics": metrics.described(model), "order": dict(training.order)}
-        return report.parts(named, ahead=self._ahead(), epoch_step=self._steps_made(), **state)
+        return report.parts(named, ahead=self._pending_steps(), epoch_step=self._steps_made(), **state)
 
-    def _save(self, owned: Sequence[bytes], behind: Collection[int]) -> int:
+    def _save(self, owned: Sequence[bytes], steps_behind: Collection[int]) -> int:
         """Saves a checkpoint of the last common step, see `Healer.arm`; this worker makes no further step.
 
         If a worker is lost before it sends the state of its last step, the state of the step before is used. The
@@ -213,7 +222,9 @@ class RecoveryCallback(TrainingPart):
         if early := own_state.written_early(model):
             raise RaytfError(f"its steps change {', '.join(early)} before gradients are summed, or after updates")
         variables = own_state.variables_of(model)
-        values = metrics.together(model, variables, [own_state.values_of(model, content) for content in owned], behind)
+        values = metrics.together(
+            model, variables, [own_state.values_of(model, content) for content in owned], steps_behind
+        )
         known = {id(v): value for v, value in zip(variables, values, strict=True)}
         logs = metrics.logs_of(model, known) if self._steps_made() >= self._position.steps else {}
         own_state.put(model, values)
@@ -232,7 +243,7 @@ class RecoveryCallback(TrainingPart):
         if self._chief_only and self._holder.ring.rank > 0:
             raise RaytfError(f"what {', '.join(self._chief_only)} held was the chief's alone")
 
-    def _image(self) -> ReplacementState:
+    def _replacement_state(self) -> ReplacementState:
         model, recovery = self._training.model, healing.here
         self._check_chief()
         if self._position.skipped:
@@ -243,7 +254,7 @@ class RecoveryCallback(TrainingPart):
             shared_state["last"] = metrics.last_logs(model, model.__dict__["_raytf_last"])
         return ReplacementState(recovery.step, recovery.tag, execution_steps, recovery.at_end, files, b"", shared_state)
 
-    def _note(self, epoch_ends: bool) -> Callable[[], ReplacementState] | None:
+    def _take_boundary(self, epoch_ends: bool) -> Callable[[], ReplacementState] | None:
         training, recovery = self._training, healing.here
         steps = training.options.report_steps is None
         observed = steps and training.model.__dict__.get("_raytf_sync_batches")
@@ -267,25 +278,25 @@ class RecoveryCallback(TrainingPart):
         return refused
 
     def on_epoch_begin(self, epoch, logs=None):
-        replacement_state, self._place = self._place, None
+        replacement_state, self._replacement_state_taken = self._replacement_state_taken, None
         if replacement_state is None and healing.here.armed:
             own_state.began(self.model)
         elif replacement_state is not None:
-            self._take(replacement_state)
+            self._take_state(replacement_state)
 
-    def _take(self, place: ReplacementState) -> None:
-        own_state.take(self.model, place.own)
-        activity.tracker.step = place.step
-        if place.behind:
-            healing.here.tag = place.tag
-            self.model.__dict__["_raytf_last"] = place.agreed["last"]
-        if place.at_end:
+    def _take_state(self, replacement_state: ReplacementState) -> None:
+        own_state.take(self.model, replacement_state.own)
+        activity.tracker.step = replacement_state.step
+        if replacement_state.behind:
+            healing.here.tag = replacement_state.tag
+            self.model.__dict__["_raytf_last"] = replacement_state.agreed["last"]
+        if replacement_state.at_end:
             healing.here.end_epoch()
-        healing.here.enter(place.within)
-        if place.between:
-            self._tell_of_batch()
+        healing.here.enter(replacement_state.within)
+        if replacement_state.between:
+            self._end_batch()
 
-    def _tell_of_batch(self) -> None:
+    def _end_batch(self) -> None:
         """Calls `on_train_batch_end` of all callbacks for the batch after which this worker begins."""
         healing.here.steps_made()
         attributes, (logs, rows) = self.model.__dict__, self.model.__dict__["_raytf_last"]
@@ -305,7 +316,7 @@ class RecoveryCallback(TrainingPart):
             epoch_iterator.newest_iterator().begin_at(self._position.steps, None)
 
     def on_train_batch_end(self, batch, logs=None):
-        if self._position.epoch_step >= self._position.steps and self._place is None:
+        if self._position.epoch_step >= self._position.steps and self._replacement_state_taken is None:
             healing.here.end_epoch()
 
 

@@ -53,11 +53,11 @@ class MemoryReplicas:
         peer: Whether a worker on another host than the chief's does; the same on all workers.
     """
 
-    mine: bool
+    own: bool
     peer: bool
 
 
-NO_HOLDERS = MemoryReplicas(mine=False, peer=False)
+NO_HOLDERS = MemoryReplicas(own=False, peer=False)
 
 
 class PendingCheckpoint:
@@ -73,17 +73,17 @@ class PendingCheckpoint:
         self, wait: Callable[[], None], epoch: int, held_up: Callable[[], contextlib.AbstractContextManager[None]]
     ):
         self._wait, self._epoch, self._held_up = wait, epoch, held_up
-        self._settled, self._lock = False, threading.Lock()
+        self._finalized, self._lock = False, threading.Lock()
         self._error: NotWrittenError | None = None
 
     def settle(self) -> bool:
         """Blocks until the checkpoint is done, in the thread that reports. Returns whether it is whole."""
         with self._lock:
-            if not self._settled:
-                self._settle()
+            if not self._finalized:
+                self._finalize()
         return self._error is None
 
-    def _settle(self) -> None:
+    def _finalize(self) -> None:
         try:
             self._wait()
         except NotWrittenError as error:
@@ -93,14 +93,14 @@ class PendingCheckpoint:
                 f"{error.why}",
                 stacklevel=2,
             )
-        self._settled = True
+        self._finalized = True
 
     def __call__(self) -> NotWrittenError | None:
         """Blocks the training thread until the checkpoint is done. Returns the error, or None if it is whole.
 
         It does not wait for earlier reports, as their receiver may be slow.
         """
-        with contextlib.nullcontext() if self._settled else self._held_up():
+        with contextlib.nullcontext() if self._finalized else self._held_up():
             self.settle()
         return self._error
 
@@ -160,7 +160,7 @@ class Session:
         saves: Whether checkpoints within epochs have a place.
         recovers: Whether lost workers can be replaced in place.
         numbers_reports: Whether reports are only counted, so that a loss between two of them is recoverable.
-        saves_at_loss: Whether any worker can save a checkpoint with `save_now`.
+        saves_at_loss: Whether any worker can save a checkpoint with `save_sync`.
         shares_writing: Whether several workers can write a checkpoint together.
     """
 
@@ -175,12 +175,12 @@ class Session:
         """Yields the folder of the checkpoint to resume from, the same on every worker, or None without one."""
         yield None
 
-    def report(self, metrics: dict, moment: CheckpointSnapshot | ReportedFiles | None, keep: bool = False) -> Any:
+    def report(self, metrics: dict, snapshot: CheckpointSnapshot | ReportedFiles | None, keep: bool = False) -> Any:
         """Reports metrics and, from the chief, a checkpoint. Every worker calls it.
 
         Args:
             metrics: Values by name.
-            moment: The checkpoint, see `CheckpointSnapshot`, or None without one.
+            snapshot: The checkpoint, see `CheckpointSnapshot`, or None without one.
             keep: Whether to copy it now, if it would be written only on request.
 
         Returns:
@@ -242,7 +242,7 @@ class RaySession(Session):
         self._pending: PendingCheckpoint | None = None
         self._reports = ReportQueue()
         self._whole: tuple[int, str] | None = None  # epoch, and checkpoint of its end that a lost chief has saved
-        self._told = 0  # number of next reports that a lost worker has already made
+        self._reported_ends = 0  # number of next reports that a lost worker has already made
 
     @contextlib.contextmanager
     def checkpoint(self) -> Iterator[str | None]:
@@ -263,10 +263,10 @@ class RaySession(Session):
                 return
             name, folder, unlisted = self._newest(stack) if self.rank == 0 else (None, None, [])
             if self.size > 1:
-                with activity.tracker.meeting(activity.REPORT):
+                with activity.tracker.collective(activity.REPORT):
                     name, unlisted = broadcast_from_rank_zero((name, unlisted))
             if self.rank != 0 and name is not None:
-                folder = _open_checkpoint(stack, self._at(name), contents=False)
+                folder = _open_checkpoint(stack, self._snapshot_path(name), contents=False)
             for end, metrics in unlisted:
                 self._report_kept(metrics, end if self.rank == 0 else None)
             yield folder
@@ -277,7 +277,7 @@ class RaySession(Session):
         That worker may have reported the epoch whose end this one repeats.
         """
         missing = max(0, place.agreed["missing"])
-        self._told = max(0, -place.agreed["missing"])
+        self._reported_ends = max(0, -place.agreed["missing"])
         ray_train.count_reports(place.agreed["reports"] - missing)
         ends: dict[int, str] = {}
         if (missing or place.behind) and self.rank == 0:
@@ -293,7 +293,7 @@ class RaySession(Session):
 
     def _report_kept(self, metrics: dict, name: str | None) -> None:
         """Reports metrics with a checkpoint that is whole, or without a checkpoint."""
-        kept = (None, False) if name is None else (self._at(name), self._validate)
+        kept = (None, False) if name is None else (self._snapshot_path(name), self._validate)
         self._reports.add(ray_train.report_later(metrics, lambda: kept))
 
     def reports_made(self) -> int:
@@ -326,7 +326,8 @@ class RaySession(Session):
         # on a tie those of ends of epochs first, as they include the validation
         steps.sort(key=lambda entry: (entry[0], entry[1] in unlisted), reverse=True)
         candidates = checkpoint_files.merge_newest_first(
-            _run_checkpoints(last) if last is not None else iter(()), [(step, self._at(name)) for step, name in steps]
+            _run_checkpoints(last) if last is not None else iter(()),
+            [(step, self._snapshot_path(name)) for step, name in steps],
         )
         saved, folder = checkpoint_files.first_whole(candidates, functools.partial(_open_checkpoint, stack))
         name = posixpath.basename(saved.path.rstrip("/"))
@@ -337,7 +338,7 @@ class RaySession(Session):
         late = sorted((s.step, end, s.reported) for end, s in unlisted.items() if listed < s.step <= resumed_step)
         return name, folder, [(end, metrics) for _, end, metrics in late]
 
-    def _at(self, name: str) -> ray.train.Checkpoint:
+    def _snapshot_path(self, name: str) -> ray.train.Checkpoint:
         path = posixpath.join(self.storage.experiment_fs_path, name)
         return ray.train.Checkpoint(path, filesystem=self.storage.storage_filesystem)
 
@@ -345,21 +346,21 @@ class RaySession(Session):
         self._keeper.keep(name, model, parts, writers, last=self.stop_request() is not None)
 
     def ready(self, model, held: bool) -> None:
-        if self.rank == 0 or (held and self.holders().mine):
+        if self.rank == 0 or (held and self.holders().own):
             self._keeper.ready(model, held)
 
-    def save_now(self, name: str, model, parts: Mapping[str, Any]) -> None:
+    def save_sync(self, name: str, model, parts: Mapping[str, Any]) -> None:
         """Saves a checkpoint while the training waits, on any worker and in any thread. Returns when it is whole.
 
         Raises:
             NotKeptError: It was not whole before the timeout.
         """
-        self._keeper.keep_now(name, model, parts)
+        self._keeper.save_sync(name, model, parts)
 
     def save_part(self, name: str, model, writers: int, pinned: bool = False) -> None:
-        """Saves this worker's part of a checkpoint; not called by the chief, see `CheckpointSaver.keep_part`."""
+        """Saves this worker's part of a checkpoint; not called by the chief, see `CheckpointSaver.save_part`."""
         if self.rank < writers:
-            self._keeper.keep_part(name, model, self.rank, writers, pinned)
+            self._keeper.save_part(name, model, self.rank, writers, pinned)
 
     def layout(self, model) -> int:
         """Returns a number for the layout of the model's file, see `CheckpointSaver.layout`."""
@@ -369,9 +370,9 @@ class RaySession(Session):
         """Whether the chief must write alone, see `CheckpointSaver.writes_alone`."""
         return self._keeper.writes_alone()
 
-    def hold(self, name: str, model, parts: Mapping[str, Any]) -> None:
-        """Keeps a checkpoint in this host's memory, with the arguments of `save_step`; see `CheckpointSaver.hold`."""
-        self._keeper.hold(name, model, parts)
+    def hold_in_memory(self, name: str, model, parts: Mapping[str, Any]) -> None:
+        """Keeps a checkpoint in this host's memory, as `save_step`; see `CheckpointSaver.hold_in_memory`."""
+        self._keeper.hold_in_memory(name, model, parts)
 
     def holders(self) -> MemoryReplicas:
         """Returns who keeps checkpoints in memory: the chief, and the first worker of the second host, if any."""
@@ -379,7 +380,7 @@ class RaySession(Session):
         peer = context.get_node_rank() == 1 and context.get_local_rank() == 0
         return MemoryReplicas(self.rank == 0 or peer, context.get_local_world_size() < self.size)
 
-    def report(self, metrics: dict, moment: Any, keep: bool = False) -> Callable[[], NotWrittenError | None]:
+    def report(self, metrics: dict, snapshot: Any, keep: bool = False) -> Callable[[], NotWrittenError | None]:
         """Reports metrics and, from the chief, a checkpoint. Every worker calls it, and none waits for its end.
 
         The report follows when the checkpoint is whole. The training waits for the checkpoint of the epoch before, as
@@ -394,31 +395,31 @@ class RaySession(Session):
             self._pending()
         self._reports.wait()
         name = self.storage.make_default_checkpoint_dir_name()
-        if moment is not None and moment.agreed is not None:
-            name = moment.agreed(name)
-        if self._told:  # the worker that this one replaced has made this report
-            self._told -= 1
+        if snapshot is not None and snapshot.agreed is not None:
+            name = snapshot.agreed(name)
+        if self._reported_ends:  # the worker that this one replaced has made this report
+            self._reported_ends -= 1
             ray_train.count_reports(ray_train.reports_made() + 1)
             return lambda: None
-        if moment is None or self.rank != 0:
-            if moment is not None and moment.agreed is not None:
-                self.save_part(name, moment.model, moment.writers, pinned=True)
+        if snapshot is None or self.rank != 0:
+            if snapshot is not None and snapshot.agreed is not None:
+                self.save_part(name, snapshot.model, snapshot.writers, pinned=True)
             self._report_kept(metrics, None)
             return lambda: None
-        if self._whole is not None and self._whole[0] == moment.state.epoch:
+        if self._whole is not None and self._whole[0] == snapshot.state.epoch:
             self._report_kept(metrics, self._whole[1])
             return lambda: None
         pending = self._pending = PendingCheckpoint(
-            self._kept_at_end(name, moment), moment.state.epoch, self._keeper.held_up
+            self._kept_at_end(name, snapshot), snapshot.state.epoch, self._keeper.writer_priority
         )
-        kept = self._at(name), self._validate
+        kept = self._snapshot_path(name), self._validate
         self._reports.add(ray_train.report_later(metrics, lambda: kept if pending.settle() else (None, False)))
         return pending
 
     def _kept_at_end(self, name: str, moment: CheckpointSnapshot) -> Callable[[], None]:
-        """Returns a function that blocks until the checkpoint is whole, see `CheckpointSaver.keep_at_end`."""
+        """Returns a function that blocks until the checkpoint is whole, see `CheckpointSaver.save_epoch_end`."""
         try:
-            return self._keeper.keep_at_end(name, moment)
+            return self._keeper.save_epoch_end(name, moment)
         except NotWrittenError as error:
             failed = error
 
@@ -466,7 +467,7 @@ def report_to_ray(metrics: dict, write: Callable[[str], None] | None) -> None:
 
 def _report(metrics: dict, **how: Any) -> None:
     """Calls `ray.train.report`, which is a barrier of all workers."""
-    with activity.tracker.meeting(activity.REPORT):
+    with activity.tracker.collective(activity.REPORT):
         ray.train.report(metrics, **how)
 
 
@@ -522,12 +523,18 @@ class TrialSession(Session):
 
     recovers = True
 
-    def __init__(self, rank: int, size: int, folder: str | None, name: str, within: TrialCheckpointDir | None = None):
+    def __init__(
+        self, rank: int, size: int, folder: str | None, name: str, step_checkpoints: TrialCheckpointDir | None = None
+    ):
         super().__init__(rank, size)
-        self.name, self.folder, self.saves = name, folder, within is not None
-        self._keeper = CheckpointSaver(within.filesystem, within.folder) if within is not None and rank == 0 else None
-        self._reports = 0 if within is None else within.reports
-        self._moment: CheckpointSnapshot | ReportedFiles | None = None
+        self.name, self.folder, self.saves = name, folder, step_checkpoints is not None
+        self._keeper = (
+            CheckpointSaver(step_checkpoints.filesystem, step_checkpoints.folder)
+            if step_checkpoints is not None and rank == 0
+            else None
+        )
+        self._reports = 0 if step_checkpoints is None else step_checkpoints.reports
+        self._snapshot: CheckpointSnapshot | ReportedFiles | None = None
         self._taken: dict[str, bytes] | None = None  # files that were already written
         self.waits = False
         self.commands: queue.SimpleQueue = queue.SimpleQueue()
@@ -558,22 +565,22 @@ class TrialSession(Session):
         if self._keeper is not None:
             self._keeper.ready(model, held)
 
-    def report(self, metrics: dict, moment: CheckpointSnapshot | ReportedFiles | None, keep: bool = False) -> None:
+    def report(self, metrics: dict, snapshot: CheckpointSnapshot | ReportedFiles | None, keep: bool = False) -> None:
         """Sends the metrics to the group, and waits for a command; a checkpoint is written only on request.
 
-        Without a `moment` an earlier report's remains valid.
+        Without a `snapshot` an earlier report's remains valid.
         """
         self._reports += 1
         # a training that is requested to stop may end after this report, and nothing else saves it then
-        if self._keeper is not None and moment is not None and moment.step is not None and self.stop_request():
-            self.save_step(step_folders.folder_name(moment.step), moment.model, moment.parts())
-        if moment is not None:
-            self._moment, self._taken = moment, None
+        if self._keeper is not None and snapshot is not None and snapshot.step is not None and self.stop_request():
+            self.save_step(step_folders.folder_name(snapshot.step), snapshot.model, snapshot.parts())
+        if snapshot is not None:
+            self._snapshot, self._taken = snapshot, None
             if keep and self.rank == 0:
                 self._taken = self._files()
         self.events.put(("report", metrics))
         self.waits = True
-        with activity.tracker.meeting(activity.REPORT):
+        with activity.tracker.collective(activity.REPORT):
             self.park()
         self.waits = False
 
@@ -590,9 +597,9 @@ class TrialSession(Session):
 
     def _files(self) -> dict[str, bytes] | None:
         """Returns the files of a checkpoint of this moment, by name; None if the loop wrote none on this worker."""
-        if self._moment is None or not (self._moment.everyone or self.rank == 0):
+        if self._snapshot is None or not (self._snapshot.everyone or self.rank == 0):
             return None
-        return self._moment.files() if self._taken is None else self._taken
+        return self._snapshot.files() if self._taken is None else self._taken
 
 
 def read_files(folder: str) -> dict[str, bytes]:

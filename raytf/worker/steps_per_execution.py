@@ -28,24 +28,24 @@ _LONGEST_CALL = 1.0
 _MOST = 64
 
 
-def choose_steps(between: float, within: float, first: float, steps_left: int) -> int:
+def choose_steps(seconds_between: float, seconds_within: float, first: float, steps_left: int) -> int:
     """Returns the steps per execution that hide the time between two calls, or 1 if more would not pay.
 
     Args:
-        between: Seconds between two executions.
-        within: Seconds of an execution of one step.
+        seconds_between: Seconds between two executions.
+        seconds_within: Seconds of an execution of one step.
         first: Seconds of the first execution, which traces; another number of steps costs about as much again.
         steps_left: Remaining steps of the whole training.
 
     Returns:
         A power of two, at most `_MOST`, with executions of at most 1 s.
     """
-    if between < _MIN_OVERHEAD * (between + within):
+    if seconds_between < _MIN_OVERHEAD * (seconds_between + seconds_within):
         return 1
-    wanted = between / (_OVERHEAD_TARGET * (between + within))
-    longest = _LONGEST_CALL / max(within, 1e-9)
+    wanted = seconds_between / (_OVERHEAD_TARGET * (seconds_between + seconds_within))
+    longest = _LONGEST_CALL / max(seconds_within, 1e-9)
     number = 2 ** math.floor(math.log2(max(1.0, min(wanted, longest, _MOST))))
-    saved = steps_left * between * (1 - 1 / number)
+    saved = steps_left * seconds_between * (1 - 1 / number)
     return number if saved > 2 * first else 1
 
 
@@ -78,8 +78,8 @@ class ExecutionCallback(TrainingPart):
         self._steps = self.params["steps"]
         # with several workers all measure or none: a callback may be the chief's only
         fixed = self._fixed or model.__dict__.get("_raytf_sync_batches", False)
-        self._looking = not (fixed or model.steps_per_execution > 1 or model.run_eagerly or not self._steps)
-        self._iterator = epoch_iterator.newest_iterator() if self._looking else None
+        self._is_measuring = not (fixed or model.steps_per_execution > 1 or model.run_eagerly or not self._steps)
+        self._iterator = epoch_iterator.newest_iterator() if self._is_measuring else None
         self._single = None  # function and time of single steps, while another function is in use
         self._start_over()
         self._left = None
@@ -90,7 +90,7 @@ class ExecutionCallback(TrainingPart):
 
     def state_dict(self) -> dict[str, Any]:
         single = None if self._single is None else self._single[1]
-        names = ("_looking", "_first", "_count", "_between", "_within")
+        names = ("_is_measuring", "_first", "_count", "_seconds_between", "_seconds_within")
         return {"single": single, **{name: copy.copy(getattr(self, name)) for name in names}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -100,73 +100,73 @@ class ExecutionCallback(TrainingPart):
         for name in state.keys() - {"single"}:
             setattr(self, name, state[name])
         self._single = None if state["single"] is None else (None, state["single"])
-        self._iterator = epoch_iterator.newest_iterator() if self._looking else None
+        self._iterator = epoch_iterator.newest_iterator() if self._is_measuring else None
 
     def exchanges(self, step: int) -> bool:
-        return self._looking and (self._count + 1 in (_WARM_UP + _LOOKED_AT, self._judged_at()))
+        return self._is_measuring and (self._count + 1 in (_WARM_UP + _LOOKED_AT, self._judged_at()))
 
     def _judged_at(self) -> int:
         return 1 + max(2, _LOOKED_AT // self.model.steps_per_execution)
 
     def _start_over(self):
         self._count, self._ended, self._began = 0, None, None
-        self._between, self._within = [], []  # seconds between executions, and of a step in one
+        self._seconds_between, self._seconds_within = [], []  # seconds between executions, and of a step in one
 
     def on_epoch_begin(self, epoch, logs=None):
         self._left = (self.params["epochs"] - epoch) * (self._steps or 0)
         self._ended = None
 
     def on_train_batch_begin(self, batch, logs=None):
-        if self._looking:
+        if self._is_measuring:
             self._began, self._begin = time.perf_counter(), batch
             if self._ended is not None:
-                self._between.append(self._began - self._ended)
+                self._seconds_between.append(self._began - self._ended)
 
     def on_train_batch_end(self, batch, logs=None):
-        if not self._looking:
+        if not self._is_measuring:
             return
         self._ended = time.perf_counter()
         if self._began is not None:  # None: other workers made the execution after which this replacement begins
-            self._within.append((self._ended - self._began) / (batch - self._begin + 1))
+            self._seconds_within.append((self._ended - self._began) / (batch - self._begin + 1))
         self._count += 1
-        if self._count == 1 and self._within:
-            self._first = self._within[0]
+        if self._count == 1 and self._seconds_within:
+            self._first = self._seconds_within[0]
         if self._single is None and self._count == _WARM_UP + _LOOKED_AT:
             self._decide(batch)
         elif self._single is not None and self._count == self._judged_at():
             self._judge()
 
     def _decide(self, batch):
-        if len(self._between) <= _WARM_UP:  # epochs of one step have no time between steps
-            self._looking = False
+        if len(self._seconds_between) <= _WARM_UP:  # epochs of one step have no time between steps
+            self._is_measuring = False
             return
-        gap, duration = (statistics.median(times[_WARM_UP:]) for times in (self._between, self._within))
-        number = self._chiefs(choose_steps(gap, duration, self._first, self._left - batch - 1))
+        gap, duration = (statistics.median(times[_WARM_UP:]) for times in (self._seconds_between, self._seconds_within))
+        number = self._broadcast(choose_steps(gap, duration, self._first, self._left - batch - 1))
         if number == 1:
-            self._looking = False
+            self._is_measuring = False
             return
         self._single = self.model.train_function, gap + duration
         logger.debug("steps_per_execution: %d, as Python took %.0f %% of a step", number, 100 * gap / (gap + duration))
-        self._use(number)
+        self._set_steps(number)
         self.model.make_train_function(force=True)
         self._start_over()
 
     def _judge(self):
         function, single = self._single
-        slower = self._chiefs(int(statistics.median(self._within[1:]) > single))
+        slower = self._broadcast(int(statistics.median(self._seconds_within[1:]) > single))
         if slower:
             logger.debug("steps_per_execution: 1 again, as more did not help")
-            self._use(1)
+            self._set_steps(1)
             self.model.train_function = function
             if function is None:  # another worker made it, which this one has replaced
                 self.model.make_train_function(force=True)
-        self._looking = False
+        self._is_measuring = False
 
-    def _use(self, number: int):
+    def _set_steps(self, number: int):
         self.model.steps_per_execution = number
         self._iterator.steps_per_execution = number
 
-    def _chiefs(self, number: int) -> int:
+    def _broadcast(self, number: int) -> int:
         strategy = self.model.distribute_strategy
         if not communicator.spans_workers(strategy):
             return number

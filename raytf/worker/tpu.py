@@ -76,9 +76,9 @@ class _CoordinatorSession(Session):
         self._session, self.storage, self.saves = session, session.storage, session.saves
         self.checkpoint, self.ready, self.save_step = session.checkpoint, session.ready, session.save_step
 
-    def report(self, metrics: dict, moment, keep: bool = False):
+    def report(self, metrics: dict, snapshot, keep: bool = False):
         broadcast_from_rank_zero(True)
-        return self._session.report(metrics, moment, keep)
+        return self._session.report(metrics, snapshot, keep)
 
 
 @contextlib.contextmanager

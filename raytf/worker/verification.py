@@ -123,14 +123,16 @@ def as_worker(
         return {"skipped": "gradients of gradients through a BatchNormalization"}
 
 
-def on_one_device(trial: VerificationTask, eagerly: bool, initial: Callable[[], list[np.ndarray]], again: bool) -> dict:
+def on_one_device(
+    trial: VerificationTask, eagerly: bool, initial: Callable[[], list[np.ndarray]], with_same_draws: bool
+) -> dict:
     """Trains on one device.
 
     Args:
         trial: See `as_worker`.
         eagerly: See `as_worker`.
         initial: Function that returns the initial values of the two workers' variables.
-        again: Whether to train with other seeds, and with weights that differ in their last bits.
+        with_same_draws: Whether to train with other seeds, and with weights that differ in their last bits.
 
     Returns:
         The results, see `_train_two_steps`.
@@ -144,10 +146,10 @@ def on_one_device(trial: VerificationTask, eagerly: bool, initial: Callable[[], 
         trained = {id(v) for v in model.trainable_variables}
         draw = np.random.default_rng(0)
         for variable, value in zip(variables, values, strict=True):
-            if again and id(variable) in trained and np.issubdtype(value.dtype, np.floating):
+            if with_same_draws and id(variable) in trained and np.issubdtype(value.dtype, np.floating):
                 value = value + draw.choice([-_UNITS, _UNITS], value.shape) * np.spacing(value)
             variable.assign(value)
-        if again:
+        if with_same_draws:
             _set_seeds(_SEED + 1)
 
     return _train_two_steps(trial, eagerly, Shard(), begin)
@@ -368,10 +370,10 @@ def _is_kerass(function) -> bool:
     return (getattr(function, "__module__", "") or "").partition(".")[0] in ("keras", "raytf")
 
 
-def _is_own(thing) -> bool:
+def _is_own(value) -> bool:
     """Whether a function, or the class of an object, is the user's."""
-    kind = thing if inspect.isroutine(thing) else type(thing)
-    return thing is not None and not _is_kerass(kind) and kind.__module__ != "builtins"
+    kind = value if inspect.isroutine(value) else type(value)
+    return value is not None and not _is_kerass(kind) and kind.__module__ != "builtins"
 
 
 def _unwrapped_loss(loss):
@@ -380,17 +382,17 @@ def _unwrapped_loss(loss):
     return getattr(inner, "fn", inner)
 
 
-def _described(thing) -> str:
-    kind = thing if inspect.isroutine(thing) else type(thing)
+def _described(value) -> str:
+    kind = value if inspect.isroutine(value) else type(value)
     return f"{kind.__name__} ({_location_of(kind)})"
 
 
-def _location_of(thing) -> str:
+def _location_of(value) -> str:
     """Returns "file.py, line N" of a function or class."""
     try:
-        code = getattr(inspect.unwrap(thing), "__code__", None)
+        code = getattr(inspect.unwrap(value), "__code__", None)
         if code is not None:
             return f"{os.path.basename(code.co_filename)}, line {code.co_firstlineno}"
-        return f"{os.path.basename(inspect.getsourcefile(thing) or '?')}, line {inspect.getsourcelines(thing)[1]}"
+        return f"{os.path.basename(inspect.getsourcefile(value) or '?')}, line {inspect.getsourcelines(value)[1]}"
     except (OSError, TypeError):
         return "line unknown"

@@ -57,7 +57,7 @@ class StepCheckpointCallback(TrainingPart):
 
     raytf_after_agreement = True
     stood = 0.0
-    kept_step = held_step = 0
+    saved_step = memory_step = 0
 
     def __init__(self, training: Training, holders: MemoryReplicas):
         super().__init__()
@@ -110,7 +110,7 @@ class StepCheckpointCallback(TrainingPart):
         steps = [number for number in (self._every.steps, self._memory_every) if number is not None]
         if any(checkpoint_every.crosses_multiple(number, self._seen, step) for number in steps):
             return True
-        return self._every.within_epochs and self._every.steps is None and step >= self._next_look
+        return self._every.is_within_epochs and self._every.steps is None and step >= self._next_look
 
     def on_train_batch_end(self, batch, logs=None):
         ended = ending.stop_barrier.is_last()
@@ -125,12 +125,12 @@ class StepCheckpointCallback(TrainingPart):
         if not due:
             self._holds = False
             with activity.tracker.within(activity.CHECKPOINT):
-                self._save(logs, kept=False, held=True)
+                self._save(logs, to_storage=False, in_memory=True)
             return
         self._waits = self._holds = False
         began = time.monotonic()
         with activity.tracker.within(activity.CHECKPOINT):
-            self._save(logs, kept=True, held=held)
+            self._save(logs, to_storage=True, in_memory=held)
         self._clock.made(time.monotonic(), time.monotonic() - began + self.stood)
         if ended:
             raise ending.StopTraining(ending.stop_barrier.why, self._position.step)
@@ -156,7 +156,7 @@ class StepCheckpointCallback(TrainingPart):
         return min((number - step % number for number in numbers), default=math.inf)
 
     def _is_due(self, before: int, step: int) -> bool:
-        if not self._every.within_epochs:
+        if not self._every.is_within_epochs:
             return False
         if self._every.steps is not None:
             return checkpoint_every.crosses_multiple(self._every.steps, before, step)
@@ -178,29 +178,29 @@ class StepCheckpointCallback(TrainingPart):
             int(optimizer.iterations) % self._local_steps == 0 for optimizer in optimizers
         )
 
-    def _save(self, logs, kept: bool, held: bool) -> None:
+    def _save(self, logs, to_storage: bool, in_memory: bool) -> None:
         """Saves a checkpoint, or keeps it in memory, or both. Every worker calls it at the same step."""
         strategy, step, session = self.model.distribute_strategy, self._position.step, self._session
-        self.kept_step = step if kept else self.kept_step
-        self.held_step = step if held else self.held_step
-        assign = held or self._every.steps is not None
+        self.saved_step = step if to_storage else self.saved_step
+        self.memory_step = step if in_memory else self.memory_step
+        assign = in_memory or self._every.steps is not None
         values, averages, logs = metrics.standing(self.model, logs, assign)
         if assign:
             own_state.averaged(self.model)
         with _assigned(averages):
             chief = session.rank == 0
             parts = self._parts(values, logs) if chief else {}
-            writers = self._writers.count(self.model) if kept and self._writers is not None else 1
+            writers = self._writers.count(self.model) if to_storage and self._writers is not None else 1
             with shards.whole(self.model):
-                if chief and kept:
+                if chief and to_storage:
                     session.save_step(step_folders.folder_name(step), self.model, parts, writers)
                 elif writers > 1:
                     session.save_part(step_folders.folder_name(step), self.model, writers)
                 elif chief:
                     session.hold(step_folders.folder_name(step), self.model, parts)
-            if held and self._holders.peer:
+            if in_memory and self._holders.peer:
                 parts = snapshot_parts.broadcast_parts(strategy, parts)
-                holds, peer = self._holders.mine and not chief, 0
+                holds, peer = self._holders.own and not chief, 0
                 if shards.are_in(self.model):
                     (peer,) = map(int, communicator.sum_over_workers(strategy, [np.int64(holds * session.rank)]))
                 with shards.whole(self.model, peer):
@@ -290,12 +290,12 @@ class Resumption(TrainingPart):
     def __init__(self, training: Training, before: BeforeResumption):
         super().__init__()
         self._before: BeforeResumption | None = before
-        self._again: tuple | None = None
-        self._place, self._position, self._states = training.place, training.position, training.states
+        self._repeats_step: tuple | None = None
+        self._replacement_state, self._position, self._states = training.place, training.position, training.states
         self._epoch, self._logs, self._names = training.state.epoch, training.state.logs, training.state.metrics
         self._step, self._skip = before.begin
         self._metrics = checkpoints.metrics_of(training.folder)
-        self._late: dict[int, list[np.ndarray]] = {}
+        self._late_variables: dict[int, list[np.ndarray]] = {}
 
     @classmethod
     def of(cls, training: Training) -> Resumption | None:
@@ -311,10 +311,12 @@ class Resumption(TrainingPart):
         if before is None or epoch != self._epoch:
             return
         self._restore(before.held, before.variables, before.random)
-        if self._place is not None and not self._place.behind:  # callbacks had the begin of the execution's batch
-            self._again = before.held, before.variables, before.random
+        if (
+            self._replacement_state is not None and not self._replacement_state.behind
+        ):  # callbacks had the begin of the execution's batch
+            self._repeats_step = before.held, before.variables, before.random
         try:
-            self._late = {i: self._metrics[i] for i in metrics.go_on(self.model, self._metrics, self._names)}
+            self._late_variables = {i: self._metrics[i] for i in metrics.go_on(self.model, self._metrics, self._names)}
         except ValueError as error:  # with resume=True the model may have other metrics
             warnings.warn(
                 f"The metrics of epoch {epoch + 1} count the steps after its first {self._step} alone, as the "
@@ -322,21 +324,23 @@ class Resumption(TrainingPart):
                 stacklevel=2,
             )
         self._begin_at(before.iterator, epoch)
-        if self._place is None and self._step >= self._position.steps:  # the epoch's logs are the checkpoint's
+        if (
+            self._replacement_state is None and self._step >= self._position.steps
+        ):  # the epoch's logs are the checkpoint's
             metrics.finish_logs(self.model, self._logs)
 
-    def _restore(self, held: Sequence[tuple], variables: Sequence[tuple], random: Mapping) -> None:
+    def _restore(self, values: Sequence[tuple], variables: Sequence[tuple], random: Mapping) -> None:
         for variable, value in variables:
             if not np.array_equal(np.asarray(variable), value):
                 variable.assign(value)
-        self._states.put_back(held)
+        self._states.restore_copies(values)
         random_state.restore_random_states(random)
 
     def _begin_at(self, iterator, epoch: int) -> None:
         dataset = self._position.go_on(epoch, self._step, self._skip)
         first = 1 if self._skip else None
-        if self._place is not None:  # the other workers may be within an execution of several steps
-            first = max(1, self.model.steps_per_execution - self._place.within)
+        if self._replacement_state is not None:  # the other workers may be within an execution of several steps
+            first = max(1, self.model.steps_per_execution - self._replacement_state.within)
         if first is None or self._step + first >= self._position.steps:
             iterator.begin_at(self._step, dataset)
             return
@@ -345,7 +349,7 @@ class Resumption(TrainingPart):
 
     def on_train_batch_begin(self, batch, logs=None):
         """Reverts, after all callbacks, their second `on_train_batch_begin` of the first execution."""
-        again, self._again = self._again, None
+        again, self._repeats_step = self._repeats_step, None
         if again is not None:
             held, variables, random = again
             own = {id(v) for v in own_state.variables_of(self.model)}  # the worker's own, which were restored since
@@ -353,6 +357,6 @@ class Resumption(TrainingPart):
 
     def on_train_batch_end(self, batch, logs=None):
         """Restores metrics that were created in the first execution."""
-        late, self._late = self._late, {}
+        late, self._late_variables = self._late_variables, {}
         if late:
             metrics.add(self.model, late)

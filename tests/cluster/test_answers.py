@@ -84,7 +84,7 @@ def test_who_looks_meanwhile_may_end_the_wait(silent):
             raise InterruptedError("worker 0 is frozen")
 
     with pytest.raises(InterruptedError, match="is frozen"):
-        collect_answers([silent.wait.remote(0)], None, "a step", look=look)
+        collect_answers([silent.wait.remote(0)], None, "a step", check=look)
 
 
 @pytest.mark.parametrize("take", [collect_answers, lambda *of: list(in_completion_order(*of))])

@@ -195,7 +195,7 @@ from raytf.runtime.processes import Process, WarmPool
 ray.init(log_to_driver=False)
 pool = WarmPool(Process, ScalingConfig(num_workers=6), RunConfig(), 6, lambda: None)
 here = lambda: ray.get_runtime_context().get_node_id()
-found = [(ray.get(actor.execute.remote(here)), node) for node, actor in pool.there]
+found = [(ray.get(actor.execute.remote(here)), node) for node, actor in pool.members]
 pool.cancel()
 assert len(found) == 6 and all(is_on == said for is_on, said in found), found
 """

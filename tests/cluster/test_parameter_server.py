@@ -222,7 +222,7 @@ def disturbed(config):
         def on_epoch_begin(self, epoch, logs=None):
             marker = place.with_name(["first", "second", "third"][epoch])
             if epoch == 2 and not marker.exists():
-                ending.stop_barrier.end_after(ending.stop_barrier.ask(ending.DRAIN))
+                ending.stop_barrier.stop_after(ending.stop_barrier.ask(ending.DRAIN))
             marker.touch()
 
     return [Disturb()]

@@ -40,12 +40,12 @@ def test_a_run_that_waits_holds_nothing_says_what_for_and_goes_on(monkeypatch, c
     monkeypatch.setattr(reservation, "_PATIENCE_INTERVAL", 0.0)
     run = Reservation(BESIDE)
     with three_of_four_cpus() as other:
-        run.hold(1, {"CPU": 1.0}, "PACK", None)
+        run.ensure(1, {"CPU": 1.0}, "PACK", None)
         assert not run.wait(1.0)
         until(lambda: ray.available_resources().get("CPU") == 1)
         other.release()
         assert run.wait(30.0) and run.places == {"evaluator 0": 1}
-        assert run.hold(1, {"CPU": 1.0}, "PACK", None) == run.group, "workers that start anew have it still"
+        assert run.ensure(1, {"CPU": 1.0}, "PACK", None) == run.group, "workers that start anew have it still"
     run.release()
     said = capfd.readouterr().err
     # what Ray counts as free may be a moment old
@@ -59,7 +59,7 @@ def test_a_wait_that_ends_badly_leaves_no_group(monkeypatch, error):
     run = Reservation(BESIDE, seconds=1.0)
     with three_of_four_cpus():
         if error is not None:
-            monkeypatch.setattr(Reservation, "_wanted", lambda _: (_ for _ in ()).throw(error()))
+            monkeypatch.setattr(Reservation, "_describe_missing", lambda _: (_ for _ in ()).throw(error()))
         with pytest.raises(error or ResourceError, match=None if error else "needs 3 CPU .* for 1 s"):
             run.take(2, {"CPU": 1.0}, "PACK", None)
     until(lambda: not groups())

@@ -11,7 +11,7 @@ import ray
 
 from raytf import activity
 from raytf.runtime import process_monitor
-from raytf.runtime.hang_watch import HangWatch
+from raytf.runtime.hang_watch import HangMonitor
 from raytf.runtime.process_monitor import ProcessLocation
 from tests.waiting import until
 
@@ -46,7 +46,7 @@ def test_eight_silent_workers_are_asked_at_once_and_closing_waits_for_none(monke
     places = {rank: ProcessLocation("far", "far", rank, None) for rank in range(WORKERS)}
     clock = functools.partial(next, itertools.count())  # a second passes between two looks
     first = [ray.put(told) for _ in places]  # each answers once, and then no more
-    watch = HangWatch(
+    watch = HangMonitor(
         lambda rank, function: first.pop() if first else silent.answer.remote(),
         places,
         limit=1.0,

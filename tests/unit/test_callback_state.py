@@ -300,7 +300,7 @@ def test_what_an_epochs_begin_changes_is_put_back():
     for callback in (counting, telling):
         callback.on_epoch_begin(2)
     lock = counting.lock
-    states.put_back(held)
+    states.restore_copies(held)
     assert (counting.seen, counting.epoch) == (7, 2) and counting.lock is lock
     np.testing.assert_array_equal(counting.rows, [[0, 1, 2]])
     np.testing.assert_array_equal(telling.best, [1.0, 2.0])

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from raytf import activity
-from raytf.activity import Activity
+from raytf.activity import PhaseTracker
 from raytf.collectives.ring import TOKEN_BYTES, Listener
 from raytf.errors import PeerLostError, RaytfError
 
@@ -17,7 +17,7 @@ def workers(monkeypatch):
     """workers(what each calls, what each does): what they returned, or the errors that they raised."""
     calls = {}
 
-    class OfThread(Activity):
+    class OfThread(PhaseTracker):
         """Each worker is a thread here, and a process elsewhere."""
 
         call = property(lambda self: calls.get(threading.get_ident(), 0), lambda self, value: None)
@@ -72,7 +72,7 @@ def test_a_call_of_all_goes_on(workers, name):
 
 
 def test_the_outermost_call_counts():
-    here = Activity()
+    here = PhaseTracker()
     with here.calling("model.fit()"):
         with here.calling("model.evaluate()"):  # a validation
             assert activity.CALLS[here.call] == "model.fit()"

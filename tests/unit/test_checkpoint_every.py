@@ -27,7 +27,7 @@ from raytf.worker.checkpoint_every import CheckpointClock, CheckpointInterval, p
 )
 def test_what_it_says(text, every):
     assert parse_interval(text) == every
-    assert every.within_epochs == (text != "epoch")
+    assert every.is_within_epochs == (text != "epoch")
 
 
 NONSENSE = [

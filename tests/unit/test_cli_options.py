@@ -37,7 +37,7 @@ def test_every_option_is_an_argument_of_what_takes_it(command):
     }
     for option in cli.main.commands[command].params:
         if isinstance(option, cli_parts.Option):
-            assert option.name in known[option.to], option.opts
+            assert option.name in known[option.receiver], option.opts
         else:
             assert isinstance(option, click.Argument) or option.opts in (["--set"], ["--space"])
 

@@ -47,7 +47,7 @@ def test_the_ranges_in_order_are_the_file(data):
     assert b"".join(map(bytes, archive.image.pieces(values))) == expected
     found = b""
     for index in range(count):
-        piece = division.Cutter(index, count).piece(archive)
+        piece = division.RangeCutter(index, count).piece(archive)
         part = b"".join(map(bytes, piece.image.pieces(piece.values)))
         assert len(part) == piece.image.size
         found += part
@@ -165,7 +165,7 @@ def test_two_workers_keep_a_model_that_is_loaded_and_gone_on_from(tmp_path):
     for step in (3, 6):
         model.fit(x, x[:, :1], epochs=1, batch_size=8, shuffle=False, verbose=0)
         state = CheckpointState(1, step, 7, False, [{"epoch": 1}], epoch_step=2)
-        other.keep_part(folder_name(step), model, 1, 2)
+        other.save_part(folder_name(step), model, 1, 2)
         chief.keep(
             folder_name(step),
             model,
@@ -174,7 +174,7 @@ def test_two_workers_keep_a_model_that_is_loaded_and_gone_on_from(tmp_path):
         )
         for keeper in (other, chief):
             keeper._writer.finish(60.0)
-    assert not chief.writes_alone() and not chief._writer._said
+    assert not chief.writes_alone() and not chief._writer._logged
     pids = [chief._writer.pid, other._writer.pid]
     for keeper in (chief, other):
         keeper.close()

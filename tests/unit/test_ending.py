@@ -50,7 +50,7 @@ def test_workers_in_step_end_after_the_same_execution(seed):
         pass
     begun = [worker.gate.ask(STOP) for worker in chance.sample(workers, 3)]
     for worker in workers:
-        worker.gate.end_after(max(begun))
+        worker.gate.stop_after(max(begun))
     for worker in workers:
         worker.join(30)
         assert not worker.is_alive()
@@ -64,20 +64,20 @@ def test_one_that_joins_ends_after_the_same_execution(told):
     other.begin()
     assert not other.is_last() and not other.is_last()
     if told:
-        other.end_after(other.ask(STOP))
+        other.stop_after(other.ask(STOP))
     joins.reset()
     joins.begin(other.told())
     if not told:
         begun = max(gate.ask(STOP) for gate in (other, joins))
         for gate in (other, joins):
-            gate.end_after(begun)
+            gate.stop_after(begun)
     assert other.is_last() and joins.is_last() and other.why == joins.why == STOP
 
 
 def test_asked_before_the_first_execution_a_training_ends_after_it():
     gate = StopBarrier()
     assert gate.ask(DRAIN) == 0
-    gate.end_after(0)
+    gate.stop_after(0)
     gate.begin()
     assert not gate.is_over() and gate.is_last() and gate.is_over()
 
@@ -87,8 +87,8 @@ def test_asked_between_epochs_the_first_execution_of_the_next_is_the_last():
     gate.begin()
     assert not gate.is_last()
     assert gate.ask(STOP) == 2 == gate.ask(STOP)
-    gate.end_after(2)
-    gate.end_after(7)  # asked twice: what was said first holds
+    gate.stop_after(2)
+    gate.stop_after(7)  # asked twice: what was said first holds
     assert not gate.is_over()
     assert gate.is_last()
 
@@ -98,7 +98,7 @@ def test_a_word_for_the_training_before_ends_no_other_one():
     gate = StopBarrier()
     gate.ask(DRAIN)
     gate.reset()
-    gate.end_after(1)
+    gate.stop_after(1)
     gate.begin()
     assert not gate.is_last() and not gate.is_over()
 
@@ -123,7 +123,7 @@ def test_a_question_that_is_taken_back_ends_nobody_and_another_one_still_does():
     gate.ask(RESIZE)
     begun = gate.ask(STOP)
     gate.withdraw(RESIZE)
-    gate.end_after(begun)
+    gate.stop_after(begun)
     gate.withdraw(STOP)  # too late
     assert gate.is_last() and gate.why == STOP
 

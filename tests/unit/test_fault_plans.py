@@ -113,7 +113,7 @@ class Group:
         if what == "ask":
             self.asked[i] = self.gates[i].ask(STOP)
         elif what == "tell":
-            self.gates[i].end_after(max(self.asked.values()))
+            self.gates[i].stop_after(max(self.asked.values()))
             self.told.add(i)
         else:
             self.made[i] += 1
@@ -300,8 +300,8 @@ def by_driver(folder):
 
 def by_worker(local, folder):
     kept = list_checkpoints(local, folder)
-    ends = checkpoint_files.newest_first(one for one in kept if not one.within_epoch)
-    steps = [(step_folders.step_of_folder(one.name), one) for one in kept if one.within_epoch]
+    ends = checkpoint_files.newest_first(one for one in kept if not one.is_within_epoch)
+    steps = [(step_folders.step_of_folder(one.name), one) for one in kept if one.is_within_epoch]
     candidates = checkpoint_files.merge_newest_first(ends, steps)
     try:
         taken, _ = checkpoint_files.first_whole(candidates, lambda kept: checkpoint_files.check_folder(kept.path))

@@ -67,7 +67,10 @@ def test_what_a_checkpoint_takes_is_that_of_the_training_since_the_last_line(tmp
     with activity.tracker.within(activity.CHECKPOINT):
         pass
     assert noted._now()["checkpoint"] > before["checkpoint"]
-    assert activity.tracker.spent()[activity.CHECKPOINT] == activity.tracker.told()["spent"][activity.CHECKPOINT]
+    assert (
+        activity.tracker.seconds_by_phase()[activity.CHECKPOINT]
+        == activity.tracker.told()["spent"][activity.CHECKPOINT]
+    )
 
 
 moments = st.fixed_dictionaries(

@@ -14,9 +14,9 @@ import pytest
 
 import raytf
 from raytf import activity
-from raytf.activity import Activity
+from raytf.activity import PhaseTracker
 from raytf.runtime import stacks
-from raytf.runtime.hang_watch import HangWatch
+from raytf.runtime.hang_watch import HangMonitor
 from raytf.runtime.hangs import HangDetector
 
 
@@ -116,7 +116,7 @@ STARVES = """
 import os, signal
 from raytf import activity
 here = activity.tracker
-here.train_here()
+here.register_thread()
 here.at(activity.CALLBACKS)
 os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
 other = os.fork()
@@ -171,7 +171,7 @@ def test_an_input_that_gives_nothing_to_anybody_is_told_and_ends_late():
 def test_what_took_long_once_may_take_twice_as_long():
     judge = HangDetector(10, 60)
     _, hang = seconds_until(judge, [waits(), Worker(phase=activity.CALLBACKS)])
-    judge.went_on(hang)
+    judge.record_continued(hang)
     assert 20 <= seconds_until(judge, [waits(), Worker(phase=activity.CALLBACKS)])[0] <= 22
 
 
@@ -208,7 +208,7 @@ def test_a_silent_one_is_named():
 
 def test_activity_tells_where_the_training_is_and_what_its_callback_is():
     now = [0.0]
-    here, inside, go_on = Activity(lambda: now[0]), threading.Event(), threading.Event()
+    here, inside, go_on = PhaseTracker(lambda: now[0]), threading.Event(), threading.Event()
 
     class Mine:
         def on_epoch_end(self):
@@ -216,9 +216,9 @@ def test_activity_tells_where_the_training_is_and_what_its_callback_is():
             go_on.wait(60)
 
     def train():
-        here.train_here()
+        here.register_thread()
         here.at(activity.STEP)
-        with here.meeting(activity.SUM):
+        with here.collective(activity.SUM):
             pass
         here.executed(4)
         Mine().on_epoch_end()
@@ -253,11 +253,11 @@ def test_a_stopped_process_shows_its_stack():
 @pytest.mark.slow
 def test_the_cost_of_a_step():
     """Its part of a step of a millisecond, measured against a loop of this machine's own."""
-    here = Activity()
+    here = PhaseTracker()
 
     def told():
         here.at(activity.STEP)
-        here.enter(activity.SUM)
+        here.begin_collective(activity.SUM)
         here.leave()
         here.executed(1)
 
@@ -281,10 +281,10 @@ def test_limits_out_of_range_are_refused(options):
 
 def test_restarted_workers_tell_how_many_steps_are_made_again():
     said = []
-    watch = HangWatch(lambda rank, function: None, {}, 1.0, 1.0, emit=said.append, made=19)
+    watch = HangMonitor(lambda rank, function: None, {}, 1.0, 1.0, emit=said.append, made=19)
     watch.close()
     for began, step in (None, 0), (15, 16), (15, 18):
-        watch._told = {0: Worker(began=began, step=step).told}
+        watch._snapshots = {0: Worker(began=began, step=step).told}
         watch._look_for_repeats()
         assert watch.made == 19
     assert [(event.step, event.steps) for event in said] == [(15, 4)]

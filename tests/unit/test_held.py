@@ -35,7 +35,7 @@ def gone(writer) -> None:
 def test_what_is_held_is_written_when_it_is_asked_for_or_nobody_says_goodbye(tmp_path):
     ends = {
         "released": (SnapshotWriter.release, [folder_name(2)]),
-        "promoted": (SnapshotWriter.promote, [folder_name(2), folder_name(5)]),
+        "promoted": (SnapshotWriter.flush, [folder_name(2), folder_name(5)]),
         "without a word": (lambda writer: None, [folder_name(2), folder_name(5)]),
     }
     for name, (end, expected) in ends.items():
@@ -131,7 +131,7 @@ def test_a_writer_whose_worker_is_killed_while_its_storage_is_slow_says_so(tmp_p
     writer.write(folder_name(1), parts_of(1))
     until(lambda: writer._drain(0.01) or writer._begun)
     run.mkdir()
-    pid, writer._gone = writer.pid, True
+    pid, writer._writer_ended = writer.pid, True
     writer.close()
     until(lambda: any(name.startswith(".finishing_") for name in os.listdir(run)))
     assert finishing.wait_for_notes(LOCAL, str(run), 60.0)

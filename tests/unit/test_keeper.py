@@ -111,14 +111,14 @@ def test_an_epochs_checkpoint_is_waited_for_apart_and_newer_ones_take_its_place_
     moment = checkpoint.CheckpointSnapshot(
         model, CheckpointState(1, 4, 7, False, [{"epoch": 1}]), build=(functional, {}, ((3,), "float32"))
     )
-    one = keeper.keep_at_end("checkpoint_one", moment)
+    one = keeper.save_epoch_end("checkpoint_one", moment)
     keep(keeper, model, 5)
     one()
     checkpoint_files.check_folder(str(tmp_path / "run" / "checkpoint_one"))
     os.rename(tmp_path / "run", tmp_path / "aside")
     (tmp_path / "run").write_text("in the way")
     with pytest.raises(NotWrittenError, match="checkpoint_two could not be kept"), pytest.warns(UserWarning):
-        keeper.keep_at_end("checkpoint_two", moment)()
+        keeper.save_epoch_end("checkpoint_two", moment)()
     keep(keeper, model, 6)
     writer = keeper._writer
     until(lambda: writer._drain(0.01) or writer._begun == writer._last)  # else it may still be trying the one before
@@ -135,7 +135,7 @@ def test_whoever_waits_for_an_epochs_checkpoint_hears_that_the_training_has_ende
     moment = checkpoint.CheckpointSnapshot(
         model, CheckpointState(1, 4, 7, False, [{"epoch": 1}]), build=(functional, {}, ((3,), "float32"))
     )
-    pending = PendingCheckpoint(keeper.keep_at_end("checkpoint_one", moment), 1, keeper.held_up)
+    pending = PendingCheckpoint(keeper.save_epoch_end("checkpoint_one", moment), 1, keeper.writer_priority)
     with concurrent.futures.ThreadPoolExecutor(1) as thread:
         settled = thread.submit(pending.settle)
         with pytest.warns(UserWarning, match="could not be kept"):
@@ -150,7 +150,7 @@ def test_the_training_waits_for_its_checkpoint_and_not_for_the_thread_that_repor
     moment = checkpoint.CheckpointSnapshot(
         model, CheckpointState(1, 4, 7, False, [{"epoch": 1}]), build=(functional, {}, ((3,), "float32"))
     )
-    pending = PendingCheckpoint(keeper.keep_at_end("checkpoint_one", moment), 1, keeper.held_up)
+    pending = PendingCheckpoint(keeper.save_epoch_end("checkpoint_one", moment), 1, keeper.writer_priority)
     assert pending() is None
     checkpoint_files.check_folder(str(tmp_path / "run" / "checkpoint_one"))
     keeper.close()

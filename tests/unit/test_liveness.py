@@ -15,7 +15,7 @@ from raytf.procfs import ProcessState
 def at(*looks):
     """What `StopWatch` says to looks, each (seconds, Look)."""
     now = [0.0]
-    judge = StopWatch(15, lambda: now[0]).judge
+    judge = StopWatch(15, lambda: now[0]).update
     said = []
     for seconds, seen in looks:
         now[0] = seconds

@@ -13,7 +13,7 @@ import raytf
 FOLDER = pathlib.Path(raytf.__file__).parent
 PAGE = FOLDER.parent / "docs" / "troubleshooting.md"
 # What is called with a message for the user.
-SAYS = {"_say", "warn", "print", "info", "warning", "error", "exception"}
+SAYS = {"_print", "_log", "warn", "print", "info", "warning", "error", "exception"}
 # What these print is the answer to a command, a table, or what others have said.
 ANSWERS = {
     "cli.py": "the output of commands",

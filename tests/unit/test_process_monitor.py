@@ -20,7 +20,7 @@ class Judged(StopDetector):
     def after(self, seconds, node, **seen):
         """The keys of those that are found frozen by looks at processes "p100" and so on, so many seconds later."""
         self.now += seconds
-        return [found.keys for found in self.judge(node, {int(name[1:]): look for name, look in seen.items()})]
+        return [found.keys for found in self.check_states(node, {int(name[1:]): look for name, look in seen.items()})]
 
 
 @pytest.fixture

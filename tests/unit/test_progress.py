@@ -60,7 +60,7 @@ def test_each_end_of_an_epoch_has_one_line_through_restarts_and_slow_reads(attem
         for action in attempt:
             actions += 1
             if action == "read":
-                shown += reader.new()[0]
+                shown += reader.new_lines()[0]
                 continue
             made = update(epoch, 10 if action == "end" else 3, ended=action == "end", count=float(len(expected)))
             if action == "end":
@@ -74,7 +74,7 @@ def test_each_end_of_an_epoch_has_one_line_through_restarts_and_slow_reads(attem
                 break
             finally:
                 entries.pop("dies", None)
-    shown += reader.new()[0]
+    shown += reader.new_lines()[0]
     assert [line.partition("  3%")[0].split("  ")[:3] for line in shown] == [e.split("  ") for e in expected]
 
 
@@ -132,17 +132,17 @@ def test_phases_of_a_board():
     entries = Memory()
     board, chief = Board(entries), Board(entries)
     reader = BoardReader(board)
-    assert reader.new() == ([], None, phases_module.WORKERS)
+    assert reader.new_lines() == ([], None, phases_module.WORKERS)
     chief.begin("")
-    assert reader.new() == ([], None, None), "a loop of the user's"
+    assert reader.new_lines() == ([], None, None), "a loop of the user's"
     chief.begin(phases_module.FIRST_STEP)
-    assert reader.new() == ([], None, phases_module.FIRST_STEP)
+    assert reader.new_lines() == ([], None, phases_module.FIRST_STEP)
     chief.write(update(1, 3))
-    assert reader.new()[2] is None and reader.new()[1].startswith("epoch 1/4")
+    assert reader.new_lines()[2] is None and reader.new_lines()[1].startswith("epoch 1/4")
     chief.write(update(3, 10, ended=True))
-    assert reader.new()[1:] == (None, None)
+    assert reader.new_lines()[1:] == (None, None)
     chief.write(update(4, 10, ended=True))
-    assert reader.new()[2] == phases_module.ENDING
+    assert reader.new_lines()[2] == phases_module.ENDING
 
 
 def test_no_time_is_left_when_the_last_epoch_has_ended():

@@ -130,9 +130,9 @@ def test_a_callback_that_needs_to_be_told_of_a_batch_from_its_begin_is_named(mod
     with pytest.raises(
         RaytfError, match=r"accept the end of a batch .* Timing with AttributeError: .*began.* get_state"
     ):
-        last._tell_of_batch()
+        last._end_batch()
     timing.began = 0
-    last._tell_of_batch()
+    last._end_batch()
 
 
 @pytest.mark.sampled(2)

@@ -96,7 +96,7 @@ def test_a_run_stands_where_its_newest_checkpoint_is(folder):
     whole(folder, "checkpoint_1", {"version": 3, "epoch": 2, "step": 8, "stopped": False, "history": [], "seed": 0})
     with pytest.warns(UserWarning, match="Damaged: step_000000000009 .*Instead checkpoint_1 is taken"):
         assert folder.last().step == 8, "the end of an epoch is newer than the whole checkpoint of a step"
-    aside = folder.put_aside()
+    aside = folder.archive()
     assert folder.last() is None and any(
         n.startswith("step_") for n in names(folder, f"{folder.path.rpartition('/')[0]}/{aside}")
     )
@@ -355,18 +355,18 @@ def test_what_ended_within_its_first_checkpoint_starts_anew(folder, capsys):
 
 
 def test_what_is_put_aside_is_a_run_of_its_own(folder):
-    assert folder.put_aside() is None
+    assert folder.archive() is None
     trained(folder)
     write(folder, "run.lock", "{}")
     write(folder, "tensorboard/train/events", "x")
     write(folder, f"inner/{SNAPSHOT}", {})  # the run "run/inner"
     before = names(folder, folder.path)
-    aside = folder.put_aside()
+    aside = folder.archive()
     assert names(folder, folder.path) == [f"inner/{SNAPSHOT}", "run.lock"]
     there = RunFolder(folder.filesystem, f"{folder.path.rpartition('/')[0]}/{aside}", aside)
     assert sorted([*names(folder, there.path), f"inner/{SNAPSHOT}", "run.lock"]) == before
     assert there.last().epoch == 2 and folder.last() is None
-    assert folder.put_aside() is None
+    assert folder.archive() is None
 
 
 def test_ray_has_no_advice_for_who_only_reads_a_run(tmp_path, caplog):

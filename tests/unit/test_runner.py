@@ -32,7 +32,7 @@ ROOT = str(pathlib.Path(raytf.__file__).parents[1])
 def runner(tmp_path, monkeypatch):
     monkeypatch.setattr(runner_module, "LOOK_INTERVAL", 0.1)
     runner = TaskRunner()
-    runner._place, runner._ports = TaskLocation("127.0.0.1:1", str(tmp_path)), settings.PORTS
+    runner._location, runner._ports = TaskLocation("127.0.0.1:1", str(tmp_path)), settings.PORTS
     yield runner
     runner.stop(0.0)
 
@@ -157,11 +157,11 @@ def test_a_script_tells_what_it_does_beside_what_it_does(runner, tmp_path):
     while ("stdout", "ready") not in runner.follow(number):
         pass
     script = runner._script
-    script._asks.settimeout(20.0)
+    script._request_pipe.settimeout(20.0)
     assert runner.told()["phase"] == "begin" and "in stands_here" in runner.stack()
     os.kill(script.pid, signal.SIGSTOP)
-    script._asks.settimeout(0.5)
+    script._request_pipe.settimeout(0.5)
     until(lambda: runner.told() is None)  # its threads stop one after the other
     os.kill(script.pid, signal.SIGCONT)
-    script._asks.settimeout(20.0)
+    script._request_pipe.settimeout(20.0)
     assert "in stands_here" in runner.stack() and runner.told()["step"] == 0

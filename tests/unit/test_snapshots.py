@@ -124,11 +124,11 @@ def goes_last(pid: int) -> bool:
 
 def test_who_writes_goes_last_no_more_while_the_training_waits_for_it(writer):
     """Beside computing neighbours it would get a processor for some milliseconds after 13 s: so long all waited."""
-    with writer.held_up():
+    with writer.writer_priority():
         writer.write(folder_name(1), parts_of(1))  # before it is known who that is
         writer.finish(60.0)
         assert not goes_last(writer.pid)
-        with writer.held_up():
+        with writer.writer_priority():
             pass
         assert not goes_last(writer.pid), "one waits still"
     assert goes_last(writer.pid)
@@ -178,7 +178,7 @@ def test_one_that_has_another_ones_number_is_left_alone():
         other._seen = dataclasses.replace(other._seen, started=other._seen.started - 1)
         before = os.getpriority(os.PRIO_PROCESS, process.pid)
         os.sched_setscheduler(process.pid, os.SCHED_BATCH, os.sched_param(0))
-        other.goes_last(False)
+        other.set_low_priority(False)
         assert os.sched_getscheduler(process.pid) == os.SCHED_BATCH
         assert os.getpriority(os.PRIO_PROCESS, process.pid) == before
         process.stdin.close()
@@ -473,7 +473,7 @@ def test_nothing_is_left_of_a_writer_whose_storage_never_answers(tmp_path, monke
         writer = SnapshotWriter(LOCAL, str(tmp_path / "run"))
     writer.write(folder_name(1), parts_of(1))
     until(lambda: writer._drain(0.01) or writer.pid is not None)
-    pid, writer._gone = writer.pid, True
+    pid, writer._writer_ended = writer.pid, True
     writer.close()
     until(lambda: is_gone(pid))
 

@@ -19,8 +19,12 @@ def test_a_power_of_two_that_pays(between, within, first, left):
 
 def test_examples():
     many = 10**6
-    assert choose_steps(between=0.001, within=0.099, first=2, steps_left=many) == 1  # Python takes 1 %
-    assert choose_steps(between=0.004, within=0.030, first=2, steps_left=many) == 8
-    assert choose_steps(between=0.001, within=0.001, first=2, steps_left=many) == 32
-    assert choose_steps(between=0.001, within=0.001, first=2, steps_left=1000) == 1  # over before it has paid
-    assert choose_steps(between=0.5, within=0.4, first=2, steps_left=many) == 2  # executions stay below a second
+    assert choose_steps(seconds_between=0.001, seconds_within=0.099, first=2, steps_left=many) == 1  # Python takes 1 %
+    assert choose_steps(seconds_between=0.004, seconds_within=0.030, first=2, steps_left=many) == 8
+    assert choose_steps(seconds_between=0.001, seconds_within=0.001, first=2, steps_left=many) == 32
+    assert (
+        choose_steps(seconds_between=0.001, seconds_within=0.001, first=2, steps_left=1000) == 1
+    )  # over before it has paid
+    assert (
+        choose_steps(seconds_between=0.5, seconds_within=0.4, first=2, steps_left=many) == 2
+    )  # executions stay below a second

@@ -208,7 +208,7 @@ def test_a_sweep_whose_trials_all_diverged_names_none_as_the_best():
     table = SweepTable("loss", "min", 2, show=False)
     for values, said in (([float("nan")] * 2, "no trial is the best: loss is NaN in all of them"), ([], "")):
         table._console = Console(width=120, file=io.StringIO())
-        table.conclude(Grid(SimpleNamespace(metrics={"loss": value}) for value in values))
+        table.print_best(Grid(SimpleNamespace(metrics={"loss": value}) for value in values))
         shown = table._console.file.getvalue()
         assert said in shown and f"{len(values)} trials" in shown
 

@@ -102,14 +102,14 @@ def test_a_sweep_waits_for_the_trials_that_make_steps_and_for_no_others(set_time
     end, said, ends = SweepEnd(Entries()), [], []
     asking = SweepStop(end, lambda: ends.append(True), said.append)
     running = lambda: ["one", "two", "three"]
-    end.begun("one")
-    end.begun("two")
+    end.record_begun("one")
+    end.record_begun("two")
     asking.look(running)
-    assert not end.is_asked(), "no signal came"
-    asking.hear()
+    assert not end.is_requested(), "no signal came"
+    asking.request()
     for _ in range(2):
         asking.look(running)
-    assert end.is_asked() and len(said) == 1 and not ends
+    assert end.is_requested() and len(said) == 1 and not ends
     set_timeouts(run_end=-1.0)
     with pytest.raises(sweep_end.NotReleasedError, match="its driver has not"):
         end.ended("one", 7, kept=True)
@@ -132,7 +132,7 @@ def test_what_is_not_kept_is_named(set_timeouts):
     asking = SweepStop(end, lambda: None, lambda text: None)
     set_timeouts(run_end=0.0)
     end.ended("one", 7, kept=False)
-    end.begun("two")
-    asking.hear()
+    end.record_begun("two")
+    asking.request()
     asking.look(lambda: ["one", "two", "three"])
     assert asking.lost == ["trial two has not ended", "trial one has ended after step 7, which is not kept"]

@@ -67,17 +67,12 @@ LEFT = {
     ("parallel", "here"),
     ("parallel", "told"),
     ("parallel", "within"),
-    ("runtime", "anew"),
-    ("runtime", "there"),
     ("train", "anew"),
     ("train", "around"),
     ("train", "here"),
     ("train", "within"),
     ("tune", "apart"),
     ("worker", "here"),
-    ("worker", "its"),
-    ("worker", "mine"),
-    ("worker", "there"),
     ("worker", "told"),
 }
 FILES = sorted(FOLDER.rglob("*.py"))
