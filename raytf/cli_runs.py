@@ -272,7 +272,7 @@ def _model_of(ctx: click.Context, run: str, data: str, labelled: bool = True):
     values["trainer"] = {"labels": None, "sample_weights": None} | values["trainer"]
     with wrong_options():
         from raytf.cli_options import check_files
-        from raytf.worker.choice import CheckpointSelector
+        from raytf.worker.checkpoint_selector import CheckpointSelector
         from raytf.worker.export import check_source
 
         build_model = _build_model(ctx.params["model"])

@@ -24,7 +24,7 @@ from raytf import timeouts, validation
 from raytf.collectives import ring
 from raytf.errors import ConfigError
 from raytf.runtime import packet_filter
-from raytf.storage import planted, stored_json
+from raytf.storage import injected_faults, stored_json
 
 
 @contextlib.contextmanager
@@ -279,7 +279,7 @@ class FailWrite(Fault):
             raise ConfigError(f"times of a fault must be at most {_MOST_TIMES}", repr(self.times), "Change it")
 
     def happen(self) -> None:
-        planted.plan_faults(self.number, self.times)
+        injected_faults.plan_faults(self.number, self.times)
 
 
 _MOST_TIMES = 1000
@@ -458,7 +458,7 @@ class FaultPlan:
 
             def on_train_end(self, logs=None):
                 self._full.end()
-                if planted.take_faults():
+                if injected_faults.take_faults():
                     text = "No checkpoint was handed to raytf's writer after a FailWrite, which did nothing"
                     warnings.warn(f"{text}: plant it earlier, or have checkpoints", stacklevel=2)
 

@@ -34,7 +34,7 @@ from raytf.data.stored import StoredDataset
 from raytf.data.tf_data import TFData
 from raytf.errors import ConfigError, StoppedCallError, StoppedError, TrainingError, without_escapes
 from raytf.fitting import arrays, fit_training, fit_worker, transport, warm
-from raytf.fitting.keeping import NamedFitCheckpoints, training_identity
+from raytf.fitting.named_checkpoints import NamedFitCheckpoints, training_identity
 from raytf.fitting.proving import BackgroundVerification
 from raytf.parallel import model_optimizers
 from raytf.runtime import answers, resources
@@ -44,7 +44,7 @@ from raytf.train import results
 from raytf.train.ends import Ending
 from raytf.train.prepare import placed
 from raytf.train.worker_group import TrialError, TrialRun, WorkerGroupLostError
-from raytf.worker import ending, fit, labels
+from raytf.worker import fit, labels, stop
 
 logger = logs.get_logger(__name__)
 
@@ -340,7 +340,7 @@ class Call:
         """Does nothing: `_why_end` detects the first signal at its next poll."""
 
     def _why_end(self) -> str | None:
-        return None if self._stop_request.number is None else ending.STOP
+        return None if self._stop_request.number is None else stop.STOP
 
     def _raise_stopped(self, step: int) -> None:
         """Raises StoppedError after a signal ended the training at a step."""

@@ -29,7 +29,7 @@ from raytf.errors import ConfigError
 from raytf.fitting import arrays as arrays_module
 from raytf.fitting import tf_data
 from raytf.fitting.call import Call
-from raytf.fitting.keeping import NamedFitCheckpoints
+from raytf.fitting.named_checkpoints import NamedFitCheckpoints
 from raytf.fitting.predictor import named_outputs
 from raytf.runtime.topology import per_replica_batch
 from raytf.storage import run_folder

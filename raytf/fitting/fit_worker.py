@@ -20,8 +20,8 @@ from raytf.data.streamed import StreamedDataset
 from raytf.data.tf_data import TFData
 from raytf.runtime.topology import Shard
 from raytf.train.worker_group import GroupWorker
-from raytf.worker.ending import StopTraining
 from raytf.worker.job import TrainingOptions
+from raytf.worker.stop import StopTraining
 
 # The current model: its key, itself, its objects, its input wait, and its predict function.
 _models: dict[str, Any] = {}

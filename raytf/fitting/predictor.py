@@ -21,7 +21,7 @@ from raytf.data.sampling import Sampling
 from raytf.data.stored import StoredDataset, as_table
 from raytf.errors import ConfigError
 from raytf.worker import checkpoint
-from raytf.worker.choice import CheckpointSelector
+from raytf.worker.checkpoint_selector import CheckpointSelector
 
 if TYPE_CHECKING:
     import keras

@@ -29,12 +29,12 @@ from raytf.parameter_server.remote_model import RemoteModel
 from raytf.parameter_server.servers import ServerGroup, ServerLostError
 from raytf.worker import checkpoint, context, loop
 from raytf.worker.callbacks import ProgressCallback
-from raytf.worker.ending import StopTraining
 from raytf.worker.fit import build_from_data, describe_build, users_callbacks
 from raytf.worker.job import is_complete
 from raytf.worker.part import Training, TrainingPart
 from raytf.worker.parts import PARTS
-from raytf.worker.within_epoch import StepCheckpointCallback
+from raytf.worker.step_checkpoints import StepCheckpointCallback
+from raytf.worker.stop import StopTraining
 
 logger = logs.get_logger(__name__)
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from raytf.errors import ConfigError
 from raytf.storage import snapshot_store
-from raytf.storage.images import FileTemplate, TemplatePart, ZipTemplate, flat_bytes
+from raytf.storage.file_template import FileTemplate, TemplatePart, ZipTemplate, flat_bytes
 from raytf.storage.snapshot_store import MANIFEST
 
 _ALIGNED = 64

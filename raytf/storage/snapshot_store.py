@@ -22,7 +22,7 @@ from pyarrow.fs import FileSelector, FileType
 
 from raytf import timeouts
 from raytf.errors import ConfigError
-from raytf.storage import checkpoint_files, division, scattered, step_folders, stored_json
+from raytf.storage import checkpoint_files, gather_io, sharded_write, step_folders, stored_json
 from raytf.storage.checkpoint_files import AT_ENDS, MANIFEST, MODEL, STATE, VERSION, VERSION_OF_PARTS
 
 _PARTIAL, _PARTS = ".partial_", ".parts_"
@@ -49,7 +49,7 @@ def manifest(files: Mapping[str, list], parts: Sequence[str] = ()) -> bytes:
         files: The files as pieces of memory; the state among them determines the version.
         parts: Those of them that form `model.keras`, in order.
     """
-    sizes = {part: {"bytes": scattered.total_size(p), "crc32": scattered.crc32(p)} for part, p in sorted(files.items())}
+    sizes = {part: {"bytes": gather_io.total_size(p), "crc32": gather_io.crc32(p)} for part, p in sorted(files.items())}
     if parts:
         return json.dumps({"version": VERSION_OF_PARTS, "files": sizes, "joined": {MODEL: list(parts)}}).encode()
     state = stored_json.parse_object(b"".join(files[STATE])) if STATE in files else {}
@@ -107,8 +107,8 @@ class SnapshotStore:
         parts: dict[str, list] = {}
         if writers > 1:
             files = dict(files)
-            ranges = division.split_file(files.pop(MODEL), writers)
-            parts = {division.part_name(MODEL, i, pieces): pieces for i, pieces in enumerate(ranges)}
+            ranges = sharded_write.split_file(files.pop(MODEL), writers)
+            parts = {sharded_write.part_name(MODEL, i, pieces): pieces for i, pieces in enumerate(ranges)}
             files |= parts
         last = manifest(files, list(parts))
         self._begin(name)
@@ -134,17 +134,17 @@ class SnapshotStore:
             Bytes written.
         """
         self._begin(name)
-        folder, part = self._parts(name), division.part_name(file, index, pieces)
+        folder, part = self._parts(name), sharded_write.part_name(file, index, pieces)
         self._filesystem.create_dir(folder)
         if not self._is_local:
             self._write_remote(posixpath.join(folder, part), pieces)
             self._fail_as_planted()
-            return scattered.total_size(pieces)
+            return gather_io.total_size(pieces)
         partial = os.path.join(folder, f"{_PARTIAL}{secrets.token_hex(4)}")
         _write_local(partial, pieces)
         self._fail_as_planted()
         os.rename(partial, os.path.join(folder, part))
-        return scattered.total_size(pieces)
+        return gather_io.total_size(pieces)
 
     def _parts(self, name: str) -> str:
         """Returns the folder for workers' parts of a snapshot: next to it if it is renamed once it is whole."""
@@ -212,11 +212,11 @@ class SnapshotStore:
 
     def _write_remote(self, path: str, pieces: list) -> None:
         with self._filesystem.open_output_stream(path) as file:
-            for chunk in scattered.chunks(pieces, _CHUNK_BYTES):
+            for chunk in gather_io.chunks(pieces, _CHUNK_BYTES):
                 file.write(chunk)
         written = self._filesystem.get_file_info(path).size
-        if written != scattered.total_size(pieces):
-            raise OSError(f"{path} has {written} bytes after {scattered.total_size(pieces)} were written")
+        if written != gather_io.total_size(pieces):
+            raise OSError(f"{path} has {written} bytes after {gather_io.total_size(pieces)} were written")
 
     def prune(self, keep: int | None = None) -> list[str]:
         """Removes snapshots that newer ones, or epoch-end checkpoints, replace; never the newest whole one.
@@ -348,7 +348,7 @@ class _OtherParts:
     def __init__(self, filesystem, folder: str, parts: Mapping[str, list]):
         self._filesystem, self.folder = filesystem, folder
         self._index = {name: i for i, name in enumerate(parts)}
-        self.awaited = {name: scattered.total_size(parts[name]) for name in list(parts)[1:-1]}
+        self.awaited = {name: gather_io.total_size(parts[name]) for name in list(parts)[1:-1]}
         self.late_parts: list[int] = []
         self.others: list[int] = []
         self._began = time.monotonic()
@@ -371,14 +371,17 @@ class _OtherParts:
         infos = self._filesystem.get_file_info(FileSelector(self.folder, allow_not_found=True))
         for index in self.late_parts:
             for info in infos:
-                if info.base_name.startswith(division.part_prefix(MODEL, index)) and info.base_name not in self._index:
+                if (
+                    info.base_name.startswith(sharded_write.part_prefix(MODEL, index))
+                    and info.base_name not in self._index
+                ):
                     self.others.append(index)
                     self._filesystem.delete_file(info.path)
 
     def size_left(self, files: Mapping[str, list]) -> int:
         """Returns the bytes of the files that this process wrote."""
         came = [name for name in self.awaited if self._index[name] not in self.late_parts]
-        return sum(scattered.total_size(pieces) for name, pieces in files.items() if name not in came)
+        return sum(gather_io.total_size(pieces) for name, pieces in files.items() if name not in came)
 
 
 def removable(steps: Mapping[str, int], whole: Iterable[str], epoch: int, keep: int) -> list[str]:
@@ -408,7 +411,7 @@ def _write_local(path: str, pieces: list) -> None:
 
 
 def _write_all(file, pieces: list) -> None:
-    for chunk in scattered.chunks(pieces, _CHUNK_BYTES):
+    for chunk in gather_io.chunks(pieces, _CHUNK_BYTES):
         while len(chunk):
             chunk = chunk[file.write(chunk) :]
 

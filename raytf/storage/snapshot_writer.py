@@ -28,7 +28,7 @@ from collections.abc import Callable
 import numpy as np
 
 from raytf import procfs, timeouts
-from raytf.storage import finishing, priority, scattered
+from raytf.storage import finishing, gather_io, priority
 from raytf.storage.snapshot_store import SnapshotStore, WriteResult
 
 _LONGEST_MESSAGE = 1 << 16
@@ -227,14 +227,14 @@ def mapped_pieces(part: dict, memory: memoryview) -> list:
         memory: The buffer.
     """
     if "arrays" in part:
-        return scattered.npz_pieces(
+        return gather_io.npz_pieces(
             {
                 key: np.ndarray(shape, np.dtype(kind), memory, offset).view()
                 for key, kind, shape, offset in part["arrays"]
             }
         )
     if "members" in part:
-        return scattered.zip_pieces([(name, memory[offset : offset + size]) for name, offset, size in part["members"]])
+        return gather_io.zip_pieces([(name, memory[offset : offset + size]) for name, offset, size in part["members"]])
     return [memory[part["at"] : part["at"] + part["size"]]]
 
 

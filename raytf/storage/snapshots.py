@@ -4,7 +4,7 @@
     writer.write("step_000000000100", {"state.json": text, "seeds.npz": {"0": seed}, "model.keras": archive})
     writer.write("step_000000000110", parts, held=True)     # written only if this process dies
     number = writer.write("checkpoint_one", parts, pinned=True)     # no newer one replaces it
-    writer.finish(60.0, number=number)     # it is whole, or NotKeptError explains why not
+    writer.finish(60.0, number=number)     # it is whole, or NotWrittenError explains why not
     writer.close()
 
 Snapshots are in anonymous shared memory. Small ones have several buffers, of which the newest replaces a waiting one. A
@@ -32,7 +32,7 @@ from collections.abc import Collection, Iterator, Mapping
 
 from raytf import liveness, procfs, timeouts
 from raytf.errors import ConfigError, RaytfError
-from raytf.storage import finishing, planted, priority, snapshot_store
+from raytf.storage import finishing, injected_faults, priority, snapshot_store
 from raytf.storage.snapshot_buffers import Buffer, Part, SnapshotLayout, needs_of
 
 _LONGEST_MESSAGE = 1 << 16
@@ -190,7 +190,7 @@ class SnapshotWriter:
         Raises:
             ConfigError: A name is not one of a folder in the run's.
             NoRoomError: It is pinned, and the storage has not written the previous one.
-            NotKeptError: The other process has ended.
+            NotWrittenError: The other process has ended.
         """
         snapshot_store.check_name(name)
         plan = SnapshotLayout(parts)
@@ -248,7 +248,9 @@ class SnapshotWriter:
                 self._pinned = self._count
                 self._update_priority()
         location = {"buffer": buffer.number, "at": plan.head_at, "size": plan.size}
-        self._send({"id": self._count, **location, "held": held, "pinned": pinned, "fails": planted.take_faults()})
+        self._send(
+            {"id": self._count, **location, "held": held, "pinned": pinned, "fails": injected_faults.take_faults()}
+        )
         if previous_held:
             self._end(previous_held)  # from here on the other side writes the new one if this process ends
         return self._count
@@ -284,7 +286,7 @@ class SnapshotWriter:
             number: Number of a pinned snapshot; None: the last one.
 
         Raises:
-            NotKeptError: It is not whole.
+            NotWrittenError: It is not whole.
         """
         with self._lock:
             wanted = self._last if number is None else number

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from raytf.events import worker_names
-from raytf.worker.ending import DRAIN, RESIZE, STOP
+from raytf.worker.stop import DRAIN, RESIZE, STOP
 
 
 class Phase(enum.Enum):
@@ -163,7 +163,7 @@ class Action:
         do: Kind of the action.
         state: State of the run after it.
         ranks: Lost ranks that the action handles.
-        why: Reason as a clause, or why workers stop after a step (`ending.STOP`, `DRAIN`, `RESIZE`).
+        why: Reason as a clause, or why workers stop after a step (`stop.STOP`, `DRAIN`, `RESIZE`).
     """
 
     do: Do

@@ -22,7 +22,7 @@ from raytf.events import Kind, RunEvent
 from raytf.runtime import answers
 from raytf.storage import checkpoint_files
 from raytf.storage.run_folder import RunFolder
-from raytf.worker import ending
+from raytf.worker import stop
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _AT_ONCE = "ended at once; a run resumes from the last checkpoint that it kept"
@@ -37,7 +37,7 @@ def agree(workers: Sequence, why: str) -> bool:
 
     Args:
         workers: All actors of a group, each with an `execute(function, *arguments)`.
-        why: `ending.STOP`, `ending.DRAIN` or `ending.RESIZE`.
+        why: `stop.STOP`, `stop.DRAIN` or `stop.RESIZE`.
 
     Returns:
         Whether a worker has begun a step; otherwise they stop after the first one.
@@ -46,10 +46,10 @@ def agree(workers: Sequence, why: str) -> bool:
         NoAnswerError: A worker is frozen.
         RayActorError: A worker has died.
     """
-    requests = [worker.execute.remote(ending.request_stop, why) for worker in workers]
+    requests = [worker.execute.remote(stop.request_stop, why) for worker in workers]
     seconds = timeouts.get().stop_answer
     begun = max(answers.collect_answers(requests, seconds, "how far a worker is, to end after the same step as others"))
-    commands = [worker.execute.remote(ending.stop_after, begun) for worker in workers]
+    commands = [worker.execute.remote(stop.stop_after, begun) for worker in workers]
     answers.collect_answers(commands, seconds, "that a worker has heard after which step to end")
     return begun > 0
 
@@ -155,7 +155,7 @@ class Ending:
         while not future.done():
             try:
                 actors = workers()
-                begun = actors and agree(actors, ending.STOP)
+                begun = actors and agree(actors, stop.STOP)
                 seconds = max(seconds, _seconds_to_end(actors))
             except RayActorError:  # a worker has just ended
                 begun = True
@@ -171,11 +171,11 @@ class Ending:
         """Runs a training in this process; a signal stops it after a step if possible."""
 
         def heard():
-            if not ending.stop_barrier.ask(ending.STOP):
+            if not stop.stop_barrier.ask(stop.STOP):
                 raise StoppedError(self.number, "ended before it had begun a step; nothing is lost")
-            ending.stop_barrier.stop_after(ending.stop_barrier.ask(ending.STOP))
+            stop.stop_barrier.stop_after(stop.stop_barrier.ask(stop.STOP))
 
-        ending.stop_barrier.reset()
+        stop.stop_barrier.reset()
         with self.calls(heard) if self._after_step else contextlib.nullcontext():
             return train()
 
@@ -218,12 +218,12 @@ def end_of_drained(workers: Sequence, stay: bool) -> bool:
         workers: Actors, as in `agree`.
         stay: Whether other workers can replace them; otherwise the run ends, see `Ending.check`.
     """
-    return _end(workers, ending.DRAIN if stay else ending.STOP, "a node is drained")
+    return _end(workers, stop.DRAIN if stay else stop.STOP, "a node is drained")
 
 
 def end_of_resized(workers: Sequence) -> bool:
     """Stops workers after the same step because their number changes; returns whether they will."""
-    return _end(workers, ending.RESIZE, "the number of workers is to change")
+    return _end(workers, stop.RESIZE, "the number of workers is to change")
 
 
 def _end(workers: Sequence, how: str, why: str) -> bool:
@@ -232,6 +232,6 @@ def _end(workers: Sequence, how: str, why: str) -> bool:
         return True
     except (RaytfError, RayActorError) as error:
         for worker in workers:  # one is lost: the others must not wait for the last step
-            worker.execute.remote(ending.withdraw_request, how)
+            worker.execute.remote(stop.withdraw_request, how)
         events.emit(RunEvent(kind=Kind.NOT_TOLD, why=one_line(error), more=why))
         return False

@@ -35,7 +35,7 @@ from raytf.train.group import LostGroupError, seen
 from raytf.train.run_group import GroupSpec, RunGroup
 from raytf.train.run_worker import RunJob, RunWorker
 from raytf.train.session_functions import place_of
-from raytf.worker.ending import MovedError
+from raytf.worker.stop import MovedError
 
 logger = logs.get_logger(__name__)
 

@@ -54,7 +54,7 @@ def rehearse(told: list, workers: int, cpus: int) -> str | None:
     clearing.record_settings()
     if not told:
         return None
-    from raytf.worker import context, rehearsal
+    from raytf.worker import context, warm_up
 
     output.say_who("spare")
     try:
@@ -63,7 +63,7 @@ def rehearse(told: list, workers: int, cpus: int) -> str | None:
         ring.keep_token(ring.new_token())
         with warnings.catch_warnings(), autograph.in_memory(), context.prepared(setup):
             warnings.simplefilter("ignore")  # the workers show warnings
-            rehearsal.warm_up(task, workers)
+            warm_up.warm_up(task, workers)
     except Exception as error:  # a process that has imported TensorFlow is useful without the step
         return one_line(error)
     finally:

@@ -28,7 +28,7 @@ from raytf.timeouts import Timeouts
 from raytf.train import backend, decisions, healing
 from raytf.train.decisions import Decisions, Do, Lost, WorkerState
 from raytf.train.healing import STARTS_ANEW, TAKES_ITS_PLACE, Healing, Member
-from raytf.worker.ending import DRAIN, MovedError
+from raytf.worker.stop import DRAIN, MovedError
 
 # Seconds between two checks of all that sends no event.
 _LOOK_INTERVAL = 0.2

@@ -28,7 +28,7 @@ from raytf.train.decisions import Decisions, Do, Drained
 from raytf.train.group import SOON_INTERVAL, EventGroup, LoopEnded, Report, seen
 from raytf.train.healing import Member
 from raytf.train.run_worker import Request, RunJob, RunWorker
-from raytf.worker.ending import DRAIN
+from raytf.worker.stop import DRAIN
 
 # Seconds between two checks for drained nodes; each is a request to the head of a millisecond.
 _DRAINS_INTERVAL = 1.0

@@ -16,7 +16,7 @@ from raytf import validation
 from raytf.errors import ConfigError, one_line
 from raytf.storage import run_lock, stored_json
 from raytf.storage.checkpoint_files import CheckpointState
-from raytf.worker.choice import StoredCheckpoint, list_checkpoints
+from raytf.worker.checkpoint_selector import StoredCheckpoint, list_checkpoints
 
 SWEEP = "sweep.json"
 _BUILD = "build.json"

@@ -31,8 +31,8 @@ from raytf.errors import ConfigError
 from raytf.runtime.failures import is_consequence, user_error
 from raytf.train.group import LoopEnded, MemberProcess, Report, Wait, Woken
 from raytf.train.session_functions import Surroundings, TrialContext, TrialTrainFnUtils
-from raytf.worker import clearing, ending
-from raytf.worker.ending import MovedError
+from raytf.worker import clearing, stop
+from raytf.worker.stop import MovedError
 
 # Seconds for which a worker's process waits for an event before it answers other calls.
 _BEAT_INTERVAL = 0.2
@@ -285,7 +285,7 @@ class RunWorker(MemberProcess):
         self._error = cause = None  # its frames hold the model
         exchange.leave_all()
         healing.here.reset()
-        ending.stop_barrier.reset()
+        stop.stop_barrier.reset()
         activity.tracker.reset()
         os.environ.pop("TF_CONFIG", None)
         clearing.clear_training()

@@ -44,7 +44,7 @@ from raytf.train.entry import import_raytf
 from raytf.train.group import EventGroup, LoopEnded, LostGroupError, MemberProcess, Report, Wait
 from raytf.train.healing import Member
 from raytf.train.session_functions import Surroundings, TrialTrainFnUtils
-from raytf.worker import clearing, ending
+from raytf.worker import clearing, stop
 from raytf.worker.session import TrialCheckpointDir, TrialSession, TrialStopped, size_of_files, write_files
 
 # Seconds between two checks of a worker whether the group's actor lives.
@@ -117,7 +117,7 @@ class WorkerGroup(EventGroup):
         kind: Class of the workers; `GroupWorker` by default.
 
     Attributes:
-        asked: Why a stop of the trial was requested (`ending.STOP`, `ending.DRAIN`), or None.
+        asked: Why a stop of the trial was requested (`stop.STOP`, `stop.DRAIN`), or None.
         ended: Step after which the trial was stopped, as its loop returned it, or None.
     """
 
@@ -304,7 +304,7 @@ class WorkerGroup(EventGroup):
         """Stops all workers after the same step, once there is a reason."""
         if not self._pending or why is None or self.asked is not None or (reason := why()) is None:
             return
-        action = self._decisions.take(StopRequested() if reason == ending.STOP else Drained(stays=True))
+        action = self._decisions.take(StopRequested() if reason == stop.STOP else Drained(stays=True))
         if action.do is not Do.END_AFTER_STEP:
             return
         self.asked = action.why
@@ -435,7 +435,7 @@ class GroupWorker(MemberProcess):
             checkpoint = os.path.join(self._folder, "checkpoint")
             with scratch.name_errors(checkpoint, size_of_files(job.files)):
                 write_files(job.files, checkpoint)
-        ending.stop_barrier.reset()
+        stop.stop_barrier.reset()
         self._failed = None
         self._session = TrialSession(self._rank, self._size, checkpoint, job.name, job.within)
         self._thread = threading.Thread(target=self._run, args=(job, self._session, self._folder), daemon=True)

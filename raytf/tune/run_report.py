@@ -18,7 +18,7 @@ from raytf.storage import stored_json
 from raytf.storage.checkpoint_files import CheckpointState
 from raytf.train import run_list
 from raytf.tune import charts, pages
-from raytf.worker.choice import StoredCheckpoint, list_checkpoints
+from raytf.worker.checkpoint_selector import StoredCheckpoint, list_checkpoints
 
 # In a run's folder, see `worker/figures.py`.
 _FIGURES = "figures"

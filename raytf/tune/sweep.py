@@ -44,7 +44,7 @@ from raytf.identity import canonical, fingerprint, same_run
 from raytf.runtime import resources
 from raytf.runtime.answers import NoAnswerError, in_completion_order
 from raytf.runtime.processes import WarmPool, worker_environment
-from raytf.storage import run_folder, scratch, trusted
+from raytf.storage import pickle_safety, run_folder, scratch
 from raytf.storage.run_folder import RunFolder
 from raytf.storage.run_lock import RunLock
 from raytf.train import ray_config
@@ -61,8 +61,8 @@ from raytf.tune.sweep_end import SweepEnd, SweepStop
 from raytf.tune.table import Stopper, SweepTable
 from raytf.tune.trial import SweepSpec, Trial, UnknownMetricError
 from raytf.worker import checkpoint
-from raytf.worker.ending import MovedError
 from raytf.worker.job import TrainJob
+from raytf.worker.stop import MovedError
 
 logger = logs.get_logger(__name__)
 
@@ -166,7 +166,7 @@ def sweep(
             resume = named
     if resume is not None:
         options = options.resumed(report.read_settings(resume))
-        trusted.check_owner(report.absolute_folder(resume))
+        pickle_safety.check_owner(report.absolute_folder(resume))
     else:
         options = dataclasses.replace(options, sample=space.sample_config(dict(param_space)))
     given = dict(param_space or {})

@@ -25,8 +25,8 @@ from raytf.storage import checkpoint_files
 from raytf.train.worker_group import TrialError, TrialRun, WorkerGroup, WorkerGroupLostError
 from raytf.tune import learning_rate, trial_steps
 from raytf.tune.sweep_end import SweepEnd
-from raytf.worker.ending import DRAIN, STOP, MovedError
 from raytf.worker.session import TRIAL, TrialCheckpointDir, read_files, write_files
+from raytf.worker.stop import DRAIN, STOP, MovedError
 
 # Seconds between saves of a long trial, so that one whose worker dies does not start from scratch.
 _SAVE_INTERVAL = 30.0

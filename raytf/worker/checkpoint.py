@@ -28,7 +28,7 @@ from raytf.console import quiet
 from raytf.data import columns
 from raytf.errors import ConfigError, first_line, one_line
 from raytf.parallel import model_optimizers
-from raytf.storage import checkpoint_files, plain_values, scattered, scratch, snapshot_store
+from raytf.storage import checkpoint_files, gather_io, plain_values, scratch, snapshot_store
 from raytf.storage.checkpoint_files import (
     ARRAYS,
     BUILD,
@@ -48,7 +48,7 @@ from raytf.storage.checkpoint_files import (
 )
 from raytf.worker import legacy_models, random_state
 from raytf.worker.callback_state import CallbackStates
-from raytf.worker.choice import CheckpointSelector, StoredCheckpoint, list_checkpoints
+from raytf.worker.checkpoint_selector import CheckpointSelector, StoredCheckpoint, list_checkpoints
 from raytf.worker.mean_weights import average_models
 
 if TYPE_CHECKING:
@@ -225,7 +225,7 @@ def _pieces(model, found: Mapping[str, Any]) -> Iterator[tuple[str, list]]:
         if isinstance(content, str):
             yield part, [content.encode()]
         else:
-            yield part, scattered.npz_pieces({key: np.asarray(value, order="C") for key, value in content.items()})
+            yield part, gather_io.npz_pieces({key: np.asarray(value, order="C") for key, value in content.items()})
 
 
 def _described(build_model: Callable, config: Mapping, inputs) -> dict:

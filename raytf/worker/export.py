@@ -17,7 +17,7 @@ from raytf.console import quiet
 from raytf.errors import ConfigError, first_line
 from raytf.storage import scratch
 from raytf.worker import checkpoint
-from raytf.worker.choice import CheckpointSelector, list_checkpoints
+from raytf.worker.checkpoint_selector import CheckpointSelector, list_checkpoints
 
 if TYPE_CHECKING:
     from ray.train import Checkpoint, Result

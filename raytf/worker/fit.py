@@ -16,11 +16,11 @@ from raytf.storage.checkpoint_files import CheckpointState
 from raytf.validation import is_callback
 from raytf.worker import callbacks, checkpoint, context, input_wait, job, loop, tpu
 from raytf.worker.callbacks import FeedCallback
-from raytf.worker.ending import STOP, MovedError, StopTraining
 from raytf.worker.job import TrainJob
 from raytf.worker.part import Training
 from raytf.worker.parts import PARTS
 from raytf.worker.session import Session
+from raytf.worker.stop import STOP, MovedError, StopTraining
 
 
 def train(task: TrainJob, session: Session) -> dict | None:

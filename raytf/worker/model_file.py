@@ -17,8 +17,8 @@ import numpy as np
 from raytf.compat import keras as compat_keras
 from raytf.compat import keras_objects
 from raytf.parallel import model_optimizers
-from raytf.storage import scattered, scratch
-from raytf.storage.images import FileTemplate, ZipTemplate
+from raytf.storage import gather_io, scratch
+from raytf.storage.file_template import FileTemplate, ZipTemplate
 
 _WEIGHTS, _CONFIG, _METADATA = "model.weights.h5", "config.json", "metadata.json"
 
@@ -53,7 +53,7 @@ class ModelFile:
     def pieces(self) -> list:
         """Returns the file as pieces of memory, with arrays by reference: use them before the next step."""
         archive = self.content()
-        return scattered.zip_pieces(
+        return gather_io.zip_pieces(
             (name, content if isinstance(content, bytes) else content.pieces(archive.values))
             for name, content in archive.members
         )

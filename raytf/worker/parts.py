@@ -15,8 +15,8 @@ from raytf.worker.epoch_checks import EpochChecks
 from raytf.worker.figures import FiguresCallback
 from raytf.worker.part import TrainingPart
 from raytf.worker.replacement import CallbackPhases, RecoveryCallback
+from raytf.worker.step_checkpoints import BeforeResumption, Resumption, StepCheckpointCallback
 from raytf.worker.steps_per_execution import ExecutionCallback
-from raytf.worker.within_epoch import BeforeResumption, Resumption, StepCheckpointCallback
 
 PARTS: tuple[type[TrainingPart], ...] = (
     CallbackPhases,  # before all, as it marks when callbacks begin

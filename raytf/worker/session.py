@@ -31,10 +31,10 @@ from raytf.compat.ray_train import CheckpointConsistencyMode
 from raytf.storage import checkpoint_files, scratch, step_folders
 from raytf.storage.checkpoint_files import DamagedCheckpointError
 from raytf.storage.snapshots import NotWrittenError
-from raytf.worker import ending
+from raytf.worker import stop
 from raytf.worker.checkpoint import CheckpointSnapshot
-from raytf.worker.ending import MovedError
-from raytf.worker.keeper import CheckpointSaver
+from raytf.worker.checkpoint_saver import CheckpointSaver
+from raytf.worker.stop import MovedError
 
 # File in a trial's checkpoints with state of the sweep.
 TRIAL = "trial.json"
@@ -64,7 +64,7 @@ class PendingCheckpoint:
     """A checkpoint that must be whole before its report and before the next one. Threads of their own wait for it.
 
     Args:
-        wait: Function that blocks until the checkpoint is whole, or raises NotKeptError.
+        wait: Function that blocks until the checkpoint is whole, or raises NotWrittenError.
         epoch: Epoch at whose end it is written, from 1.
         held_up: Function that returns a context manager for the time in which the training waits.
     """
@@ -219,8 +219,8 @@ class Session:
         return NO_HOLDERS
 
     def stop_request(self) -> str | None:
-        """Returns why the training is requested to stop, see `ending.StopBarrier`, or None."""
-        return ending.stop_barrier.why
+        """Returns why the training is requested to stop, see `stop.StopBarrier`, or None."""
+        return stop.stop_barrier.why
 
 
 class RaySession(Session):
@@ -353,7 +353,7 @@ class RaySession(Session):
         """Saves a checkpoint while the training waits, on any worker and in any thread. Returns when it is whole.
 
         Raises:
-            NotKeptError: It was not whole before the timeout.
+            NotWrittenError: It was not whole before the timeout.
         """
         self._keeper.save_sync(name, model, parts)
 

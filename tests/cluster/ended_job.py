@@ -27,7 +27,7 @@ def noting(config):
     import keras
     import ray
 
-    from raytf.worker import ending
+    from raytf.worker import stop
 
     node = ray.get_runtime_context().get_node_id()
 
@@ -46,9 +46,7 @@ def noting(config):
             if rank == max(0, config["workers"] - 1) and hold.exists() and here in hold.read_text().splitlines():
                 until = time.monotonic() + _HELD_SECONDS
                 while (
-                    ending.stop_barrier.why is None
-                    and here in hold.read_text().splitlines()
-                    and time.monotonic() < until
+                    stop.stop_barrier.why is None and here in hold.read_text().splitlines() and time.monotonic() < until
                 ):
                     time.sleep(0.01)
                 lines = hold.read_text().splitlines()

@@ -214,7 +214,7 @@ def disturbed(config):
 
     import keras
 
-    from raytf.worker import ending
+    from raytf.worker import stop
 
     place = pathlib.Path(config["place"])
 
@@ -222,7 +222,7 @@ def disturbed(config):
         def on_epoch_begin(self, epoch, logs=None):
             marker = place.with_name(["first", "second", "third"][epoch])
             if epoch == 2 and not marker.exists():
-                ending.stop_barrier.stop_after(ending.stop_barrier.ask(ending.DRAIN))
+                stop.stop_barrier.stop_after(stop.stop_barrier.ask(stop.DRAIN))
             marker.touch()
 
     return [Disturb()]

@@ -72,7 +72,7 @@ def held(folder):
     def callbacks(config):
         import keras
 
-        from raytf.worker import ending
+        from raytf.worker import stop
 
         def begin(epoch, logs=None):
             waiting.epoch = epoch
@@ -80,7 +80,7 @@ def held(folder):
         def hold(batch, logs=None):
             if batch == 1 and waiting.epoch == 1 and not (folder / "stopped").exists():
                 (folder / "reached").touch()
-                until(lambda: ending.stop_barrier.why is not None)
+                until(lambda: stop.stop_barrier.why is not None)
 
         waiting = keras.callbacks.LambdaCallback(on_epoch_begin=begin, on_train_batch_end=hold)
         return [waiting]

@@ -16,7 +16,7 @@ from raytf.storage.checkpoint_files import CheckpointState
 from raytf.storage.snapshots import NoRoomError, NotWrittenError, SnapshotWriter
 from raytf.storage.step_folders import folder_name
 from raytf.worker import checkpoint
-from raytf.worker.keeper import CheckpointSaver
+from raytf.worker.checkpoint_saver import CheckpointSaver
 from raytf.worker.model_file import ModelFile
 from tests.unit.test_checkpoint import functional, trained
 from tests.unit.test_snapshots import check, is_gone, parts_of, stop
@@ -30,7 +30,7 @@ import keras, pyarrow.fs
 from raytf.storage.checkpoint_files import CheckpointState
 from raytf.storage.step_folders import folder_name
 from raytf.worker import checkpoint
-from raytf.worker.keeper import CheckpointSaver
+from raytf.worker.checkpoint_saver import CheckpointSaver
 from raytf.worker.model_file import ModelFile
 
 def kib(name):

@@ -31,7 +31,7 @@ from raytf.train.decisions import (
     WorkerState,
     decide,
 )
-from raytf.worker.ending import STOP
+from raytf.worker.stop import STOP
 
 STEPS = 30
 WHOLE = RunState(workers=3, fewest=1, most=4, failures_left=2, recovers=True, phase=Phase.TRAINING)

@@ -13,13 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import raytf
-from raytf.storage import checkpoint_files, division, scattered
+from raytf.storage import checkpoint_files, gather_io, sharded_write
 from raytf.storage.checkpoint_files import MODEL, CheckpointState, DamagedCheckpointError
-from raytf.storage.images import FileTemplate, ZipTemplate
+from raytf.storage.file_template import FileTemplate, ZipTemplate
 from raytf.storage.snapshot_store import SnapshotStore
 from raytf.storage.step_folders import finished_folders, folder_name
 from raytf.worker import checkpoint
-from raytf.worker.keeper import CheckpointSaver
+from raytf.worker.checkpoint_saver import CheckpointSaver
 from tests.unit import object_store
 from tests.unit.test_checkpoint import functional, trained
 from tests.unit.test_snapshots import files_of, is_gone
@@ -47,22 +47,22 @@ def test_the_ranges_in_order_are_the_file(data):
     assert b"".join(map(bytes, archive.image.pieces(values))) == expected
     found = b""
     for index in range(count):
-        piece = division.RangeCutter(index, count).piece(archive)
+        piece = sharded_write.RangeCutter(index, count).piece(archive)
         part = b"".join(map(bytes, piece.image.pieces(piece.values)))
         assert len(part) == piece.image.size
         found += part
     assert found == expected
-    assert division.layout_checksum(FileTemplate.of(content, places)) == division.layout_checksum(
+    assert sharded_write.layout_checksum(FileTemplate.of(content, places)) == sharded_write.layout_checksum(
         FileTemplate.of(bytes(expected), places)
     )
 
 
 @given(st.lists(st.binary(min_size=1, max_size=50), min_size=1, max_size=5), st.integers(1, 6))
 def test_the_parts_in_order_are_the_file_and_so_are_their_names(pieces, count):
-    parts = division.split_file(pieces, count)
+    parts = sharded_write.split_file(pieces, count)
     assert len(parts) == count + 1
     assert b"".join(bytes(piece) for part in parts for piece in part) == b"".join(pieces)
-    names = [division.part_name(MODEL, i, part) for i, part in enumerate(parts)]
+    names = [sharded_write.part_name(MODEL, i, part) for i, part in enumerate(parts)]
     assert sorted(names) == names and len(set(names)) == len(names)
 
 
@@ -70,7 +70,7 @@ files_of = functools.cache(files_of)  # a zip tells the second in which it was m
 
 
 def parts_of(step: int, count: int) -> list[list]:
-    return division.split_file(files_of(step)[MODEL], count)
+    return sharded_write.split_file(files_of(step)[MODEL], count)
 
 
 def check(filesystem, run, step: int, count: int, tmp_path) -> None:
@@ -117,7 +117,7 @@ def test_three_workers_write_one_checkpoint(place, tmp_path):
         for thread in threads:
             thread.join()
         assert written.late == written.others == []
-        assert written.bytes < 0.5 * scattered.total_size(files_of(step)[MODEL])
+        assert written.bytes < 0.5 * gather_io.total_size(files_of(step)[MODEL])
         check(filesystem, run, step, 3, tmp_path)
     if isinstance(filesystem, pyarrow.fs.LocalFileSystem):
         assert sorted(os.listdir(run)) == [folder_name(1), folder_name(2)]

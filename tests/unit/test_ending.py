@@ -18,8 +18,8 @@ from raytf.errors import StoppedError, TrainingError
 from raytf.runtime import connection
 from raytf.storage.run_folder import RunFolder
 from raytf.train.ends import Ending
-from raytf.worker import ending
-from raytf.worker.ending import DRAIN, RESIZE, STOP, MovedError, StopBarrier
+from raytf.worker import stop
+from raytf.worker.stop import DRAIN, RESIZE, STOP, MovedError, StopBarrier
 
 
 class Worker(threading.Thread):
@@ -108,7 +108,7 @@ def test_a_worker_that_is_told_nothing_more_does_not_wait_for_ever(set_timeouts)
     gate = StopBarrier()
     gate.begin()
     gate.ask(STOP)
-    with pytest.raises(ending.NoStopAnswerError, match="another one gave no answer"):
+    with pytest.raises(stop.NoStopAnswerError, match="another one gave no answer"):
         gate.is_last()
 
 
@@ -148,17 +148,17 @@ def test_a_signal_before_the_training_ends_all_at_once_and_handlers_are_put_back
 
 def test_in_this_process_a_signal_ends_after_the_execution_that_has_begun():
     def train():
-        ending.stop_barrier.begin()
-        assert not ending.stop_barrier.is_last()
+        stop.stop_barrier.begin()
+        assert not stop.stop_barrier.is_last()
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGTERM)  # as `timeout` does: at once it is the same one
-        assert ending.stop_barrier.is_last()
+        assert stop.stop_barrier.is_last()
         return {"step": 2}
 
     with Ending() as end:
         assert end.here(train) == {"step": 2}
     assert end.number == signal.SIGTERM
-    ending.stop_barrier.reset()
+    stop.stop_barrier.reset()
 
 
 def test_what_is_not_kept_is_an_error_and_what_has_ended_is_not(tmp_path):

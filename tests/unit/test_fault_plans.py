@@ -25,8 +25,8 @@ from raytf.storage.run_folder import RunFolder
 from raytf.storage.snapshot_store import SnapshotStore
 from raytf.testing import Fail, FaultPlan
 from raytf.worker import checkpoint_every
-from raytf.worker.choice import CheckpointSelector, list_checkpoints
-from raytf.worker.ending import DRAIN, STOP, StopBarrier
+from raytf.worker.checkpoint_selector import CheckpointSelector, list_checkpoints
+from raytf.worker.stop import DRAIN, STOP, StopBarrier
 from tests.unit.test_hangs import Worker, seconds_until
 
 PLANS = range(1000)

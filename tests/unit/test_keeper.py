@@ -19,7 +19,7 @@ from raytf.storage.snapshots import NotWrittenError
 from raytf.storage.step_folders import folder_name
 from raytf.worker import checkpoint
 from raytf.worker.callbacks import ReportCallback
-from raytf.worker.keeper import CheckpointSaver
+from raytf.worker.checkpoint_saver import CheckpointSaver
 from raytf.worker.session import PendingCheckpoint, ReportQueue
 from tests.unit.test_checkpoint import functional, subclassed, trained
 from tests.unit.test_snapshots import is_gone

@@ -10,7 +10,7 @@ import pytest
 
 from raytf.errors import ConfigError
 from raytf.fitting import arrays
-from raytf.fitting.keeping import NamedFitCheckpoints, training_identity
+from raytf.fitting.named_checkpoints import NamedFitCheckpoints, training_identity
 from raytf.storage import checkpoint_files
 from raytf.storage.checkpoint_files import CheckpointState
 from raytf.storage.step_folders import folder_name

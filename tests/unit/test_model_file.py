@@ -9,8 +9,8 @@ import h5py
 import numpy as np
 import pytest
 
-from raytf.storage import scattered
-from raytf.storage.images import FileTemplate, ZipTemplate
+from raytf.storage import gather_io
+from raytf.storage.file_template import FileTemplate, ZipTemplate
 from raytf.worker.model_file import ModelFile
 from tests.unit import kinds_of_models
 
@@ -22,7 +22,7 @@ def written(archive: ZipTemplate) -> dict[str, bytes]:
     image = b"".join(map(bytes, archive.image.pieces(archive.values)))
     assert len(image) == archive.image.size
     members = [(name, image if isinstance(c, FileTemplate) else c) for name, c in archive.members]
-    content = b"".join(scattered.zip_pieces(members))
+    content = b"".join(gather_io.zip_pieces(members))
     with zipfile.ZipFile(io.BytesIO(content)) as file:
         assert file.testzip() is None
         return {name: file.read(name) for name in file.namelist()}
@@ -206,7 +206,7 @@ def test_keras_alone_loads_it_with_its_optimizer(tmp_path, kind):
     file = ModelFile(model)
     disturb(model, 3)
     path = tmp_path / "model.keras"
-    path.write_bytes(b"".join(scattered.zip_pieces(written(file.content()).items())))
+    path.write_bytes(b"".join(gather_io.zip_pieces(written(file.content()).items())))
     loaded = keras.saving.load_model(path)
     for mine, its in zip(model.variables, loaded.variables, strict=True):
         np.testing.assert_array_equal(mine, its)

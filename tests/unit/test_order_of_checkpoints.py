@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from raytf.storage import checkpoint_files
 from raytf.storage.checkpoint_files import CheckpointState
 from raytf.storage.run_folder import RunFolder
-from raytf.worker.choice import CheckpointSelector, list_checkpoints
+from raytf.worker.checkpoint_selector import CheckpointSelector, list_checkpoints
 
 LOCAL = pyarrow.fs.LocalFileSystem()
 # Clocks that were put back, or of another host: the first epoch has the latest time.

@@ -14,7 +14,7 @@ from raytf.train import group, run_group
 from raytf.train.decisions import Decisions, Phase, RunState
 from raytf.train.group import LostGroupError, Report
 from raytf.train.healing import Member
-from raytf.worker.ending import MovedError
+from raytf.worker.stop import MovedError
 
 GONE = RayActorError(preempted=True)
 

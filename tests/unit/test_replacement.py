@@ -13,7 +13,7 @@ from raytf.errors import RaytfError
 from raytf.parallel import assigned, trainer
 from raytf.storage import checkpoint_files
 from raytf.storage.checkpoint_files import CheckpointState
-from raytf.worker import checkpoint, replacement, within_epoch
+from raytf.worker import checkpoint, replacement, step_checkpoints
 from raytf.worker.callback_state import CallbackStates
 from raytf.worker.session import write_files
 
@@ -162,8 +162,8 @@ def test_what_callbacks_did_at_the_begin_of_a_step_is_not_done_twice(model, tmp_
         iterator=lambda: types.SimpleNamespace(begin_at=lambda *_: None),
         place=types.SimpleNamespace(behind=not begun, within=0),
     )
-    before = within_epoch.BeforeResumption.of(training)
-    after = within_epoch.Resumption(training, before)
+    before = step_checkpoints.BeforeResumption.of(training)
+    after = step_checkpoints.Resumption(training, before)
     callbacks = keras.callbacks.CallbackList([before, counting, after], model=model)
     callbacks.on_train_begin()
     callbacks.on_epoch_begin(0)

@@ -20,9 +20,9 @@ import pytest
 
 from raytf import procfs, timeouts
 from raytf.errors import ConfigError
-from raytf.storage import checkpoint_files, finishing, priority, scattered, snapshot_writer
+from raytf.storage import checkpoint_files, finishing, gather_io, priority, snapshot_writer
 from raytf.storage.checkpoint_files import CheckpointState
-from raytf.storage.images import FileTemplate, ZipTemplate
+from raytf.storage.file_template import FileTemplate, ZipTemplate
 from raytf.storage.run_lock import RunLock
 from raytf.storage.snapshot_store import SnapshotStore, removable
 from raytf.storage.snapshots import NotWrittenError, SnapshotWriter, _WriterProcess, wait_for_writers
@@ -402,8 +402,8 @@ print(step)
 def files_of(step: int) -> dict[str, list]:
     """A snapshot of a megabyte as its store takes it, all of it made of its step."""
     weights = np.full(130_000, step)
-    seeds = scattered.npz_pieces({"0": np.full(3, step), "one": np.float64(step), "none": np.empty((0, 2))})
-    model = scattered.zip_pieces([("config.json", b"{}"), ("model.weights.h5", b"head" + weights.tobytes() + b"tail")])
+    seeds = gather_io.npz_pieces({"0": np.full(3, step), "one": np.float64(step), "none": np.empty((0, 2))})
+    model = gather_io.zip_pieces([("config.json", b"{}"), ("model.weights.h5", b"head" + weights.tobytes() + b"tail")])
     return {"state.json": [parts_of(step)["state.json"].encode()], "seeds.npz": seeds, "model.keras": model}
 
 
@@ -647,7 +647,7 @@ def test_what_writers_left_half_written_is_removed_by_whose_it_is_and_not_by_a_c
 
 def test_arrays_are_as_numpy_writes_them(tmp_path):
     found = {"a": np.arange(5000.0), "b": np.float32(2), "c": np.zeros((0, 3)), "d": np.arange(6).reshape(2, 3)}
-    (tmp_path / "a.npz").write_bytes(b"".join(scattered.npz_pieces(found)))
+    (tmp_path / "a.npz").write_bytes(b"".join(gather_io.npz_pieces(found)))
     with np.load(tmp_path / "a.npz", allow_pickle=False) as loaded:
         assert loaded.files == list(found)
         for key, value in found.items():

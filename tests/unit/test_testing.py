@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from raytf import ConfigError, testing
 from raytf.errors import PeerLostError
-from raytf.storage import planted
+from raytf.storage import injected_faults
 from raytf.storage.snapshots import NotWrittenError, SnapshotWriter
 from raytf.storage.step_folders import folder_name
 from raytf.testing import CutOff, Fail, FailWrite, FaultPlan, FillDisk, Kill, Slow, Stop
@@ -264,7 +264,7 @@ def test_a_write_that_nobody_makes_is_said_at_the_end(tmp_path):
     plan = FaultPlan([FailWrite(rank=0, step=3, number=errno.ENOSPC)])
     with pytest.warns(UserWarning, match="after a FailWrite, which did nothing: plant it earlier"):
         fit(plan, tmp_path)
-    assert planted.take_faults() == []
+    assert injected_faults.take_faults() == []
 
 
 @pytest.mark.slow
@@ -278,7 +278,7 @@ def test_planted_writes_fail_in_the_process_that_writes_and_are_tried_again(tmp_
                 writer.finish(60.0, failing=0.0)
         writer.finish(60.0)
         check(tmp_path / "run" / folder_name(1), 1)
-        assert planted.take_faults() == []
+        assert injected_faults.take_faults() == []
         writer.write(folder_name(2), parts_of(2))
         writer.finish(60.0, failing=0.0)
         assert sorted(os.listdir(tmp_path / "run")) == [folder_name(1), folder_name(2)]

@@ -14,8 +14,8 @@ from raytf.storage.checkpoint_files import CheckpointState
 from raytf.storage.step_folders import folder_name
 from raytf.tune import sweep_end, trial_steps
 from raytf.tune.sweep_end import SweepEnd, SweepStop
-from raytf.worker.ending import MovedError
 from raytf.worker.session import TRIAL
+from raytf.worker.stop import MovedError
 
 HERE = pyarrow.fs.LocalFileSystem()
 NOTE = {TRIAL: json.dumps({"begun_with": "other/checkpoint_000003"}).encode()}

@@ -10,8 +10,8 @@ import pwd
 import pytest
 
 from raytf.errors import ConfigError
-from raytf.storage import trusted
-from raytf.storage.trusted import check_owner
+from raytf.storage import pickle_safety
+from raytf.storage.pickle_safety import check_owner
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def test_what_is_ones_own_is_read(folder):
 @pytest.mark.parametrize("place", [".", "trial", "trial/result.pkl", ".."])
 def test_what_others_can_write_is_refused(folder, place, bits, monkeypatch):
     """The folder, one in it, a file, and the folder above, in which another could take its place."""
-    monkeypatch.setattr(trusted, "_is_private_group", lambda seen: False)
+    monkeypatch.setattr(pickle_safety, "_is_private_group", lambda seen: False)
     path = os.path.realpath(folder / place)
     refused = rf"A sweep's state .*received: '{path}', to which others .*chmod -R go-w"
     os.chmod(path, os.stat(path).st_mode | bits)

@@ -121,7 +121,7 @@ class StopBarrier:
         """Whether to stop after this execution. Blocks while a request waits for its last execution.
 
         Raises:
-            NotToldError: The driver did not send the last execution before the timeout.
+            NoStopAnswerError: The driver did not send the last execution before the timeout.
         """
         with self._condition:
             is_resolved = lambda: self.why is None or self._last_execution is not None

@@ -25,7 +25,7 @@ from raytf.errors import ConfigError
 from raytf.parallel import local_sgd, metrics, model_optimizers, own_state, shards
 from raytf.storage import step_folders
 from raytf.worker import checkpoint as checkpoints
-from raytf.worker import checkpoint_every, context, ending, random_state, snapshot_parts
+from raytf.worker import checkpoint_every, context, random_state, snapshot_parts, stop
 from raytf.worker.callbacks import EpochReports
 from raytf.worker.checkpoint_every import CheckpointClock
 from raytf.worker.part import Training, TrainingPart
@@ -95,17 +95,17 @@ class StepCheckpointCallback(TrainingPart):
         state, self._state = self._state, None
         if state is not None:
             vars(self).update(state["own"])
-        ending.stop_barrier.begin(None if state is None else state["gate"])
+        stop.stop_barrier.begin(None if state is None else state["gate"])
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._state = state
 
     def state_dict(self) -> dict[str, Any]:
         own = {name: getattr(self, name) for name in ("_waits", "_holds", "_seen", "_next_look")}
-        return {"own": own, "gate": ending.stop_barrier.told()}
+        return {"own": own, "gate": stop.stop_barrier.told()}
 
     def exchanges(self, step: int) -> bool:
-        if self._waits or self._holds or ending.stop_barrier.why is not None:
+        if self._waits or self._holds or stop.stop_barrier.why is not None:
             return True
         steps = [number for number in (self._every.steps, self._memory_every) if number is not None]
         if any(checkpoint_every.crosses_multiple(number, self._seen, step) for number in steps):
@@ -113,7 +113,7 @@ class StepCheckpointCallback(TrainingPart):
         return self._every.is_within_epochs and self._every.steps is None and step >= self._next_look
 
     def on_train_batch_end(self, batch, logs=None):
-        ended = ending.stop_barrier.is_last()
+        ended = stop.stop_barrier.is_last()
         previous, self._seen = self._seen, self._position.step
         self._waits = self._waits or self._is_due(previous, self._seen)
         if self._memory_every is not None:
@@ -133,11 +133,11 @@ class StepCheckpointCallback(TrainingPart):
             self._save(logs, to_storage=True, in_memory=held)
         self._clock.made(time.monotonic(), time.monotonic() - began + self.stood)
         if ended:
-            raise ending.StopTraining(ending.stop_barrier.why, self._position.step)
+            raise stop.StopTraining(stop.stop_barrier.why, self._position.step)
 
     def on_epoch_end(self, epoch, logs=None):
-        if ending.stop_barrier.is_over():  # weights were not the same after any step; the epoch is already reported
-            raise ending.StopTraining(ending.stop_barrier.why, self._position.step)
+        if stop.stop_barrier.is_over():  # weights were not the same after any step; the epoch is already reported
+            raise stop.StopTraining(stop.stop_barrier.why, self._position.step)
         self._waits = self._holds = False
         self._clock.epoch_ended(time.monotonic(), self._position.step)
 
@@ -148,7 +148,7 @@ class StepCheckpointCallback(TrainingPart):
             step: Number of steps in all.
         """
         self._waits = self._waits or self._is_due(step, step)
-        return self._waits or ending.stop_barrier.why is not None
+        return self._waits or stop.stop_barrier.why is not None
 
     def steps_to_next(self, step: int) -> float:
         """Returns the number of steps to the next checkpoint with an interval in steps, else infinity."""

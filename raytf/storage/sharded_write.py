@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from raytf.storage import scattered
-from raytf.storage.images import FileTemplate, TemplatePart, ZipTemplate, flat_bytes
+from raytf.storage import gather_io
+from raytf.storage.file_template import FileTemplate, TemplatePart, ZipTemplate, flat_bytes
 
 
 def ranges(size: int, count: int) -> list[tuple[int, int]]:
@@ -28,7 +28,7 @@ def part_prefix(file: str, index: int) -> str:
 
 def part_name(file: str, index: int, pieces: Sequence) -> str:
     """Returns the name of a part with these bytes."""
-    return f"{part_prefix(file, index)}{scattered.crc32(pieces):08x}"
+    return f"{part_prefix(file, index)}{gather_io.crc32(pieces):08x}"
 
 
 def split_file(pieces: Sequence, count: int) -> list[list]:
@@ -87,4 +87,4 @@ def layout_checksum(image: FileTemplate) -> int:
         *(number for region in image.places for number in region),
         *(offset for offset, _ in image.texts),
     ]
-    return scattered.crc32([np.array(places, np.int64).tobytes(), *(text for _, text in image.texts)])
+    return gather_io.crc32([np.array(places, np.int64).tobytes(), *(text for _, text in image.texts)])

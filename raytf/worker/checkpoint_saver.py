@@ -10,9 +10,9 @@ from typing import Any
 
 from raytf import activity, timeouts
 from raytf.runtime import cores
-from raytf.storage import checkpoint_files, division, snapshots
-from raytf.storage.division import RangeCutter
-from raytf.storage.images import FileTemplate, ZipTemplate
+from raytf.storage import checkpoint_files, sharded_write, snapshots
+from raytf.storage.file_template import FileTemplate, ZipTemplate
+from raytf.storage.sharded_write import RangeCutter
 from raytf.storage.snapshots import NoRoomError, NotWrittenError, SnapshotWriter
 from raytf.timeouts import deadline
 from raytf.worker.checkpoint import CheckpointSnapshot
@@ -71,7 +71,7 @@ class CheckpointSaver:
             last: Whether it is the last one of the training: it waits for the one before instead of being dropped.
 
         Raises:
-            NotKeptError: The writer process was killed, and its replacement too.
+            NotWrittenError: The writer process was killed, and its replacement too.
         """
         self._copy(name, model, parts, writers=writers, pinned=last)
         return True
@@ -101,7 +101,7 @@ class CheckpointSaver:
         """Returns a number that is equal on workers whose model files have the same arrays at the same offsets."""
         image = self._content(model).image
         if self._layout is None or self._layout[0] is not image:
-            self._layout = image, division.layout_checksum(image)
+            self._layout = image, sharded_write.layout_checksum(image)
         return self._layout[1]
 
     def writes_alone(self) -> bool:
@@ -148,11 +148,11 @@ class CheckpointSaver:
             moment: State of the training at the end of the epoch.
 
         Returns:
-            A function that blocks until the checkpoint is whole, in any thread. It raises NotKeptError after a timeout.
+            A function that blocks until the checkpoint is whole, in any thread. It raises NotWrittenError after a timeout.
             From then on newer checkpoints, which are retried, may replace it.
 
         Raises:
-            NotKeptError: The writer process was killed, and its replacement too.
+            NotWrittenError: The writer process was killed, and its replacement too.
         """
         number = self._copy(name, moment.model, moment.parts(), writers=moment.writers, pinned=True)
         writer = self._writer
