@@ -80,7 +80,7 @@ class SnapshotStore:
         keep: Number of snapshots to keep that are newer than all epoch-end checkpoints, at least 1.
 
     Attributes:
-        fails: Errnos of the OSErrors that the next attempts to write raise, see `planted`.
+        fails: Errnos of the OSErrors that the next attempts to write raise, see `injected_faults`.
     """
 
     def __init__(self, filesystem, folder: str, keep: int = 2):

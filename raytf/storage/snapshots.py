@@ -179,7 +179,7 @@ class SnapshotWriter:
             name: Name of its folder in the run's.
             parts: Content by file name.
             held: Whether to write it only if this process ends before the next one comes, and does not `release` it.
-            writers: Number of workers that write the archive together, see `division`.
+            writers: Number of workers that write the archive together, see `sharded_write`.
             index: This worker's index, for one that writes only its `TemplatePart`.
             pinned: Whether newer ones do not replace it until it is written, or until `unpin`. It waits until the
                 previous pinned one is written, unless the storage fails.

@@ -1,6 +1,6 @@
 """Stops a run on a signal to its driver, or when one of its nodes is drained. Driver side.
 
-The first SIGTERM or SIGINT requests a stop after the current step (`worker/ending.py`). A second one stops everything
+The first SIGTERM or SIGINT requests a stop after the current step (`worker/stop.py`). A second one stops everything
 at once. So does the first one if no worker trains yet, or if a user's own loop makes the steps.
 """
 

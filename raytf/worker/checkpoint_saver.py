@@ -148,7 +148,7 @@ class CheckpointSaver:
             moment: State of the training at the end of the epoch.
 
         Returns:
-            A function that blocks until the checkpoint is whole, in any thread. It raises NotWrittenError after a timeout.
+            A function that blocks until the checkpoint is whole, in any thread, or raises NotWrittenError.
             From then on newer checkpoints, which are retried, may replace it.
 
         Raises:
