@@ -35,7 +35,7 @@ BANNED = {
 # Code in a text, and the names of arguments.
 NAMES = re.compile(r"`[^`]*`|^ *\w+(?=:)", re.MULTILINE)
 PATTERN = re.compile(rf"\b({'|'.join(BANNED)})\b", re.IGNORECASE)
-# Names of locals, functions and classes: pronouns, adverbs and prepositions.
+# Names of locals, parameters, attributes, functions and classes: pronouns, adverbs and prepositions.
 NO_NAMES = {
     "its",
     "anew",
@@ -59,17 +59,33 @@ LEFT = {
     ("collectives", "around"),
     ("collectives", "behind"),
     ("collectives", "here"),
+    ("collectives", "its"),
+    ("collectives", "mine"),
+    ("collectives", "theirs"),
+    ("collectives", "told"),
     ("collectives", "within"),
     ("data", "here"),
+    ("data", "told"),
+    ("events", "told"),
     ("fitting", "anew"),
     ("fitting", "within"),
     ("launch", "told"),
+    ("parallel", "behind"),
     ("parallel", "here"),
+    ("parallel", "its"),
     ("parallel", "told"),
     ("parallel", "within"),
+    ("runtime", "mine"),
+    ("runtime", "told"),
+    ("runtime", "within"),
+    ("testing", "mine"),
     ("train", "anew"),
     ("train", "around"),
+    ("train", "behind"),
+    ("train", "beside"),
     ("train", "here"),
+    ("train", "its"),
+    ("train", "told"),
     ("train", "within"),
     ("tune", "apart"),
     ("worker", "here"),
@@ -116,6 +132,10 @@ def vague(path: pathlib.Path) -> set[tuple[str, str]]:
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             found.add(node.id.strip("_"))
+        elif isinstance(node, ast.arg):
+            found.add(node.arg.strip("_"))
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            found.add(node.attr.strip("_"))
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             found.add(node.name.strip("_"))
     return {(room(path), name) for name in found & NO_NAMES}
