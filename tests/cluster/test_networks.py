@@ -68,7 +68,7 @@ except raytf.ConfigError as error:
 
 
 @pytest.fixture(scope="module")
-def cluster(warm_starts):
+def cluster():
     """(hosts, cluster): a head without CPUs, and two hosts."""
     with namespaces.hosts(3, networks=2) as hosts:
         for i, host in enumerate(hosts):
@@ -80,7 +80,7 @@ def cluster(warm_starts):
             ):
                 subprocess.run(["ip", *line.split()], check=True)
         options = [["--num-cpus=0"]]
-        with warm_starts(), local.local_cluster(nodes=3, cpus=1, options=options, hosts=hosts) as found:
+        with local.local_cluster(nodes=3, cpus=1, options=options, hosts=hosts) as found:
             yield hosts, found
 
 
@@ -159,11 +159,10 @@ def test_scripts_and_the_doctor_take_the_network(tmp_path, cluster):
     assert examined("eth9") == ({host.address: None for host in everywhere}, wrong)
 
 
-def test_hosts_with_ipv6_alone(tmp_path, warm_starts):
+def test_hosts_with_ipv6_alone(tmp_path):
     """Workers on two hosts, and the two steps of the doctor on all three."""
     with (
         namespaces.hosts(3, ipv6=True) as hosts,
-        warm_starts(),
         local.local_cluster(nodes=3, cpus=1, options=[["--num-cpus=0"]], hosts=hosts) as found,
     ):
         planned, notes = train((hosts, found), "", tmp_path)

@@ -66,13 +66,11 @@ def example_of_the_readme(folder):
 
 
 @pytest.fixture
-def environment(tmp_path, warm_services):
+def environment(tmp_path):
     """A user's, whose home and temporary files are the test's; Ray's folder has a short name, for its sockets."""
     left_out = ("TF_CPP_MIN_LOG_LEVEL", "RAY_ADDRESS", "CI", "NO_COLOR", "FORCE_COLOR")
-    with warm_services():
-        users = {k: v for k, v in os.environ.items() if k not in left_out}
-    path = os.pathsep.join([users["PYTHONPATH"], str(ROOT)])
-    ours = {"HOME": str(tmp_path), "PYTHONPATH": path, "COLUMNS": "200", "TERM": "xterm"}
+    users = {k: v for k, v in os.environ.items() if k not in left_out}
+    ours = {"HOME": str(tmp_path), "PYTHONPATH": str(ROOT), "COLUMNS": "200", "TERM": "xterm"}
     # a notebook's kernel imports matplotlib, which lists the fonts for each home, and says so when that takes long
     ours["MPLCONFIGDIR"] = str(pathlib.Path.home() / ".cache" / "matplotlib")
     # beside other tests, which have niceness 0, a run of Ray's 15 has a hundredth of a processor for minutes
