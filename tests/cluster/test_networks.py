@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import pathlib
@@ -174,3 +175,34 @@ def test_hosts_with_ipv6_alone(tmp_path):
         "training" in text for text in report["left_out"]
     )
     assert list(report["interfaces"]) == [host.address for host in hosts]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Pod(namespaces.Host):
+    """A host with a name of its own, which is the only one that it knows, as a pod of Kubernetes has it."""
+
+    folder: pathlib.Path
+
+    def command(self, command: list[str]) -> list[str]:
+        named = """
+            hostname "pod-$1"
+            { echo "127.0.0.1 localhost"; echo "$1 pod-$1"; } > "$2"
+            mount --bind "$2" /etc/hosts && mount --bind /dev/null /etc/resolv.conf
+            shift 2
+            exec "$@"
+        """
+        hosts = str(self.folder / self.address)
+        return super().command(["unshare", "-m", "-u", "sh", "-c", named, "sh", self.address, hosts, *command])
+
+
+def test_pods_that_know_only_their_own_names(tmp_path):
+    with namespaces.hosts(3) as hosts:
+        pods = [Pod(**dataclasses.asdict(host), folder=tmp_path) for host in hosts]
+        own, others = (
+            [subprocess.run(pods[1].command(["getent", "hosts", f"pod-{pod.address}"])).returncode for pod in part]
+            for part in (pods[1:2], [pods[0], pods[2]])
+        )
+        assert own == [0] and 0 not in others
+        with local.local_cluster(nodes=3, cpus=1, options=[["--num-cpus=0"]], hosts=pods) as found:
+            _, notes = train((pods, found), "", tmp_path)
+    assert notes == [[sorted(pod.address for pod in pods[1:]), None]] * 2
