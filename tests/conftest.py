@@ -8,26 +8,21 @@ import dataclasses
 import faulthandler
 import gc
 import os
-import pathlib
 import signal
 import sys
-import tempfile
 import threading
 import time
 
 os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
 os.environ["TF_CPP_MIN_LOG_LEVEL"] = "2"
-# Figures of Ray's own, for a Prometheus that nobody asks here: each process of a node would send them all the time. And
-# what Ray sets for some of its processes: where all read the same, they are forks of one import. Its log monitor lists
-# a node's log files ten times a second while there are fewer than a threshold, which took 7 % of the time; else twice.
+# Figures of Ray's own, for a Prometheus that no test reads: each process of a node would send them all the time. Ray's
+# log monitor lists a node's log files ten times a second while there are fewer than a threshold, else twice.
 os.environ |= {
     "RAY_enable_metrics_collection": "0",
     "REPORTER_UPDATE_INTERVAL_MS": "600000",
     "METRICS_RECORD_INTERVAL_S": "600",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_LOG_MONITOR_MANY_FILES_THRESHOLD": "0",
-    "RAY_LD_PRELOAD_ON_WORKERS": "0",
-    "RAY_enable_pipe_based_agent_to_parent_health_check": "1",
 }
 
 import hypothesis
@@ -57,7 +52,7 @@ _LONG = (
     *("cluster/test_ended.py", "jobs/test_run.py", "cluster/test_sweep.py", "cluster/test_parameter_server.py"),
     *("jobs/test_output.py", "cluster/test_job_submit.py", "cluster/test_fit.py", "cluster/test_hosts.py"),
 )
-_BEHIND_KEY, _LISTENER_KEY = pytest.StashKey(), pytest.StashKey()
+_BEHIND_KEY = pytest.StashKey()
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -89,9 +84,8 @@ def pytest_collection_finish(session):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node):
-    """Tells a process of pytest-xdist where that leaves its results, and where forks are to be had."""
+    """Tells a process of pytest-xdist where that leaves its results."""
     node.workerinput["behind"] = _behind(node.config).folder
-    node.workerinput["listener"] = _listener(node.config)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -105,18 +99,6 @@ def _behind(config):
     if _BEHIND_KEY not in config.stash:
         config.stash[_BEHIND_KEY] = Behind()
     return config.stash[_BEHIND_KEY]
-
-
-def _listener(config) -> str:
-    """The socket of what all processes of pytest ask for forks."""
-    from tests.warm import listener
-
-    if _LISTENER_KEY not in config.stash:
-        stack = contextlib.ExitStack()
-        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="raytf-tests-", ignore_cleanup_errors=True))
-        config.stash[_LISTENER_KEY] = stack.enter_context(listener(pathlib.Path(folder)))
-        config.add_cleanup(stack.close)
-    return config.stash[_LISTENER_KEY]
 
 
 def _given(config, name: str, own) -> str:
@@ -233,65 +215,18 @@ def behind(request):
 
 
 @pytest.fixture(scope="session")
-def warm_python(request, tmp_path_factory):
-    """A program to stand for Python where Ray is started: workers start as forks; see `warm.py`."""
-    from tests.warm import warm
-
-    with warm(tmp_path_factory.mktemp("w"), _given(request.config, "listener", _listener)) as python:
-        yield python
-
-
-@pytest.fixture(scope="session")
-def warm_starts(warm_python, tmp_path_factory):
-    """A context in which Ray's commands are forks, too, and start nodes with such workers."""
-    return _starts(tmp_path_factory.mktemp("site"), warm_python)
-
-
-@pytest.fixture(scope="session")
-def warm_services(warm_python, tmp_path_factory):
-    """A context in which what Ray has beside a node are forks; nodes, workers and commands start from scratch."""
-    return _starts(tmp_path_factory.mktemp("services"), warm_python, services=True)
-
-
-def _starts(folder, program, services=False):
-    from tests.warm import customized
-
-    customized(folder, program, services)
-
-    @contextlib.contextmanager
-    def context():
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
-            yield
-
-    return context
-
-
-@pytest.fixture(scope="session")
-def ray_cluster(warm_python):
+def ray_cluster():
     """One local Ray for all tests that need no cluster of their own: four CPUs, so that three workers fit."""
     import logging
 
+    import psutil
     import ray
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "executable", warm_python)
-        ray.init("local", num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+    ray.init("local", num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     yield ray
-    processes = _processes()
+    processes = psutil.Process().children(recursive=True)
     ray.shutdown()
     _wait_gone(processes)
-
-
-def _processes():
-    """Those that this one has started, and these: without the ones that fork, and what has ended."""
-    import psutil
-
-    found = []
-    for process in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.NoSuchProcess):  # a zombie is one, too
-            found += [process] * ("tests.warm" not in process.cmdline())
-    return found
 
 
 def _wait_gone(processes, timeout=30):

@@ -146,14 +146,13 @@ def environment(own: Mapping[str, str] | None = None) -> dict[str, str]:
     return {**os.environ, **variables, **(own or {})}
 
 
-def started(command: list[str], its: dict[str, str]) -> subprocess.Popen:
-    """A process whose output is read."""
-    return subprocess.Popen(command, env=its, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-
-
-def run_together(commands: list[list[str]], environments: list[dict[str, str]], timeout: int, start=started) -> list:
-    """Runs commands at the same time, each as `start` starts it; what each hands to `give`."""
-    processes = [start(command, environment(own)) for command, own in zip(commands, environments, strict=True)]
+def run_together(commands: list[list[str]], environments: list[dict[str, str]], timeout: int) -> list:
+    """Runs commands at the same time; what each hands to `give`."""
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    processes = [
+        subprocess.Popen(command, env=environment(own), **pipes)
+        for command, own in zip(commands, environments, strict=True)
+    ]
     try:
         with ThreadPoolExecutor(len(processes)) as pool:  # a pipe that nobody reads would stop its process
             texts = list(pool.map(lambda process: process.communicate(timeout=timeout)[0], processes))

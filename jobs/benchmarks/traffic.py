@@ -89,8 +89,8 @@ def _noting(keras, ring):
     return Noting()
 
 
-def measure(hosts, way: str, steps: int, start=common.started) -> dict:
-    """What the first of two processes on two hosts gives, each as `start` starts it."""
+def measure(hosts, way: str, steps: int) -> dict:
+    """What the first of two processes on two hosts gives."""
     from raytf.runtime.allocator import allocator
     from raytf.runtime.topology import tf_config
 
@@ -99,7 +99,7 @@ def measure(hosts, way: str, steps: int, start=common.started) -> dict:
     environments = [
         {"TF_CONFIG": tf_config({"worker": addresses}, "worker", rank), **allocator(1)} for rank in range(len(hosts))
     ]
-    return common.run_together(commands, environments, 600, start)[0]
+    return common.run_together(commands, environments, 600)[0]
 
 
 def main(arguments=None):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.metadata
 import json
 import os
@@ -27,13 +26,9 @@ pytestmark = [
 ]
 
 
-@contextlib.contextmanager
-def cluster_on(hosts, warm_services):
-    """A node on each; forks are of no host's mounts, and nothing is that the doctor looks through."""
-    with contextlib.ExitStack() as stack:
-        with warm_services():
-            cluster = stack.enter_context(local.local_cluster(nodes=len(hosts), cpus=1, hosts=hosts))
-        yield cluster
+def cluster_on(hosts):
+    """A node on each."""
+    return local.local_cluster(nodes=len(hosts), cpus=1, hosts=hosts)
 
 
 def doctor(cluster, host, *options: str, code: int, **variables: str) -> str:
@@ -52,14 +47,14 @@ def doctor(cluster, host, *options: str, code: int, **variables: str) -> str:
     return done.stdout + done.stderr * (code == 2)
 
 
-def test_nothing_is_found_on_a_healthy_cluster_and_nothing_is_left(tmp_path, warm_services):
+def test_nothing_is_found_on_a_healthy_cluster_and_nothing_is_left(tmp_path):
     storage, wrong, none = tmp_path / "storage", tmp_path / "wrong", tmp_path / "none"
     storage.mkdir()
     wrong.write_text("0" * 64)
     wrong.chmod(0o600)
     with namespaces.hosts(2) as hosts:
         hosts = own(hosts, tmp_path)
-        with cluster_on(hosts, warm_services) as cluster:
+        with cluster_on(hosts) as cluster:
             printed = doctor(cluster, hosts[0], "--storage", str(storage), "--seconds", "100", code=0)
             refused = doctor(cluster, hosts[0], code=2, RAY_AUTH_TOKEN_PATH=str(wrong))
             missing = doctor(cluster, hosts[0], "--storage", str(none), "--no-training", "--json", code=1)
@@ -71,7 +66,7 @@ def test_nothing_is_found_on_a_healthy_cluster_and_nothing_is_left(tmp_path, war
     assert list(storage.iterdir()) == []
 
 
-def test_planted_faults_are_all_found(tmp_path, warm_services):
+def test_planted_faults_are_all_found(tmp_path):
     storage, metadata = tmp_path / "storage", tmp_path / "METADATA"
     storage.mkdir()
     keras = pathlib.Path(importlib.metadata.distribution("keras").locate_file(""))
@@ -86,7 +81,7 @@ def test_planted_faults_are_all_found(tmp_path, warm_services):
     names = {1: "127.0.1.1 {name}", 3: ""}
     with namespaces.hosts(5) as hosts:
         hosts = own(hosts, tmp_path, before, names)
-        with cluster_on(hosts, warm_services) as cluster:
+        with cluster_on(hosts) as cluster:
             plant_in_the_network(hosts)
             (frozen,) = [
                 process

@@ -20,9 +20,9 @@ EVERYTHING = [(epoch, batch) for epoch in range(3) for batch in range(14)]
 
 
 @pytest.fixture
-def one_place(warm_starts, monkeypatch):
+def one_place(monkeypatch):
     """A head that takes no workers, and a node with room for one; made anew for each try of a test."""
-    with warm_starts(), local.local_cluster(nodes=2, cpus=1, options=[["--num-cpus=0"]]) as cluster:
+    with local.local_cluster(nodes=2, cpus=1, options=[["--num-cpus=0"]]) as cluster:
         yield cluster
         monkeypatch.setattr(local, "GRACE_SECONDS", 2)  # a node that was drained does not end by itself
 
@@ -45,8 +45,7 @@ def node_of(cluster, worker):
 
 
 def kill(cluster, node):
-    """Ends all processes of a node, as when its host vanishes, the one that has started it last; its workers are forks
-    of a process that is none of them.
+    """Ends all processes of a node, as when its host vanishes, the one that has started it last.
 
     Some arrive at their ends only when their memory is given back: behind that nothing of them is at work."""
     ours, folder = [], folder_of(cluster, node)

@@ -23,24 +23,20 @@ import raytf
 from cluster import local
 from raytf.compat import ray_core
 from raytf.events import Kind
-from tests import waiting, warm
+from tests import waiting
 
 pytestmark = pytest.mark.slow
 
 
-def started(tmp_path, name, workers, environment=None, node=(), **how):
+def started(tmp_path, name, workers, environment=None, node=()):
     arguments = ("-m", "tests.cluster.ended_job", tmp_path, name, workers, *node)
-    return driver_of(*arguments, environment=environment, tensorflow=workers == 0, **how)
+    return driver_of(*arguments, environment=environment)
 
 
-def driver_of(*arguments, environment=None, tensorflow=False, from_scratch=False):
-    """Starts Python with these arguments, as a fork (`warm.Driver`) or from scratch; on the common cluster, unless the
-    environment names another."""
+def driver_of(*arguments, environment=None):
+    """Starts Python with these arguments; on the common cluster, unless the environment names another."""
     environment = environment or os.environ | {"RAY_ADDRESS": ray.get_runtime_context().gcs_address}
-    if from_scratch:
-        command = [sys.executable, *map(str, arguments)]
-        return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
-    return warm.Driver(arguments, env=environment, stderr=subprocess.PIPE, tensorflow=tensorflow)
+    return subprocess.Popen([sys.executable, *map(str, arguments)], env=environment, stderr=subprocess.PIPE, text=True)
 
 
 def finished(driver, code=0):
@@ -163,7 +159,7 @@ def left(tmp_path):
 def test_of_a_driver_that_is_killed_nothing_is_left(tmp_path, quiet):
     before = left(tmp_path)
     (tmp_path / "run_hold").write_text("1 4")
-    driver = started(tmp_path, "run", 2, from_scratch=True)
+    driver = started(tmp_path, "run", 2)
     until(lambda: steps(tmp_path, "run", 1)[-1:] == [(1, 4)], driver)
     during = left(tmp_path) - before
     assert {kind for kind, *_ in during} == {"process", "group", "actor"}
@@ -178,11 +174,11 @@ def test_of_a_driver_that_is_killed_nothing_is_left(tmp_path, quiet):
 
 
 @pytest.fixture
-def three_hosts(warm_starts, monkeypatch):
+def three_hosts(monkeypatch):
     """A head that takes no workers, as heads of large clusters do, and three nodes with room for two each; made anew
     for each try of a test, as a node that was drained takes nothing any more."""
     nodes = [["--num-cpus=0"], ["--node-name=one"], ["--node-name=two"], ["--node-name=three"]]
-    with warm_starts(), local.local_cluster(nodes=4, cpus=2, options=nodes) as cluster:
+    with local.local_cluster(nodes=4, cpus=2, options=nodes) as cluster:
         yield cluster
         monkeypatch.setattr(local, "GRACE_SECONDS", 2)  # a node that was drained does not end by itself
 
@@ -273,13 +269,11 @@ def command_line(tmp_path):
     environment["PYTHONPATH"] = os.pathsep.join([str(pathlib.Path.cwd()), environment.get("PYTHONPATH", "")])
     raytf = pathlib.Path(sys.executable).with_name("raytf")
 
-    def start(command, *arguments, from_scratch=False):
+    def start(command, *arguments):
         known = ["slow:build_model", "--data", "rows.parquet", "--features", "x", "--labels", "y", "--storage", "runs"]
         known += ["--batch-size", "4", "--name", command, "--set", f"fast={tmp_path}/fast"]
         line = [raytf, command, *known, *arguments]
-        if from_scratch:
-            return subprocess.Popen(line, env=environment, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
-        return warm.Driver(line, env=environment, cwd=tmp_path, stderr=subprocess.PIPE)
+        return subprocess.Popen(line, env=environment, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
 
     return start
 
@@ -287,12 +281,12 @@ def command_line(tmp_path):
 @pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.timeout(900)
 def test_exit_codes_of_raytf_train(tmp_path, command_line):
-    finished(command_line("train", "--no-such-option", from_scratch=True), 2)
+    finished(command_line("train", "--no-such-option"), 2)
     assert "Error: batch_size is the global batch" in finished(command_line("train", "--num-workers=8"), 2)
     signals = [(signal.SIGTERM, 143), (signal.SIGINT, 130)]
     kept = 0
     for number, code in signals:
-        driver = command_line("train", "--checkpoint-every", "1 step", from_scratch=number == signal.SIGTERM)
+        driver = command_line("train", "--checkpoint-every", "1 step")
         until(lambda: any(step > kept for step in whole(tmp_path / "runs" / "train")), driver)  # noqa: B023
         driver.send_signal(number)
         finished(driver, code)

@@ -363,7 +363,7 @@ def test_a_call_with_a_name_goes_on_at_the_next_step(tmp_path):
     batches: others take their places. In step 5 of the last epoch both live, and lose each other."""
 
     def started(name):
-        return driver_of("-c", KEPT, tmp_path, name, tensorflow=True)
+        return driver_of("-c", KEPT, tmp_path, name)
 
     for rank in (0, 1):
         (tmp_path / f"quiet_killed_{rank}").touch()

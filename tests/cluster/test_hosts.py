@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 import time
 
 import pytest
 
 from cluster import local, namespaces
-from tests import answers, warm
+from tests import answers
 
 WHY_NOT = namespaces.available()
 
@@ -22,7 +23,7 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def five_hosts(warm_starts):
+def five_hosts():
     """(hosts, cluster): a head, and four hosts with a place for a worker, of which each test loses one."""
     with pytest.MonkeyPatch.context() as patched:
         # as Ray has them, a host that does not answer is dead after half a minute or more
@@ -32,7 +33,6 @@ def five_hosts(warm_starts):
         options = [[], *[['--resources={"place": 1}', "--num-cpus=1"]] * 4]
         with (
             namespaces.hosts(5) as hosts,
-            warm_starts(),
             local.local_cluster(nodes=5, cpus=3, options=options, hosts=hosts) as cluster,
         ):
             yield hosts, cluster
@@ -41,13 +41,12 @@ def five_hosts(warm_starts):
 def run(five_hosts, module: str, folder) -> tuple[str | None, dict]:
     """(address of the host that was cut off, what the driver answers)."""
     hosts, cluster = five_hosts
-    driver = warm.Driver(
-        ["-m", module, folder],
+    driver = subprocess.Popen(
+        hosts[0].command([sys.executable, "-m", module, folder]),
         env=os.environ | cluster.environment | {"RAY_ADDRESS": cluster.address},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        tensorflow=True,
-        network=f"/run/netns/{hosts[0].name}",
+        text=True,
     )
     try:
         deadline = time.monotonic() + 240

@@ -68,9 +68,9 @@ if __name__ == "__main__":
 
 
 @pytest.fixture(scope="module")
-def cluster(warm_starts):
+def cluster():
     # Two workers, and CPUs for Ray Data beside them.
-    with warm_starts(), local.local_cluster(nodes=1, cpus=4) as cluster:
+    with local.local_cluster(nodes=1, cpus=4) as cluster:
         yield cluster
 
 

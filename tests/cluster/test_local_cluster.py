@@ -70,8 +70,8 @@ def run_script(*arguments, timeout):
 
 
 @pytest.mark.slow
-def test_two_nodes_run_tasks_and_end_without_touching_another_cluster(tmp_path, warm_services):
-    with warm_services(), local.local_cluster(nodes=1) as other:
+def test_two_nodes_run_tasks_and_end_without_touching_another_cluster(tmp_path):
+    with local.local_cluster(nodes=1) as other:
         try:
             started = run_script("up", "--nodes", "2", "--cpus", "2", "--folder", str(tmp_path), timeout=200)
             assert started.returncode == 0, started.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import pathlib
@@ -68,7 +69,7 @@ except raytf.ConfigError as error:
 
 
 @pytest.fixture(scope="module")
-def cluster(warm_starts):
+def cluster():
     """(hosts, cluster): a head without CPUs, and two hosts."""
     with namespaces.hosts(3, networks=2) as hosts:
         for i, host in enumerate(hosts):
@@ -80,7 +81,7 @@ def cluster(warm_starts):
             ):
                 subprocess.run(["ip", *line.split()], check=True)
         options = [["--num-cpus=0"]]
-        with warm_starts(), local.local_cluster(nodes=3, cpus=1, options=options, hosts=hosts) as found:
+        with local.local_cluster(nodes=3, cpus=1, options=options, hosts=hosts) as found:
             yield hosts, found
 
 
@@ -159,11 +160,10 @@ def test_scripts_and_the_doctor_take_the_network(tmp_path, cluster):
     assert examined("eth9") == ({host.address: None for host in everywhere}, wrong)
 
 
-def test_hosts_with_ipv6_alone(tmp_path, warm_starts):
+def test_hosts_with_ipv6_alone(tmp_path):
     """Workers on two hosts, and the two steps of the doctor on all three."""
     with (
         namespaces.hosts(3, ipv6=True) as hosts,
-        warm_starts(),
         local.local_cluster(nodes=3, cpus=1, options=[["--num-cpus=0"]], hosts=hosts) as found,
     ):
         planned, notes = train((hosts, found), "", tmp_path)
@@ -175,3 +175,34 @@ def test_hosts_with_ipv6_alone(tmp_path, warm_starts):
         "training" in text for text in report["left_out"]
     )
     assert list(report["interfaces"]) == [host.address for host in hosts]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Pod(namespaces.Host):
+    """A host with a name of its own, which is the only one that it knows, as a pod of Kubernetes has it."""
+
+    folder: pathlib.Path
+
+    def command(self, command: list[str]) -> list[str]:
+        named = """
+            hostname "pod-$1"
+            { echo "127.0.0.1 localhost"; echo "$1 pod-$1"; } > "$2"
+            mount --bind "$2" /etc/hosts && mount --bind /dev/null /etc/resolv.conf
+            shift 2
+            exec "$@"
+        """
+        hosts = str(self.folder / self.address)
+        return super().command(["unshare", "-m", "-u", "sh", "-c", named, "sh", self.address, hosts, *command])
+
+
+def test_pods_that_know_only_their_own_names(tmp_path):
+    with namespaces.hosts(3) as hosts:
+        pods = [Pod(**dataclasses.asdict(host), folder=tmp_path) for host in hosts]
+        own, others = (
+            [subprocess.run(pods[1].command(["getent", "hosts", f"pod-{pod.address}"])).returncode for pod in part]
+            for part in (pods[1:2], [pods[0], pods[2]])
+        )
+        assert own == [0] and 0 not in others
+        with local.local_cluster(nodes=3, cpus=1, options=[["--num-cpus=0"]], hosts=pods) as found:
+            _, notes = train((pods, found), "", tmp_path)
+    assert notes == [[sorted(pod.address for pod in pods[1:]), None]] * 2

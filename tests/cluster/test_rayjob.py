@@ -30,7 +30,7 @@ EVERYTHING = [(epoch, batch) for epoch in range(3) for batch in range(14)]
 
 
 @pytest.fixture
-def started(tmp_path, warm_starts):
+def started(tmp_path):
     """Starts a cluster as KubeRay does: a head of the file's parameters, and worker nodes with so many CPUs."""
     spec = next(yaml.safe_load_all((ROOT / "cluster" / "kubernetes" / "train.yaml").read_text()))["spec"]
 
@@ -40,7 +40,6 @@ def started(tmp_path, warm_starts):
         options = [[f"--{name}={value}" for name, value in head.items()], *([f"--num-cpus={n}"] for n in cpus)]
         with (
             namespaces.hosts(1 + len(cpus)) as hosts,
-            warm_starts(),
             local.local_cluster(nodes=1 + len(cpus), options=options, hosts=hosts) as cluster,
         ):
             yield RayJob(spec, tmp_path, hosts, cluster)

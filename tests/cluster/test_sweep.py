@@ -18,7 +18,6 @@ from ray.train import FailureConfig, RunConfig, ScalingConfig
 
 import raytf
 from raytf.events import Kind
-from tests import warm
 from tests.cluster import models
 from tests.cluster.test_ended import driver_of, finished, steps, stopped, told, until
 from tests.cluster.test_ended import weights as noted_weights
@@ -298,10 +297,9 @@ def test_a_sweep_whose_driver_was_killed_goes_on(tmp_path, ray_cluster):
         address = ray_cluster.get_runtime_context().gcs_address
         root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
         environment = os.environ | {"RAY_ADDRESS": address, "PYTHONPATH": root}
-        driver = warm.Driver(
-            ["-c", RESUMED, tmp_path, *arguments], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-        )
-        return driver.communicate(timeout=250), driver.returncode
+        command = [sys.executable, "-c", RESUMED, tmp_path, *arguments]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250)
+        return (done.stdout, done.stderr), done.returncode
 
     said, code = run()
     assert code == -signal.SIGKILL, said

@@ -6,11 +6,10 @@ import json
 import os
 import pathlib
 import subprocess
+import sys
 
 import pytest
 import ray
-
-from tests import warm
 
 pytestmark = [pytest.mark.usefixtures("ray_cluster"), pytest.mark.slow]
 ROOT = pathlib.Path(__file__).parents[2]
@@ -19,12 +18,10 @@ ROOT = pathlib.Path(__file__).parents[2]
 @pytest.mark.timeout(400)
 def test_the_right_worker_and_cause(tmp_path):
     kinds = ("input", "steps", "collective")
-    command = ["jobs/benchmarks/hangs.py", "--seeds", "1", "--limit", "3", "--json"]
+    command = [sys.executable, "jobs/benchmarks/hangs.py", "--seeds", "1", "--limit", "3", "--json"]
     command += [tmp_path / "found", "--kinds", *kinds]
     environment = os.environ | {"RAY_ADDRESS": ray.get_runtime_context().gcs_address}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    driver = warm.Driver(command, cwd=ROOT, env=environment, **pipes)
-    out, err = driver.communicate(timeout=380)
-    assert driver.returncode == 0, out[-5000:] + err[-5000:]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=380)
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]
     found = json.loads((tmp_path / "found").read_text())["figures"]
     assert [each["right"] for each in found] == [True] * 3 and {each["kind"] for each in found} == set(kinds)

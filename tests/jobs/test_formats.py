@@ -63,7 +63,7 @@ def loss_of(name, folder):
     return json.loads(command(name, folder).splitlines()[-1])["loss"]
 
 
-def test_images_train(folder, warm_starts):
+def test_images_train(folder):
     out = command("images", folder)
     assert "train: 5 images; label is the number, from 0, of one of cats, dogs" in out
     assert "--features image --labels label, as no features are given" in out
@@ -73,21 +73,19 @@ def test_images_train(folder, warm_starts):
     (folder / "new").mkdir()  # without folders for classes
     for i in range(3):
         (folder / "new" / f"{i}.png").write_bytes(image((9, 7), i))
-    with warm_starts():
-        assert loss_of("evaluate images", folder) == pytest.approx(trained, abs=1e-3)
-        command("predict images", folder)
+    assert loss_of("evaluate images", folder) == pytest.approx(trained, abs=1e-3)
+    command("predict images", folder)
     assert pq.read_table(folder / "images.out").num_rows == 3
 
 
-def test_a_table_is_shown_and_trains(folder, warm_starts):
+def test_a_table_is_shown_and_trains(folder):
     shown = command("plan", folder)
     assert "CSV file(s) with the columns a float, b float, y int64; --types" in shown
     assert "--features a,b --labels y, as no features are given" in shown
     assert shown.count("\nrow  ") == 3 and "steps" in shown
     assert "train: 20 rows" in command("table", folder)
-    with warm_starts():
-        loss = loss_of("evaluate table", folder)
-        command("predict table", folder)
+    loss = loss_of("evaluate table", folder)
+    command("predict table", folder)
     found = np.ravel(pq.read_table(folder / "table.out")["predictions"].to_pylist())
     sums = np.loadtxt(folder / "table" / "a.csv", delimiter=",", skiprows=1)[:, 2]
     assert np.mean((found - sums) ** 2) == pytest.approx(loss, rel=1e-4)

@@ -22,10 +22,7 @@ RAYTF = shutil.which("raytf", path=os.path.dirname(sys.executable))
 
 
 def run(*command, cwd=ROOT, code=0, program=sys.executable):
-    """Runs a program, Python unless told otherwise, on the test session's cluster; returns what it printed.
-
-    Within `warm_starts` a command is a fork, and from scratch elsewhere.
-    """
+    """Runs a program, Python unless told otherwise, on the test session's cluster; returns what it printed."""
     address = ray.get_runtime_context().gcs_address
     environment = os.environ | {"RAY_ADDRESS": address, "COLUMNS": "140"}
     done = subprocess.run([program, *command], cwd=cwd, env=environment, capture_output=True, text=True, timeout=280)
@@ -92,10 +89,9 @@ def command(name, folder):
     return run(*COMMANDS[name].split(), cwd=folder, program=RAYTF)
 
 
-def test_the_command_train(folder, warm_starts):
+def test_the_command_train(folder):
     out, _ = command("train", folder)
-    with warm_starts():
-        (served, _), (averaged, _) = (command(name, folder) for name in ("export", "mean"))
+    (served, _), (averaged, _) = (command(name, folder) for name in ("export", "mean"))
     assert "epoch 2/2" in out and "raytf.load_model" in out
     assert raytf.load_model(re.search(r'load_model\("(.*)"\)', out)[1]).layers[0].units == 3
     assert served == f"{folder / 'served'}\n" and (folder / "served" / "saved_model.pb").exists()
@@ -105,12 +101,11 @@ def test_the_command_train(folder, warm_starts):
         assert len(each) == 2 and abs(mean - sum(each) / 2).max() < 1e-6
 
 
-def test_the_commands_of_a_run_that_is_there(folder, warm_starts):
+def test_the_commands_of_a_run_that_is_there(folder):
     import pandas as pd
 
     command("train", folder)
-    with warm_starts():
-        (listed, _), (made, _), (values, _) = (command(name, folder) for name in ("runs", "predict", "evaluate"))
+    (listed, _), (made, _), (values, _) = (command(name, folder) for name in ("runs", "predict", "evaluate"))
     header, line = (row.split("\t") for row in listed.splitlines())
     assert header == ["name", "state", "epochs", "best", "when"] and line[:3] == ["first", "finished", "2/2"]
     assert line[3].startswith("loss ")
@@ -126,48 +121,43 @@ def test_the_commands_of_a_run_that_is_there(folder, warm_starts):
     assert found["loss"] == pytest.approx(sum(e * e for e in error) / 40, rel=1e-4)
 
 
-def test_the_command_plan(folder, warm_starts):
-    with warm_starts():
-        out, err = command("plan", folder)
+def test_the_command_plan(folder):
+    out, err = command("plan", folder)
     said = dict(re.split(r"  +", line, maxsplit=1) for line in out.splitlines())
     assert said["strategy"] == "multi_worker_mirrored: as asked for" and said["workers"] == "2, 1 device(s) each"
     assert said["rows of a step on a replica"] == "5" and said["parameters"] == "13" and "Traceback" not in err
     assert not (folder / "runs").exists()
 
 
-def test_the_command_sweep(folder, warm_starts):
-    with warm_starts():
-        (out, _), (resumed, _), (page, _) = (command(name, folder) for name in ("sweep", "resume", "report"))
+def test_the_command_sweep(folder):
+    (out, _), (resumed, _), (page, _) = (command(name, folder) for name in ("sweep", "resume", "report"))
     assert "trial 2/2" in out and "best val_loss" in out and "best val_loss" in resumed and page.strip() == "page.html"
     model = raytf.load_model(re.search(r'load_model\("(.*)"\)', out)[1])
     assert model.layers[0].units in (2, 3)
     assert (folder / "page.html").read_text().count("<svg") == 3
 
 
-def test_the_command_run(folder, warm_starts):
+def test_the_command_run(folder):
     (folder / "look.py").write_text(
         "import json, os, sys\nprint(json.loads(os.environ['TF_CONFIG'])['task'], os.environ['COLOR'], sys.argv[1:])\n"
     )
-    with warm_starts():
-        out, _ = command("run", folder)
+    out, _ = command("run", folder)
     assert out == "[chief 0]     {'type': 'chief', 'index': 0} green ['--epochs', '3']\n"
 
 
-def test_the_command_doctor(folder, warm_starts):
-    with warm_starts():
-        out, _ = command("doctor", folder)
+def test_the_command_doctor(folder):
+    out, _ = command("doctor", folder)
     report = json.loads(out)
     assert report["findings"] == [] and report["left_out"] == [] and len(report["nodes"]) == 1
 
 
-def test_more_processes_than_cores_share_them(tmp_path, warm_starts):
+def test_more_processes_than_cores_share_them(tmp_path):
     """A Ray that raytf starts has the CPUs that the run asks for; `local` means to start one."""
     (tmp_path / "look.py").write_text("print('here')\n")
     many = (os.cpu_count() or 1) + 1
     command = [RAYTF, "run", "--num-workers", str(many), "look.py"]
-    with warm_starts():
-        environment = os.environ | {"RAY_ADDRESS": "local"}
-        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=280)
+    environment = os.environ | {"RAY_ADDRESS": "local"}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr[-3000:]
     assert f"raytf: {many} processes share the {many - 1} core(s) of this machine\n" in done.stderr
     assert done.stdout.count("] here") + done.stdout.count("]  here") == many

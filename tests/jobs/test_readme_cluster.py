@@ -88,7 +88,7 @@ class Hosts:
 
 
 @pytest.fixture
-def hosts(warm_starts):
+def hosts():
     import pandas as pd
 
     folder = pathlib.Path(tempfile.mkdtemp(prefix="rr"))  # a short path, as Unix sockets below it need
@@ -97,8 +97,7 @@ def hosts(warm_starts):
     (folder / "clone" / "mymodels.py").write_text(MODULE)
     (folder / "shared" / "data").mkdir(parents=True)
     pd.DataFrame({"a": range(40), "b": 1.0, "y": 2.0}).to_parquet(folder / "shared" / "data" / "part.parquet")
-    with warm_starts():
-        made = Hosts(folder)
+    made = Hosts(folder)
     yield made
     made.end()
     shutil.rmtree(folder, ignore_errors=True)

@@ -17,30 +17,19 @@ import ray
 
 from raytf.launch import launcher
 from raytf.runtime import hangs
-from tests import warm
 from tests.waiting import until
 
 pytestmark = [pytest.mark.usefixtures("ray_cluster"), pytest.mark.slow]
 SCRIPTS = pathlib.Path(__file__).parent / "scripts"
-_started: list[subprocess.Popen | warm.Driver] = []
+_started: list[subprocess.Popen] = []
 
 
-def start(*arguments, cwd=SCRIPTS, from_scratch=False):
-    """Starts `raytf run` on the test session's cluster, as a fork (`warm.Driver`) or from scratch."""
+def start(*arguments, cwd=SCRIPTS):
+    """Starts `raytf run` on the test session's cluster."""
     command = ["-m", "raytf.cli", "run", "--address", ray.get_runtime_context().gcs_address, *map(str, arguments)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    if from_scratch:
-        _started.append(subprocess.Popen([sys.executable, *command], cwd=cwd, text=True, **pipes))
-    else:
-        _started.append(warm.Driver(command, env=os.environ, cwd=cwd, **pipes))
+    _started.append(subprocess.Popen([sys.executable, *command], cwd=cwd, text=True, **pipes))
     return _started[-1]
-
-
-@pytest.fixture(autouse=True)
-def warm_scripts(ray_cluster):
-    """Scripts are forks, too; see `from_scratch`."""
-    with warm.scripts():
-        yield
 
 
 @pytest.fixture(autouse=True)
@@ -53,15 +42,14 @@ def none_stays(gives_back):
         process.wait()
 
 
-def run(*arguments, code=0, cwd=SCRIPTS, from_scratch=False):
-    """`start`, to its end: what it printed. The script is started from scratch where the command is."""
-    with warm.scripts(forks=not from_scratch):
-        process = start(*arguments, cwd=cwd, from_scratch=from_scratch)
-        try:
-            out, err = process.communicate(timeout=200)
-        finally:
-            process.kill()
-            process.wait()
+def run(*arguments, code=0, cwd=SCRIPTS):
+    """`start`, to its end: what it printed."""
+    process = start(*arguments, cwd=cwd)
+    try:
+        out, err = process.communicate(timeout=200)
+    finally:
+        process.kill()
+        process.wait()
     assert process.returncode == code, f"exit code {process.returncode}\n{out[-3000:]}\n{err[-5000:]}"
     assert not left(), "processes outlive the command"
     return out, err
@@ -82,7 +70,7 @@ def left():
 
 
 def test_mirrored_devices():
-    out, _ = run("mirrored_mlp.py", from_scratch=True)
+    out, _ = run("mirrored_mlp.py")
     assert "[worker 0] replicas: 2" in out
     assert float(re.search(r"\] accuracy: ([\d.]+)", out)[1]) > 0.8
 
@@ -241,7 +229,7 @@ def test_an_interrupt_ends_every_process(tmp_path, number):
         "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(1e6)', 'raytf.launch.bootstrap'])\n"
         "print('waiting')\nthreading.Event().wait()\n"
     )
-    process = start("--num-workers", 2, "forever.py", cwd=tmp_path, from_scratch=True)
+    process = start("--num-workers", 2, "forever.py", cwd=tmp_path)
     seen = [process.stdout.readline() for _ in range(2)]
     assert all("waiting" in line for line in seen)
     until(lambda: len(left()) == 4)  # a command line can be read a moment after its process has begun
@@ -253,7 +241,7 @@ def test_an_interrupt_ends_every_process(tmp_path, number):
 
 def test_a_driver_that_is_killed_leaves_nothing(tmp_path):
     (tmp_path / "forever.py").write_text("import threading\nprint('waiting')\nthreading.Event().wait()\n")
-    process = start("forever.py", cwd=tmp_path, from_scratch=True)
+    process = start("forever.py", cwd=tmp_path)
     assert "waiting" in process.stdout.readline() and left()
     process.kill()
     process.communicate()
@@ -279,12 +267,11 @@ def test_the_folder_travels(tmp_path):
     assert len(re.findall(says, done.stderr, re.MULTILINE)) == 1
 
 
-def here(folder, text, *, monkeypatch, forks=False, **options):
-    """Runs a script in this process, as `run` does in one of its own; the exit code. Few import what forks have."""
+def here(folder, text, *, monkeypatch, **options):
+    """Runs a script in this process, as `run` does in one of its own; the exit code."""
     (folder / "script.py").write_text(text)
     monkeypatch.chdir(folder)
-    with warm.scripts(forks):
-        code = launcher.launch_script(launcher.LaunchSpec(script="script.py", **options))
+    code = launcher.launch_script(launcher.LaunchSpec(script="script.py", **options))
     _, alive = psutil.wait_procs(left(), timeout=30)
     assert not alive, "processes outlive the run"
     return code
@@ -293,7 +280,7 @@ def here(folder, text, *, monkeypatch, forks=False, **options):
 def test_a_script_that_hangs_is_named_with_its_stack(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(hangs, "_ENDS_LATE", 6.0)  # times the limit
     options = {"num_workers": 2, "hang_timeout": 2.0}
-    assert here(tmp_path, DEADLOCK, monkeypatch=monkeypatch, forks=True, **options) == 128 + signal.SIGKILL
+    assert here(tmp_path, DEADLOCK, monkeypatch=monkeypatch, **options) == 128 + signal.SIGKILL
     err = capfd.readouterr().err
     named = r"its process \d+ on \S+ is in Mine.on_train_batch_end after step 6 since \d+ s; "
     named += r"(worker 0|the run) waits for it since"

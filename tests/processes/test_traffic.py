@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import pathlib
-import subprocess
 import sys
 
 import pytest
 
 from cluster import namespaces
-from tests import warm
 
 BENCHMARKS = pathlib.Path(__file__).parents[2] / "jobs" / "benchmarks"
 WHY_NOT = namespaces.available()
@@ -17,17 +15,12 @@ WHY_NOT = namespaces.available()
 
 @pytest.mark.slow
 @pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
-def test_less_traffic_is_faster_where_the_link_is_the_limit(monkeypatch, warm_python):
+def test_less_traffic_is_faster_where_the_link_is_the_limit(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     import traffic
 
-    def fork(command, environment):
-        arguments, (host,) = command[command.index(traffic.__file__) :], [h for h in hosts if h.name in command]
-        place = f"/run/netns/{host.name}"
-        return warm.Driver(arguments, env=environment, stdout=subprocess.PIPE, tensorflow=True, network=place)
-
     with namespaces.hosts(2, "40mbit") as hosts:
-        found = {way: traffic.measure(hosts, way, 8, fork) for way in traffic.WAYS if way.startswith("raytf")}
+        found = {way: traffic.measure(hosts, way, 8) for way in traffic.WAYS if way.startswith("raytf")}
     plain, rounded, local = found["raytf"], found["raytf bfloat16"], found["raytf sync_every 8"]
     assert rounded["sent"] == pytest.approx(plain["sent"] / 2, rel=0.01)
     assert local["sent"] == pytest.approx(plain["sent"] / 8, rel=0.01)
