@@ -584,9 +584,10 @@ class KerasTrainer:
         if not self.verify or replicas < 2 or self.num_ps or self.tensorflow_config.sync_every > 1:
             return None
         validation = blocks["validation"].first() if "validation" in blocks else None
+        order = verify.Order(batch=self.config["batch_size"], validation=validation, goes_on=goes_on)
         if self.verify == "error":
-            return verify.Order(validation=validation, seconds=timeouts.get().verify_error)
-        return verify.Order(validation=validation, goes_on=goes_on)
+            return dataclasses.replace(order, goes_on=False, seconds=timeouts.get().verify_error)
+        return order
 
 
 def _goes_on(last: run_folder.LastCheckpoint, order: Mapping[str, Any]) -> str:
