@@ -44,7 +44,7 @@ def inspect(
     block: StoredDataset | TFData,
     rows: int | None = None,
     order: verify.Order | None = None,
-    validation: TFData | None = None,
+    validation: StoredDataset | TFData | None = None,
 ) -> ConfigError | UnsupportedVersionError | Tried:
     """Checks the model and the columns. Returns an error for the driver to raise, or the model's properties.
 
@@ -56,12 +56,12 @@ def inspect(
         block: A block of the training data, or a pipeline.
         rows: Number of rows of the measured steps, or None for no figures.
         order: How to compare two workers with one device meanwhile, or None.
-        validation: A pipeline to check, too, or None.
+        validation: A block of the validation data, or a pipeline, to check, too; or None.
     """
-    block = _here(block)
+    block, validation = _here(block), validation and _here(validation)
     if order is not None and order.validation is not None:
-        order = dataclasses.replace(order, validation=_here(order.validation))
-    for found in (block, order and order.validation):
+        order = dataclasses.replace(order, validation=validation)
+    for found in (block, validation):
         if isinstance(found, ConfigError):
             return found
     warning = _in_a_copy(_look_at_versions) if versions.untested() else None
@@ -82,7 +82,11 @@ def inspect(
 
 
 def _tried(
-    pickled: bytes, block: StoredDataset | TFData, rows: int | None, warning: str | None, validation: TFData | None
+    pickled: bytes,
+    block: StoredDataset | TFData,
+    rows: int | None,
+    warning: str | None,
+    validation: StoredDataset | TFData | None,
 ) -> ConfigError | Tried:
     """Does the work of `inspect` for compatible versions."""
 
@@ -94,6 +98,8 @@ def _tried(
         references = sys.getrefcount(noted)
         looked = _looked(block, validation, config)
         model = check(build_model, noted, block, batch, config.get("batch_size"))
+        if isinstance(block, StoredDataset) and isinstance(validation, StoredDataset):
+            _check_shapes(block, validation, dataclasses.replace(batch, map=None))
         noted.read |= config_keys.mentioned(build_model).intersection(config)  # keys that its functions read later
         identity = _identity(model, noted, config, block, batch)
         functions = [build_model] if callbacks is None else [build_model, callbacks]
@@ -359,7 +365,9 @@ def _feed(block: StoredDataset | TFData, batch: BatchSpec, rows: int):
     return open_feed(block, batch, Sampling(global_batch=rows), told={"steps": 1})
 
 
-def _looked(block: StoredDataset | TFData, validation: TFData | None, config: Mapping) -> dict[str, Looked]:
+def _looked(
+    block: StoredDataset | TFData, validation: StoredDataset | TFData | None, config: Mapping
+) -> dict[str, Looked]:
     from raytf.data import pipeline
 
     sampling = Sampling(global_batch=config["batch_size"])
@@ -449,6 +457,21 @@ def check(build_model, config, first: StoredDataset | TFData, batch: BatchSpec, 
     else:
         _check_labels(model, first, batch, dataset.element_spec)
     return model
+
+
+def _check_shapes(block: StoredDataset, validation: StoredDataset, batch: BatchSpec) -> None:
+    """Raises ConfigError for validation columns of other shapes than those of the training."""
+    import tensorflow as tf
+
+    specs = [tf.nest.flatten(_feed(data, batch, 1).dataset().element_spec) for data in (block, validation)]
+    for column, one, other in zip(batch.columns, *specs, strict=False):
+        text = (one.dtype == tf.string) != (other.dtype == tf.string)
+        if text or not one.shape.is_compatible_with(other.shape):
+            raise ConfigError(
+                "Columns of the validation must have the shapes that they have in the training",
+                f"{', '.join(column.names)}: {_shape(other)} in 'validation', {_shape(one)} in 'train'",
+                "Make both by the same steps",
+            )
 
 
 def _missing(key: str, config: AccessTrackingConfig, where: str) -> ConfigError:

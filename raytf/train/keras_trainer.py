@@ -565,7 +565,7 @@ class KerasTrainer:
         names = sorted(set(config) - set(own))
         pickled = cloudpickle.dumps((self.build_model, dict(config), self.batch, names, self.callbacks))
         order = self._comparison(blocks, goes_on) if rows is None else None
-        validation = None if "validation" in ray_datasets else blocks.get("validation")
+        validation = blocks["validation"].first() if "validation" in blocks else None
         found = processes.ask(inspect, pickled, blocks["train"].first(), rows, order, validation)
         if isinstance(found, Exception):
             raise found
