@@ -8,7 +8,6 @@ import select
 import signal
 import sys
 import time
-import traceback
 from collections.abc import Mapping
 
 import psutil
@@ -22,7 +21,7 @@ from raytf.data.record_files import RecordBlocks
 from raytf.data.sampling import Sampling
 from raytf.data.stored import StoredDataset
 from raytf.data.tf_data import Looked, TFData
-from raytf.errors import ConfigError, UnsupportedVersionError, plain
+from raytf.errors import ConfigError, UnsupportedVersionError, plain, user_line
 from raytf.identity import canonical, config_keys, fingerprint
 from raytf.identity.config_keys import AccessTrackingConfig
 from raytf.parallel import model_optimizers
@@ -540,7 +539,4 @@ def _first_line(error: BaseException) -> str:
 
 
 def _where(error: BaseException) -> str:
-    frames = traceback.extract_tb(error.__traceback__)
-    # a missing key is raised in raytf's dict: the last frame outside of it is the user's line
-    last = next((frame for frame in reversed(frames) if frame.filename != config_keys.__file__), frames[-1])
-    return f"{_first_line(error)} ({last.filename.rsplit('/', 1)[-1]}, line {last.lineno})"
+    return f"{_first_line(error)}{user_line(error)}"
