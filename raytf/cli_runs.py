@@ -77,6 +77,11 @@ def runs(folder, metric, mode):
         from raytf.train import run_list
 
         listed = run_list.listed(folder, metric, mode)
+    if not listed:
+        click.echo(f"no runs in {folder}: name the folder given as --storage, or in RunConfig(storage_path=)", err=True)
+        return
+    if metric is not None and all(run.best is None for run in listed):
+        click.echo(f"no run in {folder} has the metric {metric!r}", err=True)
     names = ("name", "state", "epochs", "best", "when")
     if not sys.stdout.isatty():
         for cells in (names, *(run.cells() for run in listed)):
@@ -85,9 +90,6 @@ def runs(folder, metric, mode):
     from rich.console import Console
     from rich.table import Table
 
-    if not listed:
-        click.echo(f"no runs in {folder}")
-        return
     table = Table(*names, box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
     for run in listed:
         table.add_row(*run.cells())

@@ -5,8 +5,11 @@ They hold plain strings only, so that they pickle and pass from a worker to the 
 
 from __future__ import annotations
 
+import os
 import re
 import signal
+import traceback
+from collections.abc import Sequence
 
 _BOLD = re.compile(r"\x1b\[\d*m")
 
@@ -81,20 +84,44 @@ def with_cause(text: str, where: str) -> str:
     return f"{cause}, {where}{_WHOLE}{text}" if cause else text
 
 
+def user_line(error: BaseException) -> str:
+    """Returns " (FILE, line N)" of the last line of the user's code that an error passed, or of the last one at all."""
+    frames = _frames_in(without_escapes(error))
+    if not frames:
+        passed = traceback.extract_tb(error.__traceback__)
+        frames = [(f.filename, str(f.lineno), f.name) for f in passed if "__autograph_generated" not in f.filename]
+    return _shown_line(frames)
+
+
+def _shown_line(frames: Sequence[tuple[str, str, str]]) -> str:
+    """Returns " (FILE, line N)" of the last frame that is in no package; a converted function has its name alone."""
+    own = [f for f in frames if "/site-packages/" not in f[0] and not f[0].startswith(os.path.dirname(__file__))]
+    if not frames:
+        return ""
+    path, line, name = (own or frames)[-1]
+    return f" (in {name})" if "__autograph_generated" in path else f" ({os.path.basename(path)}, line {line})"
+
+
+def _frames_in(text: str) -> list[tuple[str, str, str]]:
+    return re.findall(r'^ +File "([^"]+)", line (\d+), in (\w+)', text, re.MULTILINE)
+
+
 def _autograph_cause(text: str) -> str:
-    """Returns type and first line of the error that AutoGraph reports below "in user code:", or ""."""
+    """Returns type, first line and place of the error that AutoGraph reports below "in user code:", or ""."""
     if not text.lstrip().startswith("in user code:"):
         return ""
     _, _, frame = text.rpartition('\n    File "')
-    return next((line.strip() for line in frame.splitlines()[1:] if re.match(r" {4}\S", line)), "")
+    line = next((line.strip() for line in frame.splitlines()[1:] if re.match(r" {4}\S", line)), "")
+    return line and f"{line}{_shown_line(_frames_in(text))}"
 
 
 def _python_cause(text: str) -> str:
-    """Returns type and first line of the Python error whose traceback ends a text of TensorFlow, or ""."""
+    """Returns type, first line and place of the Python error whose traceback ends a text of TensorFlow, or ""."""
     _, has_traceback, frames = text.rpartition("Traceback (most recent call last):\n")
     line = next((line for line in frames.splitlines() if line[:1].strip()), "") if has_traceback else ""
     kind, colon, message = line.partition(":")
-    return f"{kind.rpartition('.')[2]}{colon}{message}".rstrip(": ")
+    line = f"{kind.rpartition('.')[2]}{colon}{message}".rstrip(": ")
+    return line and f"{line}{_shown_line(_frames_in(frames))}"
 
 
 class RaytfError(Exception):

@@ -122,7 +122,21 @@ def build_for(model, data_batch) -> None:
     except Exception:
         for part in unbuilt:
             part.built = False  # Keras takes a loss that failed for built, and would not try it again
-        model._symbolic_build(data_batch=data_batch)
+        if model.run_eagerly and all(map(keras.ops.is_tensor, keras.tree.flatten(data_batch))):
+            _build_eagerly(model, data_batch)
+        else:
+            model._symbolic_build(data_batch=data_batch)
+
+
+def _build_eagerly(model, data_batch) -> None:
+    """Builds with values, which a model with `run_eagerly=True` may need, such as a metric that calls NumPy."""
+    import keras
+
+    x, y, weights = keras.utils.unpack_x_y_sample_weight(data_batch)
+    y_pred = model(x, training=False) if takes_training(model) else model(x)
+    model.compute_metrics(x, y, y_pred, weights)
+    step_loss(model, x, y, y_pred, weights, training=False)
+    model.reset_metrics()
 
 
 @uses_private("keras.src.trainers.data_adapters.generator_data_adapter:GeneratorDataAdapter._first_batches")
@@ -135,6 +149,18 @@ def first_batch(adapter):
 def compiled_parts(model) -> tuple[Any, Any]:
     """Returns (loss, metrics) of `compile`, or None each; `model.loss` and `model.metrics` contain its arguments."""
     return model._compile_loss, model._compile_metrics
+
+
+@uses_private("keras.src.trainers.compile_utils:CompileMetrics._user_metrics")
+@uses_private("keras.src.trainers.compile_utils:CompileMetrics._user_weighted_metrics")
+def metrics_of(model) -> list:
+    """Returns the metrics of a model, with those of `compile` before they are built."""
+    import keras
+
+    given = compiled_parts(model)[1]
+    lists = [] if given is None else [given._user_metrics, given._user_weighted_metrics, given.metrics]
+    found = [*model.metrics, *keras.tree.flatten(lists)]
+    return list({id(m): m for m in found if isinstance(m, keras.metrics.Metric)}.values())
 
 
 @uses_private("keras.src.trainers.trainer:Trainer._compute_loss")

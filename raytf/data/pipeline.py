@@ -9,7 +9,6 @@ import contextlib
 import dataclasses
 import random
 import time
-import traceback
 import zlib
 from collections.abc import Iterator
 from typing import Any
@@ -25,7 +24,7 @@ from raytf.compat.tensorflow import deterministic_datasets, global_seed, reshuff
 from raytf.data import dataset_graph, worker_part
 from raytf.data.sampling import Sampling, generator
 from raytf.data.tf_data import Looked, PipelineContext, TFData
-from raytf.errors import ConfigError, one_line
+from raytf.errors import ConfigError, one_line, user_line
 from raytf.runtime.topology import Shard
 
 logger = logs.get_logger(__name__)
@@ -484,7 +483,5 @@ def _shown(spec) -> str:
 
 
 def _where(error: Exception) -> str:
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames[1:] if "/site-packages/" not in frame.filename and "/tmp/" not in frame.filename]
-    last = (own or frames)[-1]
-    return f"{one_line(error)} ({last.filename.rsplit('/', 1)[-1]}, line {last.lineno})"
+    line, place = one_line(error), user_line(error)
+    return line if line.endswith(place) else f"{line}{place}"

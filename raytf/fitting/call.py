@@ -164,7 +164,7 @@ class Call:
         self._read()
         self._phases.begin(phases_module.TRYING)
         model, example = self._model, self._example("train")
-        spec = example.element_spec
+        spec, name = example.element_spec, ""
         if do != "predict":
             labels.check_kind(model, spec)
         try:
@@ -175,16 +175,18 @@ class Call:
                 _build_rest(model, spec)
             row_bytes = _check_shapes(model, spec, do)
             if "validation" in self._parts:
-                _check_shapes(model, self._example("validation").element_spec, "evaluate")
+                spec, name = self._example("validation").element_spec, "validation_data: "
+                labels.check_kind(model, spec)
+                _check_shapes(model, spec, "evaluate")
             return row_bytes
         except ConfigError:
             raise
         except Exception as error:
             labels.refuse_unknown(error)
-            bare = do != "predict" and not isinstance(spec, tuple)
+            bare = do != "predict" and len(spec if isinstance(spec, tuple) else (spec,)) == 1
             raise ConfigError(
                 "The model must fit the data",
-                f"{_describe_spec(spec)}{' without y' if bare else ''} ({_explained(error)})",
+                f"{name}{_describe_spec(spec)}{' without y' if bare else ''} ({_explained(error)})",
                 "Correct the model or the data" + ("; a loss compares with y, or labels= of a table" if bare else ""),
             ) from error
 
@@ -480,7 +482,7 @@ def _check_shapes(model, spec, do: str) -> float:
     data = tf.nest.map_structure(example, spec)
     x, y, weights = keras.utils.unpack_x_y_sample_weight(data)
     outputs = compute_output_spec(model, x, training=False)
-    if do != "predict" and y is not None and keras_objects.compiled_parts(model)[0] is not None:
+    if do != "predict" and keras_objects.compiled_parts(model)[0] is not None:
         loss = functools.partial(keras_objects.step_loss, model)
         compute_output_spec(loss, x, y, outputs, sample_weight=weights, training=False)
     return float(sum(np.prod(o.shape[1:]) * 4 for o in tree.flatten(outputs)))

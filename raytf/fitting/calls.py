@@ -49,7 +49,7 @@ def fit(
     epochs: int = 1,
     verbose: str | int = "auto",
     callbacks: Sequence[keras.callbacks.Callback] | None = None,
-    validation_split: float = 0.0,
+    validation_split: float | None = 0.0,
     validation_data: Any = None,
     shuffle: bool = True,
     class_weight: Mapping[int, float] | None = None,
@@ -449,8 +449,10 @@ def _check_fit(epochs, initial_epoch, shuffle, verbose, validation_split, valida
         raise ConfigError("shuffle must be True or False", repr(shuffle), "Choose one")
     if verbose not in ("auto", 0, 1, 2):
         raise ConfigError('verbose must be "auto", 0, 1 or 2', repr(verbose), "Choose one")
-    if not 0 <= validation_split < 1:
-        raise ConfigError("validation_split must be at least 0 and less than 1", validation_split, "Change it")
+    is_share = isinstance(validation_split, (int, float, np.number)) and 0 <= validation_split < 1
+    if validation_split is not None and not is_share:
+        rule = "validation_split must be a number of at least 0 and less than 1"
+        raise ConfigError(rule, repr(validation_split), "Change it, or leave it out")
     if validation_steps is not None:
         validation.check_whole("validation_steps", validation_steps, 1)
 
@@ -458,6 +460,10 @@ def _check_fit(epochs, initial_epoch, shuffle, verbose, validation_split, valida
 def _check_kinds(class_weight, validation_freq) -> None:
     if class_weight is not None and not isinstance(class_weight, Mapping):
         raise ConfigError("class_weight must be a dict of classes to weights", repr(class_weight), "Pass {0: 1.0, ...}")
+    for key, weight in (class_weight or {}).items():
+        if not isinstance(key, (int, float, np.number)) or not isinstance(weight, (int, float, np.number)):
+            rule = "class_weight must be a dict of classes, from 0, to weights; classes without a weight have 1"
+            raise ConfigError(rule, f"{{{key!r}: {weight!r}}}", "Pass numbers: {0: 1.0, ...}")
     if isinstance(validation_freq, (list, tuple, set, range)):
         for epoch in validation_freq:
             validation.check_whole("validation_freq's epochs", epoch, 1)

@@ -56,7 +56,11 @@ class BackgroundVerification:
             self._outcome = verify.Proof(skipped="one row" if few["train"] is None else f"{size >> 20} MiB of weights")
             self._thread = None
             return
-        parts = {name: (rows[name].batch, rows[name].structure, selected) for name, selected in few.items() if selected}
+        parts = {
+            name: (part.batch, part.structure, few[name], verify.whole_batch(blocks[name], part.sampling.global_batch))
+            for name, part in rows.items()
+            if few.get(name)
+        }
         arguments = scaling_config, run_config, sending, parts
         self._thread = threading.Thread(target=self._run, args=arguments, name="raytf_verify", daemon=True)
         self._thread.start()
@@ -125,13 +129,14 @@ def compare_workers(sending: SentModel, parts: dict[str, tuple], last: bool) -> 
 
     Args:
         sending: The model, with its data.
-        parts: (batch, structure, result of `verify.few_rows`) of "train", and optionally of "validation".
+        parts: (batch, structure, result of `verify.few_rows`, that of `verify.whole_batch`) of "train", and optionally
+            of "validation".
         last: See `verify.begin`.
     """
-    batch, structure, (rows, first) = parts["train"]
-    validation_batch, validation_structure, validation = None, structure, None
+    batch, structure, (rows, first), whole = parts["train"]
+    validation_batch, validation_structure, validation, whole_validation = None, structure, None, None
     if "validation" in parts:
-        validation_batch, validation_structure, (validation, _) = parts["validation"]
+        validation_batch, validation_structure, (validation, _), whole_validation = parts["validation"]
 
     def build() -> Any:
         from raytf.fitting import transport
@@ -146,7 +151,7 @@ def compare_workers(sending: SentModel, parts: dict[str, tuple], last: bool) -> 
         with contextlib.suppress(OSError):
             os.chdir(sending.folder)
         transport.apply_settings(sending.settings)
-        return VerificationTask(
+        few = VerificationTask(
             build=build,
             batch=batch,
             rows=rows,
@@ -156,6 +161,7 @@ def compare_workers(sending: SentModel, parts: dict[str, tuple], last: bool) -> 
             validation_batch=validation_batch,
             validation_structure=lambda dataset: fit_worker.restructure(dataset, validation_structure),
         )
+        return few.with_whole_batch(whole, whole_validation)
 
     proof = verify.outcome(verify.begin(trial, last), timeouts.get().verify_error)
     return proof or verify.Proof(failed=f"no end after {timeouts.get().verify_error:g} s")

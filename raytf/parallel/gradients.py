@@ -20,7 +20,7 @@ from raytf.collectives.communicator import all_sum, local_replicas, wide
 from raytf.compat import keras_objects
 from raytf.compat.patching import patch
 from raytf.compat.tensorflow import may_record
-from raytf.parallel import local_sgd, own_loops, shards, sparse_rows
+from raytf.parallel import local_sgd, own_loops, shards, sparse_rows, step_logs
 from raytf.parallel import step as step_module
 
 # Operations that are searched between a gradient's sum and the optimizer; beyond them it is summed again.
@@ -40,6 +40,8 @@ def gradient(original, self, target, sources, output_gradients=None, unconnected
     places = [i for i, source in enumerate(flat) if _is_alike(step, source)]
     if output_gradients is None and len(places) == len(flat):
         output_gradients = _upstream(step, target)
+    if places and (shown := step_logs.seen()) is not None and shown.sums is not None:
+        shown.sums.check(target)
     with step_module.within(differentiates=True):  # TensorFlow's backward functions contain tapes
         grads = original(self, target, sources, output_gradients, unconnected_gradients)
     later = shards.left_to_optimizer(step, flat, tf.nest.flatten(grads))

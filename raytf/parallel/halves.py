@@ -6,6 +6,7 @@ next to different ones. The mean over a batch is the mean of its halves' means, 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import types
@@ -23,6 +24,8 @@ from raytf.parallel import step as step_module
 # Rows of a tried batch; its halves suit functions that use rows in twos or threes.
 _ROWS = 24
 _FEW_ROWS = 4
+# Rows and numbers of a batch for positions that are named in code, as values[:100].
+_MANY_ROWS, _MANY_NUMBERS = 1024, 1 << 18
 # Maximum size of one tried tensor; above it, dimensions between the rows and the last one shrink.
 _MOST_NUMBERS = 1 << 21
 _SMALL, _UNKNOWN_SIZE = 4, 4
@@ -89,10 +92,18 @@ def outcome(
                 outcomes.append(_tried(function, given, rows, kind, draws))
             except Exception as raised:
                 error = raised
+        if (many := _many(given, rows)) and (few := _agreed(outcomes)) and (few.rows or few.ways):
+            with contextlib.suppress(Exception):  # a function of fewer rows alone
+                outcomes.append(_tried(function, given, rows, 0, draws, count=many))
         if missing is not None and any(trial.rows or MEAN in trial.ways for trial in outcomes):
             outcomes += _tried_with_missing(function, given, rows, draws, missing)
-    if any(trial.unknown for trial in outcomes) or not outcomes:
-        return Outcome(why=f"{type(error).__name__}: {error}" if not outcomes else "")
+    return _agreed(outcomes) or Outcome(why=f"{type(error).__name__}: {error}")
+
+
+def _agreed(outcomes: Sequence[Outcome]) -> Outcome | None:
+    """Returns the outcome of all trials, or None without one."""
+    if not outcomes or any(trial.unknown for trial in outcomes):
+        return Outcome(why="") if outcomes else None
     telling = [trial for trial in outcomes if trial.ways != frozenset((SAME, MEAN, SUM)) or trial.rows] or outcomes
     ways = frozenset.intersection(*(trial.ways for trial in telling))
     return Outcome(ways, all(trial.rows for trial in outcomes))
@@ -185,9 +196,15 @@ class _Gone:
 
 
 def _tried(
-    function: Callable, given: Any, rows: int | None, kind: int, draws: bool, gone: _Gone | None = None
+    function: Callable,
+    given: Any,
+    rows: int | None,
+    kind: int,
+    draws: bool,
+    gone: _Gone | None = None,
+    count: int | None = None,
 ) -> Outcome:
-    count, small = _sizes(given, rows)
+    count, small = _sizes(given, rows) if count is None else (count, {})
     whole = _made_up(given, rows, count, kind, small, gone)
     cut = lambda leaf, made, start, stop: made[start:stop] if has_rows(leaf, rows) else leaf
     part = lambda start, stop: tree.map_structure(lambda *pair: cut(*pair, start, stop), given, whole)
@@ -267,6 +284,13 @@ def _sizes(given: Any, rows: int | None) -> tuple[int, dict[int, int]]:
         return _ROWS, {}
     small = math.prod(largest) * _FEW_ROWS > _MOST_NUMBERS
     return _FEW_ROWS, dict(enumerate(largest[:-1])) if small else {}
+
+
+def _many(given: Any, rows: int | None) -> int:
+    """Returns an even number of rows beyond positions that code names; 0 if the rows are large."""
+    largest = max((math.prod(_inner(leaf)) for leaf in tree.flatten(given) if has_rows(leaf, rows)), default=0)
+    count = min(_MANY_ROWS, _MANY_NUMBERS // max(1, largest)) // 2 * 2
+    return count if largest and count > _ROWS else 0
 
 
 def _inner(leaf: Any) -> list[int]:

@@ -7,6 +7,7 @@ import os
 from raytf.compat import keras_objects
 from raytf.compat.patching import patched
 from raytf.errors import ConfigError
+from raytf.parallel import metric_state
 from raytf.storage import checkpoint_files
 
 FILE = "optimizers.json"
@@ -95,17 +96,19 @@ def build(model, data_batch, method: str = "fit") -> None:
         method: "fit" or "evaluate", whose step the batch is for.
 
     Raises:
-        ConfigError: The model has its own `fit`, and is not built.
+        ConfigError: The model has its own `fit`, and is not built; or a metric keeps its state in Python.
     """
     if has_call(model):
         try:
             keras_objects.build_for(model, data_batch)
         except Exception:
+            metric_state.check(model)
             if not decides_itself(model, method):
                 raise
             _build_by_step(model, data_batch, method)
     elif not unbuilt(model):
         model.built = True
+    metric_state.check(model)
     if model.optimizer is not None and not model.optimizer.built:
         model.optimizer.build(model.trainable_variables)
 

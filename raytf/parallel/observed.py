@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from raytf.collectives.communicator import many_replicas
 from raytf.compat.keras import compile_utils
 from raytf.compat.patching import patched_of
-from raytf.parallel import compiled_call, losses, metrics, step_logs
+from raytf.parallel import compiled_call, losses, metrics, row_sums, step_logs
 from raytf.parallel import step as step_module
 
 
@@ -27,6 +27,7 @@ def step_of(model, function: Callable, training: bool) -> Callable:
     @functools.wraps(function)
     def step(data):
         shown = step_logs.StepObservations(notes)
+        shown.sums = row_sums.RowSums.of(model, data) if many and training else None
         with contextlib.ExitStack() as stack, step_module.within(seen=shown):
             for metric in _metrics_of(model):
                 stack.enter_context(patched_of(metric, "result", functools.partial(metrics.result, metric)))

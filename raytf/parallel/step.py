@@ -33,6 +33,7 @@ class Step:
         self._alike: dict[int, object] = {}  # by id: tensors with equal values on all workers
         self._merged: dict[int, object] = {}  # by id: indices of gradients with unique ids
         self._local: dict[int, object] = {}  # by id: gradients of this worker's rows, for `shards`
+        self._whole: dict[int, object] = {}  # by id: values, and factors, of the rows of all workers
         self._graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
 
     def note_alike(self, tensor) -> None:
@@ -59,6 +60,14 @@ class Step:
         """Whether the ids of a gradient were recorded as unique."""
         return id(gradient.indices) in self._merged
 
+    def note_whole(self, value) -> None:
+        """Records that a value, or what is multiplied by it, is that of the rows of all workers."""
+        self._whole[id(value)] = value
+
+    def is_whole(self, value) -> bool:
+        """Whether a value was recorded as that of the rows of all workers."""
+        return id(value) in self._whole
+
     def is_nested(self) -> bool:
         """Whether the code that is traced is in a function, condition or loop within the step."""
         return not tf.executing_eagerly() and tf.compat.v1.get_default_graph() is not self._graph
@@ -84,7 +93,9 @@ class Step:
 
     def upscale(self, dtype) -> tf.Tensor:
         """Returns global rows over this replica's rows, which reverts the later weight of the gradients."""
-        return tf.cast(tf.math.divide_no_nan(self.global_rows(), tf.cast(self.rows, tf.float64)), dtype)
+        factor = tf.cast(tf.math.divide_no_nan(self.global_rows(), tf.cast(self.rows, tf.float64)), dtype)
+        self.note_whole(factor)
+        return factor
 
     @property
     def known_rows(self) -> int | None:

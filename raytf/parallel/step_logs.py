@@ -83,6 +83,7 @@ class StepObservations:
         written: Ids of assigned variables, see `StepTrace`.
         before: By id of a metric's variable: its value when the step began, if a replica may have no rows.
         added: By id of a layer: its losses from `add_loss`.
+        sums: The check of the losses that tapes differentiate, a `row_sums.RowSums`, or None.
     """
 
     notes: Notes
@@ -90,6 +91,7 @@ class StepObservations:
     written: set[int] = dataclasses.field(default_factory=set)
     before: dict[int, tf.Tensor] = dataclasses.field(default_factory=dict)
     added: dict[int, list[tf.Tensor]] = dataclasses.field(default_factory=dict)
+    sums: Any = None
 
 
 def notes_of(model) -> Notes:

@@ -61,7 +61,10 @@ def computed(step: step_module.Step, function: Callable, given: Any, rows: int |
         leaves[i] = whole
     with step_module.within(whole_batch=Whole(step, counts), step=None):
         value = function(tree.pack_sequence_as(given, leaves))
-    return tree.map_structure(lambda v: _own_part(step, v, extent) if _is_by_row(v) else v, value)
+    value = tree.map_structure(lambda v: _own_part(step, v, extent) if _is_by_row(v) else v, value)
+    for part in tree.flatten(value):
+        step.note_whole(part)
+    return value
 
 
 def _is_by_row(value: Any) -> bool:
@@ -123,6 +126,7 @@ def _gathered(tensor: tf.Tensor, rows, offset, total, scale) -> tf.Tensor:
 
 def _joined(own: tf.Tensor, rows, offset, total) -> tf.Tensor:
     """Returns the rows of all replicas in order."""
+    own = tf.identity(own)  # `row_sums` looks for slices of the batch itself
     if not spans_workers(tf.distribute.get_strategy()):
         return tf.distribute.get_replica_context().merge_call(_concatenated, args=(own, rows))
     placed = tf.pad(own[:rows], [[offset, total - offset - rows]] + [[0, 0]] * (own.shape.rank - 1))

@@ -8,7 +8,6 @@ import select
 import signal
 import sys
 import time
-import traceback
 from collections.abc import Mapping
 
 import psutil
@@ -22,7 +21,7 @@ from raytf.data.record_files import RecordBlocks
 from raytf.data.sampling import Sampling
 from raytf.data.stored import StoredDataset
 from raytf.data.tf_data import Looked, TFData
-from raytf.errors import ConfigError, UnsupportedVersionError, without_escapes
+from raytf.errors import ConfigError, UnsupportedVersionError, user_line, without_escapes
 from raytf.identity import canonical, config_keys, fingerprint
 from raytf.identity.config_keys import AccessTrackingConfig
 from raytf.parallel import model_optimizers
@@ -44,7 +43,7 @@ def inspect(
     block: StoredDataset | TFData,
     rows: int | None = None,
     order: verify.Order | None = None,
-    validation: TFData | None = None,
+    validation: StoredDataset | TFData | None = None,
 ) -> ConfigError | UnsupportedVersionError | Tried:
     """Checks the model and the columns. Returns an error for the driver to raise, or the model's properties.
 
@@ -56,12 +55,12 @@ def inspect(
         block: A block of the training data, or a pipeline.
         rows: Number of rows of the measured steps, or None for no figures.
         order: How to compare two workers with one device meanwhile, or None.
-        validation: A pipeline to check, too, or None.
+        validation: A block of the validation data, or a pipeline, to check, too; or None.
     """
-    block = _here(block)
+    block, validation = _here(block), validation and _here(validation)
     if order is not None and order.validation is not None:
-        order = dataclasses.replace(order, validation=_here(order.validation))
-    for found in (block, order and order.validation):
+        order = dataclasses.replace(order, validation=validation)
+    for found in (block, validation):
         if isinstance(found, ConfigError):
             return found
     warning = _in_a_copy(_look_at_versions) if versions.untested_versions() else None
@@ -82,7 +81,11 @@ def inspect(
 
 
 def _tried(
-    pickled: bytes, block: StoredDataset | TFData, rows: int | None, warning: str | None, validation: TFData | None
+    pickled: bytes,
+    block: StoredDataset | TFData,
+    rows: int | None,
+    warning: str | None,
+    validation: StoredDataset | TFData | None,
 ) -> ConfigError | Tried:
     """Does the work of `inspect` for compatible versions."""
 
@@ -94,6 +97,8 @@ def _tried(
         references = sys.getrefcount(noted)
         looked = _looked(block, validation, config)
         model = check(build_model, noted, block, batch, config.get("batch_size"))
+        if isinstance(block, StoredDataset) and isinstance(validation, StoredDataset):
+            _check_shapes(block, validation, dataclasses.replace(batch, map=None))
         noted.read |= config_keys.mentioned_keys(build_model).intersection(config)  # keys that its functions read later
         identity = _identity(model, noted, config, block, batch)
         functions = [build_model] if callbacks is None else [build_model, callbacks]
@@ -359,7 +364,9 @@ def _feed(block: StoredDataset | TFData, batch: BatchSpec, rows: int):
     return open_feed(block, batch, Sampling(global_batch=rows), told={"steps": 1})
 
 
-def _looked(block: StoredDataset | TFData, validation: TFData | None, config: Mapping) -> dict[str, Looked]:
+def _looked(
+    block: StoredDataset | TFData, validation: StoredDataset | TFData | None, config: Mapping
+) -> dict[str, Looked]:
     from raytf.data import pipeline
 
     sampling = Sampling(global_batch=config["batch_size"])
@@ -451,6 +458,21 @@ def check(build_model, config, first: StoredDataset | TFData, batch: BatchSpec, 
     return model
 
 
+def _check_shapes(block: StoredDataset, validation: StoredDataset, batch: BatchSpec) -> None:
+    """Raises ConfigError for validation columns of other shapes than those of the training."""
+    import tensorflow as tf
+
+    specs = [tf.nest.flatten(_feed(data, batch, 1).dataset().element_spec) for data in (block, validation)]
+    for column, one, other in zip(batch.columns, *specs, strict=False):
+        text = (one.dtype == tf.string) != (other.dtype == tf.string)
+        if text or not one.shape.is_compatible_with(other.shape):
+            raise ConfigError(
+                "Columns of the validation must have the shapes that they have in the training",
+                f"{', '.join(column.names)}: {_shape(other)} in 'validation', {_shape(one)} in 'train'",
+                "Make both by the same steps",
+            )
+
+
 def _missing(key: str, config: AccessTrackingConfig, where: str) -> ConfigError:
     option = "--learning-rate NUMBER" if key == "learning_rate" else f"--set {key}=VALUE"
     return ConfigError(
@@ -517,7 +539,4 @@ def _first_line(error: BaseException) -> str:
 
 
 def _where(error: BaseException) -> str:
-    frames = traceback.extract_tb(error.__traceback__)
-    # a missing key is raised in raytf's dict: the last frame outside of it is the user's line
-    last = next((frame for frame in reversed(frames) if frame.filename != config_keys.__file__), frames[-1])
-    return f"{_first_line(error)} ({last.filename.rsplit('/', 1)[-1]}, line {last.lineno})"
+    return f"{_first_line(error)}{user_line(error)}"

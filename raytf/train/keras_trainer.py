@@ -565,7 +565,7 @@ class KerasTrainer:
         names = sorted(set(config) - set(own))
         pickled = cloudpickle.dumps((self.build_model, dict(config), self.batch, names, self.callbacks))
         order = self._comparison(blocks, goes_on) if rows is None else None
-        validation = None if "validation" in ray_datasets else blocks.get("validation")
+        validation = blocks["validation"].first() if "validation" in blocks else None
         found = processes.ask(inspect, pickled, blocks["train"].first(), rows, order, validation)
         if isinstance(found, Exception):
             raise found
@@ -584,9 +584,10 @@ class KerasTrainer:
         if not self.verify or replicas < 2 or self.num_ps or self.tensorflow_config.sync_every > 1:
             return None
         validation = blocks["validation"].first() if "validation" in blocks else None
+        order = verify.Order(batch=self.config["batch_size"], validation=validation, goes_on=goes_on)
         if self.verify == "error":
-            return verify.Order(validation=validation, seconds=timeouts.get().verify_error)
-        return verify.Order(validation=validation, goes_on=goes_on)
+            return dataclasses.replace(order, goes_on=False, seconds=timeouts.get().verify_error)
+        return order
 
 
 def _goes_on(last: run_folder.LastCheckpoint, order: Mapping[str, Any]) -> str:

@@ -41,6 +41,8 @@ logger = logs.get_logger(__name__)
 _ROWS = (12, 7)
 _LARGE_ROWS = (6, 3)
 _LARGE_ROW_BYTES = 64 << 10
+# Most rows and bytes of a whole global batch, and rows of the step after it.
+_MOST_ROWS, _MOST_BYTES, _ROWS_AFTER = 1024, 4 << 20, 5
 # Smaller differences are rounding, relative to a value, or to the change of a weight in the steps.
 _ROUNDING, _HALF_ROUNDING = 1e-5, 2e-2
 # A difference counts if it exceeds so many times the effect of other last bits and other seeds.
@@ -98,11 +100,13 @@ class Order:
     """How to compare two workers with one device.
 
     Args:
+        batch: Rows of the training's steps.
         validation: A block of the validation data, or None.
         goes_on: Whether the comparison continues after the calling process' wait for it; otherwise it is ended.
         seconds: Limit of that wait, or None for the default.
     """
 
+    batch: int
     validation: StoredDataset | TFData | None = None
     goes_on: bool = False
     seconds: float | None = None
@@ -135,18 +139,21 @@ def trial_of(pickled: bytes, block: StoredDataset | TFData, order: Order) -> Cal
     """
     train = few_rows(block)
     held_out = None if order.validation is None else few_rows(order.validation)
+    whole = whole_batch(block, order.batch)
+    whole_held_out = None if order.validation is None else whole_batch(order.validation, order.batch)
 
     def trial():
         from raytf.worker.verification import VerificationTask
 
         build_model, config, batch, *_ = cloudpickle.loads(pickled)
-        return VerificationTask(
+        few = VerificationTask(
             build=lambda: build_model(dict(config)),
             batch=batch,
             rows=train[0],
             validation=None if held_out is None else held_out[0],
             global_batch=train[1],
         )
+        return few.with_whole_batch(whole, whole_held_out)
 
     return trial if train is not None else Proof(skipped="the data has one row")
 
@@ -164,9 +171,28 @@ def few_rows(block: StoredDataset | TFData) -> tuple[StoredDataset | TFData, int
     count = min(wanted, table.num_rows)
     if count < 2:
         return None
+    return _spread(block, table, count), min(first, max(2, (count + 2) // 2))
+
+
+def whole_batch(block: StoredDataset | TFData, batch: int) -> tuple[StoredDataset | TFData, int] | None:
+    """Returns (rows, rows of the first step) with the training's own steps, for code that names positions in a batch.
+
+    None if `few_rows` has as many rows, or if the rows are large.
+    """
+    if isinstance(block, TFData):
+        return (block, batch) if _ROWS[1] < batch <= _MOST_ROWS else None
+    table = stored.as_table(block.get()[0])
+    first = min(batch, _MOST_ROWS, table.num_rows - _ROWS_AFTER)
+    if first <= _ROWS[1] or table.nbytes / table.num_rows * first > _MOST_BYTES:
+        return None
+    return _spread(block, table, first + _ROWS_AFTER), first
+
+
+def _spread(block: StoredDataset, table: pa.Table, count: int) -> StoredDataset:
+    """Returns so many rows from all over a block."""
     places = np.linspace(0, table.num_rows - 1, count).astype(int)
     rows = pa.concat_tables([table.slice(int(place), 1) for place in places])  # `take` lacks some types of columns
-    return StoredDataset([rows], [count], block.columns), min(first, max(2, (count + 2) // 2))
+    return StoredDataset([rows], [count], block.columns)
 
 
 # ------------------------------------------------------------------------------------------ the processes
@@ -324,6 +350,8 @@ class ForkedTraining:
 class _Supervisor:
     """Trains on one device and on two workers, and compares them; trains on one device again if they differ.
 
+    A model with code of the user's is compared on a few rows, and then on a whole global batch.
+
     Args:
         trial: Returns a `verification.VerificationTask`.
         asking: Id of the process that requested the comparison.
@@ -331,14 +359,20 @@ class _Supervisor:
 
     def __init__(self, trial: Callable[[], Any], asking: int):
         self._trial, self._asking, self._eagerly = trial, asking, True
+        self._whole_s: float | None = None
         self._until = time.monotonic() + timeouts.get().verify
 
     def proof(self) -> Proof:
         result = self._compared()
         if result.failed is not None and result.failed.startswith("one device"):
             self._eagerly = False  # the model may work in graphs only
-            return self._compared()
-        return result
+            result = self._compared()
+        # the user's own code may name positions that few rows do not have
+        if result.text() or self._whole_s is None or time.monotonic() + 3 * self._whole_s > self._until:
+            return result
+        few, self._trial = self._trial, lambda: few().whole
+        whole = self._compared()
+        return result if whole.failed is not None else whole
 
     def _compared(self) -> Proof:
         with local_addresses(2) as addresses:
@@ -379,6 +413,7 @@ class _Supervisor:
         two, second, single = self._ended(runs)
         if (done := _unable(single, two, second)) is not None:
             return done
+        self._whole_s = single.get("whole_s")
         suspects = suspected(single, two)
         alike = two["digest"] == second["digest"]
         if not suspects and alike:
@@ -603,8 +638,9 @@ def _why_weights(traits: Mapping[str, Any]) -> str:
         )
     if "train_step" in methods:
         return (
-            f"train_step ({methods['train_step']}) makes something of its own worker's rows, as a mean by tf.shape is. "
-            "Take the loss from self.compute_loss(x, y, y_pred), and leave clipping to the optimizer"
+            f"train_step ({methods['train_step']}) makes something of its own worker's rows, as a sum, a slice or a "
+            "mean by tf.shape is. Take the loss from self.compute_loss(x, y, y_pred), and leave clipping to the "
+            "optimizer"
         )
     if "compute_loss" in methods:
         return (

@@ -41,6 +41,9 @@ class SweepOptions:
         number = self.num_samples
         if isinstance(number, bool) or not isinstance(number, int) or (number < 1 and number != -1):
             raise ConfigError("num_samples must be at least 1, or -1", repr(number), "Choose how many trials to run")
+        if not isinstance(self.metric, str):
+            rule = "metric must be the name of a metric that the trials report"
+            raise ConfigError(rule, repr(self.metric), 'For example "loss" or "val_accuracy"')
         validation.check_word("mode", self.mode, validation.MODES)
         for name in ("max_concurrent_trials", "report_every_steps"):
             value = getattr(self, name)

@@ -38,13 +38,31 @@ _CALL = re.compile(rf"\s*(tune\.)?({'|'.join(FUNCTIONS)})\s*\(")
 
 
 def check_space(space: Mapping[str, Any]) -> None:
-    """Raises ConfigError unless the space is a dict with at least one name."""
+    """Raises ConfigError unless the space is a dict with at least one name, each of which can have a value."""
     if not isinstance(space, Mapping) or not space or not all(isinstance(name, str) for name in space):
         raise ConfigError(
             "param_space must be a dict of config keys",
             repr(space),
             'For example {"learning_rate": tune.loguniform(1e-4, 1e-1)}',
         )
+    for name, value in space.items():
+        if (_is_grid(value) and not value["grid_search"]) or (isinstance(value, Categorical) and not value.categories):
+            raise ConfigError(
+                "Each key of param_space must have a value", f"{name!r} with none", "Add values to its list"
+            )
+
+
+def numbers(value: Any, name: str) -> list[int]:
+    """Returns the smallest and largest, or all, numbers of a key that needs integers of at least 1.
+
+    Raises:
+        ConfigError: They are others, or unknown before the trials.
+    """
+    found = key_bounds(value, name)
+    if not all(isinstance(n, (int, np.integer)) and n >= 1 for n in found):
+        rule = f"{name} of a trial must be an integer of at least 1"
+        raise ConfigError(rule, found, f"Put numbers of {name.removeprefix('num_')} into the space")
+    return [int(n) for n in found]
 
 
 def key_bounds(value: Any, name: str) -> list:
@@ -66,6 +84,11 @@ def key_bounds(value: Any, name: str) -> list:
             "Use tune.choice, tune.grid_search or tune.randint",
         )
     return [value]
+
+
+def is_listed(value: Any) -> bool:
+    """Whether all values of a key are written out."""
+    return _is_grid(value) or isinstance(value, Categorical)
 
 
 def _is_grid(value: Any) -> bool:
@@ -107,12 +130,18 @@ def make_scheduler(given: Any, space: Mapping[str, Any], epochs: int):
         epochs: Number of reports of a whole trial.
 
     Raises:
-        ConfigError: The name is unknown, or "pbt" cannot mutate the space.
+        ConfigError: The name is unknown, "pbt" cannot mutate the space, or an object has a metric of its own.
     """
     from ray.tune import schedulers
 
     if given is None or given == "fifo":
         return None
+    if isinstance(given, schedulers.TrialScheduler) and given.metric is not None:
+        raise ConfigError(
+            "A sweep tells its scheduler the metric and the mode",
+            f"{type(given).__name__}(metric={given.metric!r}, ...)",
+            "Leave metric and mode out of the scheduler; sweep(metric=..., mode=...) has them",
+        )
     if isinstance(given, schedulers.HyperBandScheduler):
         return schedulers_module.with_fixed_hyperband(given)
     if isinstance(given, schedulers.TrialScheduler):

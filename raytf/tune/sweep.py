@@ -171,9 +171,10 @@ def sweep(
         options = dataclasses.replace(options, sample=space.sample_config(dict(param_space)))
     given = dict(param_space or {})
     config = trainer.config if isinstance(trainer, KerasTrainer) else dict(trainer.train_loop_config or {})
-    epochs = max(
-        (int(e) for e in space.key_bounds(given.get("epochs", config.get("epochs", 100)), "epochs")), default=1
-    )
+    bounded = space.numbers if isinstance(trainer, KerasTrainer) else space.key_bounds
+    epochs = max((int(e) for e in bounded(given.get("epochs", config.get("epochs", 100)), "epochs")), default=1)
+    if isinstance(trainer, KerasTrainer) and space.is_listed(given.get("batch_size")):
+        space.numbers(given["batch_size"], "batch_size")
     chosen = space.make_scheduler(scheduler, given, epochs)
     if isinstance(chosen, HyperBandScheduler) and max_concurrent_trials is not None:
         raise ConfigError(
@@ -420,12 +421,7 @@ def _check_room(scaling_config, given: Mapping[str, Any]) -> tuple[int, float]:
 
 def _largest(scaling_config, given: Mapping[str, Any]) -> int:
     """Returns the number of workers of the largest trial of a space."""
-    counts = space.key_bounds(given.get("num_workers", scaling_config.num_workers), "num_workers")
-    if not all(isinstance(n, (int, np.integer)) and n >= 1 for n in counts):
-        raise ConfigError(
-            "num_workers of a trial must be an integer of at least 1", counts, "Put numbers of workers into the space"
-        )
-    return int(max(counts))
+    return max(space.numbers(given.get("num_workers", scaling_config.num_workers), "num_workers"))
 
 
 def _plan(trainer, config: Mapping[str, Any], options: SweepOptions, training: Prepared, failures: float, shown):

@@ -26,7 +26,7 @@ from pyarrow.fs import FileType, LocalFileSystem, copy_files
 from raytf.compat import keras_objects
 from raytf.console import quiet
 from raytf.data import columns
-from raytf.errors import ConfigError, first_line, one_line
+from raytf.errors import ConfigError, first_line, one_line, without_escapes
 from raytf.parallel import model_optimizers
 from raytf.storage import checkpoint_files, gather_io, plain_values, scratch, snapshot_store
 from raytf.storage.checkpoint_files import (
@@ -617,8 +617,8 @@ def _load_run(stored: StorageLocation, choice: CheckpointSelector, arguments):
             return _load_chosen(kept, stored.shown, choice, arguments)
         raise ConfigError(
             f"A model is loaded from a run's folder, or from a checkpoint folder that holds {MODEL}",
-            f"{stored.shown!r} ({first_line(error)})",
-            "Look for it under the storage path of the run",
+            f"{stored.shown!r}, in which there is neither",
+            "Look for it below the storage path of the run, or train longer: `raytf runs DIR` lists runs",
         ) from error
     kept = _checkpoints_of(result)
     if not kept:
@@ -765,8 +765,9 @@ def _build(file: str) -> dict:
 
 
 def _keras_message(error: Exception) -> str:
-    """Returns Keras' message without the whole config, which comes from an untrusted file."""
-    text = first_line(error).split(" Full object config")[0]
+    """Returns the cause in Keras' message without the whole config, which comes from an untrusted file."""
+    cause = without_escapes(error).rpartition("Exception encountered: ")[2]
+    text = first_line(cause).split(" Full object config")[0]
     return f"{type(error).__name__}: {text[:300]}{'...' if len(text) > 300 else ''}"
 
 

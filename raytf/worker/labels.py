@@ -20,7 +20,7 @@ _BINARY = (keras.losses.binary_crossentropy, keras.losses.binary_focal_crossentr
 
 
 def check_kind(model, spec) -> None:
-    """Raises ConfigError for string labels of a Keras loss.
+    """Raises ConfigError for string labels of a Keras loss, and for string weights.
 
     Args:
         model: A compiled model, built or not.
@@ -28,8 +28,12 @@ def check_kind(model, spec) -> None:
     """
     if not isinstance(spec, tuple) or len(spec) < 2 or not _steps_as_keras(model) or not _is_kerass(model.loss):
         return
-    strings = [tensor for tensor in tf.nest.flatten(spec[1]) if getattr(tensor, "dtype", None) == tf.string]
-    if strings:
+    strings = [any(getattr(t, "dtype", None) == tf.string for t in tf.nest.flatten(part)) for part in spec]
+    if any(strings[2:]):
+        raise ConfigError(
+            "Sample weights must be numbers", "weights that are strings", "Make numbers of them: weights.astype(float)"
+        )
+    if strings[1]:
         raise ConfigError(
             "Labels must be numbers, as a loss computes with them",
             "labels that are strings",

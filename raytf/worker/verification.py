@@ -12,6 +12,7 @@ import inspect
 import json
 import os
 import random
+import time
 import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -61,6 +62,7 @@ class VerificationTask:
         validation_batch: Columns of a validation batch; None: those of the training, without its map.
         validation_structure: Structure of the validation; None: as in the training.
         most_bytes: Largest size of a model's variables in bytes; larger models are skipped.
+        whole: The same with the training's global batch, for models with code of the user's, or None.
     """
 
     build: Callable[[], Any]
@@ -72,6 +74,16 @@ class VerificationTask:
     validation_batch: BatchSpec | None = None
     validation_structure: Callable | None = None
     most_bytes: int = 64 << 20
+    whole: VerificationTask | None = None
+
+    def with_whole_batch(self, train: tuple | None, validation: tuple | None) -> VerificationTask:
+        """Returns the task with results of `verify.whole_batch`, which may be None."""
+        if train is None:
+            return self
+        held_out = self.validation if validation is None else validation[0]
+        return dataclasses.replace(
+            self, whole=dataclasses.replace(self, rows=train[0], validation=held_out, global_batch=train[1])
+        )
 
     def dataset(self, shard: Shard, validation: bool = False) -> tf.data.Dataset | None:
         """Returns the dataset of a worker, or None without validation."""
@@ -165,7 +177,7 @@ def _train_two_steps(trial: VerificationTask, eagerly: bool, shard: Shard, begin
     """Returns the results of two steps by name, or {"skipped": reason}.
 
     The result is "digest"; on rank 0 also "logs", "weights", "states", "slots", "rates" and "half"; on one device also
-    "traits".
+    "traits", and "whole_s", the estimated seconds of `VerificationTask.whole`, if that is needed.
     """
     tf.config.threading.set_intra_op_parallelism_threads(1)
     tf.config.threading.set_inter_op_parallelism_threads(2)
@@ -203,9 +215,10 @@ def _fit_two_steps(trial: VerificationTask, eagerly: bool, model, train, shard: 
     initial = [np.asarray(v) for v in model.trainable_variables]
     model.jit_compile = False
     model.run_eagerly, model.steps_per_execution = eagerly, 1
-    python = _of_python(model)
+    python, began = _of_python(model), time.monotonic()
     with constant_draws(), patched(compiled_update, "enabled", False):  # two steps do not pay for XLA's time
         history = model.fit(train, validation_data=trial.dataset(shard, validation=True), verbose=0, shuffle=False)
+    seconds = time.monotonic() - began
     weights = [np.asarray(v) for v in model.trainable_variables]
     rates, slots = _rates_and_slots(model)
     crc = 0
@@ -226,7 +239,10 @@ def _fit_two_steps(trial: VerificationTask, eagerly: bool, model, train, shard: 
     if shard.count > 1:
         return results
     changed = sorted(name for name, value in _of_python(model).items() if python.get(name) != value)
-    return results | {"traits": custom_code(model) | {"python": changed}}
+    found = custom_code(model)
+    if trial.whole is not None and any(found.values()):
+        results["whole_s"] = seconds * trial.whole.global_batch / trial.global_batch
+    return results | {"traits": found | {"python": changed}}
 
 
 def _rates_and_slots(model) -> tuple[list[tuple[str, np.ndarray]], list[tuple[str, np.ndarray]]]:

@@ -325,6 +325,42 @@ def numbers_of_a_clock():
     return plain(kind=Drifting)
 
 
+def _crossentropy(y, y_pred):
+    import keras
+
+    return keras.losses.sparse_categorical_crossentropy(y, y_pred)
+
+
+def sum_of_halves():
+    """A sum over the batch by a constant, from its two halves."""
+    import tensorflow as tf
+
+    def loss_of(model, x, y, y_pred):
+        first = tf.reduce_sum(_crossentropy(y[:8], model(x[:8], training=True)))
+        return (first + tf.reduce_sum(_crossentropy(y[8:], y_pred[8:]))) / 16
+
+    return _own_step(loss_of)
+
+
+def first_rows_of_a_step():
+    """A slice that a step of few rows does not reach."""
+    import tensorflow as tf
+
+    return _own_step(lambda model, x, y, y_pred: tf.reduce_mean(_crossentropy(y, y_pred)[:8]))
+
+
+def first_rows_of_a_layer():
+    """A layer that changes the first rows of a batch alone."""
+    import keras
+    from keras import ops
+
+    class Fixed(keras.layers.Layer):
+        def call(self, x):
+            return ops.concatenate([x[:9], 0.5 * x[9:]])
+
+    return plain(Fixed())
+
+
 def broken():
     raise RuntimeError("no such model")
 
@@ -347,13 +383,15 @@ def main(path: str, names: list[str]) -> None:
     x, y = random.normal(size=(ROWS, 6)).astype("float32"), random.integers(0, 4, ROWS)
     table = pa.table({"x": pa.FixedSizeListArray.from_arrays(pa.array(x.ravel()), 6), "y": y})
     batch = BatchSpec.parsed("x", "y")
-    rows, first = verify.few_rows(StoredDataset([table], [ROWS], ["x", "y"]))
+    block = StoredDataset([table], [ROWS], ["x", "y"])
+    (rows, first), whole = verify.few_rows(block), verify.whole_batch(block, 16)
 
     def trial(build):
         def made():
             from raytf.worker.verification import VerificationTask
 
-            return VerificationTask(build=build, batch=batch, rows=rows, validation=rows, global_batch=first)
+            few = VerificationTask(build=build, batch=batch, rows=rows, validation=rows, global_batch=first)
+            return few.with_whole_batch(whole, whole)
 
         return made
 

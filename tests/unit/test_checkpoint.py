@@ -144,6 +144,18 @@ def test_a_model_that_keras_knows_is_loaded_with_its_optimizer(tmp_path):
     assert int(loaded.optimizer.iterations) == 3
 
 
+def test_a_class_that_is_not_given_is_named(tmp_path):
+    import keras
+
+    class Scale(keras.layers.Layer):
+        def call(self, x):
+            return 2 * x
+
+    keras.Sequential([keras.Input((2,)), Scale()]).save(tmp_path / "own.keras")
+    with pytest.raises(ConfigError, match=r"Could not locate class 'Scale'.*or custom_objects={name: class}"):
+        checkpoint.load_model(tmp_path / "own.keras")
+
+
 @pytest.mark.slow
 def test_a_model_that_keras_does_not_know_is_built_by_the_function_that_is_passed(tmp_path, monkeypatch):
     model, x = saved(tmp_path, subclassed, tokenizer=object(), sizes=(1, 2))

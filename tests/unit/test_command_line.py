@@ -103,6 +103,15 @@ def epoch(folder, run: str, number: int, epochs: int = 3, stopped: bool = False,
     os.utime(where / "state.json", (1e9 + number, 1e9 + number))
 
 
+def test_runs_that_are_not_there(tmp_path):
+    runner = CliRunner()
+    done = runner.invoke(cli.main, ["runs", str(tmp_path)])
+    assert done.exit_code == 0 and f"no runs in {tmp_path}: name the folder given as --storage" in done.output
+    epoch(tmp_path, "done", 1, loss=[3.0])
+    done = runner.invoke(cli.main, ["runs", str(tmp_path), "--metric", "los"])
+    assert "has the metric 'los'" in done.output and "interrupted" in done.output
+
+
 def test_runs_of_a_folder(tmp_path):
     epoch(tmp_path, "team/done", 3, val_loss=[3.0, 1.0, 2.0], acc=[0.5, 0.7, 0.6])
     epoch(tmp_path, "broken", 2, loss=[2.0, float("nan")])

@@ -5,7 +5,7 @@ import sys
 import pytest
 from ray.exceptions import RayActorError
 
-from raytf.errors import ConfigError, ResourceError, TrainingError, first_line, one_line
+from raytf.errors import ConfigError, ResourceError, TrainingError, first_line, one_line, user_line
 from raytf.train.run_worker import with_stack
 
 
@@ -45,7 +45,22 @@ def test_an_error_in_what_autograph_has_made_is_the_user_s_own():
 
     with pytest.raises(Exception, match="in user code") as caught:
         outer(tf.ones(3))
-    assert one_line(caught.value) == r"KeyError: 'no (3,)\nhere'"
+    line = r"KeyError: 'no (3,)\nhere' (test_errors.py, line "
+    assert one_line(caught.value).startswith(line) and user_line(caught.value) in one_line(caught.value)
+
+
+def test_an_error_in_a_function_given_to_map_names_the_users_line():
+    import tensorflow as tf
+
+    def fails(x):
+        return x["none"]
+
+    with pytest.raises(TypeError) as caught:
+        tf.data.Dataset.range(3).map(fails)
+    assert user_line(caught.value) == f" (test_errors.py, line {fails.__code__.co_firstlineno + 1})"
+    with pytest.raises(tf.errors.OpError) as caught:
+        list(tf.data.Dataset.range(3).map(lambda x: tf.py_function(lambda x: {}[int(x)], [x], tf.int64)))
+    assert one_line(caught.value).startswith("KeyError: 0 (")
 
 
 def test_what_keras_makes_bold_is_plain():

@@ -25,6 +25,7 @@ COMPARING = {
     "of the rows before": lambda y, p: ops.cumsum(p[:, 0]),
     "of a part": lambda y, p: tf.boolean_mask(p[:, 0], p[:, 0] > 0.5),
     "one for all": lambda y, p: ops.mean(y - p)[None],
+    "from position 64 on": lambda y, p: ops.concatenate([p[:64, 0], 2 * p[64:, 0]]),
 }
 
 
@@ -47,6 +48,7 @@ NEITHER = {
     "spread": lambda y, p: ops.std(p),
     "ratio of sums": lambda y, p: ops.sum(y * p) / ops.sum(p * p),
     "largest": lambda y, p: ops.max(p),
+    "of the first hundred": lambda y, p: ops.mean(ops.square(y - p)[:100]),
 }
 
 

@@ -134,6 +134,26 @@ def test_the_dry_run_knows_what_trials_report(function, logs):
     assert isinstance(tried, dry_run.Tried) and tried.logs == logs, tried
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("x", "y", "why"),
+    [
+        (np.ones((4, 2), np.float32), np.ones(4), "x: float32(None, 2) in 'validation', float32(None, 1) in 'train'"),
+        (np.ones((4, 1), np.float32), ["a"] * 4, "y: string(None,) in 'validation', float32(None,) in 'train'"),
+        (np.ones((4, 1), np.float32), np.ones(4), None),
+    ],
+)
+def test_columns_of_the_validation_have_the_shapes_of_the_training(x, y, why):
+    def block(x, y):
+        table = pa.table({"x": pa.FixedSizeListArray.from_arrays(pa.array(x.ravel()), x.shape[1]), "y": y})
+        return StoredDataset([table], [4], ["x", "y"])
+
+    pickled = cloudpickle.dumps((build, {"batch_size": 2, "epochs": 1}, BatchSpec.parsed("x", "y"), [], None))
+    train = block(np.ones((4, 1), np.float32), np.ones(4, np.float32))
+    tried = dry_run.inspect(pickled, train, validation=block(x, y))
+    assert isinstance(tried, dry_run.Tried) if why is None else why in str(tried), tried
+
+
 def test_callbacks_may_be_a_list():
     stopping = keras.callbacks.EarlyStopping(patience=3)
     function = arguments.callbacks_function([stopping])

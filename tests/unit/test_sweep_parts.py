@@ -62,6 +62,25 @@ def test_numbers_of_a_key():
         space.key_bounds(tune.uniform(1, 2), "num_workers")
 
 
+@pytest.mark.parametrize("value", [tune.grid_search([]), tune.choice([])])
+def test_a_key_without_a_value_is_named(value):
+    with pytest.raises(ConfigError, match="received: 'rate' with none"):
+        space.check_space({"batch_size": 3, "rate": value})
+
+
+def test_numbers_that_a_trial_cannot_have():
+    assert space.numbers(tune.choice([2, 4]), "epochs") == [2, 4]
+    for value in (tune.choice(["a"]), 0, tune.grid_search([4, 0]), 1.5):
+        with pytest.raises(ConfigError, match="batch_size of a trial must be an integer of at least 1"):
+            space.numbers(value, "batch_size")
+
+
+def test_a_scheduler_with_a_metric_of_its_own_is_refused_at_once():
+    own = schedulers.ASHAScheduler(metric="mae", mode="min")
+    with pytest.raises(ConfigError, match=r"received: AsyncHyperBandScheduler\(metric='mae', ...\). Leave metric"):
+        space.make_scheduler(own, {}, 3)
+
+
 def test_names_of_schedulers_and_searches():
     domain = {"learning_rate": tune.loguniform(1e-4, 1e-1), "batch_size": 32, "num_workers": tune.choice([1, 2])}
     assert space.make_scheduler(None, domain, 3) is None and space.make_scheduler("fifo", domain, 3) is None
@@ -142,6 +161,7 @@ def test_what_a_sweep_remembers():
     [
         ({"num_samples": 0}, "num_samples must be at least 1, or -1; received: 0"),
         ({"num_samples": True}, "num_samples must be at least 1, or -1; received: True"),
+        ({"metric": None}, "metric must be the name of a metric that the trials report; received: None"),
         ({"mode": "best"}, "mode must be one of min, max; received: 'best'"),
         ({"max_concurrent_trials": 0}, "max_concurrent_trials must be at least 1, or None"),
         ({"report_every_steps": 0}, "report_every_steps must be at least 1, or None"),

@@ -71,6 +71,9 @@ def test_what_differs_is_named_with_its_cause(tmp_path):
         "set_by_the_first_batch": ("other weights than each other",),
         "balances_experts": ("Experts (models_to_verify.py, line ", "pass means to add_loss"),
         "numbers_of_a_clock": ("other weights than each other",),
+        "sum_of_halves": ("all weights", "train_step (models_to_verify.py, line "),
+        "first_rows_of_a_step": ("all weights", "train_step (models_to_verify.py, line "),
+        "first_rows_of_a_layer": ("all weights", "Fixed (models_to_verify.py, line "),
     }
     proofs = proofs_of(wanted, tmp_path)
     for name, texts in wanted.items():
@@ -155,6 +158,20 @@ def test_few_rows_come_from_all_over_a_block_and_divide_unevenly():
     places, first = few(1000)
     assert (places[0], places[-1], len(places), first) == (0, 999, 12, 7)
     assert len(few(100, width=1 << 17)[0]) == 6 and few(100, width=1 << 17)[1] == 3
+
+
+def test_a_whole_batch_is_that_of_the_training_if_it_is_small():
+    import pyarrow as pa
+
+    from raytf.data.stored import StoredDataset
+
+    def whole(batch, count=2000, width=1):
+        table = pa.table({"x": list(range(count)), "wide": [b"." * width] * count})
+        found = verify.whole_batch(StoredDataset([table], [count], ["x", "wide"]), batch)
+        return None if found is None else (found[0].refs[0].num_rows, found[1])
+
+    assert whole(64) == (69, 64) and whole(4096) == (1029, 1024) and whole(64, count=40) == (40, 35)
+    assert whole(7) is None and whole(64, count=12) is None and whole(64, width=1 << 17) is None
 
 
 def test_what_trains_ends_with_the_process_that_asked_for_it():
