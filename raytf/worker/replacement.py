@@ -229,7 +229,7 @@ class RecoveryCallback(TrainingPart):
         logs = metrics.logs_of(model, known) if self._steps_made() >= self._position.steps else {}
         own_state.put(model, values)
         name = step_folders.folder_name(step, copy=self._holder.ring.rank > 0)
-        session.save_now(name, model, self._files(lambda v: known[id(v)], logs))
+        session.save_sync(name, model, self._files(lambda v: known[id(v)], logs))
         return step
 
     def _shared(self) -> dict[str, Any]:

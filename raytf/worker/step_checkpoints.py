@@ -197,7 +197,7 @@ class StepCheckpointCallback(TrainingPart):
                 elif writers > 1:
                     session.save_part(step_folders.folder_name(step), self.model, writers)
                 elif chief:
-                    session.hold(step_folders.folder_name(step), self.model, parts)
+                    session.hold_in_memory(step_folders.folder_name(step), self.model, parts)
             if in_memory and self._holders.peer:
                 parts = snapshot_parts.broadcast_parts(strategy, parts)
                 holds, peer = self._holders.own and not chief, 0
@@ -205,7 +205,7 @@ class StepCheckpointCallback(TrainingPart):
                     (peer,) = map(int, communicator.sum_over_workers(strategy, [np.int64(holds * session.rank)]))
                 with shards.whole(self.model, peer):
                     if holds:
-                        session.hold(step_folders.folder_name(step, copy=True), self.model, parts)
+                        session.hold_in_memory(step_folders.folder_name(step, copy=True), self.model, parts)
 
     def _parts(self, values: list, logs: Mapping) -> dict:
         """Returns the parts of a checkpoint of this step, without the model."""

@@ -165,7 +165,7 @@ class _Session(resume_scenarios.Stored):
         super().save_step(name, model, parts, writers)
         _plain_keras_reads(os.path.join(self._kept, name, "model.keras"), model)
 
-    def hold(self, name, model, parts):
+    def hold_in_memory(self, name, model, parts):
         raise AssertionError("no memory_every was given")
 
 
