@@ -25,6 +25,8 @@ from raytf.data import gather
 from raytf.data.file_source import refused_in_task
 
 FIRST_ROWS = 1000
+# Rows, and so blocks at most, that are tried before a training.
+_TRIED_ROWS = 128
 
 
 @dataclass(frozen=True)
@@ -46,8 +48,11 @@ class StoredDataset:
         return [ray.get(ref) if isinstance(ref, ray.ObjectRef) else ref for ref in self.refs]
 
     def first(self) -> StoredDataset:
-        """Returns the dataset of only the first block."""
-        return StoredDataset(self.refs[:1], self.rows[:1], self.columns)
+        """Returns the dataset of the first block, and of more if these have few rows, as after `from_items`."""
+        count = 1
+        while count < len(self.rows) and sum(self.rows[:count]) < _TRIED_ROWS:
+            count += 1
+        return StoredDataset(self.refs[:count], self.rows[:count], self.columns)
 
     def here(self) -> StoredDataset:
         """Returns the dataset with blocks instead of references."""

@@ -165,7 +165,7 @@ def few_rows(block: StoredDataset | TFData) -> tuple[StoredDataset | TFData, int
     """
     if isinstance(block, TFData):
         return block, _ROWS[1]
-    table = stored.as_table(block.get()[0])
+    table = _table_of(block)
     large = table.nbytes > _LARGE_ROW_BYTES * max(1, table.num_rows)
     wanted, first = _LARGE_ROWS if large else _ROWS
     count = min(wanted, table.num_rows)
@@ -181,11 +181,17 @@ def whole_batch(block: StoredDataset | TFData, batch: int) -> tuple[StoredDatase
     """
     if isinstance(block, TFData):
         return (block, batch) if _ROWS[1] < batch <= _MOST_ROWS else None
-    table = stored.as_table(block.get()[0])
+    table = _table_of(block)
     first = min(batch, _MOST_ROWS, table.num_rows - _ROWS_AFTER)
     if first <= _ROWS[1] or table.nbytes / table.num_rows * first > _MOST_BYTES:
         return None
     return _spread(block, table, first + _ROWS_AFTER), first
+
+
+def _table_of(block: StoredDataset) -> pa.Table:
+    """Returns the rows of all blocks that have the types of the first one."""
+    tables = [stored.as_table(part) for part in block.get()]
+    return pa.concat_tables([table for table in tables if table.schema.equals(tables[0].schema)])
 
 
 def _spread(block: StoredDataset, table: pa.Table, count: int) -> StoredDataset:

@@ -160,6 +160,19 @@ def test_few_rows_come_from_all_over_a_block_and_divide_unevenly():
     assert len(few(100, width=1 << 17)[0]) == 6 and few(100, width=1 << 17)[1] == 3
 
 
+def test_rows_come_from_several_blocks_if_these_have_few():
+    """`ray.data.from_items` makes a block of each of few rows."""
+    import pyarrow as pa
+
+    from raytf.data.stored import StoredDataset
+
+    blocks = [pa.table({"x": [i]}) for i in range(200)]
+    first = StoredDataset(blocks, [1] * 200, ["x"]).first()
+    assert len(first.refs) == 128
+    assert verify.few_rows(first)[0].rows == [12] and verify.whole_batch(first, 32)[1] == 32
+    assert len(StoredDataset(blocks, [1000] * 200, ["x"]).first().refs) == 1
+
+
 def test_a_whole_batch_is_that_of_the_training_if_it_is_small():
     import pyarrow as pa
 
