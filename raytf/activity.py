@@ -108,7 +108,7 @@ class PhaseTracker:
             self._spent[previous] += time_now - began
 
     @contextlib.contextmanager
-    def within(self, phase: str) -> Iterator[None]:
+    def in_phase(self, phase: str) -> Iterator[None]:
         """Sets the phase until the context ends, and then restores the outer one."""
         outer = self._now[0]
         self.at(phase)
@@ -165,7 +165,7 @@ class PhaseTracker:
         """Returns the total seconds of phases and collectives; for the training thread."""
         return dict(self._spent)
 
-    def told(self) -> dict[str, Any]:
+    def snapshot(self) -> dict[str, Any]:
         """Returns a snapshot of all values, as plain values; from any thread.
 
         Returns:
@@ -271,7 +271,7 @@ tracker = PhaseTracker()
 
 def snapshot() -> dict[str, Any]:
     """Returns the snapshot of this process' tracker; another process calls it here."""
-    return tracker.told()
+    return tracker.snapshot()
 
 
 def stack() -> str:

@@ -70,7 +70,7 @@ def looks(count: int, times: int) -> list[float]:
     from raytf.runtime.hang_watch import HangMonitor
     from raytf.runtime.process_monitor import ProcessLocation
 
-    began, first = time.monotonic(), activity.PhaseTracker().told()
+    began, first = time.monotonic(), activity.PhaseTracker().snapshot()
 
     def execute(rank: int, function) -> object:
         now = time.monotonic()

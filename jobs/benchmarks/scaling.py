@@ -51,7 +51,7 @@ def _loop(config):
             optimizer = keras.optimizers.SGD(0.01, momentum=0.9)
             # a KerasTrainer chooses such a number itself; here it must be the same in all runs
             model.compile(optimizer, loss, metrics=["accuracy"], steps_per_execution=EXECUTION)
-        ring = gradient_ring.of(strategy)
+        ring = gradient_ring.ring_of(strategy)
 
         def state():
             return {"time": time.perf_counter(), "input": waited(), "communication": ring.seconds if ring else 0.0}

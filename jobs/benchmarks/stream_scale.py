@@ -101,7 +101,7 @@ def share(workers: int) -> dict:
             fetched.append(sum(one.nbytes for one in taken))
             continue
         rows = reader.StreamReader(stream, [names], place, worker, workers).rows(epoch, 0, 0)
-        rows._here = "elsewhere"
+        rows._node_id = "elsewhere"
         rows.fetch(mine)
         fetched.append(rows.fetched_bytes)
     if stream is not None:

@@ -62,7 +62,7 @@ def once(way: str, steps: str) -> None:
         data = tf.data.Dataset.from_tensor_slices((x[rank::2], y[rank::2])).repeat().batch(BATCH, drop_remainder=True)
         data = worker_part.mark_worker_part(data)
         model.fit(data, steps_per_epoch=8, epochs=1, verbose=0)
-        ring = gradient_ring.of(distribution)
+        ring = gradient_ring.ring_of(distribution)
         noting = _noting(keras, ring)
         history = model.fit(data, steps_per_epoch=steps, epochs=1, verbose=0, callbacks=[noting])
         sent = noting.sent / steps if ring else None

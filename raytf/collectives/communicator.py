@@ -80,7 +80,7 @@ def sum_over_workers(strategy, values: Sequence[np.ndarray]) -> list[np.ndarray]
     Returns:
         The sums in the same order, with equal bits on every worker.
     """
-    ring = exchange.of(strategy)
+    ring = exchange.exchange_of(strategy)
     if ring is not None:
         with exchange.meeting():
             return ring.add_arrays([np.asarray(v) for v in values])
@@ -123,7 +123,7 @@ def from_chief(strategy, values: Sequence[np.ndarray]) -> list[np.ndarray]:
     However many there are, a worker needs memory for the received values, and 30 MiB.
     """
     values = [np.asarray(v) for v in values]
-    ring = exchange.of(strategy)
+    ring = exchange.exchange_of(strategy)
     if ring is not None:
         with exchange.meeting():
             return ring.chiefs_arrays(values)

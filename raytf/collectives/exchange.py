@@ -251,7 +251,7 @@ def leave_all() -> None:
         made.close()
 
 
-def of(strategy) -> Exchange | None:
+def exchange_of(strategy) -> Exchange | None:
     """Returns the exchange of a strategy, or None if workers use TensorFlow's collectives, or there is only one."""
     return _exchanges.get(strategy.extended)
 

@@ -483,6 +483,6 @@ def check_without(wire_dtype: str | None) -> None:
     )
 
 
-def of(strategy) -> GradientRing | None:
+def ring_of(strategy) -> GradientRing | None:
     """Returns the ring of a strategy's workers; None if they use TensorFlow's collectives, or there is one worker."""
-    return exchange.of(strategy)
+    return exchange.exchange_of(strategy)

@@ -461,7 +461,7 @@ class Healer:
         while not self._commands.empty():
             self._commands.get()
         activity_log = activity.tracker
-        numbers, address = activity_log.told()["numbers"], (listener.host, listener.port)
+        numbers, address = activity_log.snapshot()["numbers"], (listener.host, listener.port)
         with self._changed:
             between = self._since is not None and not self._executes
             met = self._executes and self._before_step > self._before_batch

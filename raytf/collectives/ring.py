@@ -120,7 +120,7 @@ class Ring:
         weakref.finalize(self, self._lookout.close)
         _rings.add(self)
         self._sums = 0
-        self._within = False  # whether received bytes belong to a sum
+        self._in_sum = False  # whether received bytes belong to a sum
         self.sent = 0  # number of bytes since the start
         self._lock = threading.Lock()
         self._unsent = memoryview(b"")
@@ -240,7 +240,7 @@ class Ring:
                 distance += more
             contents[(self.rank - np.arange(self.size)) % self.size] = parts
 
-        def around() -> None:
+        def circulate() -> None:
             for phase in range(self.size - 1):
                 if phase:
                     self._send(contents[(self.rank - phase) % self.size].tobytes())
@@ -248,7 +248,7 @@ class Ring:
                 contents[(self.rank - 1 - phase) % self.size] = np.frombuffer(received, np.uint8)
             self._flush()
 
-        work = across if self._chords else around
+        work = across if self._chords else circulate
         self._exchange(what, content.size, place, (self.size - 1) * content.size, work, content.tobytes())
         return contents
 
@@ -378,9 +378,9 @@ class Ring:
                     raise _LostError(loss.lost, ConnectionResetError(loss.why))
                 with activity.tracker.collective(activity.SUM):
                     self._agree(what, size, place, first)
-                    self._within = True
+                    self._in_sum = True
                     work()
-                    self._within = False
+                    self._in_sum = False
                 self._sums += 1
                 self.sent += _HEADER.size + sent
             except _LostError as error:
@@ -492,7 +492,7 @@ class Ring:
 
     def _take_what_was_passed_on(self) -> None:
         """Reads passed messages that are still in the socket if the previous member was lost between two sums."""
-        if self._within:
+        if self._in_sum:
             return
         with contextlib.suppress(OSError):
             while len(head := self._previous.recv(_HEADER.size, socket.MSG_PEEK)) == _HEADER.size:

@@ -180,7 +180,7 @@ class StreamRows:
         self.fetched_bytes = 0  # from other nodes
 
     @functools.cached_property
-    def _here(self) -> str:
+    def _node_id(self) -> str:
         """Ray's id of this process' node."""
         return ray.get_runtime_context().get_node_id()
 
@@ -207,7 +207,7 @@ class StreamRows:
         """Returns tables as (offset of the table if it has all rows from there, or None; the rows; the table)."""
         near, far = [], []
         for part, offset, rows in self._needed(wanted):
-            (near if part.node == self._here else far).append((part, offset, rows))
+            (near if part.node == self._node_id else far).append((part, offset, rows))
         coming = self._sent(_take, [(part, part.first + rows - offset) for part, offset, rows in far], self._names)
         taken = []
         for part, offset, _ in near:  # all rows of a local block, which needs no copy
@@ -284,7 +284,7 @@ class StreamRows:
 
     def _all_lengths(self, column: Columns) -> list[np.ndarray]:
         wanted = [(part, (part.first, part.rows)) for part in self._parts]
-        far = [i for i, part in enumerate(self._parts) if part.node != self._here]
+        far = [i for i, part in enumerate(self._parts) if part.node != self._node_id]
         coming = self._sent(_measure, [wanted[i] for i in far], column)
         all_lengths: list = [
             None if i in far else _measure([rows], column, ray.get(part.block))[0]

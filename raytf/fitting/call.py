@@ -287,17 +287,17 @@ class Call:
             sending = fit_worker.SentModel(data=None if known else self._data, **self._sending)
             group.model = self._sending["key"]
             work_config = {"work": fit_worker.CallWork(model=sending, board=board, **work)}
-            mid_epoch = None if self._checkpoints is None else self._checkpoints.within
+            mid_epoch = None if self._checkpoints is None else self._checkpoints.location
             more = {"within": mid_epoch, "heals": _HEALS if work.get("heals") else 0}
             run = TrialRun(train=fit_worker.run_call, config=work_config, name=work["do"], files=self._files, **more)
 
-            def anew() -> TrialRun:
+            def restart_reports() -> TrialRun:
                 """Returns the run for a process without the model."""
                 sending = fit_worker.SentModel(data=self._data, **self._sending)
                 config = {"work": dataclasses.replace(work_config["work"], model=sending)}
                 return dataclasses.replace(run, config=config, files=None)
 
-            group.worker_group.begin(run, anew)
+            group.worker_group.begin(run, restart_reports)
             self._phases.begin(_DOES.get(work["do"]))
             with self._stop_request.calls(self._ignore_signal) if mid_epoch is not None else contextlib.nullcontext():
                 why = None if mid_epoch is None else self._why_end
@@ -411,7 +411,7 @@ class Call:
     def _apply_report(self, report: dict, users: Sequence, history) -> None:
         """Assigns the chief's report to the objects of this process."""
         self.objects.assign(report["values"])
-        optimizers = model_optimizers.of(self._model)
+        optimizers = model_optimizers.optimizers_of(self._model)
         for name, (kind, trained, values) in report["built"].items():
             optimizer = optimizers.get(name)
             if optimizer is None or None in trained:

@@ -149,7 +149,7 @@ def run_fit(session, work, model, folder: str | None, users, own, everything, pa
 def built_optimizers(model, everything) -> dict[str, tuple[str, list[int], list]]:
     """Returns optimizers built on this worker by name: (class, numbers of trained variables, variables' values)."""
     optimizers = {}
-    for name, optimizer in model_optimizers.of(model).items():
+    for name, optimizer in model_optimizers.optimizers_of(model).items():
         new = [v for v in optimizer.variables if id(v) not in everything.numbers]
         if new and optimizer.built:
             trained = [everything.numbers.get(id(v)) for v in keras_objects.variables_of_optimizer(optimizer)]

@@ -78,7 +78,7 @@ class NamedFitCheckpoints:
         return posixpath.join(self.run.path, _FOLDER)
 
     @property
-    def within(self) -> TrialCheckpointDir:
+    def location(self) -> TrialCheckpointDir:
         """Returns the checkpoint location for the workers."""
         return TrialCheckpointDir(self.run.filesystem, self.folder, 0)
 

@@ -231,7 +231,7 @@ class ScriptCluster:
         runners = [self._runners[task] for task in tasks]
 
         def execute(rank, function):
-            return runners[rank].told.remote() if function is activity.snapshot else runners[rank].stack.remote()
+            return runners[rank].snapshot.remote() if function is activity.snapshot else runners[rank].stack.remote()
 
         limit = self._script.hang_timeout
         first = max(limit, settings.FIRST_STEP_TIMEOUT)

@@ -135,7 +135,7 @@ class TaskRunner:
         seen = read_state(self._script.pid)
         return process_monitor.ProcessLocation(own.node, own.host, self._script.pid, seen and seen.started)
 
-    def told(self) -> dict | None:
+    def snapshot(self) -> dict | None:
         """Returns the training's snapshot from the script's process; None if it does not answer."""
         snapshot = self._script.ask(TOLD)
         if snapshot is not None and snapshot["meeting"] is not None:

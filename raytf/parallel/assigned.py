@@ -83,7 +83,7 @@ class AssignmentWatch:
             self._traced.add(variable.path)
             _in_graphs(self._model)[id(variable)] = variable
             return
-        self._held[id(variable)] = variable, np.array(own_state.here(self._model.distribute_strategy, variable))
+        self._held[id(variable)] = variable, np.array(own_state.local_value(self._model.distribute_strategy, variable))
 
 
 def _in_a_replica() -> bool:

@@ -45,7 +45,7 @@ def on_chief(given: keras.callbacks.Callback | Callable) -> keras.callbacks.Call
     """
     made = given
     if not isinstance(given, keras.callbacks.Callback) and callable(given):
-        if not _here():
+        if not _is_chief():
             return Elsewhere()
         made = given()
     if not isinstance(made, keras.callbacks.Callback):
@@ -58,7 +58,7 @@ def on_chief(given: keras.callbacks.Callback | Callable) -> keras.callbacks.Call
     return made
 
 
-def _here() -> bool:
+def _is_chief() -> bool:
     """Whether this process is the chief of its cluster, or the only process."""
     known = json.loads(os.environ.get("TF_CONFIG") or "{}")
     task = known.get("task", {"type": "chief"})

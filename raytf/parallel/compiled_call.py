@@ -62,7 +62,7 @@ def call(model, original, *args, **kwargs):
             if mask is not None:
                 set_keras_mask(tensor, mask)
         call_args, call_kwargs = tree.pack_sequence_as((args, kwargs), leaves)
-        with step_module.within(compiles_call=True):
+        with step_module.override_state(compiles_call=True):
             structure = original(*call_args, **call_kwargs)
         outputs = tree.flatten(structure)
         return outputs, [get_keras_mask(item) for item in outputs], [logits_of(item) for item in outputs]

@@ -162,7 +162,7 @@ def _compiled(optimizer, update: Callable, inputs: Sequence[tf.Tensor]) -> tuple
 
     def whole(*its):
         with (
-            step_module.within(compiles=True, has_rows=False, apart=False),
+            step_module.override_state(compiles=True, has_rows=False, apart=False),
             keras_objects.with_rate(stepping, rate),
         ):
             return update(*its)

@@ -42,7 +42,7 @@ def gradient(original, self, target, sources, output_gradients=None, unconnected
         output_gradients = _upstream(step, target)
     if places and (shown := step_logs.seen()) is not None and shown.sums is not None:
         shown.sums.check(target)
-    with step_module.within(differentiates=True):  # TensorFlow's backward functions contain tapes
+    with step_module.override_state(differentiates=True):  # TensorFlow's backward functions contain tapes
         grads = original(self, target, sources, output_gradients, unconnected_gradients)
     later = shards.left_to_optimizer(step, flat, tf.nest.flatten(grads))
     return _with_sums(step, grads, [i for i in places if i not in later])
@@ -54,7 +54,7 @@ def jacobian(original, self, target, sources, *args, **kwargs):
     step = _summing_step()
     if step is None:
         return original(self, target, sources, *args, **kwargs)
-    with step_module.within(differentiates=True):
+    with step_module.override_state(differentiates=True):
         grads = original(self, target, sources, *args, **kwargs)
     if any(_is_of_rows(step, value) for value in tf.nest.flatten(target)):
         return grads
@@ -289,7 +289,7 @@ def mean(grads: Sequence, merge: bool = True) -> list:
     merge = merge and sparse_rows.lazy
     if merge:
         grads = [sparse_rows.of_this_worker(g, step) if isinstance(g, tf.IndexedSlices) else g for g in grads]
-    ring = gradient_ring.of(tf.distribute.get_strategy())
+    ring = gradient_ring.ring_of(tf.distribute.get_strategy())
     floating = [i for i, g in enumerate(grads) if ring is not None and g is not None and g.dtype.is_floating]
     in_ring = [i for i in floating if isinstance(grads[i], tf.Tensor)]
     slices = [i for i in floating if isinstance(grads[i], tf.IndexedSlices)]

@@ -86,7 +86,7 @@ def outcome(
     """
     outcomes: list[Outcome] = []
     error: Exception | None = None
-    with tf.init_scope(), recording(), step_module.within(step=None, whole_batch=None, trial=True):
+    with tf.init_scope(), recording(), step_module.override_state(step=None, whole_batch=None, trial=True):
         for kind in range(3):
             try:
                 outcomes.append(_tried(function, given, rows, kind, draws))
@@ -212,7 +212,7 @@ def _tried(
     with keras.StatelessScope():  # each call begins with the same state
         value = again = _values(function(part(0, count)))
     if draws:
-        with keras.StatelessScope(), step_module.within(draws_other=True):
+        with keras.StatelessScope(), step_module.override_state(draws_other=True):
             again = _values(function(part(0, count)))
     if not all(map(_alike, value, again)):
         return Outcome(why="")

@@ -38,9 +38,9 @@ def average_when_due(iterations, variables: Sequence) -> None:
 
     def average():
         values = [wide(tf.convert_to_tensor(v.value)) for v in variables]
-        ring = gradient_ring.of(strategy)
+        ring = gradient_ring.ring_of(strategy)
         summed = ring.sum(values, None, exact=True)[0] if ring is not None else all_sum(values)
-        with step.within(inline_merge=local_replicas(strategy) == 1):
+        with step.override_state(inline_merge=local_replicas(strategy) == 1):
             for variable, total in zip(variables, summed, strict=True):
                 variable.assign(tf.cast(total / tf.cast(replicas, total.dtype), variable.dtype))
         return True
@@ -52,5 +52,5 @@ def averaged_at_ends(model) -> list:
     """Returns variables that are local until the end of an epoch: parameters, and floating slots of the optimizers."""
     if every(model.distribute_strategy) == 1:
         return []
-    slots = [v for o in model_optimizers.of(model).values() for v in o.variables if v is not keras_objects.rate_of(o)]
+    slots = [v for o in model_optimizers.optimizers_of(model).values() for v in o.variables if v is not keras_objects.rate_of(o)]
     return [v for v in (*model.trainable_variables, *slots) if "float" in v.dtype]

@@ -64,7 +64,7 @@ def loss_call(original, self, y_true, y_pred, sample_weight=None):
     call = lambda args: original(self, *args)
     found = _tried(step, self, y_true, y_pred)
     if found.unknown or found.rows:
-        with step_module.within(scalar=False):
+        with step_module.override_state(scalar=False):
             value = original(self, *given)
             scalar = step_module.state.scalar
         if not scalar:
@@ -191,7 +191,7 @@ def layer_call(original, self, *args, **kwargs):
     if step_module.current() is None:
         return original(self, *args, **kwargs)
     calls = getattr(step_module.state, "calls", None) or []
-    with step_module.within(calls=[*calls, _Call(self, original, args, kwargs)]):
+    with step_module.override_state(calls=[*calls, _Call(self, original, args, kwargs)]):
         return original(self, *args, **kwargs)
 
 
@@ -207,7 +207,7 @@ class _Call:
         if training is not None and keras_objects.takes_training(self.layer):
             kwargs = kwargs | {"training": training}
         losses: list = []
-        with step_module.within(adding=(self.layer, losses)):
+        with step_module.override_state(adding=(self.layer, losses)):
             self._original(self.layer, *args, **kwargs)
         return losses
 

@@ -133,11 +133,11 @@ def _chiefs_own(model, variable) -> np.ndarray:
 def described(model) -> list[str]:
     """Returns a description of a model's metrics: classes, and names without the number that Keras increments."""
 
-    def told(metric) -> str:
-        parts = [told(part) for part in getattr(metric, "metrics", ())]
+    def describe(metric) -> str:
+        parts = [describe(part) for part in getattr(metric, "metrics", ())]
         return f"{type(metric).__name__} {re.sub(r'_[0-9]+$', '', metric.name)}" + (f" {parts}" if parts else "")
 
-    return [told(metric) for metric in model.metrics]
+    return [describe(metric) for metric in model.metrics]
 
 
 def go_on(model, values: Sequence[Sequence[np.ndarray]], names: Sequence[str]) -> list[int]:
@@ -298,7 +298,7 @@ def _synchronize_function(strategy, metrics, averaged, assign):
             for variable, value in zip(averaged, summed, strict=True)
         ]
         for variable, value in zip(averaged, means, strict=True) if assign else ():
-            with step_module.within(inline_merge=local_replicas(strategy) == 1):
+            with step_module.override_state(inline_merge=local_replicas(strategy) == 1):
                 variable.assign(value)
         return totals, means
 
@@ -402,7 +402,7 @@ def _over_all_rows(metric, step: step_module.Step, shown: step_logs.StepObservat
         for v, value in zip(variables, values, strict=True)
     ]
     totals, _ = _summed(variables, values)
-    with step_module.within(seen=None), keras.StatelessScope(state_mapping=list(zip(variables, totals, strict=True))):
+    with step_module.override_state(seen=None), keras.StatelessScope(state_mapping=list(zip(variables, totals, strict=True))):
         return function()
 
 

@@ -16,7 +16,7 @@ SHARES = "_raytf_shares"
 _STEPS = {"fit": "train_step", "evaluate": "test_step", "predict": "predict_step"}
 
 
-def of(model) -> dict:
+def optimizers_of(model) -> dict:
     """Returns {name: optimizer} of a model's and its layers' attributes, alone or in lists and dicts.
 
     Keras saves the state of the same optimizers. The names are equal in each process that builds the model.
@@ -46,7 +46,7 @@ def of(model) -> dict:
 
 def variables(model) -> list:
     """Returns the variables of all optimizers of a model, each once."""
-    return list({id(v): v for optimizer in of(model).values() for v in optimizer.variables}.values())
+    return list({id(v): v for optimizer in optimizers_of(model).values() for v in optimizer.variables}.values())
 
 
 def unscaled(optimizer):
@@ -56,7 +56,7 @@ def unscaled(optimizer):
 
 def alike(model) -> list:
     """Returns the variables of all optimizers that workers have alike: without shares of slots."""
-    shares = [vars(optimizer)[SHARES] for optimizer in of(model).values() if SHARES in vars(optimizer)]
+    shares = [vars(optimizer)[SHARES] for optimizer in optimizers_of(model).values() if SHARES in vars(optimizer)]
     return [v for v in variables(model) if not any(id(v) in share.slots for share in shares)]
 
 
@@ -149,7 +149,7 @@ def noted(model) -> dict[str, dict]:
     """
     places = {id(v): i for i, v in enumerate(model.weights)}
     entries = {}
-    for name, optimizer in of(model).items():
+    for name, optimizer in optimizers_of(model).items():
         if not optimizer.built:
             continue
         trained = [places.get(id(v)) for v in keras_objects.variables_of_optimizer(optimizer)]
@@ -173,7 +173,7 @@ def build_as_saved(folder: str, model) -> None:
     path = os.path.join(folder, FILE)
     if not os.path.lexists(path):  # written by a version with one optimizer
         return
-    optimizers, weights = of(model), model.weights
+    optimizers, weights = optimizers_of(model), model.weights
     for name, saved in checkpoint_files.read_json(folder, FILE).items():
         if type(saved) is not dict or type(saved.get("weights")) is not list or type(saved.get("class")) is not str:
             raise checkpoint_files.damaged_error(

@@ -28,7 +28,7 @@ def step_of(model, function: Callable, training: bool) -> Callable:
     def step(data):
         shown = step_logs.StepObservations(notes)
         shown.sums = row_sums.RowSums.of(model, data) if many and training else None
-        with contextlib.ExitStack() as stack, step_module.within(seen=shown):
+        with contextlib.ExitStack() as stack, step_module.override_state(seen=shown):
             for metric in _metrics_of(model):
                 stack.enter_context(patched_of(metric, "result", functools.partial(metrics.result, metric)))
                 if many and metrics.may_compare(metric):

@@ -33,11 +33,11 @@ def apply(original, self, grads, trainable_variables=None):
         return _updated(original, self, grads, trainable_variables)
     grads = [tf.convert_to_tensor(g) if isinstance(g, np.ndarray) else g for g in grads]
     strategy = tf.distribute.get_strategy()
-    shares = shards.of(self)
+    shares = shards.shares_of(self)
     if shares is not None:
         grads, trainable_variables = shares.update(grads, trainable_variables)
         if not grads:
-            with step_module.within(inline_merge=True):
+            with step_module.override_state(inline_merge=True):
                 self.iterations.assign_add(1)
             return None
     local = local_sgd.every(strategy) > 1
@@ -47,7 +47,7 @@ def apply(original, self, grads, trainable_variables=None):
     dependencies = [] if local else [own_loops.content_of(g) for g in grads if g is not None]
     with (
         tf.control_dependencies(dependencies),
-        step_module.within(reduced=True, inline_merge=local_replicas(strategy) == 1),
+        step_module.override_state(reduced=True, inline_merge=local_replicas(strategy) == 1),
     ):
         result = _updated(original, self, grads, trainable_variables)
     if local:
@@ -67,10 +67,10 @@ def _updated(original, optimizer, grads, variables):
     trained = variables or keras_objects.variables_of_optimizer(optimizer)
     if any(isinstance(g, tf.IndexedSlices) for g in grads):
         grads, tables = sparse_rows.prepared(optimizer, grads, trained)
-        with step_module.within(has_rows=True, tables=tables):
+        with step_module.override_state(has_rows=True, tables=tables):
             return update(grads)
     if compiled_update.updates_apart(optimizer, grads):
-        with step_module.within(apart=True):
+        with step_module.override_state(apart=True):
             return update(grads)
     return None if compiled_update.made(optimizer, update, grads, trained) else update(grads)
 

@@ -42,12 +42,12 @@ def bytes_of(model) -> int | None:
 
 def passing_on(model, replica_step):
     """Returns a replica's step that also sends its own state to the next worker, if the workers' ring can recover."""
-    holder = gradient_ring.of(model.distribute_strategy)
+    holder = gradient_ring.ring_of(model.distribute_strategy)
     if holder is None or not healing.here.armed:
         return replica_step
 
     def step(data):
-        with step_module.within(written=_written(model)):
+        with step_module.override_state(written=_written(model)):
             outputs = replica_step(data)
         holder.pass_on([tf.convert_to_tensor(v.value) for v in variables_of(model)])
         return outputs
@@ -71,19 +71,19 @@ def written_early(model) -> list[str]:
 
 def began(model) -> None:
     """Sends a worker's own state at the begin of an epoch; every worker calls it."""
-    healing.here.began(gradient_ring.of(model.distribute_strategy), content_of(model))
+    healing.here.began(gradient_ring.ring_of(model.distribute_strategy), content_of(model))
 
 
 def averaged(model) -> None:
     """Sends a worker's own state after a checkpoint that averaged it over workers; every worker calls it."""
     if healing.here.armed:
-        healing.here.averaged(gradient_ring.of(model.distribute_strategy), content_of(model))
+        healing.here.averaged(gradient_ring.ring_of(model.distribute_strategy), content_of(model))
 
 
 def resumes(model) -> None:
     """Sends own state that callbacks that read batches may have changed since the last step, as `evaluate` does."""
     if healing.here.armed and model.__dict__.get("_raytf_sync_batches"):
-        healing.here.resumes(gradient_ring.of(model.distribute_strategy), content_of(model))
+        healing.here.resumes(gradient_ring.ring_of(model.distribute_strategy), content_of(model))
 
 
 def content_of(model) -> bytes:
@@ -116,8 +116,8 @@ def check_alike(model) -> None:
     healing.here.healed = False
     digest = 0
     for variable in alike(model):
-        digest = zlib.crc32(here(model.distribute_strategy, variable), digest)
-    ring = gradient_ring.of(model.distribute_strategy).ring
+        digest = zlib.crc32(local_value(model.distribute_strategy, variable), digest)
+    ring = gradient_ring.ring_of(model.distribute_strategy).ring
     digests = np.zeros(ring.size, np.int64)
     digests[ring.rank] = digest
     (digests,) = communicator.sum_over_workers(model.distribute_strategy, [digests])
@@ -157,7 +157,7 @@ def put(model, values: Sequence[np.ndarray]) -> None:
     put_each(model.distribute_strategy, zip(variables_of(model), values, strict=True))
 
 
-def here(strategy, variable) -> np.ndarray:
+def local_value(strategy, variable) -> np.ndarray:
     """Returns the value of a variable in this process as bytes, without a copy if TensorFlow allows it."""
     array = communicator.read(strategy.experimental_local_results(keras_objects.variable_of(variable))[0])
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
@@ -172,7 +172,7 @@ def put_each(strategy, pairs: Iterable[tuple]) -> None:
 
 def _assign(strategy, variables: Sequence[keras.Variable], values: Sequence[np.ndarray]) -> None:
     def replica():
-        with step_module.within(inline_merge=True):
+        with step_module.override_state(inline_merge=True):
             for variable, value in zip(variables, values, strict=True):
                 variable.assign(value)
 

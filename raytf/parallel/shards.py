@@ -113,7 +113,7 @@ class Shares:
         bounds = [self._bounds[id(v)] for v in self.variables]
         values = [tf.reshape(v, [-1])[begin:end] for v, (begin, end) in zip(locals_, bounds, strict=True)]
         used = [i for i, (begin, end) in enumerate(bounds) if own[i] is not None and begin < end]
-        with step_module.within(reduced=True, inline_merge=True):
+        with step_module.override_state(reduced=True, inline_merge=True):
             inputs = [(tf.ensure_shape(summed[i], values[i].shape), values[i]) for i in used]
             has_rows = any(isinstance(g, tf.IndexedSlices) for g in grads)
             updated = self._updated([self.variables[i] for i in used], inputs, has_rows)
@@ -260,7 +260,7 @@ def attach(model, strategy) -> None:
     if not spans_workers(strategy):
         logger.info("shard_optimizer has no effect on one worker, which has the whole state of the optimizer")
         return
-    ring, optimizers = gradient_ring.of(strategy), model_optimizers.of(model)
+    ring, optimizers = gradient_ring.ring_of(strategy), model_optimizers.optimizers_of(model)
     optimizer = model.optimizer
     received = []
     if ring is None:
@@ -283,7 +283,7 @@ def attach(model, strategy) -> None:
     vars(optimizer).update(save_own_variables=shares.save, load_own_variables=shares.load)
 
 
-def of(optimizer) -> Shares | None:
+def shares_of(optimizer) -> Shares | None:
     """Returns this worker's share of an optimizer's state, or None if it has all of it."""
     return vars(optimizer).get(model_optimizers.SHARES)
 
@@ -294,7 +294,7 @@ def in_step(model, replica_step):
         return replica_step
 
     def step(data):
-        with step_module.within(shares=of(model.optimizer)):
+        with step_module.override_state(shares=shares_of(model.optimizer)):
             return replica_step(data)
 
     return step
@@ -302,7 +302,7 @@ def in_step(model, replica_step):
 
 def are_in(model) -> bool:
     """Whether this worker has a share of the state of a model's optimizer."""
-    return model.optimizer is not None and of(model.optimizer) is not None
+    return model.optimizer is not None and shares_of(model.optimizer) is not None
 
 
 def whole(model, rank: int = 0) -> contextlib.AbstractContextManager[None]:
@@ -310,13 +310,13 @@ def whole(model, rank: int = 0) -> contextlib.AbstractContextManager[None]:
 
     The others send their shares until that worker leaves it.
     """
-    return of(model.optimizer).whole(rank) if are_in(model) else contextlib.nullcontext()
+    return shares_of(model.optimizer).whole(rank) if are_in(model) else contextlib.nullcontext()
 
 
 @patch((TFOptimizer, "add_variable_from_reference"))
 def add_variable_from_reference(original, self, reference_variable, name=None, initializer="zeros"):
     """Replaces `TFOptimizer.add_variable_from_reference`: a slot has the size of this worker's share."""
-    shares = of(self)
+    shares = shares_of(self)
     if shares is None or not shares.has(reference_variable):
         return original(self, reference_variable, name=name, initializer=initializer)
     return shares.slot(reference_variable, name, initializer)

@@ -131,7 +131,7 @@ def is_trial() -> bool:
 
 
 @contextlib.contextmanager
-def within(**values):
+def override_state(**values):
     """Sets fields of `state` for the block."""
     previous = {name: getattr(state, name, None) for name in values}
     vars(state).update(values)
@@ -289,13 +289,13 @@ def one_replica_step(model, function, states=None):
         x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
         rows, partial = count_rows(first_leaf(x))
         if not partial:
-            with within(step=Step(rows, partial, states=states)):
+            with override_state(step=Step(rows, partial, states=states)):
                 return function(data), rows
         variables = step_variables(model)
         shared = frozenset(id(v) for v in variables if is_shared(v))  # steps without rows never change these
         variables = [v for v in variables if id(v) not in shared]
         old = [tf.identity(v.value) for v in variables]
-        with within(step=Step(rows, partial, shared, states)):
+        with override_state(step=Step(rows, partial, shared, states)):
             outputs = function(with_placeholder(data, rows))
 
         def put_back():
@@ -303,7 +303,7 @@ def one_replica_step(model, function, states=None):
                 variable.assign(value)
             return True
 
-        with within(inline_merge=True):
+        with override_state(inline_merge=True):
             tf.cond(rows > 0, lambda: True, put_back)
         return outputs, rows
 

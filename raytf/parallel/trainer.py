@@ -88,7 +88,7 @@ def _make_function(original, self, step_function):
     training = step_function == self.train_step
     step_function = observed.step_of(self, step_function, training)
     if not many_replicas(strategy):
-        return _told(self, original(self, step_function), training)
+        return _track_activity(self, original(self, step_function), training)
     _refuse_what_cannot_work(self, strategy)
     states = joined_state.States(self, self.__dict__.setdefault("_raytf_named", set())) if training else None
     replica_step = step_module.one_replica_step(self, step_function, states)
@@ -140,7 +140,7 @@ def _make_function(original, self, step_function):
         """Whether one call may make all steps of an execution."""
         if compiled is None or not isinstance(iterator, (tf.data.Iterator, tf.distribute.DistributedIterator)):
             return False
-        if self.steps_per_execution == 1 or not spans_workers(strategy) or exchange.of(strategy) is not None:
+        if self.steps_per_execution == 1 or not spans_workers(strategy) or exchange.exchange_of(strategy) is not None:
             return True
         # TensorFlow's collectives need constant shapes within a call, and gathered rows change theirs
         compiled.get_concrete_function(iterator)
@@ -157,17 +157,17 @@ def _make_function(original, self, step_function):
         healing.here.steps_made()
         return metrics.global_logs(self, outputs, rows) if self.__dict__.get("_raytf_sync_batches") else outputs
 
-    return _told(self, function, training)
+    return _track_activity(self, function, training)
 
 
-def _told(model, function: Callable, training: bool) -> Callable:
+def _track_activity(model, function: Callable, training: bool) -> Callable:
     """Wraps an execution of steps: reports its begin and end to `activity`."""
     activity_log, notes = activity.tracker, step_logs.notes_of(model)
     if not training:
 
         def tested(iterator):
             notes.last = False
-            with activity_log.within(activity.VALIDATION), _cause_first("in a step of a validation"):
+            with activity_log.in_phase(activity.VALIDATION), _cause_first("in a step of a validation"):
                 return function(iterator)
 
         return tested
@@ -222,7 +222,7 @@ def _cause_first(where: str):
 
 def _refuse_what_cannot_work(model, strategy):
     used = []
-    for optimizer in model_optimizers.of(model).values():
+    for optimizer in model_optimizers.optimizers_of(model).values():
         inner = model_optimizers.unscaled(optimizer)
         used += [n for n in ("gradient_accumulation_steps", "ema_overwrite_frequency") if getattr(inner, n, None)]
         used += ["LossScaleOptimizer"] if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) else []

@@ -17,7 +17,7 @@ _current: dict[str, object] = {}
 
 
 @contextlib.contextmanager
-def of(chief: bool, line: Callable | None):
+def limit_output(chief: bool, line: Callable | None):
     """Limits Keras' output to the chief, and TensorFlow's loggers to warnings, each logged once, for the block.
 
     Args:

@@ -59,7 +59,7 @@ def computed(step: step_module.Step, function: Callable, given: Any, rows: int |
     gathered, extent, counts = _of_all_replicas(step, [tf.convert_to_tensor(leaves[i]) for i in places])
     for i, whole in zip(places, gathered, strict=True):
         leaves[i] = whole
-    with step_module.within(whole_batch=Whole(step, counts), step=None):
+    with step_module.override_state(whole_batch=Whole(step, counts), step=None):
         value = function(tree.pack_sequence_as(given, leaves))
     value = tree.map_structure(lambda v: _own_part(step, v, extent) if _is_by_row(v) else v, value)
     for part in tree.flatten(value):

@@ -81,7 +81,7 @@ def context_here(setup: WorkerSetup):
 
 
 def spoken(chief: bool, board):
-    """Returns the context of `verbosity.of` on a worker with Keras 3; Keras 2 prints as usual."""
+    """Returns the context of `verbosity.limit_output` on a worker with Keras 3; Keras 2 prints as usual."""
     if chief and board is not None:
         board.begin("")  # the user's loop may make no steps of Keras
     if legacy_keras.is_enabled():
@@ -90,7 +90,7 @@ def spoken(chief: bool, board):
     from raytf.worker import callbacks
 
     line = None if board is None else functools.partial(callbacks.ProgressCallback, board, None, None)
-    return verbosity.of(chief, line)
+    return verbosity.limit_output(chief, line)
 
 
 def reserve(allowed: settings.Listening, count: int) -> tuple[str, bool]:

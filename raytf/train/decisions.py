@@ -183,7 +183,7 @@ def decide(state: RunState, event: Event) -> Action:
         case Lost(ranks, reported):
             return _recover(state, ranks, reported) if state.is_whole else ignore
         case Failed():
-            return ignore if state.phase is Phase.STARTING else _anew(state, "a worker failed by itself")
+            return ignore if state.phase is Phase.STARTING else _restart_all(state, "a worker failed by itself")
         case Disconnected():
             return _recover(state, frozenset()) if state.is_whole else ignore
         case Recovered() if state.phase is Phase.RECOVERING:
@@ -191,7 +191,7 @@ def decide(state: RunState, event: Event) -> Action:
             return _then(ignore, phase=_phase(state), lost=frozenset(), failures_left=left)
         case NotRecovered(why, again, also, new_lost) if state.phase is Phase.RECOVERING:
             state = dataclasses.replace(state, failures_left=state.failures_left - new_lost)
-            action = _recover(state, state.lost | also) if again else _anew(state, why)
+            action = _recover(state, state.lost | also) if again else _restart_all(state, why)
             complete = action.do is Do.RECOVER or not again
             return action if complete else dataclasses.replace(action, why=f"{why}, and {action.why}")
         case StopRequested():
@@ -238,15 +238,15 @@ def _recover(state: RunState, ranks: frozenset[int], reported: frozenset[int] = 
     count = len(ranks) or 1  # failures: one for lost connections; one per lost worker, when it is replaced
     reporters = reported - ranks
     if not state.recovers:
-        return _anew(state, "")
+        return _restart_all(state, "")
     if len(ranks) == state.workers:
-        return _anew(state, "no other worker is left that holds the training's state")
+        return _restart_all(state, "no other worker is left that holds the training's state")
     if count > state.failures_left:
-        return _anew(state, "FailureConfig allows no more failures")
+        return _restart_all(state, "FailureConfig allows no more failures")
     if state.phase is Phase.LEAVING and not state.asks_again:
-        return _anew(state, "the trial was to end after that step")
+        return _restart_all(state, "the trial was to end after that step")
     if reporters:
-        return _anew(
+        return _restart_all(
             state, f"{worker_names(ranks)} was lost between two steps, after a report of {worker_names(reporters)}"
         )
     left = state.failures_left - (0 if ranks else 1)
@@ -254,7 +254,7 @@ def _recover(state: RunState, ranks: frozenset[int], reported: frozenset[int] = 
     return _then(action, phase=Phase.RECOVERING, lost=ranks, failures_left=left)
 
 
-def _anew(state: RunState, why: str) -> Action:
+def _restart_all(state: RunState, why: str) -> Action:
     """Restarts all workers, which counts as a failure, unless no failure is left or the run stops."""
     if state.stopping:
         return _over(state, why or "the run is to stop")

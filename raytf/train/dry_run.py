@@ -57,7 +57,7 @@ def inspect(
         order: How to compare two workers with one device meanwhile, or None.
         validation: A block of the validation data, or a pipeline, to check, too; or None.
     """
-    block, validation = _here(block), validation and _here(validation)
+    block, validation = _local_rows(block), validation and _local_rows(validation)
     if order is not None and order.validation is not None:
         order = dataclasses.replace(order, validation=validation)
     for found in (block, validation):
@@ -109,7 +109,7 @@ def _tried(
     return _in_a_copy(answer)
 
 
-def _here(block: StoredDataset | TFData) -> StoredDataset | TFData | ConfigError:
+def _local_rows(block: StoredDataset | TFData) -> StoredDataset | TFData | ConfigError:
     """Returns the rows in this process; records are parsed in a copy of it, as TensorFlow does that."""
     return _in_a_copy(block.here) if isinstance(block, RecordBlocks) else block.here()
 
@@ -211,7 +211,7 @@ def _facts(model, feed) -> ModelFacts:
     tables = {id(keras_objects.table_of(layer)) for layer in keras_objects.layers_of(model)}
     table_slots = [
         slot
-        for optimizer in map(model_optimizers.unscaled, model_optimizers.of(model).values())
+        for optimizer in map(model_optimizers.unscaled, model_optimizers.optimizers_of(model).values())
         for variable in keras_objects.variables_of_optimizer(optimizer)
         if id(variable) in tables
         for slot in keras_objects.slots_of(optimizer, variable).values()
@@ -409,7 +409,7 @@ def check(build_model, config, first: StoredDataset | TFData, batch: BatchSpec, 
             f"{type(model).__module__}.{type(model).__name__}",
             "Return the model, of Keras 3",
         )
-    if not model.compiled or not model_optimizers.of(model):
+    if not model.compiled or not model_optimizers.optimizers_of(model):
         raise ConfigError(
             "build_model(config) must return a compiled keras.Model",
             f"{model.name!r}, which is not compiled with an optimizer",

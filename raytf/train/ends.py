@@ -167,7 +167,7 @@ class Ending:
                 raise TrainingError(None, f"it was to end, and its workers have not within {seconds:.0f} s")
             concurrent.futures.wait([future], _AGAIN_INTERVAL)
 
-    def here(self, train: Callable):
+    def run_in_process(self, train: Callable):
         """Runs a training in this process; a signal stops it after a step if possible."""
 
         def heard():

@@ -96,7 +96,7 @@ class EngineTrainer(DataParallelTrainer):
         loop = self.loop(functools.partial(backend.context_here, self.backend_config))
         with quiet.quiet_native():
             run = functools.partial(local.run, loop, self.train_run_context, self.datasets, cancelled)
-            return run() if self._launch is None or self._launch.ending is None else self._launch.ending.here(run)
+            return run() if self._launch is None or self._launch.ending is None else self._launch.ending.run_in_process(run)
 
     def tasks_beside(self) -> dict[str, dict[str, float]]:
         """Returns the resources of each task in addition to the workers, by name."""

@@ -527,7 +527,7 @@ class _KerasLoop:
             return moved.step
         return None if ended is None else ended["step"]
 
-    def apart(self) -> _KerasLoop:
+    def clone(self) -> _KerasLoop:
         """Returns a copy for one worker group with its own streams, as groups are at different rows."""
         datasets = {
             n: d.another() if isinstance(d, streamed.StreamedDataset) else d for n, d in self.task.datasets.items()
@@ -557,7 +557,7 @@ class _UserLoop:
         else:
             self.function()
 
-    def apart(self) -> _UserLoop:
+    def clone(self) -> _UserLoop:
         return self
 
     def rest(self) -> None:

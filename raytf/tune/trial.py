@@ -197,7 +197,7 @@ class Trial(tune.Trainable):
                 config["learning_rate"] = self._derived["scaled_learning_rate"]
             if self._worker_group is None:
                 per_worker = ray_configs.resources_per_worker(plan.scaling_config)
-                self._train = plan.train.apart()
+                self._train = plan.train.clone()
                 places = {"first_bundle": _first_bundle(), "spares": plan.spares}
                 self._worker_group = WorkerGroup(plan.setup, per_worker, workers, plan.environment, **places)
             storage = ray_tune.storage_of(self)

@@ -158,11 +158,11 @@ class ReportCallback(keras.callbacks.Callback):
     def on_train_end(self, logs: dict | None = None) -> None:
         # EarlyStopping and averaged weights may have replaced the weights after the last epoch
         if self._history and self._reported is not None:
-            with activity.tracker.within(activity.CHECKPOINT):  # the last checkpoint may not be whole yet
+            with activity.tracker.in_phase(activity.CHECKPOINT):  # the last checkpoint may not be whole yet
                 kept = self._fingerprint() == self._reported and self._is_kept()
             if not kept:
                 self._report(stopped=bool(self.model.stop_training))
-            with activity.tracker.within(activity.CHECKPOINT):
+            with activity.tracker.in_phase(activity.CHECKPOINT):
                 failed = self._kept and self._kept()
             if failed is not None:
                 raise failed
@@ -184,7 +184,7 @@ class ReportCallback(keras.callbacks.Callback):
     def _report(self, stopped: bool):
         self._reported = self._fingerprint()
         moment = self._snapshot(stopped) if self._checkpoint else None
-        with activity.tracker.within(activity.CHECKPOINT), shards.whole(self.model):
+        with activity.tracker.in_phase(activity.CHECKPOINT), shards.whole(self.model):
             self._kept = self._to(dict(self._history[-1]), moment)
 
     def _snapshot(self, stopped: bool) -> checkpoints.CheckpointSnapshot:
@@ -209,7 +209,7 @@ class ReportCallback(keras.callbacks.Callback):
 
     def _state(self, stopped: bool) -> checkpoints.CheckpointState:
         # an optimizer that waits for others, or steps more than once, has another count
-        counts = [int(optimizer.iterations) for optimizer in model_optimizers.of(self.model).values()]
+        counts = [int(optimizer.iterations) for optimizer in model_optimizers.optimizers_of(self.model).values()]
         step = min((count for count in counts if count), default=0) if self._steps is None else self._steps()
         rate = checkpoints.rate_of(self._build[1]) if self._build else None
         return checkpoints.CheckpointState(
@@ -295,7 +295,7 @@ class WarmupCallback(TrainingPart):
     def __init__(self, training: Training):
         super().__init__()
         model = training.model
-        additional = [name for name in model_optimizers.of(model) if name != "optimizer"]
+        additional = [name for name in model_optimizers.optimizers_of(model) if name != "optimizer"]
         if additional:
             raise ConfigError(
                 "warmup_steps raises the learning rate of model.optimizer",

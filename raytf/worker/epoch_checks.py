@@ -190,7 +190,7 @@ def checksums(model) -> tuple[int, int]:
     for variable in model.trainable_variables:
         crc = zlib.crc32(_checked(model, variable), crc)
     optimizers = [
-        optimizer for optimizer in model_optimizers.of(model).values() if settable_rate(optimizer) is not None
+        optimizer for optimizer in model_optimizers.optimizers_of(model).values() if settable_rate(optimizer) is not None
     ]
     rates = np.array([float(optimizer.learning_rate) for optimizer in optimizers], np.float64)
     return crc, zlib.crc32(rates.tobytes())
@@ -201,8 +201,8 @@ def _checksum(model, variable) -> int:
 
 
 def _values(model, variable) -> np.ndarray:
-    return own_state.here(model.distribute_strategy, variable).view(tf.as_dtype(variable.dtype).as_numpy_dtype)
+    return own_state.local_value(model.distribute_strategy, variable).view(tf.as_dtype(variable.dtype).as_numpy_dtype)
 
 
 def _checked(model, variable) -> np.ndarray:
-    return own_state.here(model.distribute_strategy, variable)[:_CHECKED_BYTES]
+    return own_state.local_value(model.distribute_strategy, variable)[:_CHECKED_BYTES]

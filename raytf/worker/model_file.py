@@ -95,7 +95,7 @@ class ModelFile:
 
     def _parts(self) -> tuple[list, list]:
         """Returns (layers, optimizers) of the model, including nested ones."""
-        optimizers = list(model_optimizers.of(self._model).values())
+        optimizers = list(model_optimizers.optimizers_of(self._model).values())
         inner = [optimizer.inner_optimizer for optimizer in optimizers if hasattr(optimizer, "inner_optimizer")]
         return keras_objects.layers_of(self._model), optimizers + inner
 

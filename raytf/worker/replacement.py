@@ -96,21 +96,21 @@ class _StepBoundary:
         self._last = model.__dict__["_raytf_last"]
         self._watch = assigned.AssignmentWatch(model)
         unseen = own_state.alike(model) if epoch_ends else assigned.in_graphs(model)
-        self._digests = [(v, _variable_checksum(self._here(v))) for v in unseen]
+        self._digests = [(v, _variable_checksum(self._local_value(v))) for v in unseen]
 
-    def _here(self, variable) -> np.ndarray:
-        return own_state.here(self._model.distribute_strategy, variable)
+    def _local_value(self, variable) -> np.ndarray:
+        return own_state.local_value(self._model.distribute_strategy, variable)
 
     def __call__(self) -> ReplacementState:
         changed = []
         for variable, held in self._watch.before():
             kind, shape = tf.as_dtype(variable.dtype).as_numpy_dtype, tuple(variable.shape)
-            values = (held, self._here(variable))
+            values = (held, self._local_value(variable))
             changed.append((variable, *(value.view(kind).reshape(shape).copy() for value in values)))
         strategy = self._model.distribute_strategy
         own_state.put_each(strategy, [(variable, saved) for variable, saved, _ in changed])
         try:
-            if changed_paths := [v.path for v, number in self._digests if _variable_checksum(self._here(v)) != number]:
+            if changed_paths := [v.path for v, number in self._digests if _variable_checksum(self._local_value(v)) != number]:
                 raise RaytfError(f"a callback has changed {', '.join(changed_paths)} since the last step")
             files = checkpoint.checkpoint_files_of(self._model, self._parts)
         finally:
@@ -169,7 +169,7 @@ class RecoveryCallback(TrainingPart):
         """Allows recovery, if the training does, while it runs."""
         training, recovery = self._training, healing.here
         model, session = training.model, training.session
-        self._holder = gradient_ring.of(model.distribute_strategy)
+        self._holder = gradient_ring.ring_of(model.distribute_strategy)
         allowed = training.options.heals and session.recovers
         refused = _unrecoverable(model, self._holder) if allowed else "TensorflowConfig(heal=False)"
         if refused is not None:

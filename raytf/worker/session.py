@@ -129,7 +129,7 @@ class ReportQueue:
         added_at, oldest = self._made[0]
         if len(self._made) < _MOST_REPORTS and time.monotonic() - added_at < limits.report_old:
             return
-        with activity.tracker.within(activity.DRIVER):
+        with activity.tracker.in_phase(activity.DRIVER):
             done, _ = concurrent.futures.wait([oldest], limits.report_taken)
         if not done:
             raise TimeoutError(

@@ -102,7 +102,7 @@ class StepCheckpointCallback(TrainingPart):
 
     def state_dict(self) -> dict[str, Any]:
         own = {name: getattr(self, name) for name in ("_waits", "_holds", "_seen", "_next_look")}
-        return {"own": own, "gate": stop.stop_barrier.told()}
+        return {"own": own, "gate": stop.stop_barrier.state()}
 
     def exchanges(self, step: int) -> bool:
         if self._waits or self._holds or stop.stop_barrier.why is not None:
@@ -124,12 +124,12 @@ class StepCheckpointCallback(TrainingPart):
             return
         if not due:
             self._holds = False
-            with activity.tracker.within(activity.CHECKPOINT):
+            with activity.tracker.in_phase(activity.CHECKPOINT):
                 self._save(logs, to_storage=False, in_memory=True)
             return
         self._waits = self._holds = False
         began = time.monotonic()
-        with activity.tracker.within(activity.CHECKPOINT):
+        with activity.tracker.in_phase(activity.CHECKPOINT):
             self._save(logs, to_storage=True, in_memory=held)
         self._clock.made(time.monotonic(), time.monotonic() - began + self.stood)
         if ended:
@@ -173,7 +173,7 @@ class StepCheckpointCallback(TrainingPart):
 
     def _are_alike(self) -> bool:
         """Whether all workers have the same weights; with `sync_every` they differ between two averages."""
-        optimizers = model_optimizers.of(self.model).values()
+        optimizers = model_optimizers.optimizers_of(self.model).values()
         return self._local_steps == 1 or all(
             int(optimizer.iterations) % self._local_steps == 0 for optimizer in optimizers
         )

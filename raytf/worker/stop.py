@@ -105,14 +105,14 @@ class StopBarrier:
         """Marks the begin of a training, whose first execution always runs.
 
         Args:
-            state: `told()` of another worker whose execution this worker joins, or None.
+            state: `state()` of another worker whose execution this worker joins, or None.
         """
         with self._condition:
             self._begun = 1 if state is None else state["begun"]
             if state is not None and state["end_after"] is not None:
                 self._requests, self._last_execution = list(state["asked"]), state["end_after"]
 
-    def told(self) -> dict[str, Any]:
+    def state(self) -> dict[str, Any]:
         """Returns the state for a replacement worker. A request without a last execution is sent again to it."""
         with self._condition:
             return {"begun": self._begun, "asked": list(self._requests), "end_after": self._last_execution}

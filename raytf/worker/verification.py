@@ -200,7 +200,7 @@ def _train_two_steps(trial: VerificationTask, eagerly: bool, shard: Shard, begin
             return {"skipped": f"a model of {size >> 20} MiB, more than {trial.most_bytes >> 20}"}
         variables = [*model.variables, *model_optimizers.variables(model)]
         variables = list(filter(_is_number, variables))
-        for optimizer in model_optimizers.of(model).values():
+        for optimizer in model_optimizers.optimizers_of(model).values():
             if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
                 optimizer.initial_scale = _LOSS_SCALE
                 if optimizer.built:
@@ -247,7 +247,7 @@ def _fit_two_steps(trial: VerificationTask, eagerly: bool, model, train, shard: 
 
 def _rates_and_slots(model) -> tuple[list[tuple[str, np.ndarray]], list[tuple[str, np.ndarray]]]:
     """Returns the (name, value) of each optimizer's learning rate, and of each of its other variables."""
-    optimizers = model_optimizers.of(model)
+    optimizers = model_optimizers.optimizers_of(model)
     rates = [(name, np.asarray(o.learning_rate)) for name, o in optimizers.items() if hasattr(o, "learning_rate")]
     known = {id(keras_objects.rate_of(optimizer)) for optimizer in optimizers.values()}
     slots = {id(v): v for v in model_optimizers.variables(model) if id(v) not in known and _is_number(v)}
@@ -351,7 +351,7 @@ def custom_code(model) -> dict[str, Any]:
             function = keras_objects.function_of(item)
             if _is_own(item) or _is_own(function):
                 result["metrics"].append((item.name, _described(function or item), function is not None))
-    result["optimizers"] = [_described(item) for item in model_optimizers.of(model).values() if _is_own(item)]
+    result["optimizers"] = [_described(item) for item in model_optimizers.optimizers_of(model).values() if _is_own(item)]
     result["layers"] = [
         _described(layer) for layer in keras_objects.layers_of(model, with_itself=False) if _is_own(layer)
     ]

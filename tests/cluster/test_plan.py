@@ -52,7 +52,7 @@ def test_a_plan_is_what_a_run_does(tmp_path):
             raytf_local_batches = True
 
             def on_epoch_begin(self, epoch, logs=None):
-                self.ring = gradient_ring.of(self.model.distribute_strategy).ring
+                self.ring = gradient_ring.ring_of(self.model.distribute_strategy).ring
                 self.sent = self.ring.sent
 
             def on_epoch_end(self, epoch, logs=None):

@@ -181,7 +181,7 @@ def test_of_other_nodes_blocks_only_a_workers_rows_are_fetched(stream, workers):
     for worker in range(workers):
         reader = reader_module.StreamReader(stream, [columns.parse("id", "labels"), words], order, worker, workers)
         rows, near = (reader.rows(order.epoch(0), 0, 1) for _ in range(2))
-        rows._here = "elsewhere"
+        rows._node_id = "elsewhere"
         positions = np.random.default_rng(0).permutation(np.arange(60, 120))
         assert rows.lengths(positions, 1).tolist() == near.lengths(positions, 1).tolist()
         mine = positions[worker::workers]

@@ -212,7 +212,7 @@ def train(
         return None
     (model,) = models
     out = {f"w{i}": np.asarray(v) for i, v in enumerate(model.weights)}
-    for name, optimizer in model_optimizers.of(model).items():
+    for name, optimizer in model_optimizers.optimizers_of(model).items():
         out |= {f"{name}{i}": np.asarray(v) for i, v in enumerate(optimizer.variables)}
     # a History begins with what a checkpoint knows; reports with what comes
     for name, values in model.history.history.items():

@@ -84,7 +84,7 @@ def _trained(place: Place, build, features, epochs=2):
     shards.attach(model, place.strategy)
     with place.strategy.scope():
         build_from_data(model, data)
-    ring = shards.gradient_ring.of(place.strategy)
+    ring = shards.gradient_ring.ring_of(place.strategy)
     before = 0 if ring is None else ring.ring.sent
     history = model.fit(data, epochs=epochs, verbose=0)
     sent = 0 if ring is None else ring.ring.sent - before

@@ -66,7 +66,7 @@ def test_one_that_joins_ends_after_the_same_execution(told):
     if told:
         other.stop_after(other.ask(STOP))
     joins.reset()
-    joins.begin(other.told())
+    joins.begin(other.state())
     if not told:
         begun = max(gate.ask(STOP) for gate in (other, joins))
         for gate in (other, joins):
@@ -156,7 +156,7 @@ def test_in_this_process_a_signal_ends_after_the_execution_that_has_begun():
         return {"step": 2}
 
     with Ending() as end:
-        assert end.here(train) == {"step": 2}
+        assert end.run_in_process(train) == {"step": 2}
     assert end.number == signal.SIGTERM
     stop.stop_barrier.reset()
 

@@ -64,12 +64,12 @@ def test_what_a_checkpoint_takes_is_that_of_the_training_since_the_last_line(tmp
     noted = trained(tmp_path, epochs=1)
     activity.tracker.at(activity.CALLBACKS)
     before = noted._now()
-    with activity.tracker.within(activity.CHECKPOINT):
+    with activity.tracker.in_phase(activity.CHECKPOINT):
         pass
     assert noted._now()["checkpoint"] > before["checkpoint"]
     assert (
         activity.tracker.seconds_by_phase()[activity.CHECKPOINT]
-        == activity.tracker.told()["spent"][activity.CHECKPOINT]
+        == activity.tracker.snapshot()["spent"][activity.CHECKPOINT]
     )
 
 

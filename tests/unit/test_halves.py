@@ -198,7 +198,7 @@ class Adds(layers.Layer):
 
 
 def stepping(rows=8):
-    return step_module.within(
+    return step_module.override_state(
         step=step_module.Step(tf.constant(rows), True), seen=step_logs.StepObservations(step_logs.Notes()), calls=None
     )
 

@@ -228,13 +228,13 @@ def test_activity_tells_where_the_training_is_and_what_its_callback_is():
     thread.start()
     inside.wait(60)
     now[0] += 3
-    told = here.told()
+    told = here.snapshot()
     assert (told["phase"], told["hook"], told["step"], told["meeting"]) == ("callbacks", "Mine.on_epoch_end", 4, None)
     assert told["seconds"] == 3 and told["numbers"]["sum"] == 1
     assert "go_on.wait(60)" in here.stack() and told["switches"] >= 0
     go_on.set()
     thread.join()
-    assert here.told()["phase"] == "end"
+    assert here.snapshot()["phase"] == "end"
 
 
 def test_a_stopped_process_shows_its_stack():

@@ -171,11 +171,11 @@ def test_reports_are_waited_for_where_one_is_old_or_many_are_left(old, monkeypat
     found = []
     thread = threading.Thread(target=lambda: found.append(reports.wait()))
     thread.start()
-    until(lambda: activity.tracker.told()["phase"] == activity.DRIVER)
+    until(lambda: activity.tracker.snapshot()["phase"] == activity.DRIVER)
     assert not found
     one.set_result(None)
     thread.join(30)
-    assert found and activity.tracker.told()["phase"] != activity.DRIVER
+    assert found and activity.tracker.snapshot()["phase"] != activity.DRIVER
     set_timeouts(report_taken=0.01)
     with pytest.raises(TimeoutError, match="to take a report within 0.01 s and has not"):
         reports.wait()

@@ -39,7 +39,7 @@ def test_the_global_seed_is_a_workers_own_state_where_its_steps_draw_from_it():
     keras.random.normal((1,))
     assert own_state.variables_of(model) == before
     (shared,) = keras_objects.shared_seed()
-    with step_module.within(written=own_state._written(model)):
+    with step_module.override_state(written=own_state._written(model)):
         keras.random.normal((1,))
     assert own_state.variables_of(model) == [*before, shared]
 
@@ -75,8 +75,8 @@ def test_what_a_step_assigns_beside_its_update_is_noted():
     trainer.install()
     layer = keras.layers.Dense(1)
     layer.build((None, 1))
-    with step_module.within(written={}):
-        with step_module.within(reduced=True):
+    with step_module.override_state(written={}):
+        with step_module.override_state(reduced=True):
             layer.bias.assign([2.0])
         assert not step_module.state.written
         layer.kernel.assign_add([[1.0]])

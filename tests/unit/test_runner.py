@@ -158,10 +158,10 @@ def test_a_script_tells_what_it_does_beside_what_it_does(runner, tmp_path):
         pass
     script = runner._script
     script._request_pipe.settimeout(20.0)
-    assert runner.told()["phase"] == "begin" and "in stands_here" in runner.stack()
+    assert runner.snapshot()["phase"] == "begin" and "in stands_here" in runner.stack()
     os.kill(script.pid, signal.SIGSTOP)
     script._request_pipe.settimeout(0.5)
-    until(lambda: runner.told() is None)  # its threads stop one after the other
+    until(lambda: runner.snapshot() is None)  # its threads stop one after the other
     os.kill(script.pid, signal.SIGCONT)
     script._request_pipe.settimeout(20.0)
-    assert "in stands_here" in runner.stack() and runner.told()["step"] == 0
+    assert "in stands_here" in runner.stack() and runner.snapshot()["step"] == 0
