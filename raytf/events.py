@@ -278,11 +278,11 @@ def read_events(filesystem: pyarrow.fs.FileSystem, run: str) -> list[RunEvent]:
     return sorted(events, key=lambda event: event.time)
 
 
-def _event(told: dict[str, Any]) -> RunEvent:
-    event = RunEvent(**{**told, "kind": Kind(told["kind"]), "ranks": tuple(map(int, told["ranks"]))})
+def _event(fields: dict[str, Any]) -> RunEvent:
+    event = RunEvent(**{**fields, "kind": Kind(fields["kind"]), "ranks": tuple(map(int, fields["ranks"]))})
     numbers = (event.time, *(n for n in (event.step, event.seconds, event.workers, event.before) if n is not None))
     texts = (event.node, event.name, event.why, event.more)
     if not all(type(number) in (int, float) for number in numbers) or not all(type(text) is str for text in texts):
-        raise ValueError(told)
+        raise ValueError(fields)
     str(event)  # raises where an attribute that its kind needs is missing
     return event

@@ -437,12 +437,14 @@ class FaultPlan:
             def on_train_begin(self, logs=None):
                 self._rank, number = _rank_and_size()
                 plan.check(number)
-                self._mine = [fault for fault in plan.faults if fault.rank == self._rank]
-                counted = [f for f in self._mine if f.epoch is None or getattr(f, "steps", None) is not None]
+                self._own_faults = [fault for fault in plan.faults if fault.rank == self._rank]
+                counted = [f for f in self._own_faults if f.epoch is None or getattr(f, "steps", None) is not None]
                 if self.params.get("steps") is None and counted:
                     rule = "Faults without an epoch, or that end after some steps, need steps that are known"
                     raise ConfigError(rule, "an epoch of any length", "Give steps_per_epoch, or faults an epoch")
-                self._full = _FullDisks([f for f in self._mine if isinstance(f, FillDisk) and os.path.exists(f.path)])
+                self._full = _FullDisks(
+                    [f for f in self._own_faults if isinstance(f, FillDisk) and os.path.exists(f.path)]
+                )
 
             def on_epoch_begin(self, epoch, logs=None):
                 self._epoch = epoch
@@ -450,7 +452,7 @@ class FaultPlan:
             def on_train_batch_begin(self, batch, logs=None):
                 steps = self.params.get("steps")
                 self._full.look(self._epoch * (steps or 0) + batch, steps)
-                for fault in self._mine:
+                for fault in self._own_faults:
                     if fault.due(self._epoch, batch, steps) and _mark_first(folder, fault):
                         fault.happen()
                         if isinstance(fault, FillDisk):

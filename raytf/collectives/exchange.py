@@ -206,13 +206,13 @@ class Exchange:
         return empty(items, dtype) if shared is None else shared
 
     def _made(self, function: Callable, *arrays: np.ndarray):
-        return healing.here.make(self, functools.partial(function, *arrays))
+        return healing.healer.make(self, functools.partial(function, *arrays))
 
     def pass_on(self, tensors: Sequence[tf.Tensor]) -> None:
         """Ends a step: sends this worker's own state to the next one, after all earlier exchanges; see `healing`."""
 
         def stepped(*arrays: np.ndarray) -> list[np.bool_]:
-            healing.here.stepped(self, b"".join(map(np.ndarray.tobytes, map(np.asarray, arrays))))
+            healing.healer.stepped(self, b"".join(map(np.ndarray.tobytes, map(np.asarray, arrays))))
             return [np.True_]
 
         if tf.executing_eagerly():

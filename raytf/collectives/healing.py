@@ -48,7 +48,7 @@ class Rejoin:
     token: bytes = field(repr=False)
     generation: int
     numbers: dict[str, int]
-    anew: bool = False
+    from_scratch: bool = False
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class ReplacementState:
 
     step: int
     tag: int
-    within: int
+    steps_in_execution: int
     at_end: bool
     files: dict[str, bytes] = field(repr=False)
     own: bytes = field(repr=False)
@@ -101,7 +101,7 @@ class ReplacementState:
     between: bool = False
 
     @property
-    def behind(self) -> bool:
+    def after_step(self) -> bool:
         """Whether it begins after a step, and not within one."""
         return self.at_end or self.between
 
@@ -267,10 +267,10 @@ class Healer:
         self._listen = self._image = self._lost = self._keep = self._note = None
         self._bytes, self._begun_at = 0, time.monotonic()
         self._first_step: float | None = None  # its duration in seconds
-        self.step = self.within = self.begun = 0
+        self.step = self.steps_in_execution = self.begun = 0
         self.tag = -1
         self._open = self.at_end = self._ends = False
-        self._enters = self._executes = self._told = False
+        self._enters = self._executes = self._callbacks_called = False
         self._made: list[_Made] = []
         self._forget_moment()
         self._completed = 0  # number of updates at the end of the step before
@@ -283,7 +283,7 @@ class Healer:
     @contextlib.contextmanager
     def execution(self) -> Iterator[None]:
         """Marks an execution of training steps."""
-        self._open, self.within = True, 0
+        self._open, self.steps_in_execution = True, 0
         self._executes, self._before_step = True, len(self._made)
         try:
             yield
@@ -307,7 +307,7 @@ class Healer:
     def end_epoch(self) -> None:
         """Marks that the last step of an epoch is made, and that the end of the epoch begins."""
         self._open = self.at_end = True
-        self.within, self._told = 0, False
+        self.steps_in_execution, self._callbacks_called = 0, False
         self._note_moment(epoch_ends=True)
 
     def _note_moment(self, epoch_ends: bool) -> None:
@@ -315,12 +315,12 @@ class Healer:
             return
         image = self._note(epoch_ends)
         if image is not None:
-            self._open, self._told = True, False
+            self._open, self._callbacks_called = True, False
             self._noted_image, self._since = image, self.tag
 
     def tell_callbacks(self) -> bool:
         """Marks that callbacks get the epoch's end; returns whether recovery is still possible."""
-        self._told = True
+        self._callbacks_called = True
         if not self._ends:
             self._forget_moment()
         self.close()
@@ -362,7 +362,7 @@ class Healer:
             self._forget_moment()
         self._completed = holder.completed
         self.step += 1
-        self.within += 1
+        self.steps_in_execution += 1
         self._passed.clear()
         self._pass_on(holder, tag_of(self.step), content)
 
@@ -485,28 +485,28 @@ class Healer:
         if ring is not None:
             ring.held = old.held
             activity_log.count(command.numbers)
-            if self._since is not None and not command.anew:  # a new worker repeats only the step
+            if self._since is not None and not command.from_scratch:  # a new worker repeats only the step
                 del self._made[: self._before_step]
                 self._forget_moment()
         return ring
 
-    def _join(self, listener: Listener, old, told: Rejoin) -> Ring | None:
+    def _join(self, listener: Listener, old, command: Rejoin) -> Ring | None:
         """Returns the ring of the driver's command; None if the driver has cancelled it meanwhile."""
         with self._lock:
-            if told.generation <= self._left:
+            if command.generation <= self._left:
                 return None
             self._joining = listener
         try:
             return listener.join(
                 old.rank,
-                list(told.addresses),
-                told.token,
+                list(command.addresses),
+                command.token,
                 timeouts.get().ring_join,
                 old.timeout,
-                generation=told.generation,
+                generation=command.generation,
             )
         except PeerLostError:
-            if told.generation <= self._left:
+            if command.generation <= self._left:
                 return None
             raise
         finally:
@@ -531,11 +531,11 @@ class Healer:
             return self._waiting
         return None if self.armed or self.place is not None else self.refused
 
-    def image(self, anew: bool = False) -> ReplacementState:
-        """Returns the `image` of `arm`; with `anew`, of the noted moment, see `Waiting.since`."""
-        return self._noted_image() if anew else self._image()
+    def image(self, from_scratch: bool = False) -> ReplacementState:
+        """Returns the `image` of `arm`; with `from_scratch`, of the noted moment, see `Waiting.since`."""
+        return self._noted_image() if from_scratch else self._image()
 
-    def keep(self, owned: Sequence[bytes], behind: Collection[int]) -> int:
+    def keep(self, owned: Sequence[bytes], older: Collection[int]) -> int:
         """Saves a checkpoint, as `keep` of `arm`.
 
         Raises:
@@ -543,53 +543,53 @@ class Healer:
         """
         if self._waiting is None or self._keep is None:
             raise RaytfError("a worker that was to keep a checkpoint cannot, or does not wait any more")
-        if not self._executes and (self._told or (self._since is not None and not self.at_end)):
+        if not self._executes and (self._callbacks_called or (self._since is not None and not self.at_end)):
             raise RaytfError("callbacks may have been called after the step, and may have changed their state")
-        return self._keep(owned, behind)
+        return self._keep(owned, older)
 
     def pace(self) -> Pace:
         """Returns the pace of this training, see `Pace`."""
         seconds = self._first_step
         return Pace(self._bytes, time.monotonic() - self._begun_at if seconds is None else seconds)
 
-    def command(self, told: Rejoin | str) -> None:
+    def command(self, order: Rejoin | str) -> None:
         """Sends a waiting worker its next ring, or the reason why there is none."""
-        self._commands.put(told)
+        self._commands.put(order)
 
 
 # The instance of this process.
-here = Healer()
+healer = Healer()
 
 
 # ----------------------------------------------------------------------------- remote calls from the driver
 
 
-def image(anew: bool = False) -> ReplacementState:
+def image(from_scratch: bool = False) -> ReplacementState:
     """Calls `Healer.image` of this process."""
-    return here.image(anew)
+    return healer.image(from_scratch)
 
 
-def keep(owned: Sequence[bytes], behind: Collection[int]) -> int:
+def keep(owned: Sequence[bytes], older: Collection[int]) -> int:
     """Calls `Healer.keep` of this process."""
-    return here.keep(owned, behind)
+    return healer.keep(owned, older)
 
 
-def command(told: Rejoin | str) -> None:
+def command(order: Rejoin | str) -> None:
     """Calls `Healer.command` of this process."""
-    here.command(told)
+    healer.command(order)
 
 
 def pace() -> Pace:
     """Calls `Healer.pace` of this process."""
-    return here.pace()
+    return healer.pace()
 
 
 def leave(generation: int) -> None:
     """Calls `Healer.leave` of this process."""
-    here.leave(generation)
+    healer.leave(generation)
 
 
 def take(place: ReplacementState) -> None:
     """Makes the next training of this process start as a replacement worker, from `place`."""
-    here.disarm("the replacement has not joined yet")
-    here.place = place
+    healer.disarm("the replacement has not joined yet")
+    healer.place = place

@@ -252,9 +252,9 @@ class Ring:
         self._exchange(what, content.size, place, (self.size - 1) * content.size, work, content.tobytes())
         return contents
 
-    def _swap(self, chord: Chord, distance: int, mine: np.ndarray, into: np.ndarray) -> None:
+    def _swap(self, chord: Chord, distance: int, sent: np.ndarray, into: np.ndarray) -> None:
         """Sends bytes to the member `distance` ranks further, and fills `into` with bytes of the one before."""
-        to_send, room = memoryview(mine.reshape(-1)), memoryview(into.reshape(-1))
+        to_send, room = memoryview(sent.reshape(-1)), memoryview(into.reshape(-1))
         while to_send or room:
             moved = False
             if to_send:
@@ -437,9 +437,9 @@ class Ring:
                     stacklevel=2,
                 )
 
-    def _have_read(self, shows: bool, its: np.ndarray | None) -> bool:
+    def _have_read(self, shows: bool, neighbour: np.ndarray | None) -> bool:
         """Confirms the read of the previous process's array; returns whether the next process confirms its own."""
-        if its is not None:
+        if neighbour is not None:
             with contextlib.suppress(OSError):  # the neighbour does not need the answer any more
                 self._previous.send(_YES)
         while shows:
@@ -637,13 +637,13 @@ class Ring:
         array: np.ndarray,
         fill: Callable[[int, int], None] | None,
         shows: bool,
-        its: np.ndarray | None,
+        neighbour: np.ndarray | None,
         halves: tuple[int, int],
     ) -> None:
         self._flush()
-        state = _AroundTheRing(array, its, fill, self.rank, self.size, self._accumulate, halves)
+        state = _AroundTheRing(array, neighbour, fill, self.rank, self.size, self._accumulate, halves)
         send = functools.partial(self._show_part if shows else self._send_part, state)
-        receive = functools.partial(self._receive_part if its is None else self._read_part, state)
+        receive = functools.partial(self._receive_part if neighbour is None else self._read_part, state)
         while state.sent < state.total or state.received < state.total:
             moved = False
             for work, needed in ((send, state.sent < state.may_send), (receive, state.received < state.total)):
@@ -680,14 +680,14 @@ class Ring:
         phase, start, left = way.next_to_receive()
         adds = phase < self.size - 1
         wanted = min(left, _SENT_AT_ONCE) if adds else 1
-        if way.told - way.received < wanted:
-            way.told += self._hear()
-        count = min(left, _SENT_AT_ONCE, way.told - way.received)
+        if way.reported - way.received < wanted:
+            way.reported += self._hear()
+        count = min(left, _SENT_AT_ONCE, way.reported - way.received)
         if count >= wanted:
             if adds:
-                way.add(start, way.its[start : start + count])
+                way.add(start, way.neighbour[start : start + count])
             else:
-                way.bytes[start : start + count] = way.its[start : start + count]
+                way.bytes[start : start + count] = way.neighbour[start : start + count]
             way.received += count
 
     def _pass_on(
@@ -697,7 +697,7 @@ class Ring:
         receives: list[slice],
         own: int,
         shows: bool,
-        its: np.ndarray | None,
+        neighbour: np.ndarray | None,
     ) -> None:
         """Sends parts while others are received; sends bytes after the first `own` ones only once they are received."""
         self._flush()
@@ -713,35 +713,35 @@ class Ring:
                     moved = True
             if receiving.left:
                 with contextlib.suppress(BlockingIOError):
-                    if its is None:
+                    if neighbour is None:
                         receiving.advance(len(self._read(receiving.now(_SENT_AT_ONCE))))
                     else:
                         if ready == receiving.done:
                             ready += self._hear()
                         into, start = receiving.now(min(ready - receiving.done, _SENT_AT_ONCE)), receiving.place
-                        into[:] = its[start : start + len(into)]
+                        into[:] = neighbour[start : start + len(into)]
                         receiving.advance(len(into))
                     moved = True
             if not moved:
                 self._wait(sending=bool(sending.left and may_send > 0), receiving=bool(receiving.left))
 
     @np.errstate(over="ignore", invalid="ignore")  # gradients may overflow; loss scaling checks for it afterwards
-    def _accumulate(self, mine: np.ndarray, theirs: np.ndarray) -> None:
-        if mine.dtype == scaled_float16.BLOCK:
-            a, b = self._wide[:, : mine.size * scaled_float16.ITEMS].reshape(2, mine.size, -1)
-            scaled_float16.decode(mine, a)
-            scaled_float16.decode(theirs, b)
+    def _accumulate(self, own: np.ndarray, received: np.ndarray) -> None:
+        if own.dtype == scaled_float16.BLOCK:
+            a, b = self._wide[:, : own.size * scaled_float16.ITEMS].reshape(2, own.size, -1)
+            scaled_float16.decode(own, a)
+            scaled_float16.decode(received, b)
             np.add(a, b, out=a)
-            scaled_float16.encode(a, mine)
+            scaled_float16.encode(a, own)
             return
-        if mine.itemsize != 2:
-            np.add(mine, theirs, out=mine)
+        if own.itemsize != 2:
+            np.add(own, received, out=own)
             return
-        a, b = self._wide[:, : mine.size]
-        a[...] = mine
-        b[...] = theirs
+        a, b = self._wide[:, : own.size]
+        a[...] = own
+        b[...] = received
         np.add(a, b, out=a)
-        mine[...] = a
+        own[...] = a
 
     def _wait(self, sending: bool = False, receiving: bool = False, answering: bool = False) -> None:
         """Blocks until a neighbour sends or accepts bytes or answers, as requested, or a member is lost."""
@@ -799,20 +799,20 @@ class _AroundTheRing:
     def __init__(
         self,
         array: np.ndarray,
-        its: np.ndarray | None,
+        neighbour: np.ndarray | None,
         fill: Callable[[int, int], None] | None,
         rank: int,
         size: int,
         accumulate: Callable[[np.ndarray, np.ndarray], None],
         halves: tuple[int, int],
     ):
-        self._array, self.its, self._fill, self._accumulate = array, its, fill, accumulate
+        self._array, self.neighbour, self._fill, self._accumulate = array, neighbour, fill, accumulate
         self._rank, self._size = rank, size
         self._flat = array.view(np.uint8)
         self.bytes = memoryview(self._flat)
         self._length = array.nbytes // size  # number of bytes of a segment
         begin, self.total = (half * (size - 1) * self._length for half in halves)
-        self.sent = self.received = self.told = begin
+        self.sent = self.received = self.reported = begin
         self.waiting = 0
         self._filled = self._length if fill is None else 0  # bytes of the segment that is sent first
 
@@ -843,13 +843,13 @@ class _AroundTheRing:
         phase, offset = divmod(self.received, self._length)
         return phase, (self._rank - 1 - phase) % self._size * self._length + offset, self._length - offset
 
-    def add(self, start: int, theirs: np.ndarray) -> None:
+    def add(self, start: int, received: np.ndarray) -> None:
         """Adds bytes of another process's array at `start`."""
-        for begin in range(0, len(theirs), _CHUNK):
-            end = min(begin + _CHUNK, len(theirs))
+        for begin in range(0, len(received), _CHUNK):
+            end = min(begin + _CHUNK, len(received))
             self._fill_in(start + begin, start + end)
             own = self._flat[start + begin : start + end]
-            self._accumulate(own.view(self._array.dtype), theirs[begin:end].view(self._array.dtype))
+            self._accumulate(own.view(self._array.dtype), received[begin:end].view(self._array.dtype))
 
     def _fill_in(self, start: int, end: int) -> None:
         if self._fill is not None:

@@ -207,7 +207,7 @@ def open_feed(
     *,
     name: str = "train",
     strategy: tf.distribute.Strategy | None = None,
-    told: dict | None = None,
+    saved: dict | None = None,
     **more,
 ):
     """Returns the `Feed` of a worker, or its `pipeline.PipelineFeed` for a `TFData`.
@@ -219,13 +219,13 @@ def open_feed(
         shard: Index of this worker, and number of workers.
         name: Name of the dataset, for error messages.
         strategy: Argument of `PipelineFeed.agree`.
-        told: Argument of `PipelineFeed.agree`.
+        saved: Argument of `PipelineFeed.agree`.
         more: Further arguments of `Feed`.
     """
     if isinstance(dataset, TFData):
         from raytf.data.pipeline import PipelineFeed  # imports Keras 3, which a worker with Keras 2 does not need
 
-        return PipelineFeed(dataset, sampling, shard, name).agree(strategy, told)
+        return PipelineFeed(dataset, sampling, shard, name).agree(strategy, saved)
     return Feed(dataset, batch, sampling, shard, **more)
 
 

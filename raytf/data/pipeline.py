@@ -96,12 +96,12 @@ class PipelineFeed:
 
     # ---------------------------------------------------------------------------------------- steps
 
-    def agree(self, strategy, told: dict | None = None) -> PipelineFeed:
+    def agree(self, strategy, saved: dict | None = None) -> PipelineFeed:
         """Sets the number of steps of an epoch; a collective call of all workers.
 
         Args:
             strategy: Strategy of the workers; None for a single process, with any shard.
-            told: `state_dict()` of another worker, for a replacement worker, which then exchanges nothing; or None.
+            saved: `state_dict()` of another worker, for a replacement worker, which then exchanges nothing; or None.
 
         Returns:
             This feed.
@@ -109,8 +109,8 @@ class PipelineFeed:
         Raises:
             ConfigError: There are no steps, batches differ between workers, or their numbers differ and must not.
         """
-        if told is not None:
-            self.steps = told["steps"]
+        if saved is not None:
+            self.steps = saved["steps"]
             return self
         count = self._shard.count
         counts = np.zeros((count, 2), np.int64)

@@ -54,7 +54,7 @@ class StoredDataset:
             count += 1
         return StoredDataset(self.refs[:count], self.rows[:count], self.columns)
 
-    def here(self) -> StoredDataset:
+    def with_blocks(self) -> StoredDataset:
         """Returns the dataset with blocks instead of references."""
         return StoredDataset(self.get(), self.rows, self.columns)
 

@@ -148,7 +148,7 @@ class TFData:
         """Returns itself, as it contains no rows; has the interface of `StoredDataset.first`."""
         return self
 
-    here = first
+    with_blocks = first
 
     def order(self, batch_size: int, seed: int, goes_on: str) -> dict[str, Any]:
         """Returns the settings that decide which rows a step has, as JSON, as far as known before workers start."""

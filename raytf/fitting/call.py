@@ -148,7 +148,7 @@ class Call:
             dataset = self._resume_from[name]
             if isinstance(dataset, TFData):
                 sampling = Sampling(global_batch=dataset.looked.rows, shuffle="none")
-                return open_feed(dataset, part.batch, sampling, name=name, told={"steps": 1})
+                return open_feed(dataset, part.batch, sampling, name=name, saved={"steps": 1})
             blocks = dataset.first() if dataset.rows else dataset
         return Feed(blocks, part.batch, Sampling(global_batch=rows, shuffle="none"), shapes_only=True)
 
@@ -334,7 +334,7 @@ class Call:
         if not self.verify or not several or (key in group.verified and self.verify != "error"):
             return None
         group.verified.add(key)
-        blocks = {name: rows.dataset.first().here() for name, rows in work["rows"].items()}
+        blocks = {name: rows.dataset.first().with_blocks() for name, rows in work["rows"].items()}
         sending = fit_worker.SentModel(data=self._data, **self._sending)
         return BackgroundVerification(self._scaling, self._run, self.verify, sending, work["rows"], blocks)
 

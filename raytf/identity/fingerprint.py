@@ -64,7 +64,9 @@ def model_fingerprint(model) -> dict[str, Any]:
     return {
         "keras": keras.__version__,
         "model": {**_layer(model), "layers": shorten(layers, _MOST_LAYERS), "weights": shorten(weights)},
-        "optimizers": {name: _optimizer(optimizer) for name, optimizer in model_optimizers.optimizers_of(model).items()},
+        "optimizers": {
+            name: _optimizer(optimizer) for name, optimizer in model_optimizers.optimizers_of(model).items()
+        },
         **{name: describe(compiled.get(name)) for name in training},
     }
 

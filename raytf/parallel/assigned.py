@@ -33,7 +33,7 @@ class AssignedVariables:
         """Records a variable; called before it is assigned."""
         if variable.synchronization == "on_read":  # variables of metrics differ between workers
             return
-        if not healing.here.executes and not _in_a_replica():
+        if not healing.healer.executes and not _in_a_replica():
             noted = self._assigned if tf.executing_eagerly() else self._traced
             noted[id(variable)] = variable
 
@@ -73,7 +73,7 @@ class AssignmentWatch:
 
     def note(self, variable) -> None:
         """Records the value of a variable; called before it is assigned."""
-        if id(variable) in self._held or healing.here.executes:
+        if id(variable) in self._held or healing.healer.executes:
             return
         if self._ids is None:
             self._ids = {id(v) for v in own_state.alike(self._model)}

@@ -253,7 +253,7 @@ def _may_write(callback) -> bool:
 def _watched(callbacks: list, unknown: list[str], strategy) -> list:
     """Returns the callbacks, between two callbacks that record which files they write."""
     first = double_writes.Before()
-    if healing.here.place is not None:  # the other workers may have seen the end of an epoch
-        first.looking = healing.here.place.agreed["looking"]
+    if healing.healer.place is not None:  # the other workers may have seen the end of an epoch
+        first.looking = healing.healer.place.agreed["looking"]
     total = lambda counts: communicator.sum_over_workers(strategy, [counts])[0]
     return [first, *callbacks, double_writes.After(first, unknown, total, communicator.is_chief(strategy))]

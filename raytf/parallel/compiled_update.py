@@ -66,8 +66,8 @@ def made(optimizer, update: Callable, gradients: Sequence, variables: Sequence) 
     if is_possible(optimizer, pairs):
         given = _with_shapes(pairs)
 
-        def whole(*its):
-            left = iter(its)
+        def whole(*values):
+            left = iter(values)
             update([None if g is None else next(left) for g in gradients])
 
         try:
@@ -160,12 +160,12 @@ def _compiled(optimizer, update: Callable, inputs: Sequence[tf.Tensor]) -> tuple
     stepping = model_optimizers.unscaled(optimizer)
     rate = stepping.learning_rate  # of a schedule: its functions of float32 are not rounded alike by XLA
 
-    def whole(*its):
+    def whole(*values):
         with (
             step_module.override_state(compiles=True, has_rows=False, apart=False),
             keras_objects.with_rate(stepping, rate),
         ):
-            return update(*its)
+            return update(*values)
 
     traced = separate_function(whole, jit_compile=True, autograph=False).get_concrete_function(*specs)
     graph = traced.graph.as_graph_def()

@@ -52,5 +52,10 @@ def averaged_at_ends(model) -> list:
     """Returns variables that are local until the end of an epoch: parameters, and floating slots of the optimizers."""
     if every(model.distribute_strategy) == 1:
         return []
-    slots = [v for o in model_optimizers.optimizers_of(model).values() for v in o.variables if v is not keras_objects.rate_of(o)]
+    slots = [
+        v
+        for o in model_optimizers.optimizers_of(model).values()
+        for v in o.variables
+        if v is not keras_objects.rate_of(o)
+    ]
     return [v for v in (*model.trainable_variables, *slots) if "float" in v.dtype]

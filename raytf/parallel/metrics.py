@@ -77,7 +77,7 @@ def standing(model, logs, assign: bool) -> tuple[list[list[np.ndarray]], list, d
 
 
 def together(
-    model, variables: Sequence, each: Sequence[Sequence[np.ndarray]], behind: Collection[int] = ()
+    model, variables: Sequence, each: Sequence[Sequence[np.ndarray]], older: Collection[int] = ()
 ) -> list[np.ndarray]:
     """Returns the joined values of all workers, as at an epoch's end, if a worker cannot reach the others.
 
@@ -85,14 +85,14 @@ def together(
         model: A model in `fit`, with one replica for each worker.
         variables: Variables of metrics, moving statistics and others.
         each: Their values on each worker, by rank.
-        behind: Ranks whose values are one step older.
+        older: Ranks whose values are one step older.
 
     Returns:
-        Sums of metrics, means of moving statistics, and for others the values of the first worker not in `behind`.
+        Sums of metrics, means of moving statistics, and for others the values of the first worker not in `older`.
     """
     counted = {id(v) for v in model.metrics_variables if tf.as_dtype(v.dtype) in exchange.SUMMABLE}
     averaged = {id(v) for v in _averaged_variables(model)}
-    first = next(rank for rank in range(len(each)) if rank not in behind)
+    first = next(rank for rank in range(len(each)) if rank not in older)
     joined = []
     for variable, *values in zip(variables, *each, strict=True):
         once = variable.aggregation in ("only_first_replica", "none")
@@ -347,11 +347,11 @@ def update_state(metric, original, *args, **kwargs):
     if step is None or not any(halves.has_rows(leaf, rows) for leaf in tree.flatten(given)):
         return original(*args, **kwargs)
 
-    def added(its):
+    def added(arguments):
         """Returns the values of the metric's variables after an update from zeros."""
         variables = list(metric.variables)
         with keras.StatelessScope(state_mapping=[(v, tf.zeros(v.shape, v.dtype)) for v in variables]) as scope:
-            original(*its[0], **its[1])
+            original(*arguments[0], **arguments[1])
         return [scope.get_current_value(v) for v in variables]
 
     outcome = halves.known(step, metric, added, given, rows)
@@ -363,7 +363,7 @@ def update_state(metric, original, *args, **kwargs):
                 stacklevel=2,
             )
         return original(*args, **kwargs)
-    return whole_batch.computed(step, lambda its: original(*its[0], **its[1]), given, rows)
+    return whole_batch.computed(step, lambda arguments: original(*arguments[0], **arguments[1]), given, rows)
 
 
 def result(metric, original):
@@ -402,7 +402,10 @@ def _over_all_rows(metric, step: step_module.Step, shown: step_logs.StepObservat
         for v, value in zip(variables, values, strict=True)
     ]
     totals, _ = _summed(variables, values)
-    with step_module.override_state(seen=None), keras.StatelessScope(state_mapping=list(zip(variables, totals, strict=True))):
+    with (
+        step_module.override_state(seen=None),
+        keras.StatelessScope(state_mapping=list(zip(variables, totals, strict=True))),
+    ):
         return function()
 
 

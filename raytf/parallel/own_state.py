@@ -43,7 +43,7 @@ def bytes_of(model) -> int | None:
 def passing_on(model, replica_step):
     """Returns a replica's step that also sends its own state to the next worker, if the workers' ring can recover."""
     holder = gradient_ring.ring_of(model.distribute_strategy)
-    if holder is None or not healing.here.armed:
+    if holder is None or not healing.healer.armed:
         return replica_step
 
     def step(data):
@@ -71,19 +71,19 @@ def written_early(model) -> list[str]:
 
 def began(model) -> None:
     """Sends a worker's own state at the begin of an epoch; every worker calls it."""
-    healing.here.began(gradient_ring.ring_of(model.distribute_strategy), content_of(model))
+    healing.healer.began(gradient_ring.ring_of(model.distribute_strategy), content_of(model))
 
 
 def averaged(model) -> None:
     """Sends a worker's own state after a checkpoint that averaged it over workers; every worker calls it."""
-    if healing.here.armed:
-        healing.here.averaged(gradient_ring.ring_of(model.distribute_strategy), content_of(model))
+    if healing.healer.armed:
+        healing.healer.averaged(gradient_ring.ring_of(model.distribute_strategy), content_of(model))
 
 
 def resumes(model) -> None:
     """Sends own state that callbacks that read batches may have changed since the last step, as `evaluate` does."""
-    if healing.here.armed and model.__dict__.get("_raytf_sync_batches"):
-        healing.here.resumes(gradient_ring.ring_of(model.distribute_strategy), content_of(model))
+    if healing.healer.armed and model.__dict__.get("_raytf_sync_batches"):
+        healing.healer.resumes(gradient_ring.ring_of(model.distribute_strategy), content_of(model))
 
 
 def content_of(model) -> bytes:
@@ -113,7 +113,7 @@ def check_alike(model) -> None:
     Raises:
         RaytfError: They differ.
     """
-    healing.here.healed = False
+    healing.healer.healed = False
     digest = 0
     for variable in alike(model):
         digest = zlib.crc32(local_value(model.distribute_strategy, variable), digest)

@@ -151,10 +151,10 @@ def _make_function(original, self, step_function):
         self.__dict__["_raytf_last"] = (outputs, rows)
         if not training:
             return outputs
-        healing.here.close()
-        if healing.here.healed:
+        healing.healer.close()
+        if healing.healer.healed:
             own_state.check_alike(self)
-        healing.here.steps_made()
+        healing.healer.steps_made()
         return metrics.global_logs(self, outputs, rows) if self.__dict__.get("_raytf_sync_batches") else outputs
 
     return _track_activity(self, function, training)
@@ -177,7 +177,7 @@ def _track_activity(model, function: Callable, training: bool) -> Callable:
         notes.last = True
         own_state.resumes(model)
         try:
-            with healing.here.execution(), _cause_first(_steps_behind(activity_log.step, model.steps_per_execution)):
+            with healing.healer.execution(), _cause_first(_steps_behind(activity_log.step, model.steps_per_execution)):
                 outputs = function(iterator)
         except BaseException:  # also at the end of the data
             activity_log.at(activity.CALLBACKS)

@@ -177,9 +177,9 @@ def choose_cores(free: frozenset[int], count: int, levels: Mapping[int, list[fro
     everything = frozenset(levels)
     groups_of = {core: sorted({*levels[core], everything}, key=len) for core in free}
 
-    def shared(core: int, within: frozenset[int]) -> tuple:
+    def shared(core: int, outer: frozenset[int]) -> tuple:
         """Returns (minus the number of free cores, the first core) of each group, from large to small."""
-        return tuple((-len(group & free), min(group)) for group in reversed(groups_of[core]) if group < within)
+        return tuple((-len(group & free), min(group)) for group in reversed(groups_of[core]) if group < outer)
 
     def wide(group: frozenset[int]) -> tuple:
         return tuple(-len(larger & free) for larger in groups_of[min(group & free)] if group < larger)

@@ -266,8 +266,8 @@ def suggest_workers(
     return text[0].upper() + text[1:]
 
 
-def _job(binary: bytes, mine: str) -> str:
-    return "this job" if binary.hex() == mine else f"job {binary.hex()}"
+def _job(binary: bytes, own_job: str) -> str:
+    return "this job" if binary.hex() == own_job else f"job {binary.hex()}"
 
 
 def check_cluster(scaling_config) -> None:

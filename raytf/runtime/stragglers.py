@@ -59,18 +59,18 @@ class StragglerDetector:
         self._reports: list[Straggler | None] = []
         self._straggler: set[int] = set()
 
-    def look(self, told: Mapping[int, Mapping[str, Any]]) -> Straggler | None:
+    def look(self, snapshots: Mapping[int, Mapping[str, Any]]) -> Straggler | None:
         """Returns a worker that has just become a straggler, each once."""
         began = self._begin
-        if began.keys() != told.keys() or any(told[r]["step"] < began[r]["step"] for r in told):
-            self._begin, self._reports = dict(told), []
+        if began.keys() != snapshots.keys() or any(snapshots[r]["step"] < began[r]["step"] for r in snapshots):
+            self._begin, self._reports = dict(snapshots), []
             return None
-        if any(told[r]["step"] - began[r]["step"] < _STEPS for r in told) or any(
-            told[r]["clock"] - began[r]["clock"] < _LEAST_INTERVAL for r in told
+        if any(snapshots[r]["step"] - began[r]["step"] < _STEPS for r in snapshots) or any(
+            snapshots[r]["clock"] - began[r]["clock"] < _LEAST_INTERVAL for r in snapshots
         ):
             return None
-        self._begin = dict(told)
-        self._reports = [*self._reports, slowest(began, told)][-_PERIODS:]
+        self._begin = dict(snapshots)
+        self._reports = [*self._reports, slowest(began, snapshots)][-_PERIODS:]
         ranks = {straggler.rank if straggler else None for straggler in self._reports}
         first = self._reports[0]
         if len(self._reports) < _PERIODS or len(ranks) > 1 or first is None or first.rank in self._straggler:

@@ -111,7 +111,7 @@ def _tried(
 
 def _local_rows(block: StoredDataset | TFData) -> StoredDataset | TFData | ConfigError:
     """Returns the rows in this process; records are parsed in a copy of it, as TensorFlow does that."""
-    return _in_a_copy(block.here) if isinstance(block, RecordBlocks) else block.here()
+    return _in_a_copy(block.with_blocks) if isinstance(block, RecordBlocks) else block.with_blocks()
 
 
 def _look_at_versions():
@@ -361,7 +361,7 @@ def _unexpected(received: str) -> ConfigError:
 def _feed(block: StoredDataset | TFData, batch: BatchSpec, rows: int):
     from raytf.data.feed import open_feed
 
-    return open_feed(block, batch, Sampling(global_batch=rows), told={"steps": 1})
+    return open_feed(block, batch, Sampling(global_batch=rows), saved={"steps": 1})
 
 
 def _looked(

@@ -81,7 +81,7 @@ class Engine:
 
     def __init__(self, trainer, setup, launch: Startup, held: Reservation):
         self._trainer, self._context = trainer, trainer.train_run_context
-        self._launch, self._held, self._beside = launch, held, trainer.beside
+        self._launch, self._held, self._sidecar = launch, held, trainer.sidecar
         self._scaling, self._run_config = trainer.scaling_config, trainer.run_config
         self._loop = trainer.loop(functools.partial(backend.worker_context, setup))
         self._idle, self._group = list(launch.members), None
@@ -166,8 +166,8 @@ class Engine:
 
     def _started(self, size: int) -> RunGroup:
         self._launch.check()
-        if self._beside is not None:
-            self._beside.start(self._held)
+        if self._sidecar is not None:
+            self._sidecar.start(self._held)
         existing, self._idle[:] = list(self._idle), []
         reserved = self._held.group if self._slices is None else self._slices.placement_group
         group = self._group = RunGroup(self._spec, reserved, size, existing, self._decisions)
@@ -220,7 +220,7 @@ class Engine:
                 )
         while not self._launch.cancelled and not self._slices.placement_group.wait(_SLICE_WAIT_INTERVAL):
             pass
-        if self._beside is not None:
+        if self._sidecar is not None:
             self._held.ensure(0, {}, "PACK", None)
             self._held.wait(cancelled=lambda: self._launch.cancelled)
         return scaling.num_workers
@@ -292,8 +292,8 @@ class _Elastic:
         suspects: Ids of nodes whose workers were lost; Ray needs up to 15 s to detect a lost node.
     """
 
-    def __init__(self, spec: GroupSpec, run: Decisions, beside: list[dict[str, float]], idle: list):
-        self._spec, self._decisions, self._beside, self._idle = spec, run, beside, idle
+    def __init__(self, spec: GroupSpec, run: Decisions, sidecar_resources: list[dict[str, float]], idle: list):
+        self._spec, self._decisions, self._sidecar_resources, self._idle = spec, run, sidecar_resources, idle
         self._wanted = {name: amount for name, amount in spec.each.items() if amount > 0}
         self.suspects: set[str] = set()
         given = spec.scaling.elastic_resize_monitor_interval_s
@@ -314,7 +314,7 @@ class _Elastic:
         held.drop()
         while True:
             check()
-            left = resources.free_without(list(free.values()), self._beside)
+            left = resources.free_without(list(free.values()), self._sidecar_resources)
             size = 0 if left is None else min(state.most, resources.count_fitting(left, self._wanted))
             if size >= state.fewest or resources.autoscales():
                 size = max(size, state.fewest)

@@ -27,7 +27,7 @@ class EngineTrainer(DataParallelTrainer):
 
     Args:
         launch: The processes that it uses, or None to start them.
-        beside: A process in addition to the workers: an `evaluator.Beside`, or None.
+        beside: A process in addition to the workers: an `evaluator.EvaluatorSidecar`, or None.
         shown: (names of datasets, config) for Ray's dashboard, of a train loop with its own datasets; or None.
         heals: Whether a lost worker is replaced in place if possible.
         rehearsed: `job.TrainJob` for the warm-up step of standby workers, or None.
@@ -41,13 +41,13 @@ class EngineTrainer(DataParallelTrainer):
         *args,
         run_config=None,
         launch: Startup | None = None,
-        beside=None,
+        sidecar=None,
         shown=None,
         heals=False,
         rehearsed=None,
         **kwargs,
     ):
-        self._launch, self.beside, self.shown, self.heals = launch, beside, shown, heals
+        self._launch, self.sidecar, self.shown, self.heals = launch, sidecar, shown, heals
         self.rehearsed = rehearsed
         run_config = copy.copy(run_config) if run_config else RunConfig()
         run_config.worker_runtime_env = worker_environment(run_config, kwargs.get("scaling_config"))
@@ -96,13 +96,17 @@ class EngineTrainer(DataParallelTrainer):
         loop = self.loop(functools.partial(backend.context_here, self.backend_config))
         with quiet.quiet_native():
             run = functools.partial(local.run, loop, self.train_run_context, self.datasets, cancelled)
-            return run() if self._launch is None or self._launch.ending is None else self._launch.ending.run_in_process(run)
+            return (
+                run()
+                if self._launch is None or self._launch.ending is None
+                else self._launch.ending.run_in_process(run)
+            )
 
     def tasks_beside(self) -> dict[str, dict[str, float]]:
         """Returns the resources of each task in addition to the workers, by name."""
         plan = getattr(self.backend_config, "servers", None)
         tasks = {str(task): plan.bundle(task) for task in plan.tasks()} if plan else {}
-        return tasks | ({self.beside.name: self.beside.resources} if self.beside else {})
+        return tasks | ({self.sidecar.name: self.sidecar.resources} if self.sidecar else {})
 
     def _reserve(self, held: Reservation):
         """Reserves all resources of the run, unless its number of workers is open; returns the servers' plan."""

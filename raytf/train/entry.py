@@ -39,11 +39,11 @@ def import_raytf() -> None:
             raise
 
 
-def rehearse(told: list, workers: int, cpus: int) -> str | None:
+def rehearse(refs: list, workers: int, cpus: int) -> str | None:
     """Prepares a standby worker as it starts: imports, and a warm-up step of the model that it may have to train.
 
     Args:
-        told: Empty, or the ref of (the `TrainJob`, the `settings.WorkerSetup`).
+        refs: Empty, or the ref of (the `TrainJob`, the `settings.WorkerSetup`).
         workers: Number of workers of the run.
         cpus: Number of CPUs of a worker, at least 1.
 
@@ -52,13 +52,13 @@ def rehearse(told: list, workers: int, cpus: int) -> str | None:
     """
     import_raytf()
     clearing.record_settings()
-    if not told:
+    if not refs:
         return None
     from raytf.worker import context, warm_up
 
     output.say_who("spare")
     try:
-        task, setup = ray.get(told[0])
+        task, setup = ray.get(refs[0])
         backend.set_variables(setup.config, [f"127.0.0.1:{1 + rank}" for rank in range(workers)], workers - 1, cpus)
         ring.keep_token(ring.new_token())
         with warnings.catch_warnings(), autograph.in_memory(), context.prepared(setup):

@@ -48,8 +48,8 @@ class Evaluator:
         its: Timeouts of the driver.
     """
 
-    def __init__(self, given: tuple, its: Timeouts):
-        timeouts.set_current(its)
+    def __init__(self, given: tuple, deadlines: Timeouts):
+        timeouts.set_current(deadlines)
         output.say_who("evaluator 0")
         task, record, self._warned = given
         self._task, self._record, self._model = ray.get(task), record, None
@@ -152,7 +152,7 @@ def kept(result) -> dict[int, dict[str, float]]:
     return {metrics["epoch"]: bears(metrics) for _, metrics in result.best_checkpoints or () if "epoch" in metrics}
 
 
-class Beside:
+class EvaluatorSidecar:
     """An evaluator in addition to the workers of a run.
 
     Args:

@@ -91,7 +91,7 @@ class Healing:
         self.also: set[int] = set()
         self.kept: int | None = None
         self.not_kept = ""
-        self.behind: list[int] = []
+        self.older: list[int] = []
         self._held: list[bytes] | None = None  # own state of each worker by rank, with the lost ones
         self._lock, self._given_up = threading.Lock(), False
         self._pace = Pace()
@@ -154,9 +154,7 @@ class Healing:
         """Returns the point from which all workers restart after its failure, as a clause."""
         if self.kept is None:
             return f"the last checkpoint{self.not_kept and f', as {self.not_kept}'}"
-        lacks = (
-            f"; metrics of the epoch lack the rows of {worker_names(self.behind)} in that step" if self.behind else ""
-        )
+        lacks = f"; metrics of the epoch lack the rows of {worker_names(self.older)} in that step" if self.older else ""
         return f"step {self.kept}, of which the others have kept a checkpoint{lacks}"
 
     def wait(self, seconds: float | None = None) -> None:
@@ -172,7 +170,7 @@ class Healing:
         if self._held is None:
             return
         try:
-            refs = [self._rest[min(self._rest)].actor.execute.remote(healing.keep, self._held, self.behind)]
+            refs = [self._rest[min(self._rest)].actor.execute.remote(healing.keep, self._held, self.older)]
             seconds = self._pace.deadline(timeouts.get().recovery_checkpoint, copies=1)
             (self.kept,) = answers.collect_answers(refs, seconds, "a checkpoint of the last step that all have made")
         except (RaytfError, ray.exceptions.RayError) as error:  # they restart from the last checkpoint
@@ -204,11 +202,13 @@ class Healing:
         everyone = self._rest | self._made
         self._ask([worker.actor.execute.remote(healing.command, sent) for worker in everyone.values()], "the next ring")
 
-    def _replace(self, starting: threading.Thread, waiting: dict[int, Waiting], anew: bool) -> None:
+    def _replace(self, starting: threading.Thread, waiting: dict[int, Waiting], from_scratch: bool) -> None:
         """Brings replacement workers to the step in which the others wait."""
         donor = self._rest[min(self._rest)].actor
         copies = self._pace.deadline(timeouts.get().recovery_answer, copies=1)
-        (state,) = self._ask([donor.execute.remote(healing.image, anew)], "a copy of the training's state", copies)
+        (state,) = self._ask(
+            [donor.execute.remote(healing.image, from_scratch)], "a copy of the training's state", copies
+        )
         self._held = self._held_by_all(state, waiting)
         owned = self._owned(state, waiting)
         deadline = time.monotonic() + timeouts.get().replacement_start
@@ -277,7 +277,7 @@ class Healing:
             state = healing.passed_on(passed, place.tag)
             if state is None and rank in self.lost and passed and healing.is_step_before(passed[-1][0], place.tag):
                 state = passed[-1][1]
-                self.behind.append(rank)
+                self.older.append(rank)
             if state is None:
                 return None
             states.append(state)

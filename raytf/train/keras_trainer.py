@@ -479,8 +479,8 @@ class KerasTrainer:
             tpu=bool(self.scaling_config.use_tpu),
         )
 
-    def _train(self, launch: Startup, blocks: dict, told: dict[str, Any]) -> ray.train.Result:
-        task = dataclasses.replace(self.task(blocks), identity=told)
+    def _train(self, launch: Startup, blocks: dict, identity: dict[str, Any]) -> ray.train.Result:
+        task = dataclasses.replace(self.task(blocks), identity=identity)
         if not self.progress:
             return self._run(task, launch)
         for name, dataset in blocks.items():
@@ -497,14 +497,14 @@ class KerasTrainer:
             return _with_history(self, result, self._validated(result))
         environment = worker_environment(self.run_config, self.scaling_config)
         bundle = resources.resources_per_worker(self.scaling_config)
-        sidecar = evaluator.Beside(dataclasses.replace(task, board=None), bundle, environment, launch.warned)
+        sidecar = evaluator.EvaluatorSidecar(dataclasses.replace(task, board=None), bundle, environment, launch.warned)
         try:
             result = self._fit(task, launch, sidecar)
         finally:
             metrics = sidecar.record.close()
         return _with_history(self, result, evaluator.kept(result) | metrics)
 
-    def _fit(self, task: TrainJob, launch: Startup, beside: evaluator.Beside | None) -> ray.train.Result:
+    def _fit(self, task: TrainJob, launch: Startup, sidecar: evaluator.Beside | None) -> ray.train.Result:
         def keras_training():
             return train(task)
 
@@ -514,8 +514,8 @@ class KerasTrainer:
             scaling_config=self.servers()[0],
             run_config=launch.run_config,
             launch=launch,
-            validation_config=beside.validation() if beside else self.validation_config,
-            beside=beside,
+            validation_config=sidecar.validation() if sidecar else self.validation_config,
+            sidecar=sidecar,
             shown=(list(self.datasets), self.config),
             dataset_config=self.dataset_config,
             heals=task.heals,

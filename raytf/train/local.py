@@ -95,10 +95,10 @@ class _Utils(RunTrainFnUtils):
     """Ray Train's functions for the one process."""
 
     def get_dataset_shard(self, dataset_info):
-        name, config = dataset_info.dataset_name, self._around.dataset_config
-        if name not in self._around.datasets:
+        name, config = dataset_info.dataset_name, self._surroundings.dataset_config
+        if name not in self._surroundings.datasets:
             raise KeyError(f"The trainer was given no dataset {name!r}. Pass it in datasets={{...}}")
-        dataset, options = self._around.datasets[name], ray_configs.execution_options(config, name)
+        dataset, options = self._surroundings.datasets[name], ray_configs.execution_options(config, name)
         if options is not None:
             dataset = dataset.copy(dataset)
             dataset.context.execution_options = options

@@ -88,7 +88,7 @@ class RunGroup(EventGroup):
         super().__init__(spec.setup, spec.each)
         self._spec, self._group, self._decisions, self._made = spec, group, run, run.made
         self._spares: StandbyPool | None = None
-        self._within: list = []  # actors in the reservation, which end with it
+        self._held_actors: list = []  # actors in the reservation, which end with it
         self._job: Any = None
         self._drained: list[str] = []
         self._deadlines: dict[str, float] = {}  # of drained nodes, in seconds of UNIX time
@@ -126,7 +126,7 @@ class RunGroup(EventGroup):
     def _placed(self, bundle: int):
         options = {"runtime_env": self._spec.environment}
         actor = resources.placed_actor(RunWorker, self._group, bundle, self._each, **options)
-        self._within.append(actor)
+        self._held_actors.append(actor)
         return actor
 
     def settle(self, member: Member, addresses: list[str], token: bytes, pinned: bool) -> Any:
@@ -299,7 +299,7 @@ class RunGroup(EventGroup):
         asked = {
             member.actor.leave.remote(timeouts.get().workers_stay): member
             for member in self.members
-            if member.rank in stay and member.actor not in self._within
+            if member.rank in stay and member.actor not in self._held_actors
         }
         seconds = 2 * timeouts.get().workers_stay
         done, _ = ray.wait(list(asked), num_returns=len(asked), timeout=seconds) if asked else ([], [])

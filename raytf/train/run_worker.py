@@ -69,7 +69,7 @@ class RunJob:
         config, self.train, self.validates = context.run_config, train, validates
         self.name, self.storage, self.level = config.name, config.storage_context, config.logging_config.log_level
         given = {name: item() if callable(item) else item for name, item in datasets.items()}
-        self.around = Surroundings(nodes=tuple(nodes), datasets=given, dataset_config=context.dataset_config)
+        self.surroundings = Surroundings(nodes=tuple(nodes), datasets=given, dataset_config=context.dataset_config)
 
 
 class Channel:
@@ -117,9 +117,9 @@ class RunTrainFnUtils(TrialTrainFnUtils):
     """
 
     def __init__(self, channel: Channel, job: RunJob):
-        super().__init__(channel, job.around, lambda value: channel.ask("meet", value), "")
+        super().__init__(channel, job.surroundings, lambda value: channel.ask("meet", value), "")
         self._channel, self._storage, self._validates = channel, job.storage, job.validates
-        self._context = TrialContext(job.name, channel.rank, job.around, job.storage)
+        self._context = TrialContext(job.name, channel.rank, job.surroundings, job.storage)
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "raytf_reports")
         self._failed: Exception | None = None
         self._last: concurrent.futures.Future | None = None
@@ -226,7 +226,7 @@ class RunWorker(MemberProcess):
 
     def begin(self, job: RunJob, rank: int) -> None:
         """Starts the train loop."""
-        self._error, self._channel = None, Channel(rank, len(job.around.nodes), job.name)
+        self._error, self._channel = None, Channel(rank, len(job.surroundings.nodes), job.name)
         self._thread = threading.Thread(target=self._run, args=(job, self._channel), daemon=True)
         self._thread.start()
 
@@ -254,7 +254,7 @@ class RunWorker(MemberProcess):
         """
         with contextlib.suppress(queue.Empty):
             return self._channel.events.get(timeout=seconds)
-        return Wait() if isinstance(healing.here.waiting(), Waiting) else None
+        return Wait() if isinstance(healing.healer.waiting(), Waiting) else None
 
     def answer(self, value: Any) -> None:
         """Answers a request of the training thread."""
@@ -262,7 +262,7 @@ class RunWorker(MemberProcess):
 
     def standing(self, seconds: float) -> tuple[Waiting | str | None, Exception | None]:
         """Returns `Healer.waiting(seconds)` of this process, and the training's error or None."""
-        return healing.here.waiting(seconds), self._error
+        return healing.healer.waiting(seconds), self._error
 
     def leave(self, seconds: float) -> bool:
         """Prepares this process for another training; returns False if the last one has not ended, or has failed.
@@ -284,7 +284,7 @@ class RunWorker(MemberProcess):
 
         self._error = cause = None  # its frames hold the model
         exchange.leave_all()
-        healing.here.reset()
+        healing.healer.reset()
         stop.stop_barrier.reset()
         activity.tracker.reset()
         os.environ.pop("TF_CONFIG", None)

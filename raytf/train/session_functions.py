@@ -65,16 +65,16 @@ def place_of(rank: int, nodes: Sequence[str]) -> dict[str, int]:
 class TrialContext(LocalTrainContext):
     """Context of a worker of a trial, or of a run with `storage`, for `ray.train.get_context()`."""
 
-    def __init__(self, name: str, rank: int, around: Surroundings, storage: StorageContext | None = None):
-        super().__init__(experiment_name=name, **place_of(rank, around.nodes))
-        self._around, self._storage = around, storage
+    def __init__(self, name: str, rank: int, surroundings: Surroundings, storage: StorageContext | None = None):
+        super().__init__(experiment_name=name, **place_of(rank, surroundings.nodes))
+        self._surroundings, self._storage = surroundings, storage
 
     def get_storage(self) -> StorageContext:
         """Returns the run's storage; in a sweep the trial's own folder is the `experiment_fs_path`."""
         if self._storage is not None:
             return self._storage
-        parent, name = posixpath.split(self._around.folder)
-        return StorageContext(parent, name, storage_filesystem=self._around.filesystem)
+        parent, name = posixpath.split(self._surroundings.folder)
+        return StorageContext(parent, name, storage_filesystem=self._surroundings.filesystem)
 
 
 class TrialTrainFnUtils(TrainFnUtils):
@@ -87,9 +87,9 @@ class TrialTrainFnUtils(TrainFnUtils):
         folder: Folder in which a reported checkpoint is stored until the next one.
     """
 
-    def __init__(self, session: TrialSession, around: Surroundings, broadcast: Callable[[Any], Any], folder: str):
-        self._session, self._around, self._broadcast, self._folder = session, around, broadcast, folder
-        self._context = TrialContext(session.name, session.rank, around)
+    def __init__(self, session: TrialSession, surroundings: Surroundings, broadcast: Callable[[Any], Any], folder: str):
+        self._session, self._surroundings, self._broadcast, self._folder = session, surroundings, broadcast, folder
+        self._context = TrialContext(session.name, session.rank, surroundings)
         self._shards: dict[str, Any] = {}
         self._looked, self._drained = -_LOOK_INTERVAL, None
 
@@ -130,7 +130,7 @@ class TrialTrainFnUtils(TrainFnUtils):
         )
 
     def get_dataset_shard(self, dataset_info):
-        name, surroundings = dataset_info.dataset_name, self._around
+        name, surroundings = dataset_info.dataset_name, self._surroundings
         if name not in surroundings.datasets:
             known = ", ".join(map(repr, surroundings.datasets)) or "none"
             raise KeyError(f"A dataset must be one that the trainer was given ({known}); received: {name!r}")
@@ -151,7 +151,7 @@ class TrialTrainFnUtils(TrainFnUtils):
         info = None
         if self._session.rank == 0:
             if time.monotonic() - self._looked >= _LOOK_INTERVAL:
-                self._drained = preemption(self._around.nodes, ray_core.draining())
+                self._drained = preemption(self._surroundings.nodes, ray_core.draining())
                 self._looked = time.monotonic()
             info = self._drained
         return self._broadcast(info)

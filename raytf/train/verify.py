@@ -612,15 +612,15 @@ def judged(one: dict, two: dict, again: dict, suspects: Sequence[str], alike: bo
     return Proof(differences=tuple(differences), random=random)
 
 
-def _of_state(name: str, its: _Gap) -> str:
+def _of_state(name: str, gap: _Gap) -> str:
     path = name.removeprefix("state ")
     why = (
         "each worker counts or averages its own rows"
-        if its.how in ("none", "only_first_replica")
-        else f"its aggregation is {its.how!r}"
+        if gap.how in ("none", "only_first_replica")
+        else f"its aggregation is {gap.how!r}"
     )
     return (
-        f"{path}, a variable that is not trained: {its.shown}; {why}. Say how workers join it: "
+        f"{path}, a variable that is not trained: {gap.shown}; {why}. Say how workers join it: "
         "add_weight(..., aggregation='sum') for what is counted, aggregation='mean' for what is averaged"
     )
 
@@ -668,7 +668,7 @@ def _why_weights(traits: Mapping[str, Any]) -> str:
     return "something depends on how rows are divided between workers"
 
 
-def _of_log(name: str, its: _Gap, traits: Mapping[str, Any], weights: bool) -> str:
+def _of_log(name: str, gap: _Gap, traits: Mapping[str, Any], weights: bool) -> str:
     bare, methods = name.removeprefix("val_"), traits["methods"]
     step = "test_step" if name.startswith("val_") else "train_step"
     for metric, own, is_function in traits["metrics"]:
@@ -677,10 +677,10 @@ def _of_log(name: str, its: _Gap, traits: Mapping[str, Any], weights: bool) -> s
                 f"{own} is a function that reduces its batch, of which workers' values are averaged. Make it a "
                 "keras.metrics.Metric that keeps sums, and divides them in result()"
             )
-            return f"the metric {name}: {its.shown}; {why}"
+            return f"the metric {name}: {gap.shown}; {why}"
         if metric == bare:
             why = f"{own} keeps what does not add up over workers. Let its variables be sums over rows"
-            return f"the metric {name}: {its.shown}; {why}"
+            return f"the metric {name}: {gap.shown}; {why}"
     if step in methods:
         why = (
             f"{step} ({methods[step]}) returns a value of its own worker's rows. Give the value to a "
@@ -690,4 +690,4 @@ def _of_log(name: str, its: _Gap, traits: Mapping[str, Any], weights: bool) -> s
         why = f"compute_loss ({methods['compute_loss']}) gives a value of its own worker's rows"
     else:
         why = "as the weights differ" if weights else "its value is not the one of all rows"
-    return f"the log {name}: {its.shown}; {why}"
+    return f"the log {name}: {gap.shown}; {why}"

@@ -96,8 +96,8 @@ class TrialRun:
     config: dict[str, Any]
     name: str
     files: dict[str, bytes] | None = None
-    around: dict[str, Any] = field(default_factory=dict)
-    within: TrialCheckpointDir | None = None
+    surroundings: dict[str, Any] = field(default_factory=dict)
+    step_checkpoints: TrialCheckpointDir | None = None
     heals: float = 0
 
 
@@ -138,7 +138,7 @@ class WorkerGroup(EventGroup):
         self._threads = max(1, int(resources.get("CPU", 0)))
         self.members = [self._process(rank, first_bundle + rank) for rank in range(workers)]
         self._run: Any = None  # the ref of the trial's TrialRun
-        self._anew: Callable[[], TrialRun] | None = None
+        self._replacement_trial: Callable[[], TrialRun] | None = None
         self._settled: dict[int, int] = {}  # resident bytes of each rank's process after its first trial
         self.asked: str | None = None
         self.ended: int | None = None
@@ -187,15 +187,15 @@ class WorkerGroup(EventGroup):
                 return f"the memory of worker {rank} has grown by {grown:.0f} MB (renew_worker_mb={limit:g})"
         return None
 
-    def begin(self, job: TrialRun, anew: Callable[[], TrialRun] | None = None) -> None:
+    def begin(self, job: TrialRun, replacement_trial: Callable[[], TrialRun] | None = None) -> None:
         """Starts a trial, which waits for `go_on`.
 
         Args:
             job: The trial.
-            anew: Returns the trial for a replacement worker, if it differs.
+            replacement_trial: Returns the trial for a replacement worker, if it differs.
         """
         self.asked = self.ended = None
-        self._anew = anew
+        self._replacement_trial = replacement_trial
         self._run, workers = ray.put(job), len(self.members)
         state = RunState(
             workers=workers,
@@ -292,8 +292,8 @@ class WorkerGroup(EventGroup):
         return self._process(rank, self.members[rank].bundle)
 
     def settle(self, member: Member, addresses: list[str], token: bytes, pinned: bool) -> Any:
-        if self._anew is not None:
-            self._run, self._anew = ray.put(self._anew()), None
+        if self._replacement_trial is not None:
+            self._run, self._replacement_trial = ray.put(self._replacement_trial()), None
         self._settled.pop(member.rank, None)
         return member.actor.settle.remote(*self._opening(member.rank, addresses, token, pinned))
 
@@ -399,7 +399,7 @@ class GroupWorker(MemberProcess):
         self._thread: threading.Thread | None = None
         self._session = None
         self._failed: Exception | None = None
-        self._told: tuple = ()
+        self._opening: tuple = ()
 
     def end_with(self, leader) -> None:
         """Ends this process, which the driver started, after the group's actor has ended."""
@@ -437,19 +437,19 @@ class GroupWorker(MemberProcess):
                 write_files(job.files, checkpoint)
         stop.stop_barrier.reset()
         self._failed = None
-        self._session = TrialSession(self._rank, self._size, checkpoint, job.name, job.within)
+        self._session = TrialSession(self._rank, self._size, checkpoint, job.name, job.step_checkpoints)
         self._thread = threading.Thread(target=self._run, args=(job, self._session, self._folder), daemon=True)
         self._thread.start()
 
-    def settle(self, *told) -> None:
+    def settle(self, *opening) -> None:
         """Stores the arguments of `open` for `take_place`."""
-        self._told = told
+        self._opening = opening
 
     def take_place(self, job: TrialRun) -> None:
         """Opens this replacement worker, and trains; `standing` returns its error."""
         try:
             import_raytf()
-            self.open(*self._told)
+            self.open(*self._opening)
             self.begin(job)
             self._session.commands.put("go")
         except Exception as error:
@@ -459,10 +459,10 @@ class GroupWorker(MemberProcess):
         """Returns `Healer.waiting(seconds)` of this process, and the trial's error or None."""
         if self._failed is None and self._session is not None and self._session.waits:
             return "it has reported, and waits for the others to do so", None
-        return healing.here.waiting(0.0 if self._failed is not None else seconds), self._failed
+        return healing.healer.waiting(0.0 if self._failed is not None else seconds), self._failed
 
     def _run(self, job: TrialRun, session, folder: str) -> None:
-        surroundings = Surroundings(nodes=self._nodes, **job.around)
+        surroundings = Surroundings(nodes=self._nodes, **job.surroundings)
         set_train_fn_utils(TrialTrainFnUtils(session, surroundings, _broadcast, folder))
         activity.tracker.reset()
         activity.tracker.register_thread()
@@ -498,7 +498,7 @@ class GroupWorker(MemberProcess):
         with contextlib.suppress(queue.Empty):
             kind, value = self._session.events.get(timeout=_BEAT_INTERVAL)
             return Report(value) if kind == "report" else LoopEnded(value) if kind == "end" else LoopEnded(error=value)
-        return Wait() if isinstance(healing.here.waiting(), Waiting) else None
+        return Wait() if isinstance(healing.healer.waiting(), Waiting) else None
 
     def save(self) -> dict[str, bytes] | None:
         self._session.commands.put("save")

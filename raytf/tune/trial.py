@@ -209,8 +209,8 @@ class Trial(tune.Trainable):
                 config=config,
                 name=self.trial_name,
                 files=self._start,
-                around=context,
-                within=self._step_folder,
+                surroundings=context,
+                step_checkpoints=self._step_folder,
                 heals=plan.failures if plan.unhealed is None else 0,
             )
             self._worker_group.begin(run)

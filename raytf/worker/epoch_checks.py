@@ -190,7 +190,9 @@ def checksums(model) -> tuple[int, int]:
     for variable in model.trainable_variables:
         crc = zlib.crc32(_checked(model, variable), crc)
     optimizers = [
-        optimizer for optimizer in model_optimizers.optimizers_of(model).values() if settable_rate(optimizer) is not None
+        optimizer
+        for optimizer in model_optimizers.optimizers_of(model).values()
+        if settable_rate(optimizer) is not None
     ]
     rates = np.array([float(optimizer.learning_rate) for optimizer in optimizers], np.float64)
     return crc, zlib.crc32(rates.tobytes())

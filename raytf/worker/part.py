@@ -58,7 +58,7 @@ class TrainingPart(keras.callbacks.Callback):
 
 def shared_states() -> dict[str, dict[str, Any]]:
     """Returns the states of parts, by class, that this replacement worker takes over; empty on other workers."""
-    place = healing.here.place
+    place = healing.healer.place
     return {} if place is None else place.agreed["parts"]
 
 
@@ -114,7 +114,7 @@ class Training:
     def __post_init__(self):
         self.parts: dict[type[TrainingPart], TrainingPart] = {}
         self.states = CallbackStates(self.users)
-        self.place = healing.here.place
+        self.place = healing.healer.place
         self.initial_epoch = self.first_epoch
         if self.state is not None:
             self.state = dataclasses.replace(self.state, epoch=self.first_epoch + self.state.epoch)

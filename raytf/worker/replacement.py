@@ -110,7 +110,9 @@ class _StepBoundary:
         strategy = self._model.distribute_strategy
         own_state.put_each(strategy, [(variable, saved) for variable, saved, _ in changed])
         try:
-            if changed_paths := [v.path for v, number in self._digests if _variable_checksum(self._local_value(v)) != number]:
+            if changed_paths := [
+                v.path for v, number in self._digests if _variable_checksum(self._local_value(v)) != number
+            ]:
                 raise RaytfError(f"a callback has changed {', '.join(changed_paths)} since the last step")
             files = checkpoint.checkpoint_files_of(self._model, self._parts)
         finally:
@@ -134,11 +136,11 @@ class CallbackPhases(TrainingPart):
     """Marks, before all other callbacks, the begin of a batch and the end of an epoch as phases with callbacks."""
 
     def on_train_batch_begin(self, batch, logs=None):
-        healing.here.begin_batch()
+        healing.healer.begin_batch()
 
     def on_epoch_end(self, epoch, logs=None):
         # if recoverable, a recovery need not be visible to all workers here; the next step checks
-        if not healing.here.tell_callbacks() and healing.here.healed:
+        if not healing.healer.tell_callbacks() and healing.healer.healed:
             own_state.check_alike(self.model)
 
 
@@ -167,7 +169,7 @@ class RecoveryCallback(TrainingPart):
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """Allows recovery, if the training does, while it runs."""
-        training, recovery = self._training, healing.here
+        training, recovery = self._training, healing.healer
         model, session = training.model, training.session
         self._holder = gradient_ring.ring_of(model.distribute_strategy)
         allowed = training.options.heals and session.recovers
@@ -199,7 +201,7 @@ class RecoveryCallback(TrainingPart):
 
     def _pending_steps(self) -> int:
         """Returns the number of steps for which callbacks were not called yet."""
-        return healing.here.step - self._position.step
+        return healing.healer.step - self._position.step
 
     def _steps_made(self) -> int:
         """Returns the number of steps of the epoch that are made."""
@@ -218,7 +220,7 @@ class RecoveryCallback(TrainingPart):
         If a worker is lost before it sends the state of its last step, the state of the step before is used. The
         metrics of the epoch then lack its rows of one step, and a warning reports it.
         """
-        model, session, step = self._training.model, self._training.session, healing.here.step
+        model, session, step = self._training.model, self._training.session, healing.healer.step
         if early := own_state.written_early(model):
             raise RaytfError(f"its steps change {', '.join(early)} before gradients are summed, or after updates")
         variables = own_state.variables_of(model)
@@ -244,18 +246,18 @@ class RecoveryCallback(TrainingPart):
             raise RaytfError(f"what {', '.join(self._chief_only)} held was the chief's alone")
 
     def _replacement_state(self) -> ReplacementState:
-        model, recovery = self._training.model, healing.here
+        model, recovery = self._training.model, healing.healer
         self._check_chief()
         if self._position.skipped:
             raise RaytfError("the other workers have made no step since they resumed with another batch")
         files = checkpoint.checkpoint_files_of(model, self._files(_zeros_like, {}))
-        execution_steps, shared_state = recovery.within + recovery.begun, self._shared()
+        execution_steps, shared_state = recovery.steps_in_execution + recovery.begun, self._shared()
         if recovery.at_end:
             shared_state["last"] = metrics.last_logs(model, model.__dict__["_raytf_last"])
         return ReplacementState(recovery.step, recovery.tag, execution_steps, recovery.at_end, files, b"", shared_state)
 
     def _take_boundary(self, epoch_ends: bool) -> Callable[[], ReplacementState] | None:
-        training, recovery = self._training, healing.here
+        training, recovery = self._training, healing.healer
         steps = training.options.report_steps is None
         observed = steps and training.model.__dict__.get("_raytf_sync_batches")
         if not training.session.numbers_reports and self._steps_made() >= self._position.steps:
@@ -279,7 +281,7 @@ class RecoveryCallback(TrainingPart):
 
     def on_epoch_begin(self, epoch, logs=None):
         replacement_state, self._replacement_state_taken = self._replacement_state_taken, None
-        if replacement_state is None and healing.here.armed:
+        if replacement_state is None and healing.healer.armed:
             own_state.began(self.model)
         elif replacement_state is not None:
             self._take_state(replacement_state)
@@ -287,18 +289,18 @@ class RecoveryCallback(TrainingPart):
     def _take_state(self, replacement_state: ReplacementState) -> None:
         own_state.take(self.model, replacement_state.own)
         activity.tracker.step = replacement_state.step
-        if replacement_state.behind:
-            healing.here.tag = replacement_state.tag
+        if replacement_state.after_step:
+            healing.healer.tag = replacement_state.tag
             self.model.__dict__["_raytf_last"] = replacement_state.agreed["last"]
         if replacement_state.at_end:
-            healing.here.end_epoch()
-        healing.here.enter(replacement_state.within)
+            healing.healer.end_epoch()
+        healing.healer.enter(replacement_state.steps_in_execution)
         if replacement_state.between:
             self._end_batch()
 
     def _end_batch(self) -> None:
         """Calls `on_train_batch_end` of all callbacks for the batch after which this worker begins."""
-        healing.here.steps_made()
+        healing.healer.steps_made()
         attributes, (logs, rows) = self.model.__dict__, self.model.__dict__["_raytf_last"]
         if attributes.get("_raytf_sync_batches"):
             logs = metrics.global_logs(self.model, logs, rows)
@@ -317,7 +319,7 @@ class RecoveryCallback(TrainingPart):
 
     def on_train_batch_end(self, batch, logs=None):
         if self._position.epoch_step >= self._position.steps and self._replacement_state_taken is None:
-            healing.here.end_epoch()
+            healing.healer.end_epoch()
 
 
 def _zeros_like(variable: keras.Variable) -> np.ndarray:

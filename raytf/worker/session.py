@@ -255,10 +255,10 @@ class RaySession(Session):
         """
         with contextlib.ExitStack() as stack:
             stack.push(self._close)
-            if healing.here.place is not None:
-                folder = stack.enter_context(scratch.temporary_folder(size_of_files(healing.here.place.files)))
-                write_files(healing.here.place.files, folder)
-                self._report_for(healing.here.place, checkpoint_files.read_state(folder).history)
+            if healing.healer.place is not None:
+                folder = stack.enter_context(scratch.temporary_folder(size_of_files(healing.healer.place.files)))
+                write_files(healing.healer.place.files, folder)
+                self._report_for(healing.healer.place, checkpoint_files.read_state(folder).history)
                 yield folder
                 return
             name, folder, unlisted = self._newest(stack) if self.rank == 0 else (None, None, [])
@@ -280,7 +280,7 @@ class RaySession(Session):
         self._reported_ends = max(0, -place.agreed["missing"])
         ray_train.count_reports(place.agreed["reports"] - missing)
         ends: dict[int, str] = {}
-        if (missing or place.behind) and self.rank == 0:
+        if (missing or place.after_step) and self.rank == 0:
             self._keeper.wait_for_others()
             unlisted = checkpoint_files.unlisted_checkpoints(
                 self.storage.storage_filesystem, self.storage.experiment_fs_path, _names_reported
@@ -288,7 +288,7 @@ class RaySession(Session):
             ends = {state.epoch: name for name, state in dict(unlisted).items()}
         for row in history[len(history) - missing :]:
             self._report_kept(row, ends.get(row["epoch"]))
-        if place.behind and (epoch := len(history) + 1) in ends:
+        if place.after_step and (epoch := len(history) + 1) in ends:
             self._whole = epoch, ends[epoch]
 
     def _report_kept(self, metrics: dict, name: str | None) -> None:
@@ -546,7 +546,7 @@ class TrialSession(Session):
         with contextlib.ExitStack() as stack:
             if self._keeper is not None:
                 stack.callback(self._keeper.close)
-            if (replacement_state := healing.here.place) is not None:
+            if (replacement_state := healing.healer.place) is not None:
                 self.folder = stack.enter_context(scratch.temporary_folder(size_of_files(replacement_state.files)))
                 write_files(replacement_state.files, self.folder)
                 self._reports = replacement_state.agreed["reports"]

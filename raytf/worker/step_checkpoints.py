@@ -312,7 +312,7 @@ class Resumption(TrainingPart):
             return
         self._restore(before.held, before.variables, before.random)
         if (
-            self._replacement_state is not None and not self._replacement_state.behind
+            self._replacement_state is not None and not self._replacement_state.after_step
         ):  # callbacks had the begin of the execution's batch
             self._repeats_step = before.held, before.variables, before.random
         try:
@@ -340,7 +340,7 @@ class Resumption(TrainingPart):
         dataset = self._position.go_on(epoch, self._step, self._skip)
         first = 1 if self._skip else None
         if self._replacement_state is not None:  # the other workers may be within an execution of several steps
-            first = max(1, self.model.steps_per_execution - self._replacement_state.within)
+            first = max(1, self.model.steps_per_execution - self._replacement_state.steps_in_execution)
         if first is None or self._step + first >= self._position.steps:
             iterator.begin_at(self._step, dataset)
             return

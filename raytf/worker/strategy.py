@@ -78,7 +78,7 @@ def _with_ring(config: TensorflowConfig, init: Callable, strategy, resolver, opt
     if ring.token() is None:
         gradient_ring.check_without(config.gradient_dtype)
         return False
-    recovery, detached = healing.here, None
+    recovery, detached = healing.healer, None
     if recovery.place is not None or recovery.rehearses:
         detached = healing.Detached(members.rank, len(members.addresses), config.timeout_s, recovery.rehearses)
     joined = gradient_ring.join(

@@ -351,7 +351,9 @@ def custom_code(model) -> dict[str, Any]:
             function = keras_objects.function_of(item)
             if _is_own(item) or _is_own(function):
                 result["metrics"].append((item.name, _described(function or item), function is not None))
-    result["optimizers"] = [_described(item) for item in model_optimizers.optimizers_of(model).values() if _is_own(item)]
+    result["optimizers"] = [
+        _described(item) for item in model_optimizers.optimizers_of(model).values() if _is_own(item)
+    ]
     result["layers"] = [
         _described(layer) for layer in keras_objects.layers_of(model, with_itself=False) if _is_own(layer)
     ]

@@ -26,13 +26,13 @@ _MOST_BYTES = 64 << 20
 def warm_up(task: TrainJob, workers: int) -> None:
     """Runs a step of the first rows, in the environment of the last one of `workers` workers."""
     no_op = lambda: None
-    healing.here.rehearses = True
-    healing.here.arm(no_op, no_op, no_op, step=0)
+    healing.healer.rehearses = True
+    healing.healer.arm(no_op, no_op, no_op, step=0)
     try:
         _step(task, Session(workers - 1, workers))
     finally:
-        healing.here.rehearses = False
-        healing.here.disarm()
+        healing.healer.rehearses = False
+        healing.healer.disarm()
         gc.collect()
 
 

@@ -81,7 +81,7 @@ def noting_spares(config):
     """`mlp`, which notes in which processes it is built ahead, and when."""
     from raytf.collectives import healing
 
-    if healing.here.rehearses:
+    if healing.healer.rehearses:
         pathlib.Path(config["notes"], f"ahead_{os.getpid()}").write_text(repr(time.time()))
     return models.mlp(config)
 
@@ -159,7 +159,7 @@ def dying_in_validation(config):
     from raytf.collectives import healing
 
     marker = pathlib.Path(config["notes"], "replacing")
-    if healing.here.place is not None and not marker.exists():
+    if healing.healer.place is not None and not marker.exists():
         marker.touch()
         os.kill(os.getpid(), signal.SIGKILL)
     model = models.accumulating(config)

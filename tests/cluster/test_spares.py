@@ -126,7 +126,7 @@ def left_behind():
     from raytf.collectives import healing
     from raytf.worker import context
 
-    return os.environ.get("TF_CONFIG"), healing.here.rehearses, context.setup()
+    return os.environ.get("TF_CONFIG"), healing.healer.rehearses, context.setup()
 
 
 def test_a_step_ahead_of_a_model_that_gathers_and_of_one_that_cannot_be_built(tmp_path):

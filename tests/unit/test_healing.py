@@ -186,17 +186,17 @@ class Epoch:
         return self.healer.make(self.holder, exchange)
 
     @contextlib.contextmanager
-    def lost_in_the_next(self, anew):
+    def lost_in_the_next(self, from_scratch):
         """Within its first step, as the other one is lost: (its sum, where this one waited, the new one's ring)."""
         self.healer.began(self.holder, b"begun")
         with self.healer.execution():
             self.other.close()
-            yield self.pool.submit(self.make, "gradients"), *self.goes_on(anew)
+            yield self.pool.submit(self.make, "gradients"), *self.goes_on(from_scratch)
 
-    def goes_on(self, anew):
+    def goes_on(self, from_scratch):
         """The ring of the one that is new."""
         waiting, new = standing(self.healer), Listener("127.0.0.1")
-        told = Rejoin([waiting.address, (new.host, new.port)], TOKEN, 1, {}, anew)
+        told = Rejoin([waiting.address, (new.host, new.port)], TOKEN, 1, {}, from_scratch)
         self.made.clear()
         self.healer.command(told)
         return waiting, new.join(1, told.addresses, TOKEN, 20.0, 20.0, generation=1)
@@ -212,7 +212,7 @@ def ended():
 
 def test_what_followed_an_epoch_is_exchanged_again(ended):
     """Also within the first step of the next one, with a process that begins behind the last step."""
-    with ended.lost_in_the_next(anew=True) as (sum_, waiting, ring):
+    with ended.lost_in_the_next(from_scratch=True) as (sum_, waiting, ring):
         assert (waiting.since, waiting.tag, waiting.between) == (tag_of(1), tag_of(1) + 2, False)
         assert ended.healer.image(True) == "the end"
         assert [ended.add(ring, 1).tolist() for _ in range(3)] == [[3, 3]] * 3
@@ -234,7 +234,7 @@ def test_what_callbacks_left_of_what_each_has_for_itself_is_passed_on_again(ende
     with ended.healer.execution():
         ended.other.close()
         step = ended.pool.submit(ended.make, "gradients")
-        waiting, ring = ended.goes_on(anew=False)
+        waiting, ring = ended.goes_on(from_scratch=False)
         assert (waiting.since, waiting.tag, waiting.between) == (tag_of(2), tag_of(2) + 3, False)
         assert waiting.own == ((tag_of(2), b"mine"), (tag_of(2) + 3, b"reset"))
         ended.add(ring, 1)
@@ -254,7 +254,7 @@ def test_what_followed_an_execution_is_exchanged_again_where_that_was_foreseen(e
     ended.healer.averaged(ended.holder, b"mean")
     ended.other.close()
     stop = ended.pool.submit(ended.make, "stop")
-    waiting, ring = ended.goes_on(anew=True)
+    waiting, ring = ended.goes_on(from_scratch=True)
     assert (waiting.since, waiting.tag, waiting.between) == (tag_of(2), tag_of(2) + 1, True)
     assert waiting.own == ((tag_of(2), b"mine"), (tag_of(2) + 1, b"mean"))
     assert ended.healer.image(True) == "the step"
@@ -268,7 +268,7 @@ def test_what_followed_an_execution_is_exchanged_again_where_that_was_foreseen(e
 
 
 def test_where_a_process_takes_part_from_the_step_on_only_that_is_made_again(ended):
-    with ended.lost_in_the_next(anew=False) as (sum_, _, ring):
+    with ended.lost_in_the_next(from_scratch=False) as (sum_, _, ring):
         assert ended.add(ring, 1).tolist() == sum_.result(20).tolist() == [3, 3]
         assert ended.made == ["gradients"]
         ring.close()
@@ -283,7 +283,7 @@ def test_a_process_that_comes_to_something_else_at_the_end_of_an_epoch_is_not_fo
     """As a chief whose callback draws a learning rate."""
     ended.other.close()
     sum_ = ended.pool.submit(ended.make, "stop")
-    waiting, ring = ended.goes_on(anew=True)
+    waiting, ring = ended.goes_on(from_scratch=True)
     assert waiting.between and ended.healer.refused is None
     with pytest.warns(UserWarning, match="has got another result"):
         ended.add(ring, 1)
@@ -302,7 +302,7 @@ def test_what_was_exchanged_as_callbacks_were_told_of_the_steps_batch_is_exchang
     with ended.healer.execution():
         ended.other.close()
         step = ended.pool.submit(ended.make, "gradients")
-        waiting, ring = ended.goes_on(anew=True)
+        waiting, ring = ended.goes_on(from_scratch=True)
         assert waiting.met and not waiting.between and is_to_be_made_anew({0: at(8, 8, 8, met=True)}, [1], 2)
         assert [ended.add(ring, 1).tolist() for _ in range(2)] == [[3, 3]] * 2
         assert step.result(20).tolist() == [3, 3] and ended.made == ["evaluation", "gradients"]

@@ -66,7 +66,7 @@ def test_the_loop_assembles_parts_in_the_order_of_the_table():
 
 def test_a_replacement_worker_takes_over_the_state_of_its_parts(monkeypatch):
     place = types.SimpleNamespace(agreed={"parts": {"Counting": {"count": 3}, "Another": {}}})
-    monkeypatch.setattr(healing.here, "place", place)
+    monkeypatch.setattr(healing.healer, "place", place)
     assert trained([Counting, Several]).parts[Counting].count == 3
 
 

@@ -85,7 +85,7 @@ def test_no_process_gets_weights_that_a_compiled_function_has_changed(model, not
 def test_what_is_no_longer_asked_for_is_not_noted(model):
     """Nor is what a training step assigns, or each worker has for itself."""
     watch = assigned.AssignmentWatch(model)
-    with healing.here.execution():
+    with healing.healer.execution():
         model.optimizer.learning_rate = 0.5
     model.layers[0].bias.assign(model.layers[0].bias + 1)
     model.metrics[0].reset_state()
@@ -160,7 +160,7 @@ def test_what_callbacks_did_at_the_begin_of_a_step_is_not_done_twice(model, tmp_
         states=states,
         position=types.SimpleNamespace(steps=9, go_on=lambda *_: tf.data.Dataset.range(9)),
         iterator=lambda: types.SimpleNamespace(begin_at=lambda *_: None),
-        place=types.SimpleNamespace(behind=not begun, within=0),
+        place=types.SimpleNamespace(after_step=not begun, steps_in_execution=0),
     )
     before = step_checkpoints.BeforeResumption.of(training)
     after = step_checkpoints.Resumption(training, before)

@@ -51,46 +51,6 @@ NO_NAMES = {
     "within",
     "apart",
 }
-# Such names that are left, to be renamed; none may be added.
-LEFT = {
-    ("activity", "told"),
-    ("activity", "within"),
-    ("collectives", "anew"),
-    ("collectives", "around"),
-    ("collectives", "behind"),
-    ("collectives", "here"),
-    ("collectives", "its"),
-    ("collectives", "mine"),
-    ("collectives", "theirs"),
-    ("collectives", "told"),
-    ("collectives", "within"),
-    ("data", "here"),
-    ("data", "told"),
-    ("events", "told"),
-    ("fitting", "anew"),
-    ("fitting", "within"),
-    ("launch", "told"),
-    ("parallel", "behind"),
-    ("parallel", "here"),
-    ("parallel", "its"),
-    ("parallel", "told"),
-    ("parallel", "within"),
-    ("runtime", "mine"),
-    ("runtime", "told"),
-    ("runtime", "within"),
-    ("testing", "mine"),
-    ("train", "anew"),
-    ("train", "around"),
-    ("train", "behind"),
-    ("train", "beside"),
-    ("train", "here"),
-    ("train", "its"),
-    ("train", "told"),
-    ("train", "within"),
-    ("tune", "apart"),
-    ("worker", "here"),
-    ("worker", "told"),
-}
 FILES = sorted(FOLDER.rglob("*.py"))
 
 
@@ -148,5 +108,4 @@ def test_words(path):
 
 def test_names_name_something():
     found = {pair for path in FILES for pair in vague(path)}
-    assert found <= LEFT, f"pronouns, adverbs and prepositions: {sorted(found - LEFT)}"
-    assert found == LEFT, f"gone, to be removed from LEFT: {sorted(LEFT - found)}"
+    assert not found, f"pronouns, adverbs and prepositions: {sorted(found)}"
