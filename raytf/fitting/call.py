@@ -288,7 +288,7 @@ class Call:
             group.model = self._sending["key"]
             work_config = {"work": fit_worker.CallWork(model=sending, board=board, **work)}
             mid_epoch = None if self._checkpoints is None else self._checkpoints.location
-            more = {"within": mid_epoch, "heals": _HEALS if work.get("heals") else 0}
+            more = {"step_checkpoints": mid_epoch, "heals": _HEALS if work.get("heals") else 0}
             run = TrialRun(train=fit_worker.run_call, config=work_config, name=work["do"], files=self._files, **more)
 
             def restart_reports() -> TrialRun:

@@ -156,7 +156,7 @@ def _dataset(work: CallWork, name: str, session, state: Mapping | None = None):
     from raytf.data.feed import open_feed
     from raytf.worker import context
 
-    rows, shared = work.rows[name], {"name": name, "strategy": context.get_strategy(), "told": state}
+    rows, shared = work.rows[name], {"name": name, "strategy": context.get_strategy(), "saved": state}
     feed = open_feed(rows.dataset, rows.batch, rows.sampling, Shard(session.rank, session.size), **shared)
     return feed, restructure(feed.dataset(), rows.structure)
 

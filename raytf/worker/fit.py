@@ -74,7 +74,7 @@ def prepare(
     feeds = {}
     for name in task.used():
         arguments = task.feed(name, drop_remainder=static and name == "train")
-        more = {"name": name, "strategy": strategy, "static": static and name == "train", "told": feed_state(name)}
+        more = {"name": name, "strategy": strategy, "static": static and name == "train", "saved": feed_state(name)}
         feeds[name] = open_feed(**arguments, shard=shard, **more)
     if static:
         task = tpu.with_steps_per_call(task, model, feeds["train"])

@@ -125,11 +125,11 @@ def test_stacked_columns(copied_bytes):
 
 
 def test_blocks_are_as_safe_as_streams():
-    """Both go through the same sources; the first block alone is seen before workers start."""
+    """Both go through the same sources; the first rows alone are seen before workers start."""
     from raytf.data.reader import StoredReader
 
-    good, bad = pa.table({"x": [[1, 2], [3, 4]]}), pa.table({"x": [[1, None]]})
-    blocks = StoredDataset([good, bad], [2, 1], ["x"])
+    good, bad = pa.table({"x": [[1, 2]] * 200}), pa.table({"x": [[1, None]]})
+    blocks = StoredDataset([good, bad], [200, 1], ["x"])
     assert StoredReader(blocks.first(), [Columns.of("x", "x")])
     with pytest.raises(ConfigError, match=r"1 null\(s\) inside"):
         StoredReader(blocks, [Columns.of("x", "x")])
