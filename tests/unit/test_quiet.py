@@ -94,6 +94,16 @@ def test_a_warning_is_shown_by_the_first_of_several_workers(capsys):
     assert capsys.readouterr().err.splitlines() == ["logged", "an error", "an error"]
 
 
+def test_a_warning_of_a_logger_without_handlers_is_shown_by_the_first_worker(capsys, monkeypatch):
+    """Python's handler of last resort is on no logger."""
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    entries = Taken()
+    for _ in (0, 1):
+        with once.shown_once(entries):
+            logging.getLogger("theirs").warning("logged")
+    assert capsys.readouterr().err.splitlines() == ["logged"]
+
+
 def test_a_line_of_source_is_shown_of_warnings_of_others_alone():
     """What stands in raytf says nothing to who reads the warning."""
     for entries in (None, Taken()):
