@@ -68,7 +68,8 @@ COMMANDS = {
     "run": "run --num-workers 2 --num-ps 0 --chief --evaluator --cpus-per-worker 1 --gpus-per-worker 0 --max-restarts 0"
     " --ports 20000-31999 --frozen-after 10 --hang-timeout 10 --pin-cpus --env COLOR=green --network 0.0.0.0/0"
     " --quiet look.py --epochs 3",
-    "doctor": "doctor --address local --storage data --ports 20000-31999 --seconds 120 --no-training --json",
+    "doctor": "doctor --address local --storage data --ports 20000-31999 --network 0.0.0.0/0 --seconds 120"
+    " --no-training --json",
 }
 
 
