@@ -58,15 +58,14 @@ def inspect(
         validation: A block of the validation data, or a pipeline, to check, too; or None.
     """
     block, validation = _local_rows(block), validation and _local_rows(validation)
-    if order is not None and order.validation is not None:
-        order = dataclasses.replace(order, validation=validation)
     for found in (block, validation):
         if isinstance(found, ConfigError):
             return found
     warning = _in_a_copy(_look_at_versions) if versions.untested_versions() else None
     if isinstance(warning, Exception):
         return warning
-    running = None if order is None else verify.begin(verify.trial_of(pickled, block, order), last=order.goes_on)
+    trial = None if order is None else verify.trial_of(pickled, block, validation, order.batch)
+    running = None if order is None else verify.begin(trial, last=order.goes_on)
     result = _tried(pickled, block, rows, warning, validation)
     if running is None:
         return result

@@ -564,7 +564,7 @@ class KerasTrainer:
             self.batch.check(found.columns)
         names = sorted(set(config) - set(own))
         pickled = cloudpickle.dumps((self.build_model, dict(config), self.batch, names, self.callbacks))
-        order = self._comparison(blocks, goes_on) if rows is None else None
+        order = self._comparison(goes_on) if rows is None else None
         validation = blocks["validation"].first() if "validation" in blocks else None
         found = processes.ask(inspect, pickled, blocks["train"].first(), rows, order, validation)
         if isinstance(found, Exception):
@@ -578,13 +578,12 @@ class KerasTrainer:
             verify.tell(found.proof, self.verify)
         return found
 
-    def _comparison(self, blocks: dict, goes_on: bool) -> verify.Order | None:
+    def _comparison(self, goes_on: bool) -> verify.Order | None:
         """Returns how to compare two workers with one device, or None if there is nothing to compare."""
         replicas = resources.most_workers(self.scaling_config) * arguments.devices(self.scaling_config)
         if not self.verify or replicas < 2 or self.num_ps or self.tensorflow_config.sync_every > 1:
             return None
-        validation = blocks["validation"].first() if "validation" in blocks else None
-        order = verify.Order(batch=self.config["batch_size"], validation=validation, goes_on=goes_on)
+        order = verify.Order(batch=self.config["batch_size"], goes_on=goes_on)
         if self.verify == "error":
             return dataclasses.replace(order, goes_on=False, seconds=timeouts.get().verify_error)
         return order

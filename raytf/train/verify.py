@@ -101,13 +101,11 @@ class Order:
 
     Args:
         batch: Rows of the training's steps.
-        validation: A block of the validation data, or None.
         goes_on: Whether the comparison continues after the calling process' wait for it; otherwise it is ended.
         seconds: Limit of that wait, or None for the default.
     """
 
     batch: int
-    validation: StoredDataset | TFData | None = None
     goes_on: bool = False
     seconds: float | None = None
 
@@ -129,18 +127,21 @@ class Running:
     reader: int
 
 
-def trial_of(pickled: bytes, block: StoredDataset | TFData, order: Order) -> Callable[[], Any] | Proof:
+def trial_of(
+    pickled: bytes, block: StoredDataset | TFData, validation: StoredDataset | TFData | None, global_batch: int
+) -> Callable[[], Any] | Proof:
     """Returns the function that makes the trial of a KerasTrainer's model, for `begin`; a `Proof` if there is one row.
 
     Args:
         pickled: (build_model, config, the `batch_spec.BatchSpec`, ...), by cloudpickle, see `dry_run.inspect`.
         block: A block of the training data, in this process.
-        order: How to make the comparison.
+        validation: A block of the validation data, in this process, or None.
+        global_batch: Rows of the training's steps.
     """
     train = few_rows(block)
-    held_out = None if order.validation is None else few_rows(order.validation)
-    whole = whole_batch(block, order.batch)
-    whole_held_out = None if order.validation is None else whole_batch(order.validation, order.batch)
+    held_out = None if validation is None else few_rows(validation)
+    whole = whole_batch(block, global_batch)
+    whole_held_out = None if validation is None else whole_batch(validation, global_batch)
 
     def trial():
         from raytf.worker.verification import VerificationTask
