@@ -104,12 +104,6 @@ def _behind(config):
     return config.stash[_BEHIND_KEY]
 
 
-def _given(config, name: str, own) -> str:
-    """What the process of pytest that hands out tests has told this one; where there is none, what `own` gives."""
-    told = getattr(config, "workerinput", None)
-    return told[name] if told else own(config)
-
-
 def _start_behind(config, ids) -> None:
     collected = {_file(nodeid) for nodeid in ids}
     wanted = [name for name in _BEHIND if name in collected]
@@ -214,7 +208,8 @@ def behind(request):
     """The results of the processes of `_BEHIND`: a `Results`."""
     from tests.processes.behind import Results
 
-    return Results(_given(request.config, "behind", lambda config: _behind(config).folder))
+    given = getattr(request.config, "workerinput", None)  # of a process of pytest-xdist
+    return Results(given["behind"] if given else _behind(request.config).folder)
 
 
 @pytest.fixture(scope="session")
