@@ -5,11 +5,13 @@ They hold plain strings only, so that they pickle and pass from a worker to the 
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 import signal
 import traceback
 from collections.abc import Sequence
+from typing import Any
 
 _BOLD = re.compile(r"\x1b\[\d*m")
 
@@ -82,6 +84,17 @@ def with_cause(text: str, where: str) -> str:
         return text
     cause = _python_cause(text) or tensorflow_cause(text)
     return f"{cause}, {where}{_WHOLE}{text}" if cause else text
+
+
+def definition_line(value: Any) -> str:
+    """Returns "FILE, line N" of the definition of a function or class."""
+    try:
+        code = getattr(inspect.unwrap(value), "__code__", None)
+        if code is not None:
+            return f"{os.path.basename(code.co_filename)}, line {code.co_firstlineno}"
+        return f"{os.path.basename(inspect.getsourcefile(value) or '?')}, line {inspect.getsourcelines(value)[1]}"
+    except (OSError, TypeError):
+        return "line unknown"
 
 
 def user_line(error: BaseException) -> str:

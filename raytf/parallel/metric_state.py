@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
-import os
-
 from raytf.compat import keras_objects
-from raytf.errors import ConfigError
+from raytf.errors import ConfigError, definition_line
 
 
 def check(model) -> None:
@@ -23,10 +20,10 @@ def check(model) -> None:
             continue
         kept = [name for name, value in vars(metric).items() if name not in known and _is_state(value)]
         if kept:
+            names = ", ".join(f"self.{name}" for name in kept)
             raise ConfigError(
                 "A metric keeps its state in its variables, which are summed over workers and kept in checkpoints",
-                f"the metric {metric.name!r} ({_place(kind)}), which has {', '.join(f'self.{name}' for name in kept)} "
-                "and no variables",
+                f"the metric {metric.name!r} ({definition_line(kind)}), which has {names} and no variables",
                 "Create them in its __init__: self.total = self.add_variable((), 'zeros', name='total'). Or pass a "
                 "function (y_true, y_pred), or compute it from model.predict in a callback",
             )
@@ -37,10 +34,3 @@ def _is_state(value) -> bool:
     import tensorflow as tf
 
     return isinstance(value, (list, dict, set, int, float, np.ndarray, tf.Variable)) and not isinstance(value, bool)
-
-
-def _place(kind: type) -> str:
-    try:
-        return f"{os.path.basename(inspect.getfile(kind))}, line {inspect.getsourcelines(kind)[1]}"
-    except (OSError, TypeError):
-        return kind.__name__

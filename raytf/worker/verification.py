@@ -32,6 +32,7 @@ from raytf.data.feed import Feed
 from raytf.data.sampling import Sampling
 from raytf.data.stored import StoredDataset
 from raytf.data.tf_data import TFData
+from raytf.errors import definition_line
 from raytf.parallel import compiled_update, model_optimizers
 from raytf.runtime.settings import TensorflowConfig, WorkerSetup
 from raytf.runtime.topology import Shard, tf_config
@@ -341,7 +342,7 @@ def custom_code(model) -> dict[str, Any]:
     for name in ("train_step", "test_step", "compute_loss", "compute_metrics"):
         method = getattr(type(model), name)
         if not _is_kerass(method) or name in vars(model):
-            result["methods"][name] = _location_of(vars(model).get(name, method))
+            result["methods"][name] = definition_line(vars(model).get(name, method))
     loss = keras_objects.compiled_parts(model)[0]
     if loss is not None and loss.built:
         given = [_unwrapped_loss(entry.loss) for entry in keras_objects.flat_losses(loss)]
@@ -402,15 +403,4 @@ def _unwrapped_loss(loss):
 
 def _described(value) -> str:
     kind = value if inspect.isroutine(value) else type(value)
-    return f"{kind.__name__} ({_location_of(kind)})"
-
-
-def _location_of(value) -> str:
-    """Returns "file.py, line N" of a function or class."""
-    try:
-        code = getattr(inspect.unwrap(value), "__code__", None)
-        if code is not None:
-            return f"{os.path.basename(code.co_filename)}, line {code.co_firstlineno}"
-        return f"{os.path.basename(inspect.getsourcefile(value) or '?')}, line {inspect.getsourcelines(value)[1]}"
-    except (OSError, TypeError):
-        return "line unknown"
+    return f"{kind.__name__} ({definition_line(kind)})"
