@@ -69,9 +69,9 @@ class RowSums:
     def _warn(self, fault: str) -> None:
         self._named.add(self._method)
         warnings.warn(
-            f"train_step ({definition_line(self._method)}): its loss {fault}, and each worker has its own rows, so that "
-            "weights differ from those of one process. Take a mean over all rows of the batch, or compute the loss in "
-            "compute_loss or in a keras.losses.Loss, which have the rows of all workers",
+            f"train_step ({definition_line(self._method)}): its loss {fault}, and each worker has its own rows, so "
+            "that weights differ from those of one process. Take a mean over all rows of the batch, or compute the "
+            "loss in compute_loss or in a keras.losses.Loss, which have the rows of all workers",
             stacklevel=2,
         )
 
