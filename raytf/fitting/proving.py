@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import os
 import threading
+import time
 from collections.abc import Mapping
 from typing import Any
 
 import ray
 
-from raytf import timeouts
+from raytf import logs, timeouts
 from raytf.data.stored import StoredDataset
 from raytf.errors import one_line
 from raytf.fitting import fit_worker
@@ -23,6 +25,8 @@ from raytf.runtime.answers import collect_answers
 from raytf.runtime.processes import Process, start_process, thread_variables, worker_environment
 from raytf.train import verify
 from raytf.train.entry import import_raytf
+
+logger = logs.get_logger(__name__)
 
 _NICE = 10
 _MOST_BYTES = 64 << 20
@@ -91,7 +95,10 @@ class BackgroundVerification:
             atexit.register(self._give_up)
 
     def _give_up(self) -> None:
-        """Warns at the end of this process that the outcome is unknown."""
+        """Waits for the outcome at the end of this process, and says if it is unknown."""
+        if (seconds := _exit_deadline() - time.monotonic()) > 0:
+            logger.info("verify: the comparison is still running; the program waits %.0f s for it at most", seconds)
+            self._thread.join(seconds)
         self._outcome = self._outcome or verify.NOT_IN_TIME
         self.look()
 
@@ -117,6 +124,12 @@ class BackgroundVerification:
         if self._extra_wait:
             atexit.unregister(self._give_up)
             self.look()
+
+
+@functools.cache
+def _exit_deadline() -> float:
+    """Returns the time until which all comparisons of a process that ends are awaited."""
+    return time.monotonic() + timeouts.get().verify_end
 
 
 def _import_at_low_priority() -> None:
