@@ -30,7 +30,7 @@ from raytf.data import ingest, streamed
 from raytf.data.feed import Feed, open_feed
 from raytf.data.pipeline import PipelineFeed
 from raytf.data.sampling import Sampling
-from raytf.data.stored import StoredDataset
+from raytf.data.stored import FIRST_ROWS, StoredDataset
 from raytf.data.tf_data import TFData
 from raytf.errors import ConfigError, StoppedCallError, StoppedError, TrainingError, without_escapes
 from raytf.fitting import arrays, fit_training, fit_worker, transport, warm
@@ -48,7 +48,6 @@ from raytf.worker import fit, labels, stop
 
 logger = logs.get_logger(__name__)
 
-_FIRST_ROWS = 1000
 # Number of rows whose labels are checked.
 _LABELLED_ROWS = 256
 # Seconds that a finished call waits for an unknown outcome; a later outcome is logged when it is known.
@@ -142,7 +141,7 @@ class Call:
     def _feed(self, name: str, rows: int) -> Feed | PipelineFeed:
         part = self._parts[name]
         if part.table is not None:
-            table = part.table.slice(0, _FIRST_ROWS)
+            table = part.table.slice(0, FIRST_ROWS)
             blocks = StoredDataset([table], [table.num_rows], list(table.column_names))
         else:
             dataset = self._resume_from[name]

@@ -59,7 +59,7 @@ class Reservation:
     """The placement group of a run. It survives restarts of the workers, with the same size.
 
     Args:
-        beside: Resources of each task in addition to Ray Train's workers, by its name.
+        beside: Resources of each task in addition to the workers, by its name.
         seconds: Seconds for which the driver waits for it, or None: as long as other work holds the cluster.
         cleaned: Whether to release the group when this process dies and is an actor's, such as a trial of Ray Tune. Ray
             itself releases it only when the whole job has ended.
@@ -250,7 +250,7 @@ def avoid_nodes(selectors: list[dict] | None, bundles: int, nodes: Collection[st
 
 
 def wait_limit(failure_config) -> float | None:
-    """Returns the seconds for which Ray Train waits for the cluster: its attempts, each with the timeout of a start."""
+    """Returns the seconds for which a run waits for the cluster: its attempts, each with the timeout of a start."""
     attempts = failure_config.controller_failure_limit
     start_timeout = float(os.environ.get(WORKER_GROUP_START_TIMEOUT_S_ENV_VAR, DEFAULT_WORKER_GROUP_START_TIMEOUT_S))
     return None if attempts == -1 else (attempts + 1) * start_timeout

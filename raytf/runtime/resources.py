@@ -290,10 +290,10 @@ def check_cluster(scaling_config) -> None:
 
 
 def check_servers(scaling_config, plan, extra: dict[str, float] | None = None) -> None:
-    """Raises ResourceError if the cluster can never hold a run with its tasks in addition to Ray Train's workers.
+    """Raises ResourceError if the cluster can never hold a run with its tasks in addition to its workers.
 
     Args:
-        scaling_config: ScalingConfig of Ray Train's workers.
+        scaling_config: ScalingConfig of the workers.
         plan: `servers.ServerSpec`, or None.
         extra: Resources of one more task.
     """

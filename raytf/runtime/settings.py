@@ -214,7 +214,7 @@ class WorkerSetup:
         servers: The `servers.ServerSpec` of a ParameterServerStrategy.
         warned: A `progress.Entries`, in which the worker that shows a warning claims it.
         board: A `progress.Board`, to which the chief sends the progress of a `fit` in a train loop.
-        log_level: Level from which Ray Train's own lines are shown.
+        log_level: Level from which log lines of the package `ray.train` are shown.
         timeouts: Timeouts of the driver.
     """
 

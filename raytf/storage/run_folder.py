@@ -1,6 +1,6 @@
 """A run's folder on its storage: its name, the run's progress, and archiving. Driver side.
 
-Ray Train resumes from the checkpoints that its `checkpoint_manager_snapshot.json` lists. Each checkpoint also holds
+A run resumes from the checkpoints that Ray's `checkpoint_manager_snapshot.json` lists. Each checkpoint also holds
 raytf's own `state.json`. Both are read in place, without a download of the checkpoint.
 """
 
@@ -265,7 +265,7 @@ class RunFolder:
             if error.missing and sum(map(bool, map(_RAYS_CHECKPOINT.match, self._stored()))) < 2:
                 return  # a run may end during its first checkpoint
             raise ConfigError(
-                "A run resumes from the checkpoints that Ray Train lists in its folder",
+                "A run resumes from the checkpoints that Ray's list in its folder names",
                 f"{self.path}/{CHECKPOINT_MANAGER_SNAPSHOT_FILENAME}, which {error}",
                 "Bring the file back from a copy, or choose another RunConfig(name=...)",
             ) from error

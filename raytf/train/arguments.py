@@ -353,9 +353,9 @@ def memory_steps(given: object, strategy: str) -> int | None:
 
 
 def servers(num_ps: int, scaling_config: ScalingConfig, environment: dict) -> tuple[ScalingConfig, ServerSpec | None]:
-    """Returns the ScalingConfig for Ray Train, and the ServerSpec or None.
+    """Returns the ScalingConfig of the processes that run the training function, and the ServerSpec or None.
 
-    With parameter servers, Ray Train runs only the coordinator.
+    With parameter servers, only the coordinator runs it.
     """
     if not num_ps:
         return scaling_config, None

@@ -76,7 +76,7 @@ def train(task: TrainJob, session=None) -> dict | None:
 
     Args:
         task: The training.
-        session: Session of the run, see `session.py`; Ray Train's by default.
+        session: Session of the run, see `session.py`; by default that of this process.
 
     Returns:
         None if the training is complete; otherwise the step after which it was stopped, see `fit.train`.

@@ -1,7 +1,7 @@
 """Evaluates every new checkpoint in parallel to the training, in a process of its own that stays warm.
 
-Ray Train starts a task for each checkpoint that is reported for validation; the task calls this actor. Results are in
-Ray's key-value store, so that neither the death of the actor nor of the task loses them.
+A task starts for each checkpoint that is reported for validation, by Ray's list of checkpoints; it calls this actor.
+Results are in Ray's key-value store, so that neither the death of the actor nor of the task loses them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""KerasTrainer: checks all arguments, then starts Ray Train. Driver side."""
+"""KerasTrainer: checks all arguments, then trains on workers of raytf's own engine. Driver side."""
 
 from __future__ import annotations
 
@@ -466,7 +466,7 @@ class KerasTrainer:
         return self.shuffle if self.shuffle != "auto" else "window" if streamed else "full"
 
     def servers(self) -> tuple[ScalingConfig, ServerSpec | None]:
-        """Returns (the ScalingConfig for Ray Train, the `servers.ServerSpec` or None)."""
+        """Returns (the ScalingConfig of the workers, the `servers.ServerSpec` or None)."""
         environment = worker_environment(self.run_config, self.scaling_config)
         return arguments.servers(self.num_ps, self.scaling_config, environment)
 

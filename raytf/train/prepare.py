@@ -41,7 +41,7 @@ def place(trainer) -> ScalingConfig:
     """Connects a KerasTrainer to the cluster, and sets its ScalingConfig there.
 
     Returns:
-        The ScalingConfig for Ray Train; with parameter servers, the coordinator's.
+        The ScalingConfig of the workers; with parameter servers, the coordinator's.
 
     Raises:
         ResourceError: The cluster can never run the processes of the run.

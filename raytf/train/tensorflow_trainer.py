@@ -1,4 +1,4 @@
-"""TensorflowTrainer: runs a user's train loop on Ray Train's workers. Driver side."""
+"""TensorflowTrainer: runs a user's train loop on several workers. Driver side."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 A checkpoint is a folder, see `docs/reference/checkpoint-format.md`. Nothing in it is unpickled or selects the code to
 run. An attacker with write access can spoil a training, but not start a program.
 
-Ray Train registers only folders that are whole, so that after a kill the last good one remains.
+Only folders that are whole are listed, so that after a kill the last good one remains.
 """
 
 from __future__ import annotations

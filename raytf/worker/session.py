@@ -156,7 +156,7 @@ class Session:
         size: Number of workers.
 
     Attributes:
-        storage: Ray Train's storage of the run, or None.
+        storage: Storage of the run, a `StorageContext` of Ray Train, or None.
         saves: Whether checkpoints within epochs have a place.
         recovers: Whether lost workers can be replaced in place.
         numbers_reports: Whether reports are only counted, so that a loss between two of them is recoverable.

@@ -35,7 +35,7 @@ class StopTraining(BaseException):
 
 
 class MovedError(RayActorError):
-    """Ends the workers after the same step, for the run to continue with others. To Ray Train it is a node loss.
+    """Ends the workers after the same step, for the run to continue with others. To the driver it is a node loss.
 
     Args:
         step: Number of steps in all.

@@ -14,6 +14,7 @@ import ray
 from ray.train import RunConfig, ScalingConfig
 
 import raytf
+from raytf.data.stored import FIRST_ROWS
 from raytf.runtime.processes import Process
 from raytf.train import verify
 
@@ -22,12 +23,9 @@ pytestmark = pytest.mark.usefixtures("ray_cluster")
 ROWS = 64
 
 
-def rows(last_label=0):
+def rows(count=ROWS):
     random = np.random.default_rng(0)
-    x = random.normal(size=(ROWS, 4)).astype("float32")
-    y = random.integers(0, 3, ROWS)
-    y[-1] = last_label
-    return x, y
+    return random.normal(size=(count, 4)).astype("float32"), random.integers(0, 3, count)
 
 
 def build(config):
@@ -50,16 +48,15 @@ def build(config):
     return model
 
 
-def dataset(last_label=0):
-    x, y = rows(last_label)
+def dataset(x, y):
     return ray.data.from_items([{"x": a, "y": int(b)} for a, b in zip(x, y, strict=True)], override_num_blocks=2)
 
 
-def trainer(tmp_path, config, last_label=0, **more):
+def trainer(tmp_path, config, data=None, **more):
     return raytf.KerasTrainer(
         build,
         config={"batch_size": 16, "epochs": 1} | config,
-        datasets={"train": dataset(last_label)},
+        datasets={"train": dataset(*(data or rows()))},
         features="x",
         labels="y",
         scaling_config=ScalingConfig(num_workers=2),
@@ -86,9 +83,11 @@ def test_raytf_fit_refuses_it_too():
 
 @pytest.mark.timeout(300)
 def test_the_error_of_a_step_says_its_cause(tmp_path):
-    """A label that only a later block has: the dry run has not seen it."""
+    """The dry run has not seen the label, of the last row."""
+    x, y = rows(3 * FIRST_ROWS)
+    y[-1] = 74
     with pytest.raises(raytf.TrainingError) as caught:
-        trainer(tmp_path, {}, last_label=74, verify=False).fit()
+        trainer(tmp_path, {"batch_size": 512}, (x, y), verify=False).fit()
     assert "Received a label value of 74 which is outside the valid range of [0, 3)" in caught.value.cause
     assert re.search(r"in (step|one of the steps) \d", caught.value.cause) and "operation " in caught.value.cause
     assert caught.value.rank == 1
