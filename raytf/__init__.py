@@ -44,11 +44,11 @@ if TYPE_CHECKING:  # the names of `_PLACES`, for type checkers and editors
     from raytf.train.tensorflow_trainer import TensorflowTrainer as TensorflowTrainer
     from raytf.tune.sweep import sweep as sweep
     from raytf.worker.callbacks import ReportCallback as ReportCallback
-    from raytf.worker.checkpoint import load_model as load_model
     from raytf.worker.context import get_strategy as get_strategy
     from raytf.worker.dataset import Position as Position
     from raytf.worker.dataset import get_dataset as get_dataset
     from raytf.worker.export import export as export
+    from raytf.worker.model_loading import load_model as load_model
 
 # Includes the names of Ray's module: code for `ray.train.tensorflow` runs after a change of the import.
 _PLACES = {
@@ -68,7 +68,7 @@ _PLACES = {
     "get_dataset": "raytf.worker.dataset",
     "keep_token": "raytf.collectives.ring",
     "get_strategy": "raytf.worker.context",
-    "load_model": "raytf.worker.checkpoint",
+    "load_model": "raytf.worker.model_loading",
     "on_chief": "raytf.parallel.chief_callbacks",
     "Position": "raytf.worker.dataset",
     "Predictor": "raytf.fitting.predictor",

@@ -20,7 +20,7 @@ from raytf.data.columns import ColumnSpecs
 from raytf.data.sampling import Sampling
 from raytf.data.stored import StoredDataset, as_table
 from raytf.errors import ConfigError
-from raytf.worker import checkpoint
+from raytf.worker import model_loading, model_source
 from raytf.worker.checkpoint_selector import CheckpointSelector
 
 if TYPE_CHECKING:
@@ -148,17 +148,17 @@ class _Source:
 
 
 def _of_run(run, how: dict) -> _Source:
-    if not hasattr(run, "checkpoint") and not hasattr(run, "as_directory") and not checkpoint.is_uri(run):
-        run = os.path.abspath(checkpoint.existing_path(run))
+    if not hasattr(run, "checkpoint") and not hasattr(run, "as_directory") and not model_source.is_uri(run):
+        run = os.path.abspath(model_source.existing_path(run))
     path = getattr(run, "path", run)
-    made = checkpoint.run_of_process(path) if how["build_model"] is None and isinstance(path, str) else None
+    made = model_source.run_of_process(path) if how["build_model"] is None and isinstance(path, str) else None
     return _Source(functools.partial(_load, run, how, made))
 
 
 def _load(run, how: dict, made: tuple[Callable, dict] | None):
     if made is not None:  # set in the process that trained, which may be another one
-        checkpoint.remember_run(getattr(run, "path", run), *made)
-    return checkpoint.load_model(run, compile=False, **how)
+        model_source.remember_run(getattr(run, "path", run), *made)
+    return model_loading.load_model(run, compile=False, **how)
 
 
 def _of_model(model, how: dict) -> _Source:
@@ -264,7 +264,7 @@ class _Loaded:
 
     def _own_features(self, names: Sequence[str]):
         """Returns the columns of the run's training, or those named like the model's inputs."""
-        trained_columns = checkpoint.columns_of(self._model)
+        trained_columns = model_loading.columns_of(self._model)
         if trained_columns is not None:
             if trained_columns.get("map") is not None:
                 warnings.warn(

@@ -95,7 +95,7 @@ class BackgroundVerification:
             atexit.register(self._give_up)
 
     def _give_up(self) -> None:
-        """Waits for the outcome at the end of this process, and says if it is unknown."""
+        """Waits for the outcome at the end of this process, and logs if it is unknown."""
         if (seconds := _exit_deadline() - time.monotonic()) > 0:
             logger.info("verify: the comparison is still running; the program waits %.0f s for it at most", seconds)
             self._thread.join(seconds)

@@ -43,7 +43,7 @@ from raytf.train.engine_trainer import EngineTrainer
 from raytf.train.entry import import_raytf, train
 from raytf.train.local import Here
 from raytf.train.prepare import Prepared, place
-from raytf.worker import checkpoint
+from raytf.worker import model_loading, model_source
 from raytf.worker.checkpoint_every import CheckpointInterval
 from raytf.worker.job import TrainJob, is_complete
 
@@ -600,7 +600,7 @@ def _goes_on(last: run_folder.LastCheckpoint, order: Mapping[str, Any]) -> str:
 def _with_history(trainer, result: ray.train.Result, found: Mapping[int, dict] | None = None) -> ray.train.Result:
     """Adds a row for each epoch to the result, whatever checkpoints are kept, with the evaluator's metrics by epoch."""
     if result.checkpoint is not None:
-        checkpoint.remember_run(result.path, trainer.build_model, trainer.config)
-        history = checkpoint.last_state(result).history
+        model_source.remember_run(result.path, trainer.build_model, trainer.config)
+        history = model_loading.last_state(result).history
         result.metrics_dataframe = pd.DataFrame([row | (found or {}).get(row["epoch"], {}) for row in history])
     return result

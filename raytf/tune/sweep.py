@@ -60,7 +60,7 @@ from raytf.tune.options import SweepOptions
 from raytf.tune.sweep_end import SweepEnd, SweepStop
 from raytf.tune.table import Stopper, SweepTable
 from raytf.tune.trial import SweepSpec, Trial, UnknownMetricError
-from raytf.worker import checkpoint
+from raytf.worker import model_source
 from raytf.worker.job import TrainJob
 from raytf.worker.stop import MovedError
 
@@ -254,7 +254,7 @@ def sweep(
             trial_steps.remove_all_trials(grid.filesystem, grid.experiment_path)
         table.print_best(grid)
         if isinstance(trainer, KerasTrainer):
-            checkpoint.remember_run(grid.experiment_path, trainer.build_model, trainer.config)
+            model_source.remember_run(grid.experiment_path, trainer.build_model, trainer.config)
         _clean_hosts()
         return grid
 

@@ -16,7 +16,7 @@ from raytf import validation
 from raytf.console import quiet
 from raytf.errors import ConfigError, first_line
 from raytf.storage import scratch
-from raytf.worker import checkpoint
+from raytf.worker import model_loading, model_source
 from raytf.worker.checkpoint_selector import CheckpointSelector, list_checkpoints
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def export(
     check(source, output, format, **choice)
     arguments = {"build_model": build_model, "config": config, "custom_objects": custom_objects}
     # Keras warns that a model which is not compiled cannot be trained
-    model = checkpoint.load_model(source, compile=False, **choice, **arguments)
+    model = model_loading.load_model(source, compile=False, **choice, **arguments)
     output = os.path.abspath(os.path.expanduser(os.fspath(output)))
     # in the same folder, so that a rename publishes the complete export at once
     parent = os.path.dirname(output)
@@ -136,15 +136,15 @@ def _check_output(output: str, format: str) -> None:
 
 def check_source(source, choice: CheckpointSelector) -> None:
     """Raises ConfigError if there is no such checkpoint in the files; Ray's metrics are checked later."""
-    if checkpoint.is_uri(source):
-        stored = checkpoint.StorageLocation.at(source)
+    if model_source.is_uri(source):
+        stored = model_source.StorageLocation.at(source)
         if stored.kind() == FileType.File or stored.is_checkpoint():
             return
     else:
-        path = checkpoint.existing_path(source)
-        if not os.path.isdir(path) or checkpoint.is_checkpoint(path):
+        path = model_source.existing_path(source)
+        if not os.path.isdir(path) or model_source.is_checkpoint(path):
             return
-        stored = checkpoint.StorageLocation(LocalFileSystem(), os.path.abspath(path), path)
+        stored = model_source.StorageLocation(LocalFileSystem(), os.path.abspath(path), path)
     path, kept = stored.shown, list_checkpoints(stored.filesystem, stored.path)
     if not kept:
         raise ConfigError(
@@ -240,7 +240,7 @@ def _specs(model):
     import keras
     import tensorflow as tf
 
-    inputs, stored = _inputs(model), checkpoint.inputs_of(model)
+    inputs, stored = _inputs(model), model_loading.inputs_of(model)
     if inputs is not None:
         return keras.tree.map_structure(lambda t: tf.TensorSpec((None, *t.shape[1:]), t.dtype, t.name), inputs)
     if stored is None:

@@ -37,6 +37,8 @@ WITHOUT = {
     "raytf.worker.checkpoint",
     "raytf.worker.checkpoint_every",
     "raytf.worker.checkpoint_selector",
+    "raytf.worker.model_loading",
+    "raytf.worker.model_source",
     "raytf.worker.clearing",
     "raytf.worker.stop",
     "raytf.worker.export",

@@ -16,7 +16,7 @@ from raytf.errors import ConfigError
 from raytf.parallel import model_optimizers
 from raytf.storage import checkpoint_files
 from raytf.storage.checkpoint_files import DamagedCheckpointError
-from raytf.worker import checkpoint
+from raytf.worker import checkpoint, model_loading, model_source
 from raytf.worker.callback_state import CallbackStates
 
 WRITTEN = pathlib.Path(__file__).parent / "checkpoints"
@@ -139,7 +139,7 @@ def test_the_global_seed_goes_on_whether_or_not_something_has_drawn_from_it_yet(
 
 def test_a_model_that_keras_knows_is_loaded_with_its_optimizer(tmp_path):
     model, x = saved(tmp_path, functional)
-    loaded = checkpoint.load_model(tmp_path)
+    loaded = model_loading.load_model(tmp_path)
     np.testing.assert_array_equal(loaded(x), model(x))
     assert int(loaded.optimizer.iterations) == 3
 
@@ -153,36 +153,36 @@ def test_a_class_that_is_not_given_is_named(tmp_path):
 
     keras.Sequential([keras.Input((2,)), Scale()]).save(tmp_path / "own.keras")
     with pytest.raises(ConfigError, match=r"Could not locate class 'Scale'.*or custom_objects={name: class}"):
-        checkpoint.load_model(tmp_path / "own.keras")
+        model_loading.load_model(tmp_path / "own.keras")
 
 
 @pytest.mark.slow
 def test_a_model_that_keras_does_not_know_is_built_by_the_function_that_is_passed(tmp_path, monkeypatch):
     model, x = saved(tmp_path, subclassed, tokenizer=object(), sizes=(1, 2))
     with pytest.raises(ConfigError, match=r"Pass build_model=.*test_checkpoint:subclassed.* config=.*'tokenizer'"):
-        checkpoint.load_model(tmp_path)
+        model_loading.load_model(tmp_path)
     seen = []
-    loaded = checkpoint.load_model(tmp_path, build_model=lambda c: seen.append(c) or subclassed(c), config={"a": 1})
+    loaded = model_loading.load_model(tmp_path, build_model=lambda c: seen.append(c) or subclassed(c), config={"a": 1})
     assert seen == [{"units": 4, "sizes": (1, 2), "a": 1}]
     np.testing.assert_array_equal(loaded(x), model(x))
     assert int(loaded.optimizer.iterations) == 3
     with pytest.raises(ConfigError, match=r"'tokenizer' is missing.*Pass config="):
-        checkpoint.load_model(tmp_path, build_model=lambda config: config["tokenizer"])
+        model_loading.load_model(tmp_path, build_model=lambda config: config["tokenizer"])
     with pytest.raises(ConfigError, match="build_model must build the model that was saved.* but received"):
-        checkpoint.load_model(tmp_path, build_model=subclassed, config={"units": 5})
+        model_loading.load_model(tmp_path, build_model=subclassed, config={"units": 5})
     with pytest.raises(ConfigError, match="build_model must build the model that was saved.*expects 2 named input"):
-        checkpoint.load_model(tmp_path, build_model=of_two_inputs)
+        model_loading.load_model(tmp_path, build_model=of_two_inputs)
     with pytest.raises(
         ConfigError, match="build_model must be the function that built the model; received: 'module:f'"
     ):
-        checkpoint.load_model(tmp_path, build_model="module:f")
+        model_loading.load_model(tmp_path, build_model="module:f")
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # Keras': the optimizer's variables, which nobody asked for, are not loaded
-        checkpoint.load_model(tmp_path, False, build_model=subclassed)
-    monkeypatch.setattr(checkpoint, "_runs_of_process", {})
-    checkpoint.remember_run(str(tmp_path.parent), subclassed, {"tokenizer": "here"})
+        model_loading.load_model(tmp_path, False, build_model=subclassed)
+    monkeypatch.setattr(model_source, "_runs_of_process", {})
+    model_source.remember_run(str(tmp_path.parent), subclassed, {"tokenizer": "here"})
     with pytest.warns(UserWarning, match="built with the trainer's build_model"):
-        loaded = checkpoint.load_model(tmp_path)
+        loaded = model_loading.load_model(tmp_path)
     np.testing.assert_array_equal(loaded(x), model(x))
 
 
@@ -197,7 +197,7 @@ def test_a_checkpoint_of_format_1_is_read_and_its_pickles_are_not(tmp_path):
     np.testing.assert_array_equal(model.get_weights()[0], other.get_weights()[0])
     with pytest.warns(UserWarning, match="callbacks start from scratch"):
         checkpoint.restore_callbacks(str(tmp_path), CallbackStates([callback]))
-    for loaded in (checkpoint.load_model(tmp_path), checkpoint.load_model(tmp_path, build_model=lambda c: other)):
+    for loaded in (model_loading.load_model(tmp_path), model_loading.load_model(tmp_path, build_model=lambda c: other)):
         np.testing.assert_array_equal(loaded(x), model(x))
     assert not (tmp_path / "exploded").exists()
 
@@ -226,7 +226,7 @@ def test_a_checkpoint_that_an_older_raytf_wrote_is_still_read(version):
     assert (state.seed, state.learning_rate, state.history[0]) == (7, 0.1, {"epoch": 1, "loss": 0.5, "mae": 0.6})
     restored = small({})
     checkpoint.restore(folder, restored, {"learning_rate": 0.1})
-    loaded, given = checkpoint.load_model(folder), checkpoint.load_model(folder, build_model=small)
+    loaded, given = model_loading.load_model(folder), model_loading.load_model(folder, build_model=small)
     for model in (restored, loaded, given):
         assert [np.unique(w).tolist() for w in model.get_weights() if w.dtype.kind == "f"] == [[1], [2], [3], [4]]
         momenta = [np.unique(v).tolist() for v in model.optimizer.variables if len(v.shape)]
@@ -261,7 +261,7 @@ def test_another_model_is_refused(tmp_path):
 
 def test_a_folder_without_a_model_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="A model is loaded from"):
-        checkpoint.load_model(tmp_path)
+        model_loading.load_model(tmp_path)
     with pytest.raises(ConfigError, match=r"state.json is missing"):
         checkpoint.read_state(str(tmp_path))
 

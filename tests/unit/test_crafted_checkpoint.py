@@ -16,7 +16,7 @@ from ray.train import Checkpoint
 from raytf.errors import ConfigError
 from raytf.storage import checkpoint_files
 from raytf.train.evaluator import Evaluator, Record
-from raytf.worker import checkpoint
+from raytf.worker import checkpoint, model_loading
 from raytf.worker.callback_state import CallbackStates
 from tests.unit.test_checkpoint import Bomb, functional, saved
 from tests.unit.test_evaluator import Memory
@@ -60,10 +60,10 @@ def ways(folder):
         checkpoint.restore_callbacks(str(folder), states)
 
     calls = {
-        "load_model": lambda: checkpoint.load_model(folder),
-        "load_model of a Checkpoint": lambda: checkpoint.load_model(Checkpoint.from_directory(str(folder))),
-        "load_model of the file": lambda: checkpoint.load_model(folder / "model.keras"),
-        "load_model with build_model": lambda: checkpoint.load_model(folder, build_model=lambda c: functional(c)),
+        "load_model": lambda: model_loading.load_model(folder),
+        "load_model of a Checkpoint": lambda: model_loading.load_model(Checkpoint.from_directory(str(folder))),
+        "load_model of the file": lambda: model_loading.load_model(folder / "model.keras"),
+        "load_model with build_model": lambda: model_loading.load_model(folder, build_model=lambda c: functional(c)),
         "fit that goes on": resume,
         "restore": lambda: checkpoint.restore(str(folder), model, {"learning_rate": 0.2}),
         "restore_callbacks": lambda: checkpoint.restore_callbacks(str(folder), states),
@@ -95,7 +95,7 @@ def test_pickles_beside_it_are_never_read(crafted, whole):
     for name in ("build.pkl", "callbacks.pkl", "error.pkl", "state.pkl", "model.pkl", ".metadata.json", "x.npy"):
         (folder / name).write_bytes(bomb)
     assert set(ways(folder).values()) == {None}
-    predicted = checkpoint.load_model(folder)(whole[1])
+    predicted = model_loading.load_model(folder)(whole[1])
     np.testing.assert_array_equal(predicted, whole[2])
 
 
@@ -243,7 +243,7 @@ def test_archives_cannot_write_elsewhere(crafted, tmp_path):
     with_config(folder, config, **{f"../../../../../../{outside}": b"x", f"/{outside}": b"x", "assets/a": b"x"})
     fit_manifest(folder)
     with pytest.warns(UserWarning, match="Skipping invalid path"):
-        checkpoint.load_model(folder)
+        model_loading.load_model(folder)
 
 
 def test_weights_cannot_be_those_of_another_file(crafted, tmp_path):
@@ -321,5 +321,5 @@ def test_a_run_whose_list_is_lost_is_loaded_by_its_newest_whole_checkpoint(craft
         if text is not None:
             (tmp_path / "run" / "checkpoint_manager_snapshot.json").write_text(text)
         with pytest.warns(UserWarning, match="Ray's list of the checkpoints|Instead checkpoint_0"):
-            model = checkpoint.load_model(tmp_path / "run")
+            model = model_loading.load_model(tmp_path / "run")
         np.testing.assert_array_equal(model.predict(whole[1], verbose=0), whole[2])

@@ -12,7 +12,7 @@ from raytf.data.stored import StoredDataset
 from raytf.errors import ConfigError
 from raytf.parallel import model_optimizers
 from raytf.train import dry_run
-from raytf.worker import checkpoint
+from raytf.worker import checkpoint, model_loading
 
 ROWS = 6
 TABLE = pa.table(
@@ -169,5 +169,5 @@ def test_a_checkpoint_of_such_a_model_is_loaded_where_it_is_built(tmp_path):
     model = dry_run.check(built, {}, BLOCK, THREE)
     state = checkpoint.CheckpointState(1, 3, 0, False, [{"epoch": 1}])
     checkpoint.save(str(tmp_path), model, state, build=(built, {}, ((3,), "float64")))
-    loaded = checkpoint.load_model(str(tmp_path), build_model=built)
+    loaded = model_loading.load_model(str(tmp_path), build_model=built)
     np.testing.assert_array_equal(np.asarray(loaded.tower.kernel), np.asarray(model.tower.kernel))

@@ -19,7 +19,7 @@ from raytf.data.columns import Column
 from raytf.errors import ConfigError
 from raytf.fitting import predictor
 from raytf.identity import fingerprint
-from raytf.worker import checkpoint
+from raytf.worker import checkpoint, model_source
 
 ROWS = 7
 BATCH = {"id": np.arange(ROWS), "a": np.arange(ROWS * 3.0).reshape(ROWS, 3), "b": np.linspace(0, 1, ROWS)}
@@ -151,11 +151,11 @@ def test_a_run_that_only_build_model_builds_is_known_where_it_was_made(tmp_path,
     checkpoint.save(str(folder), model, state, build=(built, {}, ((3,), "float32")))
     with pytest.raises(ConfigError, match="build_model"):
         raytf.Predictor(folder, features="a")(BATCH)
-    monkeypatch.setattr(checkpoint, "_runs_of_process", {})
+    monkeypatch.setattr(model_source, "_runs_of_process", {})
     given = raytf.Predictor(folder, features="a", build_model=built)
-    checkpoint.remember_run(str(folder.parent), built, {})
+    model_source.remember_run(str(folder.parent), built, {})
     known = cloudpickle.dumps(raytf.Predictor(folder, features="a"))
-    monkeypatch.setattr(checkpoint, "_runs_of_process", {})  # as in another process
+    monkeypatch.setattr(model_source, "_runs_of_process", {})  # as in another process
     with pytest.warns(UserWarning, match="it is built with the trainer's build_model"):
         found = pickle.loads(known)(BATCH)["predictions"]
     np.testing.assert_array_equal(found, given(BATCH)["predictions"])

@@ -371,7 +371,7 @@ def test_what_is_put_aside_is_a_run_of_its_own(folder):
 
 def test_ray_has_no_advice_for_who_only_reads_a_run(tmp_path, caplog):
     """It would say that the folder should be deleted, if a new run was meant."""
-    from raytf.worker import checkpoint
+    from raytf.worker import model_loading
 
     folder = RunFolder(pyarrow.fs.LocalFileSystem(), str(tmp_path / "run"), "run")
     trained(folder)
@@ -379,7 +379,7 @@ def test_ray_has_no_advice_for_who_only_reads_a_run(tmp_path, caplog):
     logger.addHandler(caplog.handler)
     try:
         with caplog.at_level(logging.INFO, logger="ray.train"), pytest.raises(ConfigError, match="model.keras"):
-            checkpoint.load_model(folder.path)
+            model_loading.load_model(folder.path)
     finally:
         logger.removeHandler(caplog.handler)
     assert "run snapshot was found" not in caplog.text

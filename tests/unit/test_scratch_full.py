@@ -94,7 +94,7 @@ def test_a_vocabulary_for_which_there_is_no_room_is_said(small, tmp_path):
     import keras
 
     from raytf.storage.checkpoint_files import CheckpointState
-    from raytf.worker import checkpoint
+    from raytf.worker import checkpoint, model_loading
 
     words = keras.layers.TextVectorization(output_mode="multi_hot", split="whitespace")
     words.adapt(["a b c"])
@@ -110,4 +110,4 @@ def test_a_vocabulary_for_which_there_is_no_room_is_said(small, tmp_path):
             pass
     checkpoint.restore(str(folder), model)
     with pytest.raises(ScratchError, match=f"{small}.*TMPDIR"):
-        checkpoint.load_model(folder)
+        model_loading.load_model(folder)
