@@ -51,11 +51,11 @@ def _batches(tf, kind: str, steps: int):
 
 def once(way: str, kind: str) -> None:
     """One way in this process, which may be one of a group; gives wall and CPU seconds of a step."""
-    from raytf.collectives import ring
+    from raytf.collectives import ring_token
     from raytf.runtime.settings import TensorflowConfig, WorkerSetup
     from raytf.worker import context
 
-    ring.keep_token(bytes(ring.TOKEN_BYTES))  # processes of this benchmark alone
+    ring_token.keep_token(bytes(ring_token.TOKEN_BYTES))  # processes of this benchmark alone
     import tensorflow as tf
 
     tf.config.threading.set_intra_op_parallelism_threads(1)

@@ -75,13 +75,13 @@ def once(way: str, kind: str, steps: str) -> None:
     steps, name, _, execution = int(steps), *way.partition(" ")
     with contextlib.ExitStack() as stack:
         if name == "raytf":
-            from raytf.collectives import ring
+            from raytf.collectives import ring_token
             from raytf.compat.patching import patched
             from raytf.parallel import compiled_update
             from raytf.runtime.settings import TensorflowConfig, WorkerSetup
             from raytf.worker import context
 
-            ring.keep_token(bytes(ring.TOKEN_BYTES))  # processes of this benchmark alone
+            ring_token.keep_token(bytes(ring_token.TOKEN_BYTES))  # processes of this benchmark alone
             wire = execution if execution.startswith("bf") else None
             way = "ring" if execution == "grpc" else "auto"
             config = TensorflowConfig(communication=way, gradient_dtype=wire, shard_optimizer=execution == "shard")

@@ -22,11 +22,12 @@ import numpy as np
 import tensorflow as tf
 
 from raytf import activity
-from raytf.collectives import exchange, packs, ring, scaled_float16
+from raytf.collectives import exchange, packs, ring_token, scaled_float16
 from raytf.collectives.exchange import Exchange, bytes_of, empty
 from raytf.collectives.healing import Detached
 from raytf.collectives.packs import ALIGNED, Pack
-from raytf.collectives.ring import Listener, Ring
+from raytf.collectives.ring import Ring
+from raytf.collectives.ring_listener import Listener
 from raytf.compat.tensorflow import releasing_functions
 from raytf.errors import ConfigError, PeerLostError
 from raytf.runtime import ports
@@ -419,7 +420,7 @@ def join(
 ) -> GradientRing:
     """Joins the ring of the workers; a collective call, before their strategies are built.
 
-    The ring uses the token of `ring.keep_token`, the same on all workers.
+    The ring uses the token of `ring_token.keep_token`, the same on all workers.
 
     Args:
         group: Result of `members`.
@@ -436,7 +437,7 @@ def join(
     joined = detached
     if joined is None:
         try:
-            joined = connect(group, ring.token(), ring.next_generation(), join_timeout_s, timeout_s)
+            joined = connect(group, ring_token.token(), ring_token.next_generation(), join_timeout_s, timeout_s)
         except PeerLostError as error:
             hint = "all workers must be started alike, with one token, and with GPUs on all or on none"
             raise PeerLostError(error.rank, f"{error.why}; {hint}", error.lost) from error
@@ -459,7 +460,7 @@ def connect(group: Members, token: bytes, generation: int, join_timeout_s: float
     listening = listener(group)
     with activity.tracker.collective(activity.COLLECTIVE):
         joined = listening.join(group.rank, addresses, token, join_timeout_s, timeout_s, generation=generation)
-    ring.was_joined(generation)
+    ring_token.was_joined(generation)
     return joined
 
 

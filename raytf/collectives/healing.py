@@ -21,7 +21,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from raytf import activity, timeouts
-from raytf.collectives.ring import Listener, Ring
+from raytf.collectives.ring import Ring
+from raytf.collectives.ring_listener import Listener
 from raytf.errors import PeerLostError, RaytfError
 from raytf.timeouts import Pace
 

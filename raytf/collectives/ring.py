@@ -8,28 +8,24 @@ host, sockets carry only counts if the array is in shared memory (`Ring.empty`).
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import functools
-import hmac
 import os
-import secrets
 import select
 import socket
 import struct
-import sys
 import threading
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 
-from raytf import activity, liveness, timeouts
+from raytf import activity, timeouts
 from raytf.collectives import scaled_float16, shared_memory
 from raytf.collectives.lookout import Cause, Lookout, said
+from raytf.collectives.ring_links import Chord, Link, is_local
 from raytf.errors import PeerLostError, RaytfError
 
 # Bytes that are received before they are added: few enough for a core's cache.
@@ -39,8 +35,6 @@ _SENT_AT_ONCE = 1 << 20
 _READ_IN_PLACE = 1 << 17
 # Bytes that a process sends in a trade, at most: few enough that round trips would cost more.
 _TRADED_BYTES = 32 << 10
-# Smallest ring with chords across it, so that small messages are traded in log2(n) hops.
-_LEAST_WITH_CHORDS = 4
 # Bytes that take as long to send as one hop.
 _HOP_BYTES = 4 << 10
 # Generation, exchange number, kind, place in a step and size: workers that disagree must not add arrays.
@@ -57,11 +51,8 @@ _NAMES = ("a sum", "a gathering", "a broadcast", "what is passed on", "a sum of 
 _NAMES += ("a reduce-scatter", "an all-gather")
 # Halves of a sum around the ring: (first, end).
 _BOTH, _REDUCE, _COPY = (0, 2), (0, 1), (1, 2)
-# Seconds without an answer from the other host's kernel after which it is lost.
-HOST_GONE = 35
 # Messages of a step, its checkpoint, the begin of an epoch and callbacks, see `healing.tag_of`.
 _MOST_HELD = 4
-TOKEN_BYTES = 32
 
 _rings: weakref.WeakSet[Ring] = weakref.WeakSet()
 
@@ -126,7 +117,7 @@ class Ring:
         self._unsent = memoryview(b"")
         self._polls: dict[tuple[bool, bool, bool, bool], select.poll] = {}
         self._memory: shared_memory.Own | None = None  # the next member reads it
-        self._memory_lock, self._may_show = threading.Lock(), _is_local(self._next)
+        self._memory_lock, self._may_show = threading.Lock(), is_local(self._next)
         self._its_memory: shared_memory.Neighbours | None = None
         self._showed = False  # whether neighbours have tried to share their memories
         self._received = np.empty(_CHUNK, np.uint8)
@@ -360,7 +351,7 @@ class Ring:
             work(ways)
             is_read = not self._have_read(*ways)
 
-        first = _COUNT.pack(_ELSEWHERE if begin is None else begin) if large and _is_local(self._next) else b""
+        first = _COUNT.pack(_ELSEWHERE if begin is None else begin) if large and is_local(self._next) else b""
         self._exchange(what, array.nbytes, place, sent, exchange, first)
         return array.copy() if is_read else array
 
@@ -399,7 +390,7 @@ class Ring:
             begin: Offset in this process's shared memory, which the next process received; None if it is not there.
             count: Number of bytes of the array.
         """
-        previous_begin = _COUNT.unpack(self._receive(_COUNT.size))[0] if _is_local(self._previous) else _ELSEWHERE
+        previous_begin = _COUNT.unpack(self._receive(_COUNT.size))[0] if is_local(self._previous) else _ELSEWHERE
         if not self._showed:
             self._show_memories()
         shown = previous_begin != _ELSEWHERE and self._its_memory is not None
@@ -410,11 +401,11 @@ class Ring:
         """Sends the descriptor of this process's memory to the next process, and maps the previous process's memory."""
         self._showed = True
         own = self._own_memory()
-        if _is_local(self._next):
+        if is_local(self._next):
             self._flush()
             shown = [_NO] if own is None else [_YES], [] if own is None else [own.descriptor]
             self._patiently(1, functools.partial(socket.send_fds, self._next, *shown), sending=True)
-        if _is_local(self._previous):
+        if is_local(self._previous):
             look = functools.partial(socket.recv_fds, self._previous, 1, 1, socket.MSG_CMSG_CLOEXEC)
             data, descriptors, *_ = self._patiently(-1, look, receiving=True)
             if not data:
@@ -775,10 +766,6 @@ class Ring:
 _Ways = tuple[bool, np.ndarray | None]
 
 
-def _is_local(one: socket.socket) -> bool:
-    return one.family == socket.AF_UNIX
-
-
 class _AroundTheRing:
     """The progress of an array that is summed around the ring.
 
@@ -902,436 +889,3 @@ class _LostError(Exception):
     def __init__(self, lost: int, error: OSError):
         super().__init__(lost, error)
         self.lost, self.error = lost, error
-
-
-class Link:
-    """A connection between two neighbours.
-
-    Args:
-        data: Socket for the sums.
-        watch: Socket on which nothing is sent until the ring ends. Linux probes the other host only on a connection
-            without unsent data. A process that reads slowly leaves unsent data, so `data` could not distinguish it from
-            a lost host.
-        host_gone: Seconds after which a host that does not answer is lost, at least 2.
-    """
-
-    def __init__(self, data: socket.socket, watch: socket.socket, host_gone: int = HOST_GONE):
-        self.data, self.watch = data, watch
-        for sock in (data, watch):
-            sock.setblocking(False)
-            _notice_lost_hosts(sock, host_gone)
-        if watch.family != socket.AF_UNIX and hasattr(socket, "TCP_USER_TIMEOUT"):
-            # the end of its hello may be in flight; on `data` this would cut off a neighbour that reads slowly
-            watch.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, host_gone * 1000)
-
-    def close(self) -> None:
-        self.data.close()
-        self.watch.close()
-
-
-class Chord:
-    """Two connections of a member: to the one `distance` ranks further, and from the one `distance` ranks before.
-
-    Args:
-        following, previous: Sockets.
-        host_gone: Seconds after which a host that does not answer is lost, at least 2.
-    """
-
-    def __init__(self, following: socket.socket, previous: socket.socket, host_gone: int = HOST_GONE):
-        self.following, self.previous = following, previous
-        for sock in (following, previous):
-            sock.setblocking(False)
-            _notice_lost_hosts(sock, host_gone)
-
-    def close(self) -> None:
-        self.following.close()
-        self.previous.close()
-
-
-def chords(size: int) -> int:
-    """Returns the number of chords of a member: to those 2, 4, 8, ... ranks further; small rings have none."""
-    return 0 if size < _LEAST_WITH_CHORDS else (size - 1).bit_length() - 1
-
-
-def _notice_lost_hosts(one: socket.socket, seconds: int) -> None:
-    """Sets keep-alive options: a lost host closes nothing, so its silence must end the connection."""
-    if one.family == socket.AF_UNIX:
-        return
-    one.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    # ten probes in the last 20 of 35 seconds: several may be lost on a congested network
-    interval = max(1, seconds // 17)
-    count = max(1, min(10, seconds * 4 // 7 // interval))
-    idle = max(1, seconds - count * interval)
-    options = {"TCP_KEEPIDLE": idle, "TCP_KEEPALIVE": idle, "TCP_KEEPINTVL": interval, "TCP_KEEPCNT": count}
-    for name, value in options.items():
-        if hasattr(socket, name):  # Linux has the first, macOS the second
-            one.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-
-
-_token: bytes | None = None
-_generation = 0
-
-
-def new_token() -> bytes:
-    """Returns a token for one ring; each start of a group of processes uses another one."""
-    return secrets.token_bytes(TOKEN_BYTES)
-
-
-def keep_token(token: bytes, generation: int = 0) -> None:
-    """Sets the secret token with which this process joins raytf's ring. It is kept in memory only.
-
-    raytf's trainers and `raytf run` call it. Call it in processes that you start yourself, before the strategy is
-    built.
-
-    Args:
-        token: `TOKEN_BYTES` random bytes, the same in all processes of the ring. Send them over a private channel.
-        generation: Number of the next ring, 0 <= generation < 2**32, the same in all processes. Each further ring of
-            the process has the next number.
-
-    Example:
-        >>> import raytf, secrets
-        >>> raytf.keep_token(secrets.token_bytes(32))
-    """
-    global _token, _generation
-    _token, _generation = token, generation
-
-
-def token() -> bytes | None:
-    """Returns the token that was set by `keep_token`, or None."""
-    return _token
-
-
-def next_generation() -> int:
-    """Returns the generation of the next ring that this process joins."""
-    return _generation
-
-
-def was_joined(generation: int) -> None:
-    """Records that a ring of that generation was joined; the next one has a higher generation."""
-    global _generation
-    _generation = max(_generation, generation + 1)
-
-
-# Purposes of a connection.
-_PURPOSES = _DATA, _WATCH = 0, 1
-# The first bytes of a connection: magic, rank, purpose, generation and a random number for one use.
-_MAGIC = b"raytf/ring/3"
-_HELLO = struct.Struct(f"<{len(_MAGIC)}sIII{TOKEN_BYTES}s")
-_PROOF_BYTES = 32
-_WELCOME = b"\1"
-# Unverified connections at once, at most; the oldest of more is closed, and a neighbour reconnects.
-_STRANGERS = 64
-_AGAIN_INTERVAL = 0.02
-# Number of failures at the local socket of a neighbour that answers at its port.
-_MISSES = 3
-
-
-class Listener:
-    """The address of this process for the previous one: a port, and on Linux a Unix socket for the same host.
-
-    Neighbours prove to each other that they have the ring's token, by an HMAC over random numbers of both. The token
-    itself is never sent. Other connections are neither trusted nor waited for.
-
-    Args:
-        host: Address of this host that the other processes use.
-        bound: A bound socket that does not listen yet; None uses a port that the system chooses.
-    """
-
-    def __init__(self, host: str, bound: socket.socket | None = None):
-        self.host, self._meeting, self._stopped = host, None, False
-        self._sockets: list[socket.socket] = []
-        self._listen(socket.create_server((host, 0), family=_family(host)) if bound is None else bound)
-        self.port = self._sockets[0].getsockname()[1]
-
-    def _listen(self, one: socket.socket) -> None:
-        self._sockets.append(one)
-        one.setblocking(False)
-        one.listen(16 * _STRANGERS)
-
-    def join(
-        self,
-        rank: int,
-        addresses: Sequence[tuple[str, int]],
-        token: bytes,
-        timeout: float,
-        patience: float | None,
-        host_gone: int = HOST_GONE,
-        generation: int = 0,
-    ) -> Ring:
-        """Connects this process with its neighbours; all processes call it at once.
-
-        Args:
-            rank: Rank of this process.
-            addresses: (host, port) of the listeners of all processes, by rank; at least two.
-            token: `TOKEN_BYTES` bytes that only the processes of this ring have; others are refused.
-            timeout: Seconds within which the neighbours must connect.
-            patience: The `timeout` of the ring's sums, in seconds or None.
-            host_gone: Seconds after which a neighbour's host that does not answer is lost, at least 2.
-            generation: Generation of the group, 0 <= generation < 2**32, the same for all; members of another are
-                refused.
-
-        Raises:
-            PeerLostError: A neighbour could not be reached, did not connect, or does not have the token.
-        """
-        if sys.platform == "linux":
-            local = socket.socket(socket.AF_UNIX)
-            local.bind(_local_name(self.port, token))
-            self._listen(local)
-        meeting = self._meeting = _Meeting(rank, addresses, token, self._sockets, generation)
-        if self._stopped:
-            meeting.cancel()
-        try:
-            # in a separate thread, as the caller's thread may run an event loop
-            with ThreadPoolExecutor(1) as pool:
-                running = pool.submit(asyncio.run, meeting.hold(timeout))
-                try:
-                    following, previous = running.result()
-                except BaseException:
-                    meeting.cancel()
-                    raise
-        except asyncio.CancelledError as error:
-            raise PeerLostError(
-                rank, "no connection to its neighbours: the driver has cancelled the recovery"
-            ) from error
-        except OSError as error:
-            raise PeerLostError(rank, f"no connection to its neighbours ({type(error).__name__}: {error})") from error
-        finally:
-            self.close()
-        ends = len(_PURPOSES)
-        links = [Link(*sockets[:ends], host_gone=host_gone) for sockets in (following, previous)]
-        further = [Chord(*pair, host_gone=host_gone) for pair in zip(following[ends:], previous[ends:], strict=True)]
-        return Ring(rank, len(addresses), *links, patience, generation, further)
-
-    def stop(self) -> None:
-        """Cancels a running `join` from another thread: it raises PeerLostError, unless all are connected."""
-        self._stopped = True
-        if self._meeting is not None:
-            self._meeting.cancel()
-
-    def close(self) -> None:
-        for sock in self._sockets:
-            sock.close()
-
-
-class _Meeting:
-    """The connections of one process with its neighbours, all made at the same time.
-
-    Args:
-        rank, addresses, token, generation: As for `Listener.join`.
-        listening: Non-blocking listening sockets of this process.
-    """
-
-    def __init__(
-        self,
-        rank: int,
-        addresses: Sequence[tuple[str, int]],
-        token: bytes,
-        listening: list[socket.socket],
-        generation: int,
-    ):
-        size = len(addresses)
-        self._generation = generation
-        self._refused: tuple[int, int] | None = None  # (rank, generation) of a refused process with the token
-        self._rank, self._addresses, self._token, self._listening = rank, addresses, token, listening
-        self._purposes = (*_PURPOSES, *range(len(_PURPOSES), len(_PURPOSES) + chords(size)))
-        # by purpose
-        self._went: dict[int, socket.socket] = {}
-        self._came: dict[int, socket.socket] = {}
-        self._all_came = asyncio.Event()
-        self._asked: dict[asyncio.Task, None] = {}  # in order of arrival
-        self._cancel, self._cancelled = None, False
-
-    async def hold(self, timeout: float) -> tuple[list[socket.socket], list[socket.socket]]:
-        """Returns the connections to the next process and from the previous one: (data, watch, chords) of each."""
-        self._cancel = functools.partial(asyncio.get_running_loop().call_soon_threadsafe, asyncio.current_task().cancel)
-        if self._cancelled:
-            raise asyncio.CancelledError
-        try:
-            async with asyncio.timeout(timeout), asyncio.TaskGroup() as group:
-                doors = [group.create_task(self._open(sock)) for sock in self._listening]
-                goers = [group.create_task(self._go(purpose)) for purpose in self._purposes]
-                await self._all_came.wait()
-                await asyncio.wait(goers)
-                for door in doors:
-                    door.cancel()
-        except BaseException as error:
-            for sock in (*self._went.values(), *self._came.values()):
-                sock.close()
-            if isinstance(error, TimeoutError):
-                raise TimeoutError(self._missing()) from None
-            if isinstance(error, BaseExceptionGroup):
-                raise error.exceptions[0] from None
-            raise
-        finally:
-            for task in self._asked:
-                task.cancel()
-            await asyncio.gather(*self._asked, return_exceptions=True)
-        return tuple([connections[i] for i in sorted(connections)] for connections in (self._went, self._came))
-
-    def cancel(self) -> None:
-        """Cancels it, from another thread."""
-        self._cancelled = True
-        if self._cancel is not None:
-            with contextlib.suppress(RuntimeError):  # the loop has ended
-                self._cancel()
-
-    def _is_here(self, other: int) -> bool:
-        return sys.platform == "linux" and self._addresses[other][0] == self._addresses[self._rank][0]
-
-    def _missing(self) -> str:
-        if self._refused is not None:
-            rank, generation = self._refused
-            return (
-                f"worker {rank} came with generation {generation} of the ring and was refused, as this is "
-                f"generation {self._generation}"
-            )
-        for purpose in self._purposes:
-            if purpose not in self._came:
-                return f"worker {self._peer(purpose, -1)} did not connect in time"
-        missing = next((purpose for purpose in self._purposes if purpose not in self._went), _DATA)
-        return f"worker {self._peer(missing, 1)} did not answer in time"
-
-    def _peer(self, purpose: int, way: int) -> int:
-        """Returns the rank of the member to which (way 1), or from which (way -1), a connection leads."""
-        distance = 1 if purpose in _PURPOSES else 1 << (purpose - len(_PURPOSES) + 1)
-        return (self._rank + way * distance) % len(self._addresses)
-
-    def _proof(self, sender: int, hello: bytes, drawn: bytes) -> bytes:
-        """Returns the proof that a process has the token, for this hello and this random number only."""
-        return hmac.digest(self._token, struct.pack("<I", sender) + hello + drawn, "sha256")
-
-    async def _go(self, purpose: int) -> None:
-        """Connects to the next member, or to one further on."""
-        loop, peer = asyncio.get_running_loop(), self._peer(purpose, 1)
-        host, port = self._addresses[peer]
-        local, missed = self._is_here(peer), 0
-        while True:
-            sock = socket.socket(socket.AF_UNIX if local else _family(host))
-            try:
-                sock.setblocking(False)
-                await loop.sock_connect(sock, _local_name(port, self._token) if local else (host, port))
-                if local and not liveness.is_same_user(sock):
-                    raise ConnectionRefusedError("another user's process listens there")
-                if not local:
-                    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                try:
-                    await self._introduce(sock, purpose)
-                    self._went[purpose] = sock
-                    return
-                except _HungUpError:  # too many connected at once
-                    sock.close()
-            except ConnectionRefusedError:  # the peer does not listen yet
-                sock.close()
-                if local and await self._answers(host, port, purpose):
-                    missed += 1
-                    local = missed < _MISSES  # the peer is in another network namespace
-            except BaseException:
-                sock.close()
-                raise
-            await asyncio.sleep(_AGAIN_INTERVAL)
-
-    async def _answers(self, host: str, port: int, purpose: int) -> bool:
-        """Returns whether the next member listens already, as it answers at its port.
-
-        Raises:
-            ConnectionAbortedError: It does not have the token, so that its local socket has another name.
-        """
-        with socket.socket(_family(host)) as sock:
-            sock.setblocking(False)
-            try:
-                await asyncio.get_running_loop().sock_connect(sock, (host, port))
-                await self._ask_for_proof(sock, purpose)
-            except (ConnectionRefusedError, _HungUpError):
-                return False
-            return True
-
-    async def _introduce(self, one: socket.socket, purpose: int) -> None:
-        await _send(one, await self._ask_for_proof(one, purpose))
-        await _receive(one, len(_WELCOME))
-
-    async def _ask_for_proof(self, one: socket.socket, purpose: int) -> bytes:
-        """Returns this member's proof for the next one, after that one has proved that it has the token."""
-        hello = _HELLO.pack(_MAGIC, self._rank, purpose, self._generation, secrets.token_bytes(TOKEN_BYTES))
-        await _send(one, hello)
-        drawn, proof = await _receive(one, TOKEN_BYTES), await _receive(one, _PROOF_BYTES)
-        peer = self._peer(purpose, 1)
-        if not hmac.compare_digest(proof, self._proof(peer, hello, drawn)):
-            host, port = self._addresses[peer]
-            raise ConnectionAbortedError(f"what answers at {host}:{port} does not know the token of this ring")
-        return self._proof(self._rank, hello, drawn)
-
-    async def _open(self, listening: socket.socket) -> None:
-        """Accepts all connections, and verifies them concurrently."""
-        loop = asyncio.get_running_loop()
-        while True:
-            sock, _ = await loop.sock_accept(listening)
-            task = loop.create_task(self._ask(sock))
-            self._asked[task] = None
-            task.add_done_callback(self._asked.pop)
-            if len(self._asked) > _STRANGERS:
-                next(iter(self._asked)).cancel()
-            await asyncio.sleep(0)  # lets other tasks run during a flood of connections
-
-    async def _ask(self, one: socket.socket) -> None:
-        try:
-            if _is_local(one) and not liveness.is_same_user(one):
-                return
-            async with asyncio.timeout(timeouts.get().ring_stranger):
-                hello = await _receive(one, _HELLO.size)
-                magic, rank, purpose, generation, _ = _HELLO.unpack(hello)
-                if magic != _MAGIC or purpose not in self._purposes or rank != self._peer(purpose, -1):
-                    return
-                drawn = secrets.token_bytes(TOKEN_BYTES)
-                await _send(one, drawn + self._proof(self._rank, hello, drawn))
-                if not hmac.compare_digest(await _receive(one, _PROOF_BYTES), self._proof(rank, hello, drawn)):
-                    return
-                if generation != self._generation:  # only now is the sender verified
-                    self._refused = rank, generation
-                    return
-                await _send(one, _WELCOME)
-            self._came.setdefault(purpose, one)
-        except OSError:  # a stranger that closed the connection, or sent too little in time
-            return
-        finally:
-            if one not in self._came.values():
-                one.close()
-        if len(self._came) == len(self._purposes):
-            self._all_came.set()
-
-
-class _HungUpError(OSError):
-    """Raised if the other end closes the connection before it is used."""
-
-
-async def _send(one: socket.socket, message: bytes) -> None:
-    try:
-        await asyncio.get_running_loop().sock_sendall(one, message)
-    except OSError as error:
-        raise _HungUpError(str(error)) from error
-
-
-async def _receive(one: socket.socket, count: int) -> bytes:
-    """Returns exactly `count` bytes."""
-    received = b""
-    while len(received) < count:
-        try:
-            chunk = await asyncio.get_running_loop().sock_recv(one, count - len(received))
-        except OSError as error:
-            raise _HungUpError(str(error)) from error
-        if not chunk:
-            raise _HungUpError("it closed the connection")
-        received += chunk
-    return received
-
-
-def _family(host: str) -> int:
-    return socket.AF_INET6 if ":" in host else socket.AF_INET
-
-
-def _local_name(port: int, token: bytes) -> str:
-    """Returns the name of a Unix socket in Linux's abstract namespace: no file, gone with the process.
-
-    It is as unique as the port. Only a process with the token can bind it before the ring does.
-    """
-    mark = hmac.digest(token, struct.pack("<I", port), "sha256").hex()[:32]
-    return f"\0raytf/ring/{port}/{mark}"

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import ray.cloudpickle
 
-from raytf.collectives import communicator, ring
+from raytf.collectives import communicator, ring_token
 from raytf.compat.tensorflow import rank
 from raytf.errors import ConfigError, RaytfError
 
@@ -66,7 +66,7 @@ def broadcast(strategy, value: Any) -> Any:
         ConfigError: These processes have no token.
         RaytfError: The object was changed on its way, see `unpack`.
     """
-    token = ring.token()
+    token = ring_token.token()
     if token is None:
         raise ConfigError(
             "An object travels between workers with a signature, for which they need a common token",

@@ -15,7 +15,7 @@ from ray import cloudpickle
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raytf import timeouts
-from raytf.collectives import ring
+from raytf.collectives import ring_token
 from raytf.compat import versions
 from raytf.doctor import probe
 from raytf.doctor.findings import Finding, Measurements, address_of, find_problems, hinders_training
@@ -241,7 +241,7 @@ class _Cluster:
         if errors:
             return
         configs = roles.environment({tasks[n]: places[n].address for n in names})
-        token, numbers = ring.new_token(), {}
+        token, numbers = ring_token.new_token(), {}
         for n, runner in self._runners.items():
             environment = {"TF_CONFIG": configs[tasks[n]]} | spec.variables(tasks[n])
             numbers[n] = runner.start.remote([spec.script], True, environment, token, float("inf"))

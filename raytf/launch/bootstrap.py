@@ -21,7 +21,7 @@ import threading
 from collections.abc import Callable
 
 from raytf import activity, timeouts
-from raytf.collectives import ring
+from raytf.collectives import ring_token
 from raytf.compat import fast_import, legacy_keras, legacy_names
 from raytf.runtime import cores, settings
 from raytf.timeouts import Timeouts
@@ -62,7 +62,7 @@ def main(arguments: list[str]) -> None:
     order, script, *script_arguments = arguments
     order = BootOptions(**json.loads(order))
     timeouts.set_current(Timeouts(**order.timeouts))
-    ring.keep_token(os.read(order.alive, ring.TOKEN_BYTES))
+    ring_token.keep_token(os.read(order.alive, ring_token.TOKEN_BYTES))
     threading.Thread(target=_end_with, args=(order.alive,), daemon=True).start()
     threading.Thread(target=_answer, args=(order.asked,), daemon=True).start()
     activity.tracker.register_thread()

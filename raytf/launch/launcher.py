@@ -17,7 +17,7 @@ from ray.exceptions import RayActorError
 from ray.util.placement_group import placement_group, remove_placement_group
 
 from raytf import activity, timeouts
-from raytf.collectives import ring
+from raytf.collectives import ring_token
 from raytf.errors import RaytfError, first_line, one_line
 from raytf.launch.runner import BEAT_INTERVAL, TaskLocation, TaskRunner
 from raytf.launch.spec import LaunchSpec
@@ -161,7 +161,7 @@ class ScriptCluster:
                 [location.address for location in places], [location.claimed for location in places]
             )
             self._pinned = dict(zip(self._locations, agreed, strict=True))
-            self._token = ring.new_token()
+            self._token = ring_token.new_token()
             self._report_folders(folder.path)
         script = self._script
         path = script.script if script.module else self._path()

@@ -12,7 +12,7 @@ import ray.train
 from ray.train.backend import BackendConfig
 
 from raytf import activity
-from raytf.collectives import ring
+from raytf.collectives import ring_token
 from raytf.compat import autograph, legacy_keras, legacy_names
 from raytf.compat.fast_import import import_keras
 from raytf.compat.ray_train import TrainingFramework
@@ -131,7 +131,7 @@ def set_environment(
     else:
         cores.release_cores()
     output.say_who(f"worker {rank}")
-    ring.keep_token(token)
+    ring_token.keep_token(token)
     set_variables(config, addresses, rank, cpus)
 
 

@@ -7,7 +7,7 @@ import warnings
 
 import ray
 
-from raytf.collectives import ring
+from raytf.collectives import ring_token
 from raytf.compat import autograph, legacy_keras, versions
 from raytf.compat.fast_import import import_keras
 from raytf.console import output
@@ -60,7 +60,7 @@ def rehearse(refs: list, workers: int, cpus: int) -> str | None:
     try:
         task, setup = ray.get(refs[0])
         backend.set_variables(setup.config, [f"127.0.0.1:{1 + rank}" for rank in range(workers)], workers - 1, cpus)
-        ring.keep_token(ring.new_token())
+        ring_token.keep_token(ring_token.new_token())
         with warnings.catch_warnings(), autograph.in_memory(), context.prepared(setup):
             warnings.simplefilter("ignore")  # the workers show warnings
             warm_up.warm_up(task, workers)

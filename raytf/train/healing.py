@@ -18,7 +18,7 @@ from typing import Any
 import ray
 
 from raytf import events, timeouts
-from raytf.collectives import healing, ring
+from raytf.collectives import healing, ring_token
 from raytf.collectives.healing import Rejoin, ReplacementState, Waiting
 from raytf.errors import RaytfError, one_line
 from raytf.events import Kind, RunEvent, worker_names
@@ -194,7 +194,7 @@ class Healing:
         self._held = None  # after this the workers may continue
         sent = Rejoin(
             [waiting[rank].address for rank in sorted(waiting)],
-            ring.new_token(),
+            ring_token.new_token(),
             self._generation,
             {kind: max(state.numbers[kind] for state in waiting.values()) for kind in waiting[min(waiting)].numbers},
             repeats_all,
@@ -296,7 +296,7 @@ class Healing:
         reserved = dict(zip(self._made, self._ask(calls, "an address"), strict=True))
         known = {rank: ports.join_address(*state.address) for rank, state in waiting.items()}
         known |= {rank: address for rank, (address, _) in reserved.items()}
-        addresses, token = [known[rank] for rank in sorted(known)], ring.new_token()
+        addresses, token = [known[rank] for rank in sorted(known)], ring_token.new_token()
         settle = self._group.settle
         calls = [settle(self._made[rank], addresses, token, pinned) for rank, (_, pinned) in reserved.items()]
         self._ask(calls, "its environment")

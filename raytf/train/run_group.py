@@ -15,7 +15,7 @@ from ray.exceptions import RayError
 from ray.util.placement_group import placement_group_table
 
 from raytf import events, timeouts
-from raytf.collectives import ring
+from raytf.collectives import ring_token
 from raytf.compat import ray_core
 from raytf.compat.ray_configs import Preemption
 from raytf.events import Kind, RunEvent
@@ -95,7 +95,7 @@ class RunGroup(EventGroup):
         self.members = self._start(size, existing)
         try:
             addresses, pinned = self._reserve()
-            token = ring.new_token()
+            token = ring_token.new_token()
             calls = [self.settle(member, addresses, token, pinned[member.rank]) for member in self.members]
             self._answers(calls, timeouts.get().process_setup, "its environment")
         except BaseException as error:

@@ -26,7 +26,7 @@ import ray
 from ray import cloudpickle
 
 from raytf import logs, timeouts
-from raytf.collectives import ring
+from raytf.collectives import ring_token
 from raytf.compat import autograph
 from raytf.data import stored
 from raytf.data.stored import StoredDataset
@@ -388,7 +388,7 @@ class _Supervisor:
     def _compared_at(self, addresses: list[str]) -> Proof:
         initial = os.memfd_create("initial")
         shared, tells = os.pipe()
-        token = ring.new_token()
+        token = ring_token.new_token()
 
         def share(values: list) -> None:
             with os.fdopen(os.dup(initial), "wb") as file:

@@ -20,7 +20,7 @@ import ray
 from ray.util.placement_group import placement_group_table
 
 from raytf import activity, procfs, timeouts
-from raytf.collectives import healing, ring
+from raytf.collectives import healing, ring_token
 from raytf.collectives.healing import Waiting
 from raytf.compat import autograph, legacy_names, ray_core
 from raytf.compat.fast_import import import_keras
@@ -161,7 +161,7 @@ class WorkerGroup(EventGroup):
     def _open(self) -> None:
         addresses, pinned = self._reserve()
         self._all("execute", import_raytf, seconds=timeouts.get().process_start, what="the import of TensorFlow")
-        token = ring.new_token()
+        token = ring_token.new_token()
         arguments = [self._opening(rank, addresses, token, pinned[rank]) for rank in range(len(addresses))]
         self._each_of(
             "open", arguments, seconds=timeouts.get().process_start, what="the strategy, for which all workers meet"

@@ -1,4 +1,4 @@
-"""Says what a model is loaded from: a path or a URI, a run or a checkpoint, and a run of this very process."""
+"""What a model is loaded from: a path or a URI, a run or a checkpoint, and a run of this very process."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import tensorflow as tf
 
-from raytf.collectives import ring
+from raytf.collectives import ring_token
 from raytf.collectives.communicator import spans_workers
 from raytf.compat import legacy_keras
 from raytf.data import worker_part
@@ -75,7 +75,7 @@ def _with_ring(config: TensorflowConfig, init: Callable, strategy, resolver, opt
     members = gradient_ring.members(resolver)
     if members is None:
         return False
-    if ring.token() is None:
+    if ring_token.token() is None:
         gradient_ring.check_without(config.gradient_dtype)
         return False
     recovery, detached = healing.healer, None
@@ -123,7 +123,7 @@ def _distribute_for_keras_2(strategy):
 def _restrict_listener() -> None:
     """Binds TensorFlow's server to this worker's address only, if raytf chose that: then there is a token."""
     task = json.loads(os.environ.get("TF_CONFIG", "{}"))
-    if "cluster" in task and ring.token() is not None:
+    if "cluster" in task and ring_token.token() is not None:
         ports.listen_only_at(task["cluster"][task["task"]["type"]][task["task"]["index"]])
 
 

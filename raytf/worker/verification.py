@@ -22,7 +22,7 @@ import numpy as np
 import tensorflow as tf
 
 from raytf import timeouts
-from raytf.collectives import communicator, ring
+from raytf.collectives import communicator, ring_token
 from raytf.collectives.exchange import NO_NUMBERS
 from raytf.compat import keras_objects
 from raytf.compat.patching import patched
@@ -119,7 +119,7 @@ def as_worker(
         The results, see `_train_two_steps`.
     """
     os.environ["TF_CONFIG"] = tf_config({"worker": addresses}, "worker", rank)
-    ring.keep_token(token)
+    ring_token.keep_token(token)
 
     def begin(model, variables):
         for layer in keras_objects.layers_of(model):

@@ -121,16 +121,16 @@ def test_what_fits_is_kept_and_the_rest_is_streamed(folder, monkeypatch):
     from ray.train import ScalingConfig
 
     from raytf.data.stored import StoredDataset
-    from raytf.data.streamed import StreamedDataset
+    from raytf.data.streamed import ServedDataset
 
     def kind(how, datasets):
         return type(ingest.read_all(datasets, how, ScalingConfig(num_workers=2))["train"])
 
     dataset = ray.data.read_parquet(str(folder))
     assert kind("auto", {"train": dataset}) is StoredDataset
-    assert kind(False, {"train": dataset}) is StreamedDataset
+    assert kind(False, {"train": dataset}) is ServedDataset
     monkeypatch.setattr(ingest, "_STORE_FRACTION", 1e-9)
-    assert kind("auto", {"train": dataset}) is StreamedDataset
+    assert kind("auto", {"train": dataset}) is ServedDataset
     assert kind(True, {"train": dataset}) is StoredDataset
     assert kind("auto", {"train": models.dataset()}) is StoredDataset
 

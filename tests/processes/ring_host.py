@@ -14,7 +14,8 @@ import time
 
 import numpy as np
 
-from raytf.collectives.ring import TOKEN_BYTES, Listener
+from raytf.collectives.ring_listener import Listener
+from raytf.collectives.ring_token import TOKEN_BYTES
 from raytf.errors import PeerLostError
 
 

@@ -120,7 +120,7 @@ def _be_one_of(group: dict, rank: int, addresses: list[str]) -> None:
     import keras
     import tensorflow as tf
 
-    from raytf.collectives import ring
+    from raytf.collectives import ring_token
     from raytf.runtime.settings import TensorflowConfig, WorkerSetup
     from raytf.runtime.topology import tf_config
     from raytf.timeouts import Timeouts
@@ -135,7 +135,8 @@ def _be_one_of(group: dict, rank: int, addresses: list[str]) -> None:
     if not group["place"].isdigit():
         (cpu,) = tf.config.list_physical_devices("CPU")
         tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
-    ring.keep_token(bytes(ring.TOKEN_BYTES))  # what starts processes gives them one; here nobody is to be kept out
+    # what starts processes gives them one; here nobody is to be kept out
+    ring_token.keep_token(bytes(ring_token.TOKEN_BYTES))
     with context.prepared(
         WorkerSetup(
             config=TensorflowConfig(**{"communication": group["communication"]} | group.get("config", {})),

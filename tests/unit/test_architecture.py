@@ -12,6 +12,9 @@ WITH_TENSORFLOW = {"collectives", "data", "parallel", "worker", "parameter_serve
 WITHOUT = {
     "raytf.collectives.lookout",
     "raytf.collectives.ring",
+    "raytf.collectives.ring_links",
+    "raytf.collectives.ring_listener",
+    "raytf.collectives.ring_token",
     "raytf.collectives.scaled_float16",
     "raytf.data.block_statistics",
     "raytf.data.columns",

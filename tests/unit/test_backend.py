@@ -8,7 +8,7 @@ import sys
 import pytest
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 
-from raytf.collectives import ring
+from raytf.collectives import ring_token
 from raytf.errors import ConfigError
 from raytf.runtime.settings import TensorflowConfig
 from raytf.train import arguments, backend
@@ -62,10 +62,10 @@ def test_processes_get_different_ports_even_between_release_and_bind():
 def test_the_environment(monkeypatch):
     for name in ("TF_CONFIG", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS", "TF_FORCE_GPU_ALLOW_GROWTH"):
         monkeypatch.setenv(name, "before")
-    monkeypatch.setattr(ring, "_token", None)
-    token = ring.new_token()
+    monkeypatch.setattr(ring_token, "_token", None)
+    token = ring_token.new_token()
     backend.set_environment(TensorflowConfig(), ["a:1", "b:2"], 1, 3, token)
-    assert ring.token() == token and token.hex() not in str(os.environ)
+    assert ring_token.token() == token and token.hex() not in str(os.environ)
     assert json.loads(os.environ["TF_CONFIG"])["task"] == {"type": "worker", "index": 1}
     assert os.environ["TF_NUM_INTRAOP_THREADS"] == "3" and os.environ["TF_NUM_INTEROP_THREADS"] == "3"
     assert os.environ["TF_FORCE_GPU_ALLOW_GROWTH"] == "true"

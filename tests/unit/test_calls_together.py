@@ -8,7 +8,8 @@ import pytest
 
 from raytf import activity
 from raytf.activity import PhaseTracker
-from raytf.collectives.ring import TOKEN_BYTES, Listener
+from raytf.collectives.ring_listener import Listener
+from raytf.collectives.ring_token import TOKEN_BYTES
 from raytf.errors import PeerLostError, RaytfError
 
 

@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 from raytf.collectives.gradient_ring import GradientRing
-from raytf.collectives.ring import Listener
+from raytf.collectives.ring_listener import Listener
 from raytf.errors import ConfigError, RaytfError
 from tests.unit.test_ring import TOKEN, together
 

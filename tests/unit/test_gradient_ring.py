@@ -5,7 +5,8 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from raytf.collectives.ring import TOKEN_BYTES, Listener
+from raytf.collectives.ring_listener import Listener
+from raytf.collectives.ring_token import TOKEN_BYTES
 from raytf.errors import ConfigError
 
 # Enough to fill blocks of numbers with a scale each; fewer travel in float32.

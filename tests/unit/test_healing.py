@@ -9,7 +9,7 @@ import pytest
 import ray
 
 from raytf.collectives.healing import Healer, Rejoin, Waiting, tag_of
-from raytf.collectives.ring import Listener
+from raytf.collectives.ring_listener import Listener
 from raytf.errors import PeerLostError, RaytfError
 from raytf.train.healing import NotHealedError, _said, is_to_be_made_anew
 from tests.unit.test_ring import TOKEN

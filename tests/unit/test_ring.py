@@ -17,7 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raytf.collectives import scaled_float16, shared_memory
-from raytf.collectives.ring import TOKEN_BYTES, Listener
+from raytf.collectives.ring_listener import Listener
+from raytf.collectives.ring_token import TOKEN_BYTES
 from raytf.errors import PeerLostError, RaytfError
 
 TOKEN = bytes(range(TOKEN_BYTES))

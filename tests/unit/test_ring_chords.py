@@ -9,7 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raytf.collectives import ring as ring_module
-from raytf.collectives.ring import TOKEN_BYTES, Listener, chords
+from raytf.collectives.ring_links import chords
+from raytf.collectives.ring_listener import Listener
+from raytf.collectives.ring_token import TOKEN_BYTES
 from raytf.errors import PeerLostError
 
 

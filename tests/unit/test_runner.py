@@ -9,7 +9,7 @@ import time
 import pytest
 
 import raytf
-from raytf.collectives import ring
+from raytf.collectives import ring_token
 from raytf.launch import runner as runner_module
 from raytf.launch.runner import TaskLocation, TaskRunner
 from raytf.runtime import cores, settings
@@ -39,7 +39,7 @@ def runner(tmp_path, monkeypatch):
 
 def start(runner, tmp_path, text, frozen_s=math.inf, pinned=False):
     (tmp_path / "script.py").write_text(text)
-    return runner.start(["script.py"], False, {"PYTHONPATH": ROOT}, ring.new_token(), frozen_s, pinned)
+    return runner.start(["script.py"], False, {"PYTHONPATH": ROOT}, ring_token.new_token(), frozen_s, pinned)
 
 
 def follow(runner, number, seconds=30.0):

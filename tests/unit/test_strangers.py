@@ -17,8 +17,9 @@ import pytest
 
 import raytf
 from raytf import liveness
-from raytf.collectives import ring, signed
-from raytf.collectives.ring import TOKEN_BYTES, Listener
+from raytf.collectives import ring_links, ring_listener, signed
+from raytf.collectives.ring_listener import Listener
+from raytf.collectives.ring_token import TOKEN_BYTES
 from raytf.errors import RaytfError
 from raytf.runtime import cores, ports
 from raytf.runtime.settings import Listening
@@ -81,7 +82,7 @@ def test_a_ring_forms_where_a_stranger_has_the_names_of_its_ports(stranger):
     addresses = [(one.host, one.port) for one in listeners]
     with ThreadPoolExecutor(2) as pool:
         places = list(pool.map(lambda i: listeners[i].join(i, addresses, bytes(TOKEN_BYTES), 20.0, 20.0), range(2)))
-        assert all(ring._is_local(place._next) for place in places), "neighbours of one host share memory"
+        assert all(ring_links.is_local(place._next) for place in places), "neighbours of one host share memory"
         found = list(pool.map(lambda place: place.add(np.ones(2)).tolist(), places))
     assert found == [[2.0, 2.0]] * 2
     for place in places:
@@ -99,18 +100,18 @@ def test_a_neighbour_that_is_not_at_its_local_socket_is_found_at_its_port(monkey
         calls.append(port)  # who binds it asks first
         return names[port] if calls.count(port) == 1 else names[port] + "-elsewhere"
 
-    monkeypatch.setattr(ring, "_local_name", name_of)
+    monkeypatch.setattr(ring_listener, "_local_name", name_of)
     bound = threading.Barrier(2)
-    hold = ring._Meeting.hold
+    hold = ring_listener._Meeting.hold
 
     async def both_bound(self, timeout):
         bound.wait(20)
         return await hold(self, timeout)
 
-    monkeypatch.setattr(ring._Meeting, "hold", both_bound)
+    monkeypatch.setattr(ring_listener._Meeting, "hold", both_bound)
     with ThreadPoolExecutor(2) as pool:
         places = list(pool.map(lambda i: listeners[i].join(i, addresses, bytes(TOKEN_BYTES), 20.0, 20.0), range(2)))
-        assert not any(ring._is_local(place._next) for place in places)
+        assert not any(ring_links.is_local(place._next) for place in places)
     for place in places:
         place.close()
 

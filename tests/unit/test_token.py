@@ -7,7 +7,7 @@ import ray.util
 
 import raytf
 from raytf import timeouts
-from raytf.collectives import ring
+from raytf.collectives import ring_token
 from raytf.launch.runner import TaskRunner
 from raytf.runtime.settings import Listening
 from raytf.runtime.shared_folders import describe_folder
@@ -15,13 +15,14 @@ from raytf.runtime.shared_folders import describe_folder
 SCRIPT = """
 import os, subprocess, sys
 from raytf.collectives import ring
-token = ring.token()
+from raytf.collectives import ring_token
+token = ring_token.token()
 print(token.hex(), any(token.hex() in text for text in (*os.environ.values(), *sys.argv)))
 for name in ("environ", "cmdline"):
     with open(f"/proc/self/{name}", "rb") as file:
         found = file.read()
     print(token in found or token.hex().encode() in found)
-child = "import raytf.collectives.ring; print(raytf.collectives.ring.token())"
+child = "from raytf.collectives import ring_token; print(ring_token.token())"
 print(subprocess.run([sys.executable, "-c", child], capture_output=True).stdout)
 """
 
@@ -29,7 +30,7 @@ print(subprocess.run([sys.executable, "-c", child], capture_output=True).stdout)
 def test_a_script_gets_the_token_through_its_pipe(tmp_path, monkeypatch):
     monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "127.0.0.1")
     (tmp_path / "script.py").write_text(SCRIPT)
-    runner, token = TaskRunner(), ring.new_token()
+    runner, token = TaskRunner(), ring_token.new_token()
     try:
         runner.reserve(describe_folder(str(tmp_path)), timeouts.get(), Listening((31_920, 31_929)))
         root = str(pathlib.Path(raytf.__file__).parents[1])
@@ -45,5 +46,5 @@ def test_a_script_gets_the_token_through_its_pipe(tmp_path, monkeypatch):
 
 
 def test_each_ring_has_a_token_of_its_own():
-    assert len({ring.new_token() for _ in range(10)}) == 10
-    assert all(len(ring.new_token()) == ring.TOKEN_BYTES for _ in range(2))
+    assert len({ring_token.new_token() for _ in range(10)}) == 10
+    assert all(len(ring_token.new_token()) == ring_token.TOKEN_BYTES for _ in range(2))

@@ -100,25 +100,25 @@ def weights_that_drift(rank, size):
 
 
 def _as_worker(function, rank, addresses, token):
-    from raytf.collectives import ring
+    from raytf.collectives import ring_token
     from raytf.runtime.settings import TensorflowConfig, WorkerSetup
     from raytf.runtime.topology import tf_config
     from raytf.worker import context
 
     if len(addresses) > 1:
         os.environ["TF_CONFIG"] = tf_config({"worker": addresses}, "worker", rank)
-        ring.keep_token(token)
+        ring_token.keep_token(token)
     with context.prepared(WorkerSetup(config=TensorflowConfig(seed=1, timeout_s=60))):
         return function(rank, len(addresses))
 
 
 def main(path: str, name: str, workers: int) -> None:
-    from raytf.collectives import ring
+    from raytf.collectives import ring_token
     from raytf.train import entry, verify
 
     entry.import_raytf()
     with verify.local_addresses(workers) as addresses:
-        token = ring.new_token()
+        token = ring_token.new_token()
         runs = [
             verify.start_run(lambda rank=rank: _as_worker(globals()[name], rank, addresses, token))
             for rank in range(workers)
