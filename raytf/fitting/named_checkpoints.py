@@ -22,11 +22,12 @@ from raytf.fitting.arrays import RowData
 from raytf.identity import canonical, fingerprint, same_run
 from raytf.storage import checkpoint_files, run_folder, snapshots, step_folders, stored_json
 from raytf.storage.checkpoint_files import STATE, CheckpointState
+from raytf.storage.folder_contents import fetch_files
 from raytf.storage.run_folder import RunFolder
 from raytf.storage.run_lock import RunLock
 from raytf.worker import checkpoint_every as checkpoint_every_module
 from raytf.worker.checkpoint_every import CheckpointInterval
-from raytf.worker.session import TrialCheckpointDir, fetch_files
+from raytf.worker.trial_session import TrialCheckpointDir
 
 logger = logs.get_logger(__name__)
 

@@ -21,7 +21,8 @@ from ray.train import CheckpointUploadMode, DataConfig
 from raytf.compat import ray_core
 from raytf.compat.ray_train import LocalTrainContext, PreemptionInfo, StorageContext, TrainFnUtils
 from raytf.errors import ConfigError
-from raytf.worker.session import ReportedFiles, TrialSession
+from raytf.worker.session import ReportedFiles
+from raytf.worker.trial_session import TrialSession
 
 # Seconds between two checks for drained nodes.
 _LOOK_INTERVAL = 1.0

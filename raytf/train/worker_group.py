@@ -31,6 +31,7 @@ from raytf.runtime.answers import NoAnswerError, collect_answers, in_completion_
 from raytf.runtime.failures import WorkerFrozenError
 from raytf.runtime.resources import placed_actor
 from raytf.storage import scratch
+from raytf.storage.folder_contents import size_of_files, write_files
 from raytf.train import backend, ends
 from raytf.train.decisions import (
     Decisions,
@@ -45,7 +46,7 @@ from raytf.train.group import EventGroup, LoopEnded, LostGroupError, MemberProce
 from raytf.train.healing import Member
 from raytf.train.session_functions import Surroundings, TrialTrainFnUtils
 from raytf.worker import clearing, stop
-from raytf.worker.session import TrialCheckpointDir, TrialSession, TrialStopped, size_of_files, write_files
+from raytf.worker.trial_session import TrialCheckpointDir, TrialSession, TrialStopped
 
 # Seconds between two checks of a worker whether the group's actor lives.
 _LOOKS_INTERVAL = 5.0

@@ -22,11 +22,13 @@ from raytf.console import output
 from raytf.errors import ConfigError, RaytfError, first_line
 from raytf.events import Kind, RunEvent
 from raytf.storage import checkpoint_files
+from raytf.storage.folder_contents import read_files, write_files
 from raytf.train.worker_group import TrialError, TrialRun, WorkerGroup, WorkerGroupLostError
 from raytf.tune import learning_rate, trial_steps
 from raytf.tune.sweep_end import SweepEnd
-from raytf.worker.session import TRIAL, TrialCheckpointDir, read_files, write_files
+from raytf.worker.session import TRIAL
 from raytf.worker.stop import DRAIN, STOP, MovedError
+from raytf.worker.trial_session import TrialCheckpointDir
 
 # Seconds between saves of a long trial, so that one whose worker dies does not start from scratch.
 _SAVE_INTERVAL = 30.0

@@ -19,7 +19,8 @@ from ray.tune import Checkpoint
 from raytf.identity import canonical
 from raytf.storage import checkpoint_files, snapshots, step_folders, stored_json
 from raytf.storage.checkpoint_files import MANIFEST, DamagedCheckpointError
-from raytf.worker.session import TRIAL, fetch_files
+from raytf.storage.folder_contents import fetch_files
+from raytf.worker.session import TRIAL
 
 PREFIX = "steps_"
 

@@ -11,10 +11,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import functools
-import json
-import os
 import posixpath
-import queue
 import threading
 import time
 import warnings
@@ -30,6 +27,7 @@ from raytf.compat import ray_train
 from raytf.compat.ray_train import CheckpointConsistencyMode
 from raytf.storage import checkpoint_files, scratch, step_folders
 from raytf.storage.checkpoint_files import DamagedCheckpointError
+from raytf.storage.folder_contents import read_files, size_of_files, write_files
 from raytf.storage.snapshots import NotWrittenError
 from raytf.worker import stop
 from raytf.worker.checkpoint import CheckpointSnapshot
@@ -471,25 +469,6 @@ def _report(metrics: dict, **how: Any) -> None:
         ray.train.report(metrics, **how)
 
 
-class TrialStopped(BaseException):
-    """Ends a trial's train loop at a report. It is no `Exception`, so that the user's `except Exception` misses it."""
-
-
-@dataclasses.dataclass(frozen=True)
-class TrialCheckpointDir:
-    """Location of a trial's checkpoints within epochs; Tune requests those of their ends.
-
-    Args:
-        filesystem: A `pyarrow.fs.FileSystem`.
-        folder: Path of the trial's own folder in the file system.
-        reports: Number of reports that the trial has made before.
-    """
-
-    filesystem: Any
-    folder: str
-    reports: int
-
-
 @dataclasses.dataclass(frozen=True)
 class ReportedFiles:
     """Files that a train loop of the user's has reported as a checkpoint, instead of a `CheckpointSnapshot`.
@@ -505,134 +484,3 @@ class ReportedFiles:
     def files(self) -> dict[str, bytes]:
         """Returns the files by relative path."""
         return read_files(self.folder)
-
-
-class TrialSession(Session):
-    """Session of a trial in a worker group: its thread pauses at each report until a command: go, save or stop.
-
-    Args:
-        rank: Rank of this worker.
-        size: Number of workers.
-        folder: Folder of the checkpoint to resume from, or None.
-        name: Name of the trial.
-        within: Location of checkpoints within epochs, or None without any.
-
-    Attributes:
-        waits: Whether it pauses at a report.
-    """
-
-    recovers = True
-
-    def __init__(
-        self, rank: int, size: int, folder: str | None, name: str, step_checkpoints: TrialCheckpointDir | None = None
-    ):
-        super().__init__(rank, size)
-        self.name, self.folder, self.saves = name, folder, step_checkpoints is not None
-        self._keeper = (
-            CheckpointSaver(step_checkpoints.filesystem, step_checkpoints.folder)
-            if step_checkpoints is not None and rank == 0
-            else None
-        )
-        self._reports = 0 if step_checkpoints is None else step_checkpoints.reports
-        self._snapshot: CheckpointSnapshot | ReportedFiles | None = None
-        self._taken: dict[str, bytes] | None = None  # files that were already written
-        self.waits = False
-        self.commands: queue.SimpleQueue = queue.SimpleQueue()
-        self.events: queue.SimpleQueue = queue.SimpleQueue()
-
-    @contextlib.contextmanager
-    def checkpoint(self) -> Iterator[str | None]:
-        """Yields a folder as `RaySession.checkpoint`; Tune selects the checkpoint, and a damaged one is an error."""
-        with contextlib.ExitStack() as stack:
-            if self._keeper is not None:
-                stack.callback(self._keeper.close)
-            if (replacement_state := healing.healer.place) is not None:
-                self.folder = stack.enter_context(scratch.temporary_folder(size_of_files(replacement_state.files)))
-                write_files(replacement_state.files, self.folder)
-                self._reports = replacement_state.agreed["reports"]
-            if self.folder is not None:
-                checkpoint_files.check_folder(self.folder, contents=self.rank == 0)
-            yield self.folder
-
-    def reports_made(self) -> int:
-        return self._reports
-
-    def save_step(self, name: str, model, parts: Mapping[str, Any], writers: int = 1) -> None:
-        parts = {**parts, TRIAL: json.dumps({"reports": self._reports})}
-        self._keeper.keep(name, model, parts, last=self.stop_request() is not None)
-
-    def ready(self, model, held: bool) -> None:
-        if self._keeper is not None:
-            self._keeper.ready(model, held)
-
-    def report(self, metrics: dict, snapshot: CheckpointSnapshot | ReportedFiles | None, keep: bool = False) -> None:
-        """Sends the metrics to the group, and waits for a command; a checkpoint is written only on request.
-
-        Without a `snapshot` an earlier report's remains valid.
-        """
-        self._reports += 1
-        # a training that is requested to stop may end after this report, and nothing else saves it then
-        if self._keeper is not None and snapshot is not None and snapshot.step is not None and self.stop_request():
-            self.save_step(step_folders.folder_name(snapshot.step), snapshot.model, snapshot.parts())
-        if snapshot is not None:
-            self._snapshot, self._taken = snapshot, None
-            if keep and self.rank == 0:
-                self._taken = self._files()
-        self.events.put(("report", metrics))
-        self.waits = True
-        with activity.tracker.collective(activity.REPORT):
-            self.park()
-        self.waits = False
-
-    def park(self) -> None:
-        """Executes commands until "go".
-
-        Raises:
-            TrialStopped: The command is "stop".
-        """
-        while (command := self.commands.get()) != "go":
-            if command == "stop":
-                raise TrialStopped
-            self.events.put(("saved", self._files()))
-
-    def _files(self) -> dict[str, bytes] | None:
-        """Returns the files of a checkpoint of this moment, by name; None if the loop wrote none on this worker."""
-        if self._snapshot is None or not (self._snapshot.everyone or self.rank == 0):
-            return None
-        return self._snapshot.files() if self._taken is None else self._taken
-
-
-def read_files(folder: str) -> dict[str, bytes]:
-    """Returns the content of files below a folder, by relative path."""
-    files = {}
-    for directory, _, names in os.walk(folder):
-        for name in names:
-            path = os.path.join(directory, name)
-            with open(path, "rb") as file:
-                files[os.path.relpath(path, folder)] = file.read()
-    return files
-
-
-def fetch_files(saved: ray.train.Checkpoint) -> dict[str, bytes]:
-    """Returns the content of files of a stored checkpoint, by relative path.
-
-    Raises:
-        DamagedCheckpointError: The checkpoint is not whole.
-    """
-    with scratch.name_errors(), saved.as_directory() as folder:
-        checkpoint_files.check_folder(folder, name=posixpath.basename(saved.path))
-        return read_files(folder)
-
-
-def size_of_files(files: Mapping[str, bytes]) -> int:
-    """Returns the size in bytes of a result of `read_files`."""
-    return sum(map(len, files.values()))
-
-
-def write_files(files: dict[str, bytes], folder: str) -> None:
-    """Writes a result of `read_files` to a folder."""
-    for name, content in files.items():
-        path = os.path.join(folder, name)
-        os.makedirs(os.path.dirname(path), exist_ok=True)
-        with open(path, "wb") as file:
-            file.write(content)

@@ -49,6 +49,7 @@ WITHOUT = {
     "raytf.worker.random_state",
     "raytf.worker.mean_weights",
     "raytf.worker.session",
+    "raytf.worker.trial_session",
 }
 # The door to Keras and TensorFlow, which imports them; what is left of it does without.
 DOORS = {"raytf.compat.keras", "raytf.compat.multi_worker", "raytf.compat.tensorflow"}

@@ -17,7 +17,7 @@ import raytf
 from raytf.runtime import reservation
 from raytf.train import arguments, local, ray_config
 from raytf.train.session_functions import Surroundings, TrialContext, TrialTrainFnUtils, place_of, preemption
-from raytf.worker.session import TrialSession
+from raytf.worker.trial_session import TrialSession
 
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "reference" / "ray-compatibility.md"
 COLUMNS = ("TensorflowTrainer", "KerasTrainer", "sweep", "num_workers=0")

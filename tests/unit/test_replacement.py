@@ -13,9 +13,9 @@ from raytf.errors import RaytfError
 from raytf.parallel import assigned, trainer
 from raytf.storage import checkpoint_files
 from raytf.storage.checkpoint_files import CheckpointState
+from raytf.storage.folder_contents import write_files
 from raytf.worker import checkpoint, replacement, step_checkpoints
 from raytf.worker.callback_state import CallbackStates
-from raytf.worker.session import write_files
 
 trainer.install()
 
