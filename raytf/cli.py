@@ -1,4 +1,7 @@
-"""Defines the command `raytf`. Each command imports heavy modules only when it needs them."""
+"""Defines the command `raytf`. Each command imports heavy modules only when it needs them.
+
+Over 500 lines: each command with its options and its help, which are read together.
+"""
 
 from __future__ import annotations
 

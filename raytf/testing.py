@@ -1,4 +1,7 @@
-"""Fault injection and longer deadlines, for tests of models, callbacks and clusters."""
+"""Fault injection and longer deadlines, for tests of models, callbacks and clusters.
+
+Over 500 lines: one fault after another, each with its documentation.
+"""
 
 from __future__ import annotations
 

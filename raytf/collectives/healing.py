@@ -4,6 +4,8 @@ A step's update is applied only when all of its sums are complete. So all remain
 driver starts a replacement worker with their state before that step. All join another ring, and repeat the sums of this
 step from inputs in memory. They repeat exchanges between steps, and at the end of an epoch, in the same way. See
 docs/design/recovery.md. Driver: `raytf.train.healing`; the state of a training: `raytf.worker.replacement`.
+
+Over 500 lines: one protocol, whose phases share the state of a loss.
 """
 
 from __future__ import annotations

@@ -4,6 +4,8 @@ It implements the bandwidth-optimal ring all-reduce (Patarasuk and Yuan, 2009): 
 array. Both halves, reduce-scatter and all-gather, form one stream: each piece is forwarded as soon as it is added. A
 segment is summed along one path and then copied, so all processes end with the same bits. Between processes of one
 host, sockets carry only counts if the array is in shared memory (`Ring.empty`). See docs/design/ring.md.
+
+Over 500 lines: one class, whose ways of sending share the state of the message under way.
 """
 
 from __future__ import annotations

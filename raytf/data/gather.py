@@ -2,6 +2,8 @@
 
 Object-store memory is read-only by convention but mapped writable, and TensorFlow may write in place to arrays that it
 receives. Rows are therefore always copied, once.
+
+Over 500 lines: one function for each kind of column.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""One call of `raytf.fit`, `evaluate` or `predict`: its data, its workers and its results. Driver side."""
+"""One call of `raytf.fit`, `evaluate` or `predict`: its data, its workers and its results. Driver side.
+
+Over 500 lines: one class, whose steps share the state of a call.
+"""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ class BackgroundVerification:
     def _give_up(self) -> None:
         """Waits for the outcome at the end of this process, and logs if it is unknown."""
         if (seconds := _exit_deadline() - time.monotonic()) > 0:
-            logger.info("verify: the comparison is still running; the program waits %.0f s for it at most", seconds)
+            logger.info(f"verify: the comparison is still running; the program waits for it, {seconds:.0f} s at most")
             self._thread.join(seconds)
         self._outcome = self._outcome or verify.NOT_IN_TIME
         self.look()

@@ -1,4 +1,7 @@
-"""Checkpoint files: which parts exist, whether they are whole, and the small state; see `checkpoint.py`."""
+"""Checkpoint files: which parts exist, whether they are whole, and the small state; see `checkpoint.py`.
+
+Over 500 lines: every file of the format, with its reader next to its writer.
+"""
 
 from __future__ import annotations
 

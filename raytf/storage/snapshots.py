@@ -10,6 +10,8 @@
 Snapshots are in anonymous shared memory. Small ones have several buffers, of which the newest replaces a waiting one. A
 large one has a single buffer, so that a checkpoint needs only its own size of memory; two if some are held. Snapshots
 that come while it is written are left out; a pinned one waits. So training does not wait for slow storage.
+
+Over 500 lines: one class, whose methods share the state of the writing process.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Builds the model once, outside of the driver, and tries it on the data's shapes before any worker starts."""
+"""Builds the model once, outside of the driver, and tries it on the data's shapes before any worker starts.
+
+Over 500 lines: what is tried runs in one order, which is to be read at once.
+"""
 
 from __future__ import annotations
 

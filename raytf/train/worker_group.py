@@ -2,6 +2,8 @@
 
 It is in the placement group of the Tune actor that opened it (`trial.py`), and ends with it. Its workers execute that
 actor's commands: begin a trial, continue to the next report, save, stop.
+
+Over 500 lines: both sides of one conversation: the group, and its workers.
 """
 
 from __future__ import annotations

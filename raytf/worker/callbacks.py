@@ -1,4 +1,7 @@
-"""Keras callbacks of a training on Ray: epochs of the feed, metrics and checkpoints, progress, TensorBoard."""
+"""Keras callbacks of a training on Ray: epochs of the feed, metrics and checkpoints, progress, TensorBoard.
+
+Over 500 lines: one small callback after another.
+"""
 
 from __future__ import annotations
 

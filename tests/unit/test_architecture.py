@@ -4,6 +4,8 @@ import ast
 import functools
 import pathlib
 
+import pytest
+
 import raytf
 
 # Rooms whose files may import TensorFlow or Keras as they are imported; of the others nobody waits for it.
@@ -103,6 +105,13 @@ def test_every_room_says_what_it_is_for():
         if path.parent != FOLDER:
             (only,) = ast.parse(path.read_text()).body
             assert isinstance(only, ast.Expr) and isinstance(only.value.value, str), f"{path} is one docstring"
+
+
+@pytest.mark.parametrize("name", sorted(MODULES))
+def test_a_long_file_gives_its_reason(name):
+    text = MODULES[name].read_text()
+    long, reason = len(text.splitlines()) > 500, "\nOver 500 lines: " in ast.get_docstring(ast.parse(text), clean=False)
+    assert long == reason, f"{name}: a file of more than 500 lines, and no other, ends its docstring with the reason"
 
 
 def test_tensorflow_is_imported_where_it_belongs():
