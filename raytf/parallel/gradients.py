@@ -20,7 +20,7 @@ from raytf.collectives.communicator import all_sum, local_replicas, wide
 from raytf.compat import keras_objects
 from raytf.compat.patching import patch
 from raytf.compat.tensorflow import may_record
-from raytf.parallel import local_sgd, own_loops, shards, sparse_rows, step_logs
+from raytf.parallel import halves, local_sgd, own_loops, shards, sparse_rows, step_logs
 from raytf.parallel import step as step_module
 
 # Operations that are searched between a gradient's sum and the optimizer; beyond them it is summed again.
@@ -59,6 +59,19 @@ def jacobian(original, self, target, sources, *args, **kwargs):
     if any(_is_of_rows(step, value) for value in tf.nest.flatten(target)):
         return grads
     return _with_sums(step, grads, [i for i, s in enumerate(tf.nest.flatten(sources)) if _is_alike(step, s)])
+
+
+@patch((tf, "map_fn"), (tf, "vectorized_map"))
+def map_over_rows(original, fn, elems, *args, **kwargs):
+    """Replaces `tf.map_fn` and `tf.vectorized_map` over rows: gradients in it are those of single rows, and local.
+
+    Workers have different numbers of rows, so a sum for each row would not have as many on all.
+    """
+    step = _summing_step()
+    if step is None or not any(halves.has_rows(leaf, step.known_rows) for leaf in tf.nest.flatten(elems)):
+        return original(fn, elems, *args, **kwargs)
+    with step_module.override_state(differentiates=True):
+        return original(fn, elems, *args, **kwargs)
 
 
 def _of_variables(sources, found) -> list:
@@ -223,7 +236,7 @@ def known_alike(step: step_module.Step, value) -> bool:
     return depends
 
 
-def follows_rows(value) -> bool:
+def follows_rows(step: step_module.Step, value) -> bool:
     """Whether a tensor may depend on a batch, or on random numbers; variables count as equal on all workers."""
     if tf.executing_eagerly():
         return True  # its origin is unknown
@@ -233,6 +246,8 @@ def follows_rows(value) -> bool:
         if id(tensor) in seen or hasattr(tensor, "numpy") or getattr(tensor, "op", None) is None:
             continue
         seen.add(id(tensor))
+        if step.is_alike(tensor):
+            continue
         operation = tensor.op
         if operation.type in own_loops.READS:
             continue

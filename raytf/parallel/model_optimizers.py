@@ -122,15 +122,19 @@ def _build_by_step(model, data_batch, method: str) -> None:
     """Builds the layers that a model's own step uses by tracing it; nothing runs, and no weight changes."""
     import tensorflow as tf
 
+    from raytf.collectives.communicator import many_replicas
     from raytf.compat.keras import BaseOptimizer
 
     def built_only(optimizer, grads, trainable_variables=None):
-        if not optimizer.built and trainable_variables is not None:
+        if not optimizer.built and trainable_variables:  # a step may list them before its layers are built
             optimizer.build(list(trainable_variables))
 
     if not _is_own(model, method) and not model.run_eagerly:
+        step, strategy = getattr(model, _STEPS[method]), model.distribute_strategy
+        # in a replica's context, as tapes do not know variables of several replicas
+        of_replica = (lambda data: strategy.run(step, args=(data,))) if many_replicas(strategy) else step
         with patched(BaseOptimizer, "apply", built_only):
-            tf.function(getattr(model, _STEPS[method])).get_concrete_function(data_batch)
+            tf.function(of_replica).get_concrete_function(data_batch)
     if left := unbuilt(model):
         why = f"a {method} of its own" if _is_own(model, method) else "run_eagerly=True and a step of its own"
         raise ConfigError(

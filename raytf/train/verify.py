@@ -290,6 +290,11 @@ def tell(proof: Proof, word: str) -> None:
         logger.info(proof.text())
     elif text := proof.text():
         warnings.warn(text, stacklevel=3)
+    if proof.few is not None:
+        logger.info(
+            "verify: two workers train this model as one process does on a few rows; a whole batch was not compared "
+            f"({proof.few}), so that code that takes rows by their position, as values[:100], may differ"
+        )
     if proof.skipped is not None:
         logger.debug("verify: nothing was compared: %s", proof.skipped)
     if proof.random:
@@ -334,11 +339,15 @@ class _Supervisor:
             self._eagerly = False  # the model may work in graphs only
             result = self._compared()
         # the user's own code may name positions that few rows do not have
-        if result.text() or self._whole_s is None or time.monotonic() + 3 * self._whole_s > self._until:
+        if result.text() or self._whole_s is None:
             return result
+        left, needed = self._until - time.monotonic(), 3 * self._whole_s
+        if needed > left:
+            why = f"it would take some {needed:.0f} s, with {max(0.0, left):.0f} s left"
+            return dataclasses.replace(result, few=why)
         few, self._trial = self._trial, lambda: few().whole
         whole = self._compared()
-        return result if whole.failed is not None else whole
+        return whole if whole.failed is None else dataclasses.replace(result, few=whole.failed)
 
     def _compared(self) -> Proof:
         with local_addresses(2) as addresses:

@@ -26,12 +26,14 @@ class Proof:
         failed: Why nothing could be compared, or None.
         skipped: Why nothing was compared on purpose, or None.
         random: Names of values that also differ between two runs of one device, and so prove nothing.
+        few: Why a model with code of the user's was compared on a few rows alone, or None.
     """
 
     differences: tuple[str, ...] = ()
     failed: str | None = None
     skipped: str | None = None
     random: tuple[str, ...] = ()
+    few: str | None = None
 
     def text(self) -> str:
         """Returns the message for the user, or "" without one."""

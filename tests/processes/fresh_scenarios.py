@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import keras
 import numpy as np
 import tensorflow as tf
@@ -568,6 +570,271 @@ class Trainable(keras.losses.Loss):
 @scenario
 def fresh_loss_with_a_memory(p):
     return p.fit(lambda: compiled(dense(8, 2, inputs=6), Trainable()), pairs())[1]
+
+
+class Translator(keras.Model):
+    """Its `call` takes no batch as it comes: only its step can build it. Tokens of padding weigh nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.total = keras.metrics.Mean(name="loss")
+        self.source, self.target = layers.Dense(8), layers.Embedding(9, 8)
+        self.attention, self.kinds = layers.MultiHeadAttention(2, 4), layers.Dense(9)
+
+    @property
+    def metrics(self):
+        return [self.total]
+
+    def call(self, inputs):
+        source, target = inputs
+        known = self.target(target)
+        return self.kinds(known + self.attention(known, self.source(source)))
+
+    def loss_of(self, batch):
+        said = self([batch["source"], batch["target"][:, :-1]])
+        wanted = batch["target"][:, 1:]
+        one_hot = tf.one_hot(wanted, 9, dtype=said.dtype)
+        return self.compute_loss(None, one_hot, said, sample_weight=tf.not_equal(wanted, 0))
+
+    def train_step(self, batch):
+        with tf.GradientTape() as tape:
+            loss = self.loss_of(batch)
+        variables = self.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, variables), variables)
+        self.total.update_state(loss)
+        return {"loss": self.total.result()}
+
+    def test_step(self, batch):
+        self.total.update_state(self.loss_of(batch))
+        return {"loss": self.total.result()}
+
+
+@scenario
+def fresh_translator_built_by_its_step(p):
+    def rows(count):
+        target = np.random.default_rng(1).integers(1, 9, (count, 6))
+        for i, row in enumerate(target):
+            row[2 + i % 5 :] = 0
+        return {"source": floats(5, 3, rows=count), "target": target}
+
+    loss = lambda: keras.losses.CategoricalCrossentropy(from_logits=True, label_smoothing=0.1)
+    build = lambda: compiled(Translator(), loss(), lambda: keras.optimizers.Adam(0.01))
+    return p.fit(build, rows(UNEVEN), in_step=True, validation_data=p.data(rows(VALIDATION)))[1]
+
+
+class Private(Own):
+    """DP-SGD: the gradient of each row is clipped."""
+
+    def train_step(self, data):
+        variables = self.trainable_variables
+
+        def of_row(row):
+            x, y = row
+            with tf.GradientTape() as tape:
+                loss = ops.mean(ops.square(y[None] - self(x[None], training=True)))
+            return tf.clip_by_global_norm(tape.gradient(loss, variables), 0.1)[0]
+
+        self.optimizer.apply([tf.reduce_mean(g, 0) for g in self.mapped(of_row, data)], variables)
+        return self.compute_metrics(*data, self(data[0]))
+
+    def mapped(self, of_row, data):
+        return tf.vectorized_map(of_row, data)
+
+
+class PrivateOneByOne(Private):
+    def mapped(self, of_row, data):
+        specs = [tf.TensorSpec(v.shape, v.dtype) for v in self.trainable_variables]
+        return tf.map_fn(of_row, data, fn_output_signature=specs)
+
+
+@scenario
+def fresh_gradients_of_single_rows(p):
+    out = {}
+    for kind in (Private, PrivateOneByOne):
+        found = p.fit(own(kind, metrics=["mae"]), pairs())[1]
+        out |= {f"{kind.__name__}:{k}": v for k, v in found.items()}
+    return out
+
+
+class Accumulated(Own):
+    """Sums gradients in variables that do not say how workers join them, and need not."""
+
+    def build(self, shape):
+        self.hidden.build(shape)
+        self.head.build((None, 8))
+        add = lambda shape, **kwargs: self.add_weight(shape=shape, initializer="zeros", trainable=False, **kwargs)
+        self.sums, self.count = [add(v.shape) for v in self.trainable_variables], add((), dtype="int32")
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self(x, training=True))
+        for total, gradient in zip(self.sums, tape.gradient(loss, self.trainable_variables), strict=True):
+            total.assign_add(gradient)
+        self.count.assign_add(1)
+        ops.cond(self.count % 2 == 0, self.step, lambda: None)
+        return self.compute_metrics(x, y, self(x))
+
+    def step(self):
+        for total, variable in zip(self.sums, self.trainable_variables, strict=True):
+            variable.assign_sub(0.05 * total)
+            total.assign(ops.zeros_like(total))
+
+
+@scenario
+def fresh_accumulation_without_aggregation(p):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        out = with_states(p.fit(own(Accumulated, loss="mse"), pairs()))
+    assert not [w for w in caught if "aggregation" in str(w.message)], "equal sums were warned of"
+    return out
+
+
+class Attention(layers.Layer):
+    """A graph's: sums over the edges of each node."""
+
+    def build(self, shape):
+        self.kernel = self.add_weight(shape=(shape[-1], 5), name="kernel")
+        self.score = self.add_weight(shape=(10, 1), name="score")
+
+    def call(self, states, edges):
+        nodes, (ends, begins) = tf.matmul(states, self.kernel), tf.unstack(edges, axis=1)
+        both = tf.concat([tf.gather(nodes, ends), tf.gather(nodes, begins)], 1)
+        scores = tf.exp(tf.tanh(tf.matmul(both, self.score)))
+        add = lambda values: tf.math.unsorted_segment_sum(values, ends, tf.shape(states)[0])
+        return add(scores * tf.gather(nodes, begins)) / (add(scores) + 1e-9)
+
+
+class Nodes(keras.Model):
+    """The graph is the model's, and a batch says which nodes are looked at."""
+
+    def __init__(self):
+        super().__init__()
+        self.states = tf.constant(floats(5, rows=30))
+        self.edges = tf.constant(np.random.default_rng(2).integers(0, 30, (90, 2)))
+        self.first, self.second, self.head = Attention(), Attention(), layers.Dense(3)
+
+    def call(self, ids):
+        return tf.gather(self.head(self.second(self.first(self.states, self.edges), self.edges)), ids)
+
+
+@scenario
+def fresh_one_graph(p):
+    ids = np.random.default_rng(5).integers(0, 30, UNEVEN)
+    loss = lambda: keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    return p.fit(lambda: compiled(Nodes(), loss(), metrics=["accuracy"]), (ids, ids % 3))[1]
+
+
+class Diffusion(keras.Model):
+    """The noise comes with the data; a moving copy of the network is validated; the tape gets a loss for each pixel."""
+
+    def __init__(self):
+        super().__init__()
+        self.normalizer = layers.Normalization()
+        self.normalizer.adapt(3 * floats(4, 4, 1, seed=9, rows=40) + 1)
+        normalized = layers.BatchNormalization(center=False, scale=False, synchronized=True)
+        first, last = layers.Conv2D(3, 3, padding="same", activation="swish"), layers.Conv2D(1, 1)
+        self.network = keras.Sequential([keras.Input((4, 4, 2)), first, normalized, last])
+        self.copy = keras.models.clone_model(self.network)
+        self.error = keras.metrics.Mean(name="error")
+
+    @property
+    def metrics(self):
+        return [self.error]
+
+    def errors(self, data, network, training):
+        images, noise, times = data
+        noisy = ops.cos(times) * self.normalizer(images) + ops.sin(times) * noise
+        rates = ops.broadcast_to(ops.sin(times), ops.shape(noisy))
+        return self.loss(noise, network(ops.concatenate([noisy, rates], -1), training=training))
+
+    def train_step(self, data):
+        with tf.GradientTape() as tape:
+            errors = self.errors(data, self.network, True)
+        variables = self.network.trainable_variables
+        self.optimizer.apply(tape.gradient(errors, variables), variables)
+        self.error.update_state(errors)
+        for copy, variable in zip(self.copy.weights, self.network.weights, strict=True):
+            copy.assign(0.9 * copy + 0.1 * variable)
+        return {"error": self.error.result()}
+
+    def test_step(self, data):
+        self.error.update_state(self.errors(data, self.copy, False))
+        return {"error": self.error.result()}
+
+
+@scenario
+def fresh_diffusion(p):
+    def rows(count):
+        times = np.random.default_rng(3).uniform(0.2, 1.4, (count, 1, 1, 1))
+        return 3 * floats(4, 4, 1, rows=count) + 1, floats(4, 4, 1, seed=2, rows=count), times
+
+    build = lambda: compiled(Diffusion(), keras.losses.mean_absolute_error, lambda: keras.optimizers.AdamW(0.01))
+    return with_states(p.fit(build, rows(UNEVEN), in_step=True, validation_data=p.data(rows(VALIDATION))))
+
+
+class Ensemble(Own):
+    """Keeps what it said of each row by the row's number; each row is one worker's, so changes add up."""
+
+    def __init__(self):
+        super().__init__()
+        more = {"trainable": False, "aggregation": "sum"}
+        self.kept = self.add_weight(shape=(UNEVEN, 2), initializer="zeros", name="kept", **more)
+
+    def call(self, inputs):
+        return super().call(inputs["x"])
+
+    def train_step(self, data):
+        inputs, y = data
+        place = inputs["place"]
+        old = ops.take(self.kept, place[:, 0], axis=0)
+        with tf.GradientTape() as tape:
+            said = self(inputs, training=True)
+            loss = ops.mean(ops.square(y - said)) + ops.mean(ops.square(old - said))
+        variables = self.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, variables), variables)
+        self.kept.assign(ops.scatter_update(self.kept, place, 0.6 * old + 0.4 * said))
+        return {"loss": loss}
+
+
+@scenario
+def fresh_state_by_row(p):
+    x, y = pairs()
+    data = {"x": x, "place": np.arange(UNEVEN)[:, None]}, y
+    return with_states(p.fit(lambda: compiled(Ensemble()), data))
+
+
+class ByLayer(keras.optimizers.Optimizer):
+    """An optimizer for the variables of each path."""
+
+    def __init__(self, parts):
+        super().__init__(learning_rate=0.01, name="by_layer")
+        self.parts = parts
+
+    def build(self, variables):
+        super().build(variables)
+        for name, optimizer in self.parts.items():
+            optimizer.build([v for v in variables if name in v.path])
+
+    def apply(self, grads, trainable_variables=None):
+        pairs = list(zip(grads, trainable_variables, strict=True))
+        for name, optimizer in self.parts.items():
+            optimizer.apply_gradients([pair for pair in pairs if name in pair[1].path])
+        self.iterations.assign_add(1)
+
+
+@scenario
+def fresh_optimizers_within_an_optimizer(p):
+    def build():
+        model = keras.Sequential(
+            [keras.Input((6,)), layers.Dense(8, "tanh", name="body"), layers.Dense(2, name="head")]
+        )
+        parts = {"body": keras.optimizers.Adam(0.01, clipnorm=0.1), "head": keras.optimizers.SGD(0.1, momentum=0.9)}
+        return compiled(model, optimizer=lambda: ByLayer(parts))
+
+    model, out = p.fit(build, pairs())
+    inner = [v for optimizer in model.optimizer.parts.values() for v in optimizer.variables]
+    return out | {f"o{i}": np.asarray(v) for i, v in enumerate(inner)}
 
 
 NEW = [name for name in SCENARIOS if name not in BEFORE]

@@ -47,10 +47,22 @@ class WithNumPy(keras.metrics.Metric):
         self.most = self.add_variable((), "zeros", name="most")
 
     def update_state(self, y_true, y_pred, sample_weight=None):
-        self.most.assign_add(float(np.max(y_pred.numpy())))
+        self.most.assign_add(np.full(self.most.shape, np.max(y_pred.numpy())))
 
     def result(self):
         return self.most + 0.0
+
+
+class Late(WithNumPy):
+    """Makes its variable in its first update."""
+
+    def __init__(self):
+        keras.metrics.Metric.__init__(self, name="with_numpy")
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        if not hasattr(self, "most"):
+            self.most = self.add_variable(y_pred.numpy().shape[1:], "zeros", name="most")
+        super().update_state(y_true, y_pred)
 
 
 def built(metric, run_eagerly, wrapped=False):
@@ -67,9 +79,10 @@ def test_state_in_attributes_is_refused(make, eagerly):
         built(make(), eagerly, wrapped=eagerly)
 
 
-def test_a_metric_that_needs_values_is_built_with_them():
-    metric = WithNumPy()
+@pytest.mark.parametrize("make", [WithNumPy, Late])
+def test_a_metric_that_needs_values_is_built_with_them(make):
+    metric = make()
     model = built(metric, run_eagerly=True)
-    assert model.built and metric.variables and float(metric.result()) == 0.0
+    assert model.built and metric.variables and not np.any(metric.result())
     history = model.fit(np.ones((4, 2)), np.ones((4, 1)), verbose=0, epochs=1)
     assert "with_numpy" in history.history

@@ -105,6 +105,27 @@ def test_an_error_says_rule_received_and_fix():
         verify.tell(proof, "warn")
 
 
+class _Equal(verify._Supervisor):
+    """Finds no difference, and that a whole batch takes so many seconds."""
+
+    seconds, failed = 1e6, None
+
+    def _compared(self):
+        again, self._whole_s = self._whole_s is not None, self.seconds
+        return verify.Proof(failed=self.failed if again else None)
+
+
+@pytest.mark.parametrize(("seconds", "failed", "why"), [(1e6, None, "3000000 s"), (0.0, "no memory", "no memory")])
+def test_few_rows_for_a_whole_batch_are_said(caplog, seconds, failed, why):
+    supervisor = _Equal(lambda: None, os.getpid())
+    supervisor.seconds, supervisor.failed = seconds, failed
+    proof = supervisor.proof()
+    assert proof.failed is None and why in proof.few
+    with caplog.at_level("INFO", verify.logger.name):
+        verify.tell(proof, "error")
+    assert "a whole batch was not compared" in caplog.text and why in caplog.text
+
+
 @pytest.mark.parametrize("word", [True, "yes", None, 0, 1])
 def test_other_words_are_refused(word):
     with pytest.raises(ConfigError, match="verify must be"):

@@ -301,4 +301,8 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
     "tensorflow.python.ops.script_ops:_py_funcs": ("(token, device, args)",),
     "tensorflow.python.trackable.base:CheckpointInitialValue": ("(checkpoint_position, shape=, shard_info=)",),
     "tensorflow.python.trackable.data_structures:TrackableDataStructure": ("()",),
+    "tensorflow:map_fn": (
+        "(fn, elems, dtype=, parallel_iterations=, back_prop=, swap_memory=, infer_shape=, name=, fn_output_signature=)",
+    ),
+    "tensorflow:vectorized_map": ("(fn, elems, fallback_to_while_loop=, warn=)",),
 }
