@@ -11,7 +11,7 @@ import functools
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import ray
@@ -102,7 +102,17 @@ class BackgroundVerification:
         self._outcome = self._outcome or verify.NOT_IN_TIME
         self.look()
 
-    def _run(self, scaling_config, run_config, sending: SentModel, parts: dict) -> None:
+    def _run(self, *arguments) -> None:
+        with _turn.taken() if self._subject == "warn" else contextlib.nullcontext(True) as is_taken:
+            if is_taken:
+                self._compare(*arguments)
+            else:
+                self._outcome = verify.Proof(skipped="the model of a later call was compared instead")
+        if self._extra_wait:
+            atexit.unregister(self._give_up)
+            self.look()
+
+    def _compare(self, scaling_config, run_config, sending: SentModel, parts: dict) -> None:
         try:
             environment = worker_environment(
                 run_config, scaling_config, thread_variables(1) | {"CUDA_VISIBLE_DEVICES": "-1"}
@@ -121,9 +131,37 @@ class BackgroundVerification:
                 ray.kill(process)
         except Exception as error:
             self._outcome = self._outcome or verify.Proof(failed=one_line(error))
-        if self._extra_wait:
-            atexit.unregister(self._give_up)
-            self.look()
+
+
+class _Turn:
+    """Admits one comparison of this process at a time, as each takes a core and some 800 MB.
+
+    Of those that wait only the newest stays: calls in a loop are faster than comparisons.
+    """
+
+    def __init__(self):
+        self._changed, self._is_taken, self._newest = threading.Condition(), False, None
+
+    @contextlib.contextmanager
+    def taken(self) -> Iterator[bool]:
+        """Waits until no comparison runs, each of which has a timeout; yields False if a newer one came meanwhile."""
+        own = object()
+        with self._changed:
+            self._newest = own
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: not self._is_taken or self._newest is not own)
+            admitted = self._newest is own
+            self._is_taken |= admitted
+        try:
+            yield admitted
+        finally:
+            if admitted:
+                with self._changed:
+                    self._is_taken = False
+                    self._changed.notify_all()
+
+
+_turn = _Turn()
 
 
 @functools.cache
