@@ -53,7 +53,7 @@ class BackgroundVerification:
         blocks: Mapping[str, StoredDataset],
     ):
         self._subject, self._outcome, self._reported = word, None, False
-        self._extra_wait = False
+        self._extra_wait, self._is_begun = False, False
         few = {name: verify.few_rows(block) for name, block in blocks.items()}
         size = sum(getattr(value, "nbytes", 0) for value in sending.values.values())
         if few["train"] is None or size > _MOST_BYTES:
@@ -99,12 +99,14 @@ class BackgroundVerification:
         if (seconds := _exit_deadline() - time.monotonic()) > 0:
             logger.info(f"verify: the comparison is still running; the program waits for it, {seconds:.0f} s at most")
             self._thread.join(seconds)
-        self._outcome = self._outcome or verify.NOT_IN_TIME
+        not_begun = verify.Proof(skipped="the program ended before its turn")  # the one that runs logs the same for all
+        self._outcome = self._outcome or (verify.NOT_IN_TIME if self._is_begun else not_begun)
         self.look()
 
     def _run(self, *arguments) -> None:
         with _turn.taken() if self._subject == "warn" else contextlib.nullcontext(True) as is_taken:
             if is_taken:
+                self._is_begun = True
                 self._compare(*arguments)
             else:
                 self._outcome = verify.Proof(skipped="the model of a later call was compared instead")
