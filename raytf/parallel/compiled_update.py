@@ -45,8 +45,8 @@ _APART = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "Ftrl", "Lamb", "Lio
 _MOST_TOGETHER = 16
 # The functions in use, by content: TensorFlow compiles each of them once.
 _known: weakref.WeakValueDictionary = weakref.WeakValueDictionary()
-# Kept for the next model of a warm worker, which often has the same update; a few, as each holds its machine code.
-_recent: collections.deque = collections.deque(maxlen=4)
+# Kept for the next models of a warm worker, as TensorFlow never frees the machine code of an update (some 3 MB).
+_recent: collections.deque = collections.deque(maxlen=64)
 enabled = True  # False during a verification of a few steps
 
 
