@@ -6,9 +6,7 @@ cannot compile, or computes differently (random numbers), use Keras' operations.
 
 from __future__ import annotations
 
-import collections
 import functools
-import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 
 import keras
@@ -43,10 +41,10 @@ _NEED_NO_TRIAL = _VARIABLES | frozenset(
 # Optimizers that update each variable by itself, and the number of variables up to which they are compiled together.
 _APART = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "Ftrl", "Lamb", "Lion", "RMSprop", "SGD")
 _MOST_TOGETHER = 16
-# The functions in use, by content: TensorFlow compiles each of them once.
-_known: weakref.WeakValueDictionary = weakref.WeakValueDictionary()
-# Kept for the next models of a warm worker, as TensorFlow never frees the machine code of an update (some 3 MB).
-_recent: collections.deque = collections.deque(maxlen=64)
+# The functions used last, by content, for the next models of a warm worker: TensorFlow compiles each of them once, and
+# never frees its machine code, some 3 MB.
+_known: dict[tuple, Callable] = {}
+_MOST_KNOWN = 64
 enabled = True  # False during a verification of a few steps
 
 
@@ -175,8 +173,10 @@ def _compiled(optimizer, update: Callable, inputs: Sequence[tf.Tensor]) -> tuple
     key = _content(graph.node, {f.signature.name: f for f in graph.library.function}, outputs=outputs)
     if key not in _known and not operation_types(graph) <= _NEED_NO_TRIAL:
         try_to_compile(traced, specs)
-    function = _known.setdefault(key, without_captures(traced))
-    _recent.append(function)
+    function = _known.pop(key, None) or without_captures(traced)
+    _known[key] = function
+    if len(_known) > _MOST_KNOWN:
+        del _known[next(iter(_known))]
     return function, traced.captured_inputs
 
 
