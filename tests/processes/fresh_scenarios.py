@@ -663,7 +663,8 @@ class Accumulated(Own):
         self.hidden.build(shape)
         self.head.build((None, 8))
         add = lambda shape, **kwargs: self.add_weight(shape=shape, initializer="zeros", trainable=False, **kwargs)
-        self.sums, self.count = [add(v.shape) for v in self.trainable_variables], add((), dtype="int32")
+        self.sums = [add(v.shape, name=f"sum_{i}") for i, v in enumerate(self.trainable_variables)]
+        self.count = add((), dtype="int32", name="count")
 
     def train_step(self, data):
         x, y = data
