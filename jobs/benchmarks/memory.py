@@ -37,8 +37,10 @@ COUNTS = {"fits": (300, 40, 4), "trials": (200, 40, 4), "epochs": (3000, 400, 20
 SETTLED = 20
 WORKERS, WIDTH, ROWS, BATCH = 2, 16, 96, 32
 LOOKS = 100  # of a soak, at most
-# Python processes of Ray's own. Its log monitor keeps up to 200 files of processes open that have ended.
-OF_RAY = LOG_MONITOR, *_ = ("log_monitor", "monitor", "dashboard")
+# Ray's process that keeps up to 200 files of processes open that have ended.
+LOG_MONITOR = "log_monitor"
+# Python processes of Ray's own.
+OF_RAY = (LOG_MONITOR, "monitor", "dashboard")
 # MB that TensorFlow itself keeps of a traced step that calls an update compiled by XLA, on workers that stay.
 TRACES_MB = {"ray::FitWorker": 0.5, "ray::GroupWorker": 0.5}
 

@@ -28,8 +28,7 @@ class Link:
     def __init__(self, data: socket.socket, watch: socket.socket, host_gone: int = HOST_GONE):
         self.data, self.watch = data, watch
         for sock in (data, watch):
-            sock.setblocking(False)
-            _notice_lost_hosts(sock, host_gone)
+            _prepare(sock, host_gone)
         if watch.family != socket.AF_UNIX and hasattr(socket, "TCP_USER_TIMEOUT"):
             # the end of its hello may be in flight; on `data` this would cut off a neighbour that reads slowly
             watch.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, host_gone * 1000)
@@ -50,8 +49,7 @@ class Chord:
     def __init__(self, following: socket.socket, previous: socket.socket, host_gone: int = HOST_GONE):
         self.following, self.previous = following, previous
         for sock in (following, previous):
-            sock.setblocking(False)
-            _notice_lost_hosts(sock, host_gone)
+            _prepare(sock, host_gone)
 
     def close(self) -> None:
         self.following.close()
@@ -63,8 +61,9 @@ def chords(size: int) -> int:
     return 0 if size < _LEAST_WITH_CHORDS else (size - 1).bit_length() - 1
 
 
-def _notice_lost_hosts(one: socket.socket, seconds: int) -> None:
-    """Sets keep-alive options: a lost host closes nothing, so its silence must end the connection."""
+def _prepare(one: socket.socket, seconds: int) -> None:
+    """Makes a socket wait for nothing, and sets keep-alive: a lost host closes nothing, so its silence must end it."""
+    one.setblocking(False)
     if one.family == socket.AF_UNIX:
         return
     one.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

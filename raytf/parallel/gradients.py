@@ -236,8 +236,10 @@ def known_alike(step: step_module.Step, value) -> bool:
     return depends
 
 
-def follows_rows(step: step_module.Step, value) -> bool:
+def may_differ(step: step_module.Step, value) -> bool:
     """Whether a tensor may depend on a batch, or on random numbers; variables count as equal on all workers."""
+    if known_alike(step, value):
+        return False
     if tf.executing_eagerly():
         return True  # its origin is unknown
     seen, left = set(), [value]

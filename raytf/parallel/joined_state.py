@@ -62,7 +62,7 @@ def _joined(step: step_module.Step, context, aggregation: str, before: tf.Tensor
     if aggregation == "sum":
         (added,) = all_sum([tf.where(step.rows > 0, value - before, tf.zeros_like(before))])
         return before + added
-    if gradients.known_alike(step, value) or not gradients.follows_rows(step, value):
+    if not gradients.may_differ(step, value):
         return value
     if aggregation == "mean":
         (joined,) = gradients.mean([value if value.dtype.is_floating else tf.cast(value, tf.float64)])
@@ -96,7 +96,7 @@ class States:
         layer = self._layers.get(id(variable))
         if layer is None or variable.path in self._named or tf.executing_eagerly():
             return
-        if gradients.known_alike(step, value) or not gradients.follows_rows(step, value):
+        if not gradients.may_differ(step, value):
             return
         self._named.add(variable.path)
         if not communicator.is_chief(tf.distribute.get_strategy()):

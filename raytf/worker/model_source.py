@@ -7,20 +7,12 @@ import os
 import posixpath
 import re
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pyarrow.fs import FileType
 
 from raytf.errors import ConfigError, one_line
-from raytf.storage.checkpoint_files import (
-    MANIFEST,
-    MODEL,
-    SEEDS,
-    STATE,
-)
-
-if TYPE_CHECKING:
-    pass
+from raytf.storage.checkpoint_files import MANIFEST, MODEL, SEEDS, STATE
 
 # build_model and config of the runs of this process, by the path of the run.
 _runs_of_process: dict[str, tuple[Callable, dict]] = {}
