@@ -1,6 +1,6 @@
 """Compares two workers with one process on the model of a `raytf.fit` during its start; see `train/verify`.
 
-It uses its own process of low priority, as workers that stay between calls have already run TensorFlow.
+It uses its own process, as workers that stay between calls have already run TensorFlow.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from typing import Any
 
 import ray
 
-from raytf import logs, timeouts
+from raytf import logs, procfs, timeouts
 from raytf.data.stored import StoredDataset
 from raytf.errors import one_line
 from raytf.fitting import fit_worker
 from raytf.fitting.fit_worker import FitDataset, SentModel
 from raytf.runtime.answers import collect_answers
 from raytf.runtime.processes import Process, start_process, thread_variables, worker_environment
+from raytf.storage import priority
 from raytf.train import verify
 from raytf.train.entry import import_raytf
 
@@ -54,6 +55,7 @@ class BackgroundVerification:
     ):
         self._subject, self._outcome, self._reported = word, None, False
         self._extra_wait, self._is_begun = False, False
+        self._is_urgent, self._pid = word == "error", None
         few = {name: verify.few_rows(block) for name, block in blocks.items()}
         size = sum(getattr(value, "nbytes", 0) for value in sending.values.values())
         if few["train"] is None or size > _MOST_BYTES:
@@ -98,6 +100,8 @@ class BackgroundVerification:
         """Waits for the outcome at the end of this process, and logs if it is unknown."""
         if (seconds := _exit_deadline() - time.monotonic()) > 0:
             logger.info(f"verify: the comparison is still running; the program waits for it, {seconds:.0f} s at most")
+            self._is_urgent = True
+            self._hurry()
             self._thread.join(seconds)
         not_begun = verify.Proof(skipped="the program ended before its turn")  # the one that runs logs the same for all
         self._outcome = self._outcome or (verify.NOT_IN_TIME if self._is_begun else not_begun)
@@ -114,6 +118,11 @@ class BackgroundVerification:
             atexit.unregister(self._give_up)
             self.look()
 
+    def _hurry(self) -> None:
+        """Gives the comparison normal priority, if this process waits for it and may do that."""
+        if self._is_urgent and self._pid is not None:
+            priority.set_normal_with_children(self._pid)
+
     def _compare(self, scaling_config, run_config, sending: SentModel, parts: dict) -> None:
         try:
             environment = worker_environment(
@@ -121,8 +130,10 @@ class BackgroundVerification:
             )
             process = start_process(Process, ray.get_runtime_context().get_node_id(), environment, soft=True)
             try:
-                importing, settings = process.execute.remote(_import_at_low_priority), timeouts.get()
-                collect_answers([importing], settings.imports, "its imports", names=["a process"])
+                importing, settings = process.execute.remote(_import, not self._is_urgent), timeouts.get()
+                ((pid, host),) = collect_answers([importing], settings.imports, "its imports", names=["a process"])
+                self._pid = pid if host == _host() else None
+                self._hurry()
                 call = process.execute.remote(
                     timeouts.call_with, settings, compare_workers, sending, parts, self._subject == "warn"
                 )
@@ -172,9 +183,17 @@ def _exit_deadline() -> float:
     return time.monotonic() + timeouts.get().verify_end
 
 
-def _import_at_low_priority() -> None:
-    os.nice(_NICE)
+def _import(at_low_priority: bool) -> tuple[int, tuple]:
+    """Imports what a comparison needs; returns (the id of this process, its host)."""
+    if at_low_priority:
+        os.nice(_NICE)
     import_raytf()
+    return os.getpid(), _host()
+
+
+def _host() -> tuple[str | None, int | None]:
+    """Returns what processes that can change each other's priority have in common."""
+    return procfs.boot_id(), procfs.pid_namespace()
 
 
 def compare_workers(sending: SentModel, parts: dict[str, tuple], last: bool) -> verify.Proof:

@@ -10,6 +10,8 @@ import contextlib
 import os
 import threading
 
+import psutil
+
 from raytf import procfs
 
 # Training has priority on a contended processor.
@@ -51,6 +53,18 @@ def set_normal(pid: int) -> None:
         pid: Id of a process on this host.
     """
     _set(pid, os.SCHED_OTHER, 0, 0)
+
+
+def set_normal_with_children(pid: int) -> None:
+    """Restores normal priority of a process and of those that it has started, as far as this user may.
+
+    Args:
+        pid: Id of a process on this host.
+    """
+    set_normal(pid)  # first: what it starts from here on has its priority
+    with contextlib.suppress(psutil.Error):
+        for child in psutil.Process(pid).children(recursive=True):
+            set_normal(child.pid)
 
 
 def _can_be_reverted() -> bool:

@@ -198,13 +198,16 @@ def begin(trial: Callable[[], Any] | Proof, last: bool = False) -> Running:
         os._exit(0)
 
 
-def outcome(running: Running, seconds: float) -> Proof | None:
+def outcome(running: Running, seconds: float, urgent: bool = False) -> Proof | None:
     """Returns the proof, or None if the comparison continues; then it can be called again.
 
     Args:
         running: Result of `begin`, in this process.
         seconds: Seconds to wait, at least 0.
+        urgent: Whether the user waits for it, too: from now on it has normal priority.
     """
+    if urgent:
+        priority.set_normal_with_children(running.pid)
     poll = select.poll()
     poll.register(running.reader, select.POLLIN)
     if not poll.poll(seconds * 1000):
@@ -259,7 +262,7 @@ class Following:
             while proof is None and not ended:
                 ended = self._ends.wait(_POLL_INTERVAL)
                 seconds = limits.verify_end if ended and self._well else 0.0
-                call = self._processes.asked.execute.remote(outcome, self._running, seconds)
+                call = self._processes.asked.execute.remote(outcome, self._running, seconds, seconds > 0)
                 (proof,) = collect_answers(
                     [call], seconds + limits.verify_answer, "what came of verify", names=["a process"]
                 )
