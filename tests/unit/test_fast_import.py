@@ -1,4 +1,4 @@
-"""What comes after Keras is imported finds the collector at work, and less often."""
+"""What comes after Keras is imported finds the collector at work, and less often, and scikit-learn when it is used."""
 
 import subprocess
 import sys
@@ -25,3 +25,23 @@ assert not gc.isenabled(), "as it was"
 @pytest.mark.slow
 def test_the_collector_after_the_import():
     subprocess.run([sys.executable, "-c", AFTER], check=True, timeout=120)
+
+
+DEFERRED = """
+import sys
+from raytf.compat.fast_import import import_keras
+
+import_keras()
+import keras
+assert "sklearn" not in sys.modules and not hasattr(keras.wrappers, "__file__")
+from keras import wrappers
+from keras.wrappers import SKLearnClassifier
+assert "sklearn" in sys.modules
+from keras.src.wrappers.sklearn_wrapper import SKLearnClassifier as its
+assert SKLearnClassifier is its is keras.wrappers.SKLearnClassifier is wrappers.SKLearnClassifier
+assert keras._tf_keras.keras.wrappers.SKLearnRegressor.__name__ == "SKLearnRegressor"
+"""
+
+
+def test_scikit_learn_comes_with_the_first_use_of_its_wrappers():
+    subprocess.run([sys.executable, "-c", DEFERRED], check=True, timeout=120)
