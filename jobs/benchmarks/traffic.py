@@ -37,14 +37,13 @@ def once(way: str, steps: str) -> None:
     import keras
     import numpy as np
 
-    from raytf.collectives import gradient_ring
-    from raytf.collectives import ring as sockets
+    from raytf.collectives import gradient_ring, ring_token
     from raytf.data import worker_part
     from raytf.runtime.settings import TensorflowConfig, WorkerSetup
     from raytf.worker import context
 
     steps = int(steps)
-    sockets.keep_token(bytes(sockets.TOKEN_BYTES))  # processes of this benchmark alone
+    ring_token.keep_token(bytes(ring_token.TOKEN_BYTES))  # processes of this benchmark alone
     with context.prepared(WorkerSetup(config=TensorflowConfig(**WAYS[way]))):
         distribution = tf.distribute.MultiWorkerMirroredStrategy()
         keras.utils.set_random_seed(0)

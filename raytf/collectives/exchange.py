@@ -15,8 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from raytf import activity
-from raytf.collectives import healing
-from raytf.collectives import ring as sockets
+from raytf.collectives import healing, ring_token
 from raytf.collectives.healing import Detached
 from raytf.collectives.packs import ALIGNED
 from raytf.collectives.ring import Ring
@@ -56,7 +55,7 @@ class Exchange:
         """
         self.close()
         self.ring, self.completed = ring, 0
-        sockets.was_joined(ring.generation)
+        ring_token.was_joined(ring.generation)
 
     def close(self) -> None:
         """Leaves the ring."""

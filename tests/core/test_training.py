@@ -13,6 +13,7 @@ import ray
 from ray import tune
 
 import raytf
+from raytf.events import Kind
 from raytf.testing import FaultPlan, Kill
 from tests.cluster import models
 from tests.cluster.test_trainer import assert_equal, trainer
@@ -42,6 +43,12 @@ def test_a_trial_of_a_sweep_equals_the_run_alone(undisturbed, tmp_path):
     assert_equal(second, undisturbed)
 
 
+def what_happened(result):
+    """(kind, ranks) of the starts and replacements of workers, in order."""
+    kinds = (Kind.WORKERS_STARTED, Kind.WORKER_REPLACED, Kind.RECOVERY_FAILED)
+    return [(event.kind, event.ranks) for event in raytf.run_events(result) if event.kind in kinds]
+
+
 def test_restart_after_a_killed_worker_changes_nothing(undisturbed, tmp_path):
     plan = FaultPlan([Kill(rank=0, step=6)])
 
@@ -52,6 +59,7 @@ def test_restart_after_a_killed_worker_changes_nothing(undisturbed, tmp_path):
     assert plan.happened(tmp_path / "faults") == list(plan.faults)
     assert_equal(result, undisturbed, 0)
     assert list(result.metrics_dataframe["epoch"]) == [1, 2, 3]
+    assert [kind for kind, _ in what_happened(result)] == 2 * [Kind.WORKERS_STARTED]
 
 
 def test_recovery_of_a_killed_worker_changes_nothing(undisturbed, tmp_path):
@@ -64,6 +72,7 @@ def test_recovery_of_a_killed_worker_changes_nothing(undisturbed, tmp_path):
     assert plan.happened(tmp_path / "faults") == list(plan.faults)
     assert_equal(result, undisturbed, 0)
     assert list(result.metrics_dataframe["epoch"]) == [1, 2, 3]
+    assert what_happened(result) == [(Kind.WORKERS_STARTED, ()), (Kind.WORKER_REPLACED, (1,))]
 
 
 def held(folder):

@@ -137,6 +137,56 @@ def test_imports_inside_functions_are_those_that_bring_tensorflow():
             assert takes_tensorflow(other) and not takes_tensorflow(name), f"{name} imports {other} in a function"
 
 
+ROOT = FOLDER.parent
+FILES = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts): path
+    for folder in ("raytf", "tests", "jobs")
+    for path in (ROOT / folder).rglob("*.py")
+    if path.name != "__init__.py"
+}
+
+
+@functools.cache
+def defined(name: str) -> frozenset:
+    """All names that a file binds, anywhere."""
+    found = {"__name__", "__file__", "__doc__"}
+    for node in ast.walk(ast.parse(FILES[name].read_text())):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            found.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            found |= {alias.asname or alias.name.split(".")[0] for alias in node.names}
+    return frozenset(found)
+
+
+def unknown(tree: ast.Module) -> list[str]:
+    """Names that a file takes from other files, `module.name`, and that these do not define."""
+    nodes = list(ast.walk(tree))
+    modules = {
+        alias.asname or alias.name: f"{node.module}.{alias.name}"
+        for node in nodes
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+        if f"{node.module}.{alias.name}" in FILES
+    }
+    other = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    other |= {node.arg for node in nodes if isinstance(node, ast.arg)}
+    return [
+        f"line {node.lineno}: {modules[node.value.id]} has no {node.attr}"
+        for node in nodes
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in modules
+        if node.value.id not in other and node.attr not in defined(modules[node.value.id])
+    ]
+
+
+def test_a_name_of_another_module_exists():
+    """One that was moved would be missed where it is used, in the middle of a training."""
+    assert unknown(ast.parse("from raytf import timeouts as limits\nlimits.get(), limits.gone"))
+    found = {name: missing for name, path in FILES.items() if (missing := unknown(ast.parse(path.read_text())))}
+    assert not found
+
+
 def test_programs_without_raytf_import_nothing_of_it():
     """What filters lines runs beside each process that imports TensorFlow, by its path, without site-packages."""
     assert not own("raytf.console.native_lines", True)
