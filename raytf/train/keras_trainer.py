@@ -507,7 +507,7 @@ class KerasTrainer:
             metrics = sidecar.record.close()
         return _with_history(self, result, evaluator.kept(result) | metrics)
 
-    def _fit(self, task: TrainJob, launch: Startup, sidecar: evaluator.Beside | None) -> ray.train.Result:
+    def _fit(self, task: TrainJob, launch: Startup, sidecar: evaluator.EvaluatorSidecar | None) -> ray.train.Result:
         def keras_training():
             return train(task)
 
