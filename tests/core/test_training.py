@@ -49,19 +49,6 @@ def what_happened(result):
     return [(event.kind, event.ranks) for event in raytf.run_events(result) if event.kind in kinds]
 
 
-def test_restart_after_a_killed_worker_changes_nothing(undisturbed, tmp_path):
-    plan = FaultPlan([Kill(rank=0, step=6)])
-
-    def callbacks(config):
-        return [plan.callback(tmp_path / "faults", workers=2)]
-
-    result = trainer(tmp_path, shuffle="window", callbacks=callbacks, failures=1).fit()
-    assert plan.happened(tmp_path / "faults") == list(plan.faults)
-    assert_equal(result, undisturbed, 0)
-    assert list(result.metrics_dataframe["epoch"]) == [1, 2, 3]
-    assert [kind for kind, _ in what_happened(result)] == 2 * [Kind.WORKERS_STARTED]
-
-
 def test_recovery_of_a_killed_worker_changes_nothing(undisturbed, tmp_path):
     plan = FaultPlan([Kill(rank=1, step=6)])
 

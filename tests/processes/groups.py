@@ -57,35 +57,19 @@ WANTED = {
     ("float32", "2"): FLOAT32,
     ("float32", "1"): FLOAT32,
 }
-# Those that take longest, and have others of their kind.
-_LONG = [
-    *("kinds_sgd", "kinds_adamw", "gan_dcgan", "gan_in_long_executions", "gan_wgan_gp", "gan_wgan_gp_synchronized"),
-    *("gan_in_conditions", "gan_in_conditions_in_long_executions", "three_optimizers_with_shared_variables", "losses"),
-    *("steps_per_execution_goes_back_where_it_does_not_help", "steps_per_execution_chosen_by_measurement"),
-    *("batch_normalization", "metrics_that_are_no_averages", "sample_weight", "arrays_of_python_functions"),
-    *("not_built_before_fit", "several_inputs_and_outputs", "backup_and_restore", "on_batch", "run_eagerly"),
-    *("accumulation_in_long_executions", "masked_tokens", "gan_pix2pix", "vae_with_add_loss", "actor_critic"),
-    *("distillation", "in_batch_contrastive_loss", "reduce_lr_on_plateau", "lora_frozen_accumulation_ema"),
-    *("local_steps_that_cannot_work", "jit_compile_is_refused_where_calls_exchange_or_add_losses", "global_dataset"),
-    *("clipnorm_ema_overwrite_and_weight_decay", "mixed_bfloat16", "learning_rate_scheduler", "terminate_on_nan"),
-    *("batch_callback_of_the_chief_alone", "train_step_OwnMean", "train_step_BareLogs", "one_own_loss"),
-    *("custom_loop", "custom_loop_with_two_optimizers", "gan_run_eagerly", "scaled_loss_without_rounding"),
-    *("chief_decides", "last_batch_smaller"),
-    *("used_rows_by_adam", "used_rows_by_adagrad", "all_rows_by_adagrad"),
-    *("unsharded_dataset", "dropout", "odd_global_batch", "local_steps", "what_a_loop_exchanges", "two_scaled_losses"),
-    *("batch_logs", "learning_rate_schedule_and_clipvalue", "updates_are_compiled", "jit_compile"),
-]
-# Of what users write themselves, one of each kind.
-_KINDS = [
-    *("gradients_clip_by_global_norm", "overridden_apply", "gradient_penalty", "own_loop_with_clip"),
-    *("losses_that_compare_rows", "unreduced_loss", "own_compute_loss", "metric_functions_that_reduce"),
-    *("logs_of_tensors", "states_that_say_how_they_are_joined", "callbacks_draw_in_epochs", "the_chiefs_draw_counts"),
-    *("padded_lists_without_mask", "python_generator_is_read_once", "sparse_rows_of_which_a_worker_has_none"),
-    "tf_data_of_global_batches",
-]
-_COMMON = [name for name in FLOAT64 if SCENARIOS[name].__module__.endswith((".scenarios", ".optimizer_scenarios"))]
-# What the gate compares, once.
-FAST = {("float64", "2"): [name for name in FLOAT64 if name in _KINDS or (name in _COMMON and name not in _LONG)]}
+# What the gate compares, once: of what users have and write, one of each kind that takes little of a processor.
+FAST = {
+    ("float64", "2"): [
+        *("kinds_adam", "batch_normalization_synchronized_uneven", "last_batch_of_one_row", "steps_per_execution"),
+        *("gradient_accumulation", "global_clipnorm_and_ema", "regularization_and_own_add_loss", "mixed_float16"),
+        *("predict_all_rows_in_order", "stop_between_batches", "files_by_the_chief", "early_stopping"),
+        *("gradients_clip_by_global_norm", "overridden_apply", "gradient_penalty", "own_loop_with_clip"),
+        *("circle_loss_with_weights", "unreduced_loss", "own_compute_loss", "metric_functions_that_reduce"),
+        *("logs_of_tensors", "states_that_say_how_they_are_joined", "callbacks_draw_in_epochs"),
+        *("the_chiefs_draw_counts", "python_generator_is_read_once", "sparse_rows_of_which_a_worker_has_none"),
+        "tf_data_of_global_batches",
+    ]
+}
 
 
 def processes(place: str) -> int:

@@ -239,7 +239,7 @@ def test_what_was_used_last_is_kept_for_the_next_models():
         assert len(compiled_update._known) == 2 and used_last in compiled_update._known
 
 
-@pytest.mark.parametrize("name", ["adamw", pytest.param("momentum", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", [pytest.param("adamw", marks=pytest.mark.slow), "momentum"])
 def test_many_variables_have_one_computation_for_each_shape(name):
     """XLA would take seconds for hundreds of variables."""
     count = compiled_update._MOST_TOGETHER

@@ -112,7 +112,7 @@ def test_files_on_another_file_system(tmp_path):
     memory.rm("/records_of_test", recursive=True)
 
 
-@pytest.mark.parametrize("shuffle, bucket", [("window", False), ("none", True)])
+@pytest.mark.parametrize("shuffle, bucket", [pytest.param("window", False, marks=pytest.mark.slow), ("none", True)])
 def test_workers_read_the_rows_of_any_other_dataset(tmp_path, monkeypatch, shuffle, bucket):
     """In the same batches, from any step on; a window has parts of several pieces, in any order."""
     monkeypatch.setattr(records, "PIECE_BYTES", 2000)

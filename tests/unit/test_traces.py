@@ -49,6 +49,7 @@ def test_one_model_after_another_is_no_retracing(caplog):
     assert "retracing" not in caplog.text, caplog.text
 
 
+@pytest.mark.slow
 def test_raytf_traces_apart():
     for path in FOLDER.rglob("*.py"):
         calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)]
