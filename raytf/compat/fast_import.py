@@ -1,8 +1,8 @@
-"""Imports Keras without repeated garbage collections over TensorFlow's million objects, and without scikit-learn.
+"""Imports Keras without repeated garbage collections over TensorFlow's million objects, and without other packages.
 
-Tracing and training of eight small models took 10.7 s of CPU instead of 15.0 s. Keras imports scikit-learn, and with it
-much of SciPy, where it is installed: 1.0 s of the 5.2 s of CPU that a worker needs for its imports. Only
-`keras.wrappers` uses it, which is imported with its first use here.
+Tracing and training of eight small models took 10.7 s of CPU instead of 15.0 s. Keras imports scikit-learn, with much
+of SciPy, and matplotlib where they are installed: the first took 1.0 s of the 5.2 s of CPU of a worker's imports.
+Keras' modules that use them are imported with their first use here.
 """
 
 from __future__ import annotations
@@ -35,14 +35,15 @@ def import_keras() -> None:
             import keras  # noqa: F401
 
 
-_WRAPPERS = "keras.wrappers"
+# Modules that import scikit-learn, and matplotlib.
+_DEFERRED = ("keras.wrappers", "keras.visualization", "keras.src.visualization")
 
 
 class _Deferred(types.ModuleType):
-    """Stands in `sys.modules` for a module until the first use of one of its names."""
+    """A placeholder in `sys.modules` of a module that is imported with the first use of one of its names."""
 
     def __getattr__(self, name: str):
-        if name.startswith("__"):  # what tools look up in all modules
+        if name.startswith("__") and name != "__path__":  # what tools look up in all modules
             raise AttributeError(name)
         if sys.modules.get(self.__name__) is self:
             del sys.modules[self.__name__]
@@ -62,7 +63,8 @@ def quick():
     collecting, _active = gc.isenabled(), True
     gc.disable()
     if "keras" not in sys.modules:
-        sys.modules.setdefault(_WRAPPERS, _Deferred(_WRAPPERS))
+        for name in _DEFERRED:
+            sys.modules.setdefault(name, _Deferred(name))
     try:
         yield
     finally:

@@ -15,6 +15,7 @@ import pytest
 import yaml
 from ray.scripts import scripts
 
+from raytf import cli
 from tests.unit.kubernetes import checks
 
 FOLDER = checks.ROOT / "cluster" / "kubernetes"
@@ -126,6 +127,22 @@ WRONG = [
 def test_a_wrong_field_is_refused(name, path, value, says):
     found = checks.refusals(patched(documents(f"{name}.yaml"), path, value))
     assert any(says in text for text in found), found
+
+
+def test_the_pages_entrypoint_has_its_workers_where_kustomize_sets_them():
+    page = (checks.ROOT / "docs" / "guides" / "kubernetes.md").read_text()
+    (text,) = re.findall(r"```yaml\n(entrypoint:.*?)```", page, re.DOTALL)
+    (replacement,) = (
+        target["options"]
+        for rule in yaml.safe_load((FOLDER / "kustomization.yaml").read_text())["replacements"]
+        for target in rule["targets"]
+        if "spec.entrypoint" in target["fieldPaths"]
+    )
+    words = yaml.safe_load(text)["entrypoint"].split(replacement["delimiter"])
+    place = replacement["index"]
+    assert words[place - 1] == "--num-workers" and words[place].isdigit()
+    command = cli.main.commands["train"]
+    assert command.make_context("train", words[2:]).params["num_workers"] == int(words[place])
 
 
 def test_settings_and_images_reach_every_file(tmp_path):
