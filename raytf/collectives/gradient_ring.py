@@ -124,7 +124,7 @@ class GradientRing(Exchange):
         return result, None if rows is None else total
 
     def sum_rows(
-        self, gradients: Sequence[tf.IndexedSlices], rows: tf.Tensor | None, merge: bool
+        self, gradients: Sequence[tf.IndexedSlices], rows: tf.Tensor | None, merge: bool, fixed: Sequence[bool]
     ) -> list[tf.IndexedSlices]:
         """Sums gradients of some rows of tables over the workers in one exchange, in a replica context.
 
@@ -133,10 +133,12 @@ class GradientRing(Exchange):
             rows: As for `sum`.
             merge: Whether ids are unique on each worker, and shall be in the result; otherwise it has all slices, by
                 rank.
+            fixed: Whether ids do not come from the rows of the batch, for each of the gradients. Ids that are equal on
+                all workers are then in the result once, as one process has them, and their values are summed.
         """
         flat = [part for g in gradients for part in (tf.cast(g.indices, tf.int64), g.values)]
         own_rows = tf.cast(-1 if rows is None else rows, tf.float64)
-        gather = functools.partial(self._sum_rows, merge)
+        gather = functools.partial(self._sum_rows, merge, tuple(fixed))
         found = self._ordered(gather, [own_rows, *flat], [part.dtype for part in flat])
         results = []
         for g, ids, values in zip(gradients, found[::2], found[1::2], strict=True):
@@ -145,7 +147,7 @@ class GradientRing(Exchange):
             results.append(tf.IndexedSlices(values, tf.cast(ids, g.indices.dtype), g.dense_shape))
         return results
 
-    def _sum_rows(self, merge: bool, rows: np.ndarray, *flat: np.ndarray) -> list[np.ndarray]:
+    def _sum_rows(self, merge: bool, fixed: Sequence[bool], rows: np.ndarray, *flat: np.ndarray) -> list[np.ndarray]:
         header = np.array([rows, *map(len, flat[::2])], np.float64)
         (gathered,) = self._gather_arrays([np.concatenate([bytes_of(part) for part in (header, *flat)])])
         begin = 0
@@ -165,7 +167,11 @@ class GradientRing(Exchange):
             used = next((parts[2 * i][0] for n, parts in workers if n and parts[2 * i].size), 0)
             ids = [parts[2 * i] if n else np.full_like(parts[2 * i], used) for n, parts in workers]  # of placeholders
             weighted = [_weighted(parts[2 * i + 1], n / total if n >= 0 else 1.0) for n, parts in workers]
-            results += _merged(ids, weighted, part.dtype) if merge else _joined(ids, weighted, part.dtype)
+            counting = [rank for rank, (n, _) in enumerate(workers) if n] or range(len(workers))
+            if fixed[i] and all(np.array_equal(ids[rank], ids[counting[0]]) for rank in counting):
+                results += [ids[counting[0]], sum(weighted[rank] for rank in counting).astype(part.dtype, copy=False)]
+            else:
+                results += _merged(ids, weighted, part.dtype) if merge else _joined(ids, weighted, part.dtype)
         return results
 
     def packs(self, tensors: Sequence[tf.Tensor | tf.TensorSpec]) -> list[Pack]:

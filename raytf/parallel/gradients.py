@@ -137,7 +137,10 @@ def _differentiable_mean(gradients: Sequence) -> list:
         def back(*upstream):
             flowing = _differentiable_mean(upstream[: len(averaged)])
             for i, (start, count) in zip(slices, own, strict=True):
-                flowing[i] = flowing[i][start : start + count]
+                begin = tf.where(
+                    tf.equal(tf.shape(flowing[i])[0], count), 0, start
+                )  # ids of all workers may be one's own
+                flowing[i] = flowing[i][begin : begin + count]
             return flowing
 
         return [*map(own_loops.content_of, averaged), *(averaged[i].indices for i in slices)], back
@@ -260,6 +263,39 @@ def may_differ(step: step_module.Step, value) -> bool:
     return False
 
 
+def has_fixed_ids(step: step_module.Step | None, gradient: tf.IndexedSlices) -> bool:
+    """Whether the ids of slices do not come from rows, as those of a table of positions: all workers have the same.
+
+    They may depend on any dimension of a batch but the first, as in `embedding(ops.arange(ops.shape(x)[1]))`.
+    """
+    if tf.executing_eagerly():
+        return False  # their origin is unknown
+    seen, left = set(), [gradient.indices]
+    while left:
+        tensor = left.pop()
+        if id(tensor) in seen or hasattr(tensor, "numpy") or (step is not None and step.is_alike(tensor)):
+            continue
+        seen.add(id(tensor))
+        if tensor.op.type in own_loops.READS or _is_later_dimension(tensor):
+            continue
+        inputs = list(tensor.op.inputs) if tensor.op.type in _CALLS else _inputs_of(tensor)
+        if inputs is None or len(seen) > _MOST_OPERATIONS:
+            return False
+        left += inputs
+    return True
+
+
+def _is_later_dimension(tensor) -> bool:
+    """Whether a tensor is one dimension of another tensor's shape, and not the first, in which rows are."""
+    operation = tensor.op
+    if operation.type != "StridedSlice" or operation.inputs[0].op.type != "Shape":
+        return False
+    place, rank = tf.get_static_value(operation.inputs[1]), operation.inputs[0].shape[0]
+    if place is None or rank is None or operation.get_attr("shrink_axis_mask") != 1:
+        return False
+    return int(place[0]) % rank > 0
+
+
 def _inputs_of(tensor) -> list | None:
     """Returns the tensors that a tensor is a function of, in its graph or an outer one; None if it depends on more."""
     if tf.executing_eagerly() or hasattr(tensor, "numpy"):
@@ -303,6 +339,7 @@ def mean(grads: Sequence, merge: bool = True) -> list:
         merge: Whether slices may be merged, so that ids are unique.
     """
     step = step_module.current()
+    fixed = [isinstance(g, tf.IndexedSlices) and has_fixed_ids(step, g) for g in grads]
     merge = merge and sparse_rows.lazy
     if merge:
         grads = [sparse_rows.of_this_worker(g, step) if isinstance(g, tf.IndexedSlices) else g for g in grads]
@@ -318,13 +355,17 @@ def mean(grads: Sequence, merge: bool = True) -> list:
         for i, g in zip(in_ring, summed, strict=True):
             reduced[i] = g
     if slices:
-        for i, g in zip(slices, ring.sum_rows([grads[i] for i in slices], own_rows, merge), strict=True):
+        summed = ring.sum_rows([grads[i] for i in slices], own_rows, merge, [fixed[i] for i in slices])
+        for i, g in zip(slices, summed, strict=True):
             reduced[i] = g
             if merge and step is not None:
                 step.note_merged(g)
     if in_collectives:
-        for i, g in zip(in_collectives, _in_collectives([grads[i] for i in in_collectives], step, rows), strict=True):
-            reduced[i] = g
+        given = [grads[i] for i in in_collectives]
+        apart = [fixed[i] and g.values.shape.is_fully_defined() for i, g in zip(in_collectives, given, strict=True)]
+        dense = [g.values if alone else g for g, alone in zip(given, apart, strict=True)]
+        for i, g, alone in zip(in_collectives, _in_collectives(dense, step, rows), apart, strict=True):
+            reduced[i] = tf.IndexedSlices(g, grads[i].indices, grads[i].dense_shape) if alone else g
     if ring is not None and (slices or in_collectives):
         given = [i for i, g in enumerate(reduced) if g is not None]
         for i, g in zip(given, ring.commit([reduced[i] for i in given]), strict=True):

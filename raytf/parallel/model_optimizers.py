@@ -106,10 +106,14 @@ def build(model, data_batch, method: str = "fit") -> None:
             if not decides_itself(model, method):
                 raise
             _build_by_step(model, data_batch, method)
+            _check_built(model, method)
+    elif unbuilt(model) and decides_itself(model, method):
+        _build_by_step(model, data_batch, method)
     elif not unbuilt(model):
         model.built = True
     metric_state.check(model)
-    if model.optimizer is not None and not model.optimizer.built:
+    in_parts = not has_call(model) and unbuilt(model)  # the step that builds the others knows what it trains
+    if model.optimizer is not None and not model.optimizer.built and not in_parts:
         model.optimizer.build(model.trainable_variables)
 
 
@@ -135,6 +139,11 @@ def _build_by_step(model, data_batch, method: str) -> None:
         of_replica = (lambda data: strategy.run(step, args=(data,))) if many_replicas(strategy) else step
         with patched(BaseOptimizer, "apply", built_only):
             tf.function(of_replica).get_concrete_function(data_batch)
+        model.built = not unbuilt(model)
+
+
+def _check_built(model, method: str) -> None:
+    """Raises ConfigError for layers that the model's own step has not built."""
     if left := unbuilt(model):
         why = f"a {method} of its own" if _is_own(model, method) else "run_eagerly=True and a step of its own"
         raise ConfigError(
@@ -142,7 +151,6 @@ def _build_by_step(model, data_batch, method: str) -> None:
             f"{model.name!r}, with {why}, and {', '.join(repr(layer.name) for layer in left[:3])} not built",
             "Call the layers, or their build(), on the shape of a row where the model is made",
         )
-    model.built = True
 
 
 def noted(model) -> dict[str, dict]:

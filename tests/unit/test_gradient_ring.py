@@ -69,12 +69,15 @@ def rows_of_tables(on_each):
 
     from raytf.collectives.gradient_ring import GradientRing
 
-    def make(tables, rows, merge):
+    def make(tables, rows, merge, fixed=None):
         def work(place):
             mine = None if rows is None else tf.constant(rows[place.rank])
             slices = [tf.IndexedSlices(tf.constant(v), tf.constant(i), (9, 2)) for i, v in tables[place.rank]]
             ring = GradientRing(place)
-            return [(g.indices.numpy(), g.values.numpy()) for g in ring.sum_rows(slices, mine, merge)]
+            return [
+                (g.indices.numpy(), g.values.numpy())
+                for g in ring.sum_rows(slices, mine, merge, fixed or len(slices) * [False])
+            ]
 
         return on_each(work)
 
