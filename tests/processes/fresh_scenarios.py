@@ -541,6 +541,40 @@ def fresh_logs_of_logs(p):
     return p.fit(own(Reset, loss="mse", metrics=["mae"]), pairs())[1]
 
 
+class Positions(layers.Layer):
+    """Token and position embeddings, as Keras' Transformer examples have them."""
+
+    def __init__(self, kind, **kwargs):
+        super().__init__(**kwargs)
+        self.kind, self.tokens, self.places = kind, layers.Embedding(20, 4), layers.Embedding(8, 4)
+
+    def call(self, x):
+        places = {
+            "once": lambda: ops.arange(0, ops.shape(x)[-1], 1),
+            "rows": lambda: ops.tile(ops.arange(ops.shape(x)[1])[None], [ops.shape(x)[0], 1]),
+            "folded": lambda: ops.arange(ops.shape(x)[1]) // 2,
+        }[self.kind]()
+        return self.tokens(x) + self.places(places)
+
+
+@scenario
+def fresh_positions_by_adam(p):
+    """Adam squares gradients of each id: those of positions are there once in a step, those of tokens for each row."""
+    x, out = np.random.default_rng(3).integers(0, 20, (UNEVEN, 6)), {}
+
+    def build(kind, length):
+        inputs = keras.Input((length,), dtype="int64")
+        code = layers.GlobalAveragePooling1D()(Positions(kind)(inputs))
+        optimizer = lambda: keras.optimizers.Adam(0.01)
+        return compiled(keras.Model(inputs, layers.Dense(3)(code)), one_loss(), optimizer)
+
+    one_loss = lambda: keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    for kind, length in (("once", 6), ("once", None), ("rows", 6), ("folded", None)):
+        found = p.fit(lambda kind=kind, length=length: build(kind, length), (x, classes(3, rows=UNEVEN)))[1]
+        out |= {f"{kind} {length} {name}": value for name, value in found.items()}
+    return out
+
+
 @scenario
 def fresh_regularized_embedding(p):
     tokens = np.random.default_rng(3).integers(0, 20, (UNEVEN, 5))

@@ -9,7 +9,7 @@ FLOAT64 = list(SCENARIOS)
 FLOAT32 = ["kinds_sgd", "kinds_adam", "kinds_adamw", "last_batch_smaller", "gan_dcgan", "gan_in_conditions"]
 FLOAT32 += ["circle_loss_with_weights", "metric_functions_that_reduce", "own_compute_loss"]  # which gather rows
 FLOAT32 += ["what_a_loop_exchanges", "gradients_halved_on_condition", "gradients_of_an_embedding_clipped"]
-FLOAT32 += ["used_rows_by_adam"]
+FLOAT32 += ["used_rows_by_adam", "fresh_positions_by_adam"]
 FLOAT32 += ["gradient_penalty", "states_that_say_how_they_are_joined", "callbacks_draw_in_epochs", "own_loop_with_clip"]
 THREE = [
     "kinds_adam",
@@ -31,6 +31,7 @@ THREE = [
     *("gradients_clip_by_global_norm", "gradients_of_an_embedding_clipped", "gan_with_clip", "gradient_penalty"),
     *("gradient_penalty_of_an_embedding", "unreduced_losses", "states_that_say_how_they_are_joined"),
     *("callbacks_draw_in_batches", "own_loop_with_clip", "used_rows_by_adam", "all_rows_by_adagrad"),
+    "fresh_positions_by_adam",
 ]
 # Two devices in one process: what reduces, divides and feeds; callbacks are one process' own matter.
 LOCAL = [
@@ -46,6 +47,7 @@ LOCAL = [
     *("unreduced_loss_in_one_array", "logs_run_eagerly"),
     *("overridden_apply", "overridden_update_step", "reduction_none", "states_that_say_how_they_are_joined"),
     *("own_loop_with_clip", "own_loop_with_its_own_sum", "states_that_do_not_say", "users_losses_of_classes"),
+    "fresh_positions_by_adam",
 ]
 # In the order in which the groups start, a few at a time: the long ones first.
 WANTED = {
@@ -67,7 +69,7 @@ FAST = {
         *("circle_loss_with_weights", "unreduced_loss", "own_compute_loss", "metric_functions_that_reduce"),
         *("logs_of_tensors", "states_that_say_how_they_are_joined", "callbacks_draw_in_epochs"),
         *("the_chiefs_draw_counts", "python_generator_is_read_once", "sparse_rows_of_which_a_worker_has_none"),
-        "tf_data_of_global_batches",
+        *("tf_data_of_global_batches", "fresh_positions_by_adam"),
     ]
 }
 

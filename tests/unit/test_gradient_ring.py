@@ -109,6 +109,23 @@ def test_rows_of_tables_are_summed_by_their_ids(rows_of_tables, kind):
     np.testing.assert_array_equal(sums, values(16, 8, 2, 8))
 
 
+def test_ids_that_do_not_come_from_rows_are_there_once(rows_of_tables):
+    """As one process has them; where they differ after all, all are there. A worker without rows counts for nothing."""
+    values = lambda *numbers: np.array([[n, 2 * n] for n in numbers], np.float64)
+    ids = np.int64([0, 1])
+    tables = [
+        [(ids, values(1, 2)), (ids, values(1, 2))],
+        [(ids, values(np.nan, 1)), (ids, values(1, 1))],
+        [(ids, values(4, 8)), (ids + 1, values(4, 8))],
+    ]
+    for merge in (False, True):
+        for (once, sums), (others, parts) in rows_of_tables(tables, [1, 0, 3], merge, [True, True]):
+            assert once.tolist() == [0, 1]
+            np.testing.assert_array_equal(sums, values(3.25, 6.5))
+            assert others.tolist() == ([0, 1, 2] if merge else [0, 1, 0, 0, 1, 2])
+            np.testing.assert_array_equal(parts.sum(0), [9.75, 19.5])
+
+
 @pytest.mark.parametrize("copies", [1, COPIES])
 @pytest.mark.parametrize("kind", [np.float64, np.float32])
 def test_means_have_the_same_bits_however_few_the_gradients_are(sums, kind, copies):
