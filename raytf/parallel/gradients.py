@@ -362,9 +362,9 @@ def mean(grads: Sequence, merge: bool = True) -> list:
                 step.note_merged(g)
     if in_collectives:
         given = [grads[i] for i in in_collectives]
-        apart = [fixed[i] and g.values.shape.is_fully_defined() for i, g in zip(in_collectives, given, strict=True)]
-        dense = [g.values if alone else g for g, alone in zip(given, apart, strict=True)]
-        for i, g, alone in zip(in_collectives, _in_collectives(dense, step, rows), apart, strict=True):
+        separate = [fixed[i] and g.values.shape.is_fully_defined() for i, g in zip(in_collectives, given, strict=True)]
+        dense = [g.values if alone else g for g, alone in zip(given, separate, strict=True)]
+        for i, g, alone in zip(in_collectives, _in_collectives(dense, step, rows), separate, strict=True):
             reduced[i] = tf.IndexedSlices(g, grads[i].indices, grads[i].dense_shape) if alone else g
     if ring is not None and (slices or in_collectives):
         given = [i for i, g in enumerate(reduced) if g is not None]

@@ -541,6 +541,56 @@ def fresh_logs_of_logs(p):
     return p.fit(own(Reset, loss="mse", metrics=["mae"]), pairs())[1]
 
 
+class Masked(layers.Layer):
+    """Splits patches into those that an encoder sees and those that it has to guess, with their places."""
+
+    def build(self, shape):
+        self.token = self.add_weight(shape=(shape[-1],), initializer="random_normal", name="token")
+        self.code, self.places = layers.Dense(4), layers.Embedding(shape[1], 4)
+
+    def call(self, patches):
+        places = self.places(ops.arange(ops.shape(patches)[1])[None]) + 0 * patches[..., :1]
+        guessed = self.code(self.token[None, None]) + places[:, 3:]
+        return self.code(patches[:, :3]) + places[:, :3], guessed
+
+
+class MaskedAutoencoder(keras.Model):
+    """As Keras' example has it: no `call`, and layers that only its own steps build, on shapes of their own."""
+
+    def __init__(self):
+        super().__init__()
+        self.masked, self.encoder, self.decoder = Masked(), layers.Dense(4, "gelu"), layers.Dense(3)
+
+    def _loss(self, patches):
+        seen, guessed = self.masked(patches)
+        found = self.decoder(guessed + ops.mean(self.encoder(seen), axis=1, keepdims=True))
+        return self.compute_loss(y=patches[:, 3:], y_pred=found), patches[:, 3:], found
+
+    def train_step(self, patches):
+        with tf.GradientTape() as tape:
+            loss, y, found = self._loss(patches)
+        parts = [part.trainable_variables for part in (self.encoder, self.decoder, self.masked)]
+        nested = zip(tape.gradient(loss, parts), parts, strict=True)
+        self.optimizer.apply_gradients([pair for two in nested for pair in zip(*two, strict=True)])
+        return self._logs(loss, y, found)
+
+    def test_step(self, patches):
+        return self._logs(*self._loss(patches))
+
+    def _logs(self, loss, y, found):
+        for metric in self.metrics:
+            metric.update_state(*((loss,) if metric.name == "loss" else (y, found)))
+        return {metric.name: metric.result() for metric in self.metrics}
+
+
+@scenario
+def fresh_masked_autoencoder(p):
+    def build():
+        return compiled(MaskedAutoencoder(), optimizer=lambda: keras.optimizers.Adam(0.01), metrics=["mae"])
+
+    return p.fit(build, floats(6, 3, rows=UNEVEN))[1]
+
+
 class Positions(layers.Layer):
     """Token and position embeddings, as Keras' Transformer examples have them."""
 

@@ -48,8 +48,9 @@ assert plot_image_gallery is its is keras.visualization.plot_image_gallery and "
 
 
 def test_packages_that_few_use_of_keras_come_with_their_first_use(tmp_path):
-    (tmp_path / "matplotlib").mkdir()  # stands for the package, which raytf's environment lacks
-    for name in ("__init__", "pyplot", "patches"):
-        (tmp_path / "matplotlib" / f"{name}.py").touch()
+    for name in ("sklearn/__init__", "matplotlib/__init__", "matplotlib/pyplot", "matplotlib/patches"):
+        path = tmp_path / f"{name}.py"  # for the packages, which an environment may lack
+        path.parent.mkdir(exist_ok=True)
+        path.touch()
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
     subprocess.run([sys.executable, "-c", DEFERRED], check=True, timeout=120, env=environment)
