@@ -124,7 +124,7 @@ class GradientRing(Exchange):
         return result, None if rows is None else total
 
     def sum_rows(
-        self, gradients: Sequence[tf.IndexedSlices], rows: tf.Tensor | None, merge: bool, fixed: Sequence[bool]
+        self, gradients: Sequence[tf.IndexedSlices], rows: tf.Tensor | None, merge: bool, fixed: Sequence[bool | None]
     ) -> list[tf.IndexedSlices]:
         """Sums gradients of some rows of tables over the workers in one exchange, in a replica context.
 
@@ -133,8 +133,9 @@ class GradientRing(Exchange):
             rows: As for `sum`.
             merge: Whether ids are unique on each worker, and shall be in the result; otherwise it has all slices, by
                 rank.
-            fixed: Whether ids do not come from the rows of the batch, for each of the gradients. Ids that are equal on
-                all workers are then in the result once, as one process has them, and their values are summed.
+            fixed: Whether ids do not come from the rows of the batch, for each of the gradients; None if unknown. Ids
+                that are equal on all workers are then in the result once, as one process has them, and their values
+                are summed. So are unknown ones that are unique, unless each worker has one row.
         """
         flat = [part for g in gradients for part in (tf.cast(g.indices, tf.int64), g.values)]
         own_rows = tf.cast(-1 if rows is None else rows, tf.float64)
@@ -147,7 +148,9 @@ class GradientRing(Exchange):
             results.append(tf.IndexedSlices(values, tf.cast(ids, g.indices.dtype), g.dense_shape))
         return results
 
-    def _sum_rows(self, merge: bool, fixed: Sequence[bool], rows: np.ndarray, *flat: np.ndarray) -> list[np.ndarray]:
+    def _sum_rows(
+        self, merge: bool, fixed: Sequence[bool | None], rows: np.ndarray, *flat: np.ndarray
+    ) -> list[np.ndarray]:
         header = np.array([rows, *map(len, flat[::2])], np.float64)
         (gathered,) = self._gather_arrays([np.concatenate([bytes_of(part) for part in (header, *flat)])])
         begin = 0
@@ -168,8 +171,10 @@ class GradientRing(Exchange):
             ids = [parts[2 * i] if n else np.full_like(parts[2 * i], used) for n, parts in workers]  # of placeholders
             weighted = [_weighted(parts[2 * i + 1], n / total if n >= 0 else 1.0) for n, parts in workers]
             counting = [rank for rank, (n, _) in enumerate(workers) if n] or range(len(workers))
-            if fixed[i] and all(np.array_equal(ids[rank], ids[counting[0]]) for rank in counting):
-                results += [ids[counting[0]], sum(weighted[rank] for rank in counting).astype(part.dtype, copy=False)]
+            first, most = ids[counting[0]], max(workers[rank][0] for rank in counting)
+            maybe = fixed[i] or (fixed[i] is None and most > 1 and len(np.unique(first)) == len(first))
+            if maybe and all(np.array_equal(ids[rank], first) for rank in counting):
+                results += [first, sum(weighted[rank] for rank in counting).astype(part.dtype, copy=False)]
             else:
                 results += _merged(ids, weighted, part.dtype) if merge else _joined(ids, weighted, part.dtype)
         return results

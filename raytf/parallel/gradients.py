@@ -263,13 +263,14 @@ def may_differ(step: step_module.Step, value) -> bool:
     return False
 
 
-def has_fixed_ids(step: step_module.Step | None, gradient: tf.IndexedSlices) -> bool:
+def has_fixed_ids(step: step_module.Step | None, gradient: tf.IndexedSlices) -> bool | None:
     """Whether the ids of slices do not come from rows, as those of a table of positions: all workers have the same.
 
-    They may depend on any dimension of a batch but the first, as in `embedding(ops.arange(ops.shape(x)[1]))`.
+    They may depend on any dimension of a batch but the first, as in `embedding(ops.arange(ops.shape(x)[1]))`. None if a
+    step runs eagerly, where nothing is known of their origin.
     """
     if tf.executing_eagerly():
-        return False  # their origin is unknown
+        return None
     seen, left = set(), [gradient.indices]
     while left:
         tensor = left.pop()
@@ -339,7 +340,7 @@ def mean(grads: Sequence, merge: bool = True) -> list:
         merge: Whether slices may be merged, so that ids are unique.
     """
     step = step_module.current()
-    fixed = [isinstance(g, tf.IndexedSlices) and has_fixed_ids(step, g) for g in grads]
+    fixed = [has_fixed_ids(step, g) if isinstance(g, tf.IndexedSlices) else False for g in grads]
     merge = merge and sparse_rows.lazy
     if merge:
         grads = [sparse_rows.of_this_worker(g, step) if isinstance(g, tf.IndexedSlices) else g for g in grads]

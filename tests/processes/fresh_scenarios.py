@@ -607,22 +607,30 @@ class Positions(layers.Layer):
         return self.tokens(x) + self.places(places)
 
 
-@scenario
-def fresh_positions_by_adam(p):
-    """Adam squares gradients of each id: those of positions are there once in a step, those of tokens for each row."""
-    x, out = np.random.default_rng(3).integers(0, 20, (UNEVEN, 6)), {}
+def positions(p, kind, length, **kwargs):
+    """Trains a table of positions by Adam, which squares the gradient of each id as often as a step has it."""
+    x = np.random.default_rng(3).integers(0, 20, (UNEVEN, 6))
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
-    def build(kind, length):
+    def build():
         inputs = keras.Input((length,), dtype="int64")
         code = layers.GlobalAveragePooling1D()(Positions(kind)(inputs))
-        optimizer = lambda: keras.optimizers.Adam(0.01)
-        return compiled(keras.Model(inputs, layers.Dense(3)(code)), one_loss(), optimizer)
+        model = keras.Model(inputs, layers.Dense(3)(code))
+        return compiled(model, loss, lambda: keras.optimizers.Adam(0.01), **kwargs)
 
-    one_loss = lambda: keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    for kind, length in (("once", 6), ("once", None), ("rows", 6), ("folded", None)):
-        found = p.fit(lambda kind=kind, length=length: build(kind, length), (x, classes(3, rows=UNEVEN)))[1]
-        out |= {f"{kind} {length} {name}": value for name, value in found.items()}
-    return out
+    found = p.fit(build, (x, classes(3, rows=UNEVEN)))[1]
+    return {f"{kind} {length} {name}": value for name, value in found.items()}
+
+
+@scenario
+def fresh_positions_by_adam(p):
+    kinds = (("once", 6), ("once", None), ("rows", 6), ("folded", None))
+    return {name: value for kind in kinds for name, value in positions(p, *kind).items()}
+
+
+@scenario
+def fresh_positions_run_eagerly(p):
+    return positions(p, "once", 6, run_eagerly=True)
 
 
 @scenario

@@ -124,6 +124,9 @@ def test_ids_that_do_not_come_from_rows_are_there_once(rows_of_tables):
             np.testing.assert_array_equal(sums, values(3.25, 6.5))
             assert others.tolist() == ([0, 1, 2] if merge else [0, 1, 0, 0, 1, 2])
             np.testing.assert_array_equal(parts.sum(0), [9.75, 19.5])
+    for rows, found in (([1, 0, 3], [0, 1]), ([1, 0, 1], [0, 1, 0, 0, 0, 1]), (None, 3 * [0, 1])):  # of unknown origin
+        (either, _), _ = rows_of_tables(tables, rows, False, [None, None])[0]
+        assert either.tolist() == found
 
 
 @pytest.mark.parametrize("copies", [1, COPIES])
