@@ -362,16 +362,29 @@ def mean(grads: Sequence, merge: bool = True) -> list:
             if merge and step is not None:
                 step.note_merged(g)
     if in_collectives:
-        given = [grads[i] for i in in_collectives]
-        separate = [fixed[i] and g.values.shape.is_fully_defined() for i, g in zip(in_collectives, given, strict=True)]
-        dense = [g.values if alone else g for g, alone in zip(given, separate, strict=True)]
-        for i, g, alone in zip(in_collectives, _in_collectives(dense, step, rows), separate, strict=True):
-            reduced[i] = tf.IndexedSlices(g, grads[i].indices, grads[i].dense_shape) if alone else g
+        for i, g in zip(in_collectives, _in_collectives([grads[i] for i in in_collectives], step, rows), strict=True):
+            reduced[i] = _with_ids_once(g) if fixed[i] else g
     if ring is not None and (slices or in_collectives):
         given = [i for i, g in enumerate(reduced) if g is not None]
         for i, g in zip(given, ring.commit([reduced[i] for i in given]), strict=True):
             reduced[i] = g
     return reduced
+
+
+def _with_ids_once(gathered: tf.IndexedSlices) -> tf.IndexedSlices:
+    """Returns slices of all replicas with the ids of one, and sums of their values, if all have the same ids."""
+    replicas, count = tf.distribute.get_replica_context().num_replicas_in_sync, tf.size(gathered.indices)
+    values, ids = gathered.values, gathered.indices
+
+    def sums():
+        parts = tf.reshape(values, tf.concat([[replicas, count // replicas], tf.shape(values)[1:]], 0))
+        return tf.reduce_sum(parts, 0), ids[: count // replicas]
+
+    whole = tf.reshape(ids[: count // replicas * replicas], (replicas, -1))
+    are_same = tf.logical_and(count % replicas == 0, tf.reduce_all(whole == whole[:1]))
+    values, ids = tf.cond(are_same, sums, lambda: (tf.identity(values), tf.identity(ids)))
+    values.set_shape([None, *gathered.values.shape[1:]])
+    return tf.IndexedSlices(values, ids, gathered.dense_shape)
 
 
 def _in_collectives(grads, step, rows):
