@@ -266,10 +266,10 @@ def may_differ(step: step_module.Step, value) -> bool:
 def has_fixed_ids(step: step_module.Step | None, gradient: tf.IndexedSlices) -> bool | None:
     """Whether the ids of slices do not come from rows, as those of a table of positions: all workers have the same.
 
-    They may depend on any dimension of a batch but the first, as in `embedding(ops.arange(ops.shape(x)[1]))`. None if a
-    step runs eagerly, where nothing is known of their origin.
+    They may depend on any dimension of a batch but the first, as in `embedding(ops.arange(ops.shape(x)[1]))`. None if
+    their origin is unknown, as in a step that runs eagerly, or for a fixed number of rows, which may be in constants.
     """
-    if tf.executing_eagerly():
+    if tf.executing_eagerly() or (step is not None and tf.get_static_value(step.rows) is not None):
         return None
     seen, left = set(), [gradient.indices]
     while left:
@@ -363,7 +363,7 @@ def mean(grads: Sequence, merge: bool = True) -> list:
                 step.note_merged(g)
     if in_collectives:
         for i, g in zip(in_collectives, _in_collectives([grads[i] for i in in_collectives], step, rows), strict=True):
-            reduced[i] = _with_ids_once(g) if fixed[i] else g
+            reduced[i] = g if fixed[i] is False else _with_ids_once(g, unique=fixed[i] is None)
     if ring is not None and (slices or in_collectives):
         given = [i for i, g in enumerate(reduced) if g is not None]
         for i, g in zip(given, ring.commit([reduced[i] for i in given]), strict=True):
@@ -371,8 +371,13 @@ def mean(grads: Sequence, merge: bool = True) -> list:
     return reduced
 
 
-def _with_ids_once(gathered: tf.IndexedSlices) -> tf.IndexedSlices:
-    """Returns slices of all replicas with the ids of one, and sums of their values, if all have the same ids."""
+def _with_ids_once(gathered: tf.IndexedSlices, unique: bool) -> tf.IndexedSlices:
+    """Returns slices of all replicas with the ids of one, and sums of their values, if all have the same ids.
+
+    Args:
+        gathered: The slices of all replicas, one after the other, in any order.
+        unique: Whether only several ids that are unique in each replica are summed.
+    """
     replicas, count = tf.distribute.get_replica_context().num_replicas_in_sync, tf.size(gathered.indices)
     values, ids = gathered.values, gathered.indices
 
@@ -382,6 +387,9 @@ def _with_ids_once(gathered: tf.IndexedSlices) -> tf.IndexedSlices:
 
     whole = tf.reshape(ids[: count // replicas * replicas], (replicas, -1))
     are_same = tf.logical_and(count % replicas == 0, tf.reduce_all(whole == whole[:1]))
+    if unique:
+        several = tf.logical_and(count > replicas, tf.size(tf.unique(whole[0]).y) == count // replicas)
+        are_same = tf.logical_and(are_same, several)
     values, ids = tf.cond(are_same, sums, lambda: (tf.identity(values), tf.identity(ids)))
     values.set_shape([None, *gathered.values.shape[1:]])
     return tf.IndexedSlices(values, ids, gathered.dense_shape)

@@ -11,7 +11,7 @@ from keras import layers, ops
 
 from tests.processes.loss_scenarios import UNEVEN, VALIDATION, Own, branches, one_hot, own, pairs, rows_of
 from tests.processes.optimizer_scenarios import dense
-from tests.processes.scenarios import SCENARIOS, by_branch, classes, floats, scenario
+from tests.processes.scenarios import SCENARIOS, by_branch, classes, floats, results, scenario
 from tests.processes.state_scenarios import with_states
 
 BEFORE = list(SCENARIOS)
@@ -607,30 +607,47 @@ class Positions(layers.Layer):
         return self.tokens(x) + self.places(places)
 
 
-def positions(p, kind, length, **kwargs):
-    """Trains a table of positions by Adam, which squares the gradient of each id as often as a step has it."""
-    x = np.random.default_rng(3).integers(0, 20, (UNEVEN, 6))
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+def with_positions(kind, length, **kwargs):
+    """Builds a model with a table of positions, whose optimizer squares the gradient of an id each time it is there."""
 
     def build():
         inputs = keras.Input((length,), dtype="int64")
         code = layers.GlobalAveragePooling1D()(Positions(kind)(inputs))
-        model = keras.Model(inputs, layers.Dense(3)(code))
-        return compiled(model, loss, lambda: keras.optimizers.Adam(0.01), **kwargs)
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        adam = lambda: keras.optimizers.Adam(0.01)
+        return compiled(keras.Model(inputs, layers.Dense(3)(code)), loss, adam, **kwargs)
 
-    found = p.fit(build, (x, classes(3, rows=UNEVEN)))[1]
-    return {f"{kind} {length} {name}": value for name, value in found.items()}
+    return build
+
+
+def tokens():
+    return np.random.default_rng(3).integers(0, 20, (UNEVEN, 6)), classes(3, rows=UNEVEN)
 
 
 @scenario
 def fresh_positions_by_adam(p):
-    kinds = (("once", 6), ("once", None), ("rows", 6), ("folded", None))
-    return {name: value for kind in kinds for name, value in positions(p, *kind).items()}
+    out = {}
+    for kind, length in (("once", 6), ("once", None), ("rows", 6), ("folded", None)):
+        found = p.fit(with_positions(kind, length), tokens())[1]
+        out |= {f"{kind} {length} {name}": value for name, value in found.items()}
+    return out
 
 
 @scenario
 def fresh_positions_run_eagerly(p):
-    return positions(p, "once", 6, run_eagerly=True)
+    return p.fit(with_positions("once", 6, run_eagerly=True), tokens())[1]
+
+
+@scenario
+def fresh_positions_of_a_fixed_number_of_rows(p):
+    """A number of rows that is known as a step is traced is in constants, as positions are."""
+    out = {}
+    for kind in ("once", "rows"):
+        dataset = tf.data.Dataset.from_tensor_slices(tokens()).batch(24, drop_remainder=True)
+        model = p._built(with_positions(kind, 6))
+        found = results(model, model.fit(dataset, epochs=2, verbose=0))
+        out |= {f"{kind} {name}": value for name, value in found.items()}
+    return out
 
 
 @scenario

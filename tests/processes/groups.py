@@ -9,7 +9,7 @@ FLOAT64 = list(SCENARIOS)
 FLOAT32 = ["kinds_sgd", "kinds_adam", "kinds_adamw", "last_batch_smaller", "gan_dcgan", "gan_in_conditions"]
 FLOAT32 += ["circle_loss_with_weights", "metric_functions_that_reduce", "own_compute_loss"]  # which gather rows
 FLOAT32 += ["what_a_loop_exchanges", "gradients_halved_on_condition", "gradients_of_an_embedding_clipped"]
-FLOAT32 += ["used_rows_by_adam", "fresh_positions_by_adam"]
+FLOAT32 += ["used_rows_by_adam", "fresh_positions_by_adam", "fresh_positions_of_a_fixed_number_of_rows"]
 FLOAT32 += ["gradient_penalty", "states_that_say_how_they_are_joined", "callbacks_draw_in_epochs", "own_loop_with_clip"]
 THREE = [
     "kinds_adam",
@@ -47,7 +47,7 @@ LOCAL = [
     *("unreduced_loss_in_one_array", "logs_run_eagerly"),
     *("overridden_apply", "overridden_update_step", "reduction_none", "states_that_say_how_they_are_joined"),
     *("own_loop_with_clip", "own_loop_with_its_own_sum", "states_that_do_not_say", "users_losses_of_classes"),
-    "fresh_positions_by_adam",
+    *("fresh_positions_by_adam", "fresh_positions_run_eagerly", "fresh_positions_of_a_fixed_number_of_rows"),
 ]
 # In the order in which the groups start, a few at a time: the long ones first.
 WANTED = {
