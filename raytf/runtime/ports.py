@@ -13,10 +13,12 @@ from collections.abc import Iterator
 
 import ray.util
 
-from raytf import liveness, procfs
+from raytf import liveness, logs, procfs
 from raytf.errors import ConfigError
 from raytf.runtime import networks, packet_filter
 from raytf.runtime.settings import Listening
+
+logger = logs.get_logger(__name__)
 
 # Not Python's own generator: Keras draws its seeds from it, and the user has seeded it.
 _RANDOM = random.SystemRandom()
@@ -151,7 +153,8 @@ def listen_only_at(address: str) -> None:
     """Restricts this process' listeners on a port to one address, as if they were bound to it.
 
     TensorFlow listens on all interfaces. The kernel drops packets for other addresses of this host, by a filter on the
-    socket. Does nothing outside Linux, or if another address is translated to this host's.
+    socket. Does nothing outside Linux, or if another address is translated to this host's. Logs a warning if the kernel
+    takes no filter from this process.
 
     Args:
         address: "host:port" with a numeric host.
@@ -165,7 +168,13 @@ def listen_only_at(address: str) -> None:
             if listener.family == socket.AF_UNIX or listener.getsockname()[1] != port:
                 continue
             if listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                packet_filter.attach_filter(listener, program)
+                try:
+                    packet_filter.attach_filter(listener, program)
+                except PermissionError as error:
+                    logger.warning(
+                        f"port {port} of TensorFlow's server can be reached at all addresses of this host, as the "
+                        f"kernel refuses a packet filter ({error}): close it to others in a firewall"
+                    )
 
 
 def _is_own_host(host: str) -> bool:

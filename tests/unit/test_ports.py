@@ -1,5 +1,7 @@
 """Connections of this process that are hung up, and what may listen where."""
 
+import contextlib
+import errno
 import os
 import random
 import socket
@@ -59,12 +61,32 @@ def test_a_worker_listens_at_the_address_that_was_kept_for_it(monkeypatch):
     ports.end_claims()
 
 
+def takes_filters():
+    with socket.socket() as sock, contextlib.suppress(PermissionError):
+        packet_filter.attach_filter(sock, packet_filter.only_to_address("127.0.0.1"))
+        return True
+    return False
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a filter of Linux")
+def test_a_filter_that_the_kernel_refuses_is_said(monkeypatch, caplog):
+    def refused(*_):
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(packet_filter, "attach_filter", refused)
+    with socket.create_server(("", 0)) as server:
+        ports.listen_only_at(f"127.0.0.1:{server.getsockname()[1]}")
+    assert "as the kernel refuses a packet filter ([Errno 1]" in caplog.text
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="a filter of Linux")
 @pytest.mark.parametrize(
     ("everywhere", "here", "elsewhere"), [("", "127.0.0.2", "127.0.0.1"), ("::", "127.0.0.2", "::1")]
 )
 def test_what_listens_everywhere_is_kept_to_an_address(everywhere, here, elsewhere):
     """As TensorFlow's server listens, and gRPC with a socket for both kinds of addresses."""
+    if not takes_filters():
+        pytest.skip("the kernel takes no packet filter of this user")
     both = everywhere == "::"
     family = socket.AF_INET6 if both else socket.AF_INET
     with socket.create_server((everywhere, 0), family=family, dualstack_ipv6=both) as server:
