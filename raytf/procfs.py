@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -140,6 +142,14 @@ def pid_namespace() -> int | None:
     with contextlib.suppress(OSError):
         return os.stat("/proc/self/ns/pid").st_ino
     return None
+
+
+def machine_id() -> str:
+    """Returns an id of the machine, its boot and the container, as containers number their processes separately."""
+    boot, container = boot_id(), pid_namespace()
+    if boot is None or container is None:  # not Linux
+        return f"{socket.gethostname()} {uuid.getnode()}"
+    return f"{boot} pid:[{container}]"
 
 
 def mounts() -> str:

@@ -148,9 +148,7 @@ class GradientRing(Exchange):
             results.append(tf.IndexedSlices(values, tf.cast(ids, g.indices.dtype), g.dense_shape))
         return results
 
-    def _sum_rows(
-        self, merge: bool, fixed: Sequence[bool | None], rows: np.ndarray, *flat: np.ndarray
-    ) -> list[np.ndarray]:
+    def _sum_rows(self, merge: bool, fixed: Sequence, rows: np.ndarray, *flat: np.ndarray) -> list[np.ndarray]:
         header = np.array([rows, *map(len, flat[::2])], np.float64)
         (gathered,) = self._gather_arrays([np.concatenate([bytes_of(part) for part in (header, *flat)])])
         begin = 0
@@ -165,13 +163,14 @@ class GradientRing(Exchange):
             own_rows, *counts = take(header.size, header)
             workers.append((own_rows, [take(int(counts[i // 2]), part) for i, part in enumerate(flat)]))
         total = max(sum(own_rows for own_rows, _ in workers), 1.0)
+        counting = [rank for rank, (n, _) in enumerate(workers) if n] or range(len(workers))
+        most = max(workers[rank][0] for rank in counting)
         results = []
         for i, part in enumerate(flat[1::2]):
             used = next((parts[2 * i][0] for n, parts in workers if n and parts[2 * i].size), 0)
             ids = [parts[2 * i] if n else np.full_like(parts[2 * i], used) for n, parts in workers]  # of placeholders
             weighted = [_weighted(parts[2 * i + 1], n / total if n >= 0 else 1.0) for n, parts in workers]
-            counting = [rank for rank, (n, _) in enumerate(workers) if n] or range(len(workers))
-            first, most = ids[counting[0]], max(workers[rank][0] for rank in counting)
+            first = ids[counting[0]]
             maybe = fixed[i] or (fixed[i] is None and most > 1 and len(np.unique(first)) == len(first))
             if maybe and all(np.array_equal(ids[rank], first) for rank in counting):
                 results += [first, sum(weighted[rank] for rank in counting).astype(part.dtype, copy=False)]

@@ -131,8 +131,8 @@ class BackgroundVerification:
             process = start_process(Process, ray.get_runtime_context().get_node_id(), environment, soft=True)
             try:
                 importing, settings = process.execute.remote(_import, not self._is_urgent), timeouts.get()
-                ((pid, host),) = collect_answers([importing], settings.imports, "its imports", names=["a process"])
-                self._pid = pid if host == _host() else None
+                ((pid, machine),) = collect_answers([importing], settings.imports, "its imports", names=["a process"])
+                self._pid = pid if machine == procfs.machine_id() else None
                 self._hurry()
                 call = process.execute.remote(
                     timeouts.call_with, settings, compare_workers, sending, parts, self._subject == "warn"
@@ -183,17 +183,12 @@ def _exit_deadline() -> float:
     return time.monotonic() + timeouts.get().verify_end
 
 
-def _import(at_low_priority: bool) -> tuple[int, tuple]:
-    """Imports what a comparison needs; returns (the id of this process, its host)."""
+def _import(at_low_priority: bool) -> tuple[int, str]:
+    """Imports what a comparison needs; returns (the id of this process, that of its machine)."""
     if at_low_priority:
         os.nice(_NICE)
     import_raytf()
-    return os.getpid(), _host()
-
-
-def _host() -> tuple[str | None, int | None]:
-    """Returns what processes that can change each other's priority have in common."""
-    return procfs.boot_id(), procfs.pid_namespace()
+    return os.getpid(), procfs.machine_id()
 
 
 def compare_workers(sending: SentModel, parts: dict[str, tuple], last: bool) -> verify.Proof:

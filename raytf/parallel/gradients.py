@@ -9,8 +9,10 @@ known to be equal.
 from __future__ import annotations
 
 import functools
+import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -137,9 +139,8 @@ def _differentiable_mean(gradients: Sequence) -> list:
         def back(*upstream):
             flowing = _differentiable_mean(upstream[: len(averaged)])
             for i, (start, count) in zip(slices, own, strict=True):
-                begin = tf.where(
-                    tf.equal(tf.shape(flowing[i])[0], count), 0, start
-                )  # ids of all workers may be one's own
+                # all workers' ids may be there once, which are this worker's
+                begin = tf.where(tf.equal(tf.shape(flowing[i])[0], count), 0, start)
                 flowing[i] = flowing[i][begin : begin + count]
             return flowing
 
@@ -245,22 +246,7 @@ def may_differ(step: step_module.Step, value) -> bool:
         return False
     if tf.executing_eagerly():
         return True  # its origin is unknown
-    seen, left = set(), [value]
-    while left:
-        tensor = left.pop()
-        if id(tensor) in seen or hasattr(tensor, "numpy") or getattr(tensor, "op", None) is None:
-            continue
-        seen.add(id(tensor))
-        if step.is_alike(tensor):
-            continue
-        operation = tensor.op
-        if operation.type in own_loops.READS:
-            continue
-        inputs = list(operation.inputs) if operation.type in _CALLS else _inputs_of(tensor)
-        if inputs is None:
-            return True
-        left += inputs
-    return False
+    return _reaches_batch(step, value)
 
 
 def has_fixed_ids(step: step_module.Step | None, gradient: tf.IndexedSlices) -> bool | None:
@@ -271,19 +257,33 @@ def has_fixed_ids(step: step_module.Step | None, gradient: tf.IndexedSlices) -> 
     """
     if tf.executing_eagerly() or (step is not None and tf.get_static_value(step.rows) is not None):
         return None
-    seen, left = set(), [gradient.indices]
+    return not _reaches_batch(step, gradient.indices, _is_later_dimension, _MOST_OPERATIONS)
+
+
+def _reaches_batch(
+    step: step_module.Step | None, value, passes: Callable[[Any], bool] = lambda tensor: False, most: float = math.inf
+) -> bool:
+    """Whether a tensor of a graph is a function of a batch, or of random numbers, or of more than is known.
+
+    Args:
+        step: The step, which knows equal values, or None.
+        value: A tensor.
+        passes: Whether a tensor counts as equal on all workers, whatever it is a function of.
+        most: Tensors to search; beyond them the answer is True.
+    """
+    seen, left = set(), [value]
     while left:
         tensor = left.pop()
-        if id(tensor) in seen or hasattr(tensor, "numpy") or (step is not None and step.is_alike(tensor)):
+        if id(tensor) in seen or hasattr(tensor, "numpy") or getattr(tensor, "op", None) is None:
             continue
         seen.add(id(tensor))
-        if tensor.op.type in own_loops.READS or _is_later_dimension(tensor):
+        if (step is not None and step.is_alike(tensor)) or tensor.op.type in own_loops.READS or passes(tensor):
             continue
         inputs = list(tensor.op.inputs) if tensor.op.type in _CALLS else _inputs_of(tensor)
-        if inputs is None or len(seen) > _MOST_OPERATIONS:
-            return False
+        if inputs is None or len(seen) > most:
+            return True
         left += inputs
-    return True
+    return False
 
 
 def _is_later_dimension(tensor) -> bool:

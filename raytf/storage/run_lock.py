@@ -62,7 +62,7 @@ class RunLock:
         self._owner = {
             "id": self._id,
             "host": socket.gethostname(),
-            "machine": _machine(),
+            "machine": procfs.machine_id(),
             "pid": os.getpid(),
             "started": _started(os.getpid()),
             "since": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M:%S UTC"),
@@ -245,7 +245,7 @@ def _describe_owner(owner: dict) -> str:
 
 
 def _same_machine(owner: dict) -> bool:
-    return bool(owner) and owner.get("machine") == _machine()
+    return bool(owner) and owner.get("machine") == procfs.machine_id()
 
 
 def _is_dead(owner: dict, age: float | None) -> bool:
@@ -257,14 +257,6 @@ def _is_dead(owner: dict, age: float | None) -> bool:
         return owner.get("id") not in _acquired_locks
     started = _started(pid)
     return started is None or started != owner.get("started")
-
-
-def _machine() -> str:
-    """Returns an id of the machine, its boot and the container, as containers number their processes separately."""
-    boot, container = procfs.boot_id(), procfs.pid_namespace()
-    if boot is None or container is None:  # not Linux
-        return f"{socket.gethostname()} {uuid.getnode()}"
-    return f"{boot} pid:[{container}]"
 
 
 def _started(pid: int) -> str | None:

@@ -16,6 +16,7 @@ import raytf
 from raytf.events import Kind
 from raytf.testing import FaultPlan, Kill
 from tests.cluster import models
+from tests.cluster.test_healing import outcomes
 from tests.cluster.test_trainer import assert_equal, trainer
 from tests.waiting import until
 
@@ -43,12 +44,6 @@ def test_a_trial_of_a_sweep_equals_the_run_alone(undisturbed, tmp_path):
     assert_equal(second, undisturbed)
 
 
-def what_happened(result):
-    """(kind, ranks) of the starts and replacements of workers, in order."""
-    kinds = (Kind.WORKERS_STARTED, Kind.WORKER_REPLACED, Kind.RECOVERY_FAILED)
-    return [(event.kind, event.ranks) for event in raytf.run_events(result) if event.kind in kinds]
-
-
 def test_recovery_of_a_killed_worker_changes_nothing(undisturbed, tmp_path):
     plan = FaultPlan([Kill(rank=1, step=6)])
 
@@ -59,7 +54,7 @@ def test_recovery_of_a_killed_worker_changes_nothing(undisturbed, tmp_path):
     assert plan.happened(tmp_path / "faults") == list(plan.faults)
     assert_equal(result, undisturbed, 0)
     assert list(result.metrics_dataframe["epoch"]) == [1, 2, 3]
-    assert what_happened(result) == [(Kind.WORKERS_STARTED, ()), (Kind.WORKER_REPLACED, (1,))]
+    assert outcomes(result) == [(Kind.WORKERS_STARTED, ()), (Kind.WORKER_REPLACED, (1,))]
 
 
 def held(folder):
