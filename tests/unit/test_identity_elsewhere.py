@@ -22,7 +22,8 @@ RUN = "import runpy, sys\nfor path in sys.argv[1:]: runpy.run_path(path, run_nam
 # It comes first: a model is tried in a fork, which must not be one of a process that has run TensorFlow.
 READS = """
 import json, sys
-import cloudpickle, numpy as np, pyarrow as pa
+import numpy as np, pyarrow as pa
+from ray import cloudpickle
 from raytf.compat.fast_import import import_keras
 from raytf.data.batch_spec import BatchSpec
 from raytf.data.stored import StoredDataset
