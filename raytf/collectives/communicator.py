@@ -65,6 +65,14 @@ def all_sum(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     return result
 
 
+def of_first(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """Returns the tensors of the first replica, the chief's, on all replicas; in a replica's context."""
+    is_first = tf.equal(tf.distribute.get_replica_context().replica_id_in_sync_group, 0)
+    numbers = [tensor if tensor.dtype in exchange.SUMMABLE else tf.cast(tensor, tf.int64) for tensor in tensors]
+    summed = all_sum([tf.where(is_first, number, tf.zeros_like(number)) for number in numbers])
+    return [tf.cast(value, tensor.dtype) for value, tensor in zip(summed, tensors, strict=True)]
+
+
 def wide(tensor: tf.Tensor) -> tf.Tensor:
     """Returns the tensor, cast to float32 if it has 16-bit floats: a sum may exceed float16's 65504."""
     return tf.cast(tensor, tf.float32) if tensor.dtype in (tf.float16, tf.bfloat16) else tensor

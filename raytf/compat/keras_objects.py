@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 from raytf.compat.patching import patched_of
@@ -107,16 +108,29 @@ def takes_training(layer) -> bool:
 
 
 @uses_private("keras.src.trainers.trainer:Trainer._symbolic_build")
-def build_for(model, data_batch) -> None:
+def build_for(model, data_batch, left: Sequence = ()) -> None:
     """Builds model, loss and metrics for a batch; `build` accepts shapes and omits loss and metrics.
 
     Its number of rows is unknown, as in a step: a loss may need more than an example has. A model that needs it known
     gets the number of the example.
+
+    Args:
+        model: A compiled `keras.Model`.
+        data_batch: Tensors with the shapes and dtypes of a batch.
+        left: Parts of `unbuilt_parts` that are left to the model's own step, which may give them other labels.
     """
     import keras
 
     symbol = lambda t: t if t is None or not len(t.shape) else keras.KerasTensor((None, *t.shape[1:]), t.dtype)
-    unbuilt = [part for part in compiled_parts(model) if part is not None and not part.built]
+    if left:
+        for part in left:
+            part.built = True  # Keras passes it over
+        try:
+            return build_for(model, data_batch)
+        finally:
+            for part in left:
+                part.built = False
+    unbuilt = unbuilt_parts(model)
     try:
         model._symbolic_build(data_batch=keras.tree.map_structure(symbol, data_batch))
     except Exception:
@@ -149,6 +163,11 @@ def first_batch(adapter):
 def compiled_parts(model) -> tuple[Any, Any]:
     """Returns (loss, metrics) of `compile`, or None each; `model.loss` and `model.metrics` contain its arguments."""
     return model._compile_loss, model._compile_metrics
+
+
+def unbuilt_parts(model) -> list:
+    """Returns those of loss and metrics of `compile` that are not built yet."""
+    return [part for part in compiled_parts(model) if part is not None and not part.built]
 
 
 @uses_private("keras.src.trainers.compile_utils:CompileMetrics._user_metrics")

@@ -18,7 +18,7 @@ import keras
 import tensorflow as tf
 
 from raytf.collectives import gradient_ring
-from raytf.collectives.communicator import all_sum, local_replicas, wide
+from raytf.collectives.communicator import all_sum, local_replicas, of_first, wide
 from raytf.compat import keras_objects
 from raytf.compat.patching import patch
 from raytf.compat.tensorflow import may_record
@@ -218,26 +218,49 @@ def known_alike(step: step_module.Step, value) -> bool:
     if value is None:
         return True
     value = own_loops.content_of(value)
-    if step.is_alike(value):
-        return True
-    seen, left, depends = set(), [value], False
+    alike = step.is_alike(value) or _origins(step, value) == (True, False)
+    if alike:
+        step.note_alike(value)
+    return alike
+
+
+def differs_by_draws(step: step_module.Step, value) -> bool:
+    """Whether random numbers alone make a tensor of a graph differ between workers, as noise added to a gradient."""
+    return isinstance(value, tf.Tensor) and _origins(step, value) in ((True, True), (False, True))
+
+
+def note_drawn(seed: tf.Tensor) -> None:
+    """Records a seed from which a replica draws random numbers of its own."""
+    step = step_module.current()
+    if step is not None:
+        step.note_drawn(seed)
+    else:
+        own_loops.note_drawn(seed)
+
+
+def _origins(step: step_module.Step, value) -> tuple[bool, bool] | None:
+    """Returns (whether a tensor depends on equal values, whether on random numbers), or None if it depends on more."""
+    seen, left, alike, drawn = set(), [value], False, False
     while left:
         tensor = left.pop()
         if id(tensor) in seen:
             continue
         seen.add(id(tensor))
         if step.is_alike(tensor):
-            depends = True
+            alike = True
+        elif step.is_drawn(tensor):
+            drawn = True
         elif len(seen) > _MOST_OPERATIONS:
-            return False
+            return None
+        elif not hasattr(tensor, "numpy") and tensor.op.type in own_loops.DRAWS:
+            drawn = True
+            left += [t for t in tensor.op.inputs if t.dtype != tf.resource]
         else:
             inputs = _inputs_of(tensor)
             if inputs is None:
-                return False
+                return None
             left += inputs
-    if depends:
-        step.note_alike(value)
-    return depends
+    return alike, drawn
 
 
 def may_differ(step: step_module.Step, value) -> bool:
@@ -277,6 +300,8 @@ def _reaches_batch(
         if id(tensor) in seen or hasattr(tensor, "numpy") or getattr(tensor, "op", None) is None:
             continue
         seen.add(id(tensor))
+        if step is not None and step.is_drawn(tensor):
+            return True
         if (step is not None and step.is_alike(tensor)) or tensor.op.type in own_loops.READS or passes(tensor):
             continue
         inputs = list(tensor.op.inputs) if tensor.op.type in _CALLS else _inputs_of(tensor)
@@ -326,9 +351,13 @@ def for_optimizer(grads: Sequence, weights: Sequence) -> list:
     for variable in weights:
         _note_weight(step, variable)
     left = [i for i, g in enumerate(grads) if not known_alike(step, g)]
+    # noise on a summed gradient is one draw, as in one process: a mean of the workers' would be smaller
+    drawn = [i for i in left if differs_by_draws(step, grads[i])]
+    left = [i for i in left if i not in drawn]
     results = list(grads)
-    for i, value in zip(left, mean([grads[i] for i in left]) if left else [], strict=True):
-        results[i] = value
+    for places, joined in ((drawn, of_first), (left, mean)):
+        for i, value in zip(places, joined([grads[i] for i in places]) if places else [], strict=True):
+            results[i] = value
     return results
 
 

@@ -1,8 +1,9 @@
 """Joins the state of layers other than weights: counters, running means, codebooks.
 
 A variable's `aggregation` defines how workers' values are joined at each assignment in a step. "sum" adds the changes
-of all workers, "mean" is the mean over all rows, "only_first_replica" is the chief's value. Without it each worker has
-its own value until the epoch ends. A warning names each such variable once if it depends on a batch's rows.
+of all workers, "mean" is the mean over all rows, "only_first_replica" is the chief's value; so is each value that
+only random numbers make differ. Without an `aggregation` each worker has its own value until the epoch ends. A warning
+names each such variable once if it depends on a batch's rows.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ def assigned(variable: keras.Variable, value) -> bool:
     step = step_module.current()
     if step is None or getattr(step_module.state, "reduced", False):
         return False
-    if not step_module.is_joined(variable):
+    drawn = _is_one_draw(step, variable, value)
+    if not step_module.is_joined(variable) and not drawn:
         if step.states is not None:
             step.states.note(step, variable, value)
         return False
@@ -36,7 +38,8 @@ def assigned(variable: keras.Variable, value) -> bool:
     value = tf.cast(value, held.dtype)
     # TensorFlow's own assignment would start another collective of the replicas
     local = strategy.experimental_local_results(held)[_number_here(context, strategy)]
-    local.assign(_joined(step, context, variable.aggregation, tf.convert_to_tensor(local), value))
+    aggregation = "only_first_replica" if drawn else variable.aggregation
+    local.assign(_joined(step, aggregation, tf.convert_to_tensor(local), value))
     return True
 
 
@@ -45,12 +48,21 @@ def of_shared(step: step_module.Step, variable: keras.Variable, before: tf.Tenso
     if getattr(step_module.state, "reduced", False):
         return value
     if not step_module.says_how_to_join(variable):
+        if _is_one_draw(step, variable, value):
+            return communicator.of_first([value])[0]
         if step.states is not None:
             step.states.note(step, variable, value)
         return tf.where(step.rows > 0, value, before) if id(variable) in step.shared else value
     if variable.aggregation == "sum":
         return tf.where(step.rows > 0, value, before)
-    return _joined(step, tf.distribute.get_replica_context(), variable.aggregation, before, value)
+    return _joined(step, variable.aggregation, before, value)
+
+
+def _is_one_draw(step: step_module.Step, variable: keras.Variable, value) -> bool:
+    """Whether a variable without an `aggregation` gets noise, of which one draw counts, or replicas diverge."""
+    if variable.aggregation != "none" or variable.synchronization == "on_read" or step.is_in_control_flow():
+        return False
+    return gradients.differs_by_draws(step, value)
 
 
 def _number_here(context, strategy) -> int:
@@ -58,19 +70,16 @@ def _number_here(context, strategy) -> int:
     return int(number) % local_replicas(strategy) if local_replicas(strategy) > 1 else 0
 
 
-def _joined(step: step_module.Step, context, aggregation: str, before: tf.Tensor, value: tf.Tensor) -> tf.Tensor:
+def _joined(step: step_module.Step, aggregation: str, before: tf.Tensor, value: tf.Tensor) -> tf.Tensor:
     if aggregation == "sum":
         (added,) = all_sum([tf.where(step.rows > 0, value - before, tf.zeros_like(before))])
         return before + added
     if not gradients.may_differ(step, value):
         return value
-    if aggregation == "mean":
+    if aggregation == "mean" and not gradients.differs_by_draws(step, value):
         (joined,) = gradients.mean([value if value.dtype.is_floating else tf.cast(value, tf.float64)])
         return tf.cast(joined if value.dtype.is_floating else tf.round(joined), value.dtype)
-    first = tf.equal(context.replica_id_in_sync_group, 0)
-    number = value if value.dtype in (tf.float64, tf.float32, tf.int64, tf.int32) else tf.cast(value, tf.int32)
-    (chiefs,) = all_sum([tf.where(first, number, tf.zeros_like(number))])
-    return tf.cast(chiefs, value.dtype)
+    return communicator.of_first([value])[0]
 
 
 class States:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 
 from raytf.compat import keras_objects
@@ -87,8 +88,8 @@ def build(model, data_batch, method: str = "fit") -> None:
     """Builds a compiled model and `model.optimizer`, as Keras does before the first step; a step builds other
     optimizers.
 
-    Keras calls the model on the batch's first part. A model's own step may not do that: if the call fails, the step is
-    traced instead.
+    Keras calls the model on the batch's first part, and gives its labels to loss and metrics. A model's own step may do
+    neither: so the step is traced if the call fails, or to build metrics.
 
     Args:
         model: A compiled `keras.Model`.
@@ -99,8 +100,11 @@ def build(model, data_batch, method: str = "fit") -> None:
         ConfigError: The model has its own `fit`, and is not built; or a metric keeps its state in Python.
     """
     if has_call(model):
+        in_step = _is_own(model, _STEPS[method]) and not _is_own(model, method) and not model.run_eagerly
         try:
-            keras_objects.build_for(model, data_batch)
+            keras_objects.build_for(model, data_batch, left=keras_objects.unbuilt_parts(model) if in_step else ())
+            if in_step:
+                _build_metrics_by_step(model, data_batch, method)
         except Exception:
             metric_state.check(model)
             if not decides_itself(model, method):
@@ -140,6 +144,21 @@ def _build_by_step(model, data_batch, method: str) -> None:
         with patched(BaseOptimizer, "apply", built_only):
             tf.function(of_replica).get_concrete_function(data_batch)
         model.built = not unbuilt(model)
+
+
+def _build_metrics_by_step(model, data_batch, method: str) -> None:
+    """Builds metrics of `compile` for the labels that the model's own step gives them, such as one-hot ones.
+
+    If the step gives them none, or fails on the example, they are built for the batch's labels, as for Keras' own step.
+    Losses of several outputs have metrics, too; a single loss is left to the first step.
+    """
+    loss, metrics = keras_objects.compiled_parts(model)
+    counting = [metrics, loss if isinstance(model.loss, (dict, list, tuple)) else None]
+    if any(part is not None and not part.built for part in counting):
+        with contextlib.suppress(Exception):  # training says why the step fails
+            _build_by_step(model, data_batch, method)
+    if metrics is not None and not metrics.built:
+        keras_objects.build_for(model, data_batch, left=[p for p in keras_objects.unbuilt_parts(model) if p is loss])
 
 
 def _check_built(model, method: str) -> None:

@@ -148,7 +148,9 @@ def seed_next(original, self, ordered=True):
     if not step_module.in_replica_of_many():
         return seed
     replica = tf.cast(tf.distribute.get_replica_context().replica_id_in_sync_group, seed.dtype)
-    return seed + tf.stack([replica * _REPLICA_SEED, tf.zeros_like(replica)])
+    seed += tf.stack([replica * _REPLICA_SEED, tf.zeros_like(replica)])
+    gradients.note_drawn(seed)
+    return seed
 
 
 @patch((seed_module, "global_seed_generator"))

@@ -13,12 +13,16 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
+from raytf.collectives import communicator
 from raytf.compat.patching import patch
 from raytf.parallel import step as step_module
 
 # Operations that read a variable, without another effect.
 READS = ("ReadVariableOp", "ResourceGather")
-_TAPED, _ALIKE = "taped", "alike"
+# Operations that draw random numbers from a state of the process.
+DRAWS = ("RandomStandardNormal", "RandomUniform", "RandomUniformInt", "TruncatedNormal", "ParameterizedTruncatedNormal")
+DRAWS += ("RandomGamma", "RandomPoissonV2", "Multinomial", "RandomShuffle", "RngReadAndSkip")
+_TAPED, _ALIKE, _DRAWN = "taped", "alike", "drawn"
 # Number of operations beyond which a gradient is summed unchanged.
 _MOST_OPERATIONS = 50_000
 
@@ -69,6 +73,12 @@ def note_taped(gradients) -> None:
                 _loop().note(gradient, _TAPED)
 
 
+def note_drawn(seed) -> None:
+    """Records a seed of random numbers of a replica, in a user's own loop."""
+    if _is_one():
+        _loop().note(seed, _DRAWN)
+
+
 @patch((tf.distribute.ReplicaContext, "all_reduce"))
 def all_reduce(original, self, reduce_op, value, options=None):
     """Replaces `ReplicaContext.all_reduce`: an optimizer does not sum functions of its results again."""
@@ -114,7 +124,15 @@ def for_optimizer(grads: Sequence, total) -> list:
         values = {t.name: value for t, value in zip(sources, summed[len(left) :], strict=True)}
         for i in lifted:
             results[i] = ways[i].of(values)
+    drawn = [i for i, way in ways.items() if way.drawn and (way.alike or i in lifted) and tf.is_tensor(results[i])]
+    for i, value in zip(drawn, communicator.of_first([results[i] for i in drawn]) if drawn else [], strict=True):
+        results[i] = value
     return results
+
+
+def _draws(operation) -> bool:
+    """Whether an operation draws random numbers, and changes no variable."""
+    return operation.type in DRAWS and all(t.dtype != tf.resource for t in operation.inputs)
 
 
 def content_of(gradient):
@@ -130,13 +148,14 @@ class _Way:
         taped: The tapes' gradients that it is a function of.
         operations: The operations between both, in order.
         liftable: Whether these can be computed on other values.
+        drawn: Whether it is a function of random numbers, which each replica has of its own.
     """
 
     def __init__(self, loop: Loop, tensor):
         self._tensor, self.taped, self.operations = tensor, [], []
         kind = loop.kind_of(tensor)
         self.alike = kind == _ALIKE
-        self.liftable = True
+        self.liftable, self.drawn = True, False
         if kind is not None:
             self.taped = [tensor] if kind == _TAPED else []
             return
@@ -150,7 +169,7 @@ class _Way:
             if operation.name in seen and any(t.name in ends for t in operation.inputs):
                 self.operations.append(operation)
                 ends |= {t.name for t in operation.outputs}
-                self.liftable &= not operation.op_def.is_stateful
+                self.liftable &= not operation.op_def.is_stateful or _draws(operation)
 
     def _look(self, loop: Loop) -> tuple[set[str], bool, bool]:
         """Returns (names of earlier operations, whether some are no pure functions, whether one is the loop's sum)."""
@@ -166,9 +185,13 @@ class _Way:
                 self.taped.append(tensor)
             elif kind == _ALIKE:
                 summed = True
+            elif kind == _DRAWN:
+                self.drawn = True
             elif tensor.op.type not in READS:
                 seen.add(tensor.op.name)
-                unknown |= tensor.op.op_def.is_stateful or tensor.op.type == "Placeholder"
+                draws = _draws(tensor.op)
+                self.drawn |= draws
+                unknown |= (tensor.op.op_def.is_stateful and not draws) or tensor.op.type == "Placeholder"
                 left += tensor.op.inputs
             if len(seen) > _MOST_OPERATIONS:
                 self.taped.clear()

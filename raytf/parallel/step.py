@@ -31,6 +31,7 @@ class Step:
         self.states = states  # a `joined_state.States`, or None to warn of no states
         self._global_rows: list[tf.Tensor] = []
         self._alike: dict[int, object] = {}  # by id: tensors with equal values on all workers
+        self._drawn: dict[int, object] = {}  # by id: seeds of this worker's random numbers
         self._merged: dict[int, object] = {}  # by id: indices of gradients with unique ids
         self._local: dict[int, object] = {}  # by id: gradients of this worker's rows, for `shards`
         self._whole: dict[int, object] = {}  # by id: values, and factors, of the rows of all workers
@@ -43,6 +44,14 @@ class Step:
     def is_alike(self, tensor) -> bool:
         """Whether a tensor was recorded as equal on all workers."""
         return id(tensor) in self._alike
+
+    def note_drawn(self, seed) -> None:
+        """Records a seed of random numbers, which each replica has of its own."""
+        self._drawn[id(seed)] = seed
+
+    def is_drawn(self, tensor) -> bool:
+        """Whether a tensor was recorded as a seed."""
+        return id(tensor) in self._drawn
 
     def note_local(self, gradient: tf.Tensor) -> None:
         """Records that a gradient is a tape's own result over this replica's rows, which its optimizer sums."""

@@ -883,6 +883,53 @@ def fresh_diffusion(p):
     return with_states(p.fit(build, rows(UNEVEN), in_step=True, validation_data=p.data(rows(VALIDATION))))
 
 
+class Noisy(Own):
+    """Noise on gradients, as for privacy or in Langevin dynamics, and on a weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.draws = keras.random.SeedGenerator(3)
+
+    def noise(self, like, scale):
+        return scale * keras.random.normal(ops.shape(like), dtype=like.dtype, seed=self.draws)
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self(x, training=True))
+        variables = self.trainable_variables
+        gradients = [g + self.noise(g, 0.1) for g in tape.gradient(loss, variables)]
+        gradients[-1] += 1e-14 * tf.random.normal(tf.shape(gradients[-1]), dtype=gradients[-1].dtype)
+        self.optimizer.apply(gradients, variables)
+        self.hidden.kernel.assign_add(self.noise(self.hidden.kernel, 0.01))
+        return {"loss": loss}
+
+
+@scenario
+def fresh_noise_on_gradients(p):
+    return with_states(p.fit(lambda: compiled(Noisy(), optimizer=lambda: keras.optimizers.Adam(0.01)), pairs()))
+
+
+class Mixed(Own):
+    """Labels that its own step makes: one-hot ones for two losses and for "accuracy", of class numbers."""
+
+    def train_step(self, data):
+        x, y = data
+        return super().train_step((x * 1.1, ops.one_hot(y, 2, dtype=x.dtype) * 0.8 + 0.1))
+
+    def test_step(self, data):
+        x, y = data
+        return super().test_step((x, ops.one_hot(y, 2, dtype=x.dtype)))
+
+
+@scenario
+def fresh_labels_of_the_step(p):
+    rows = lambda count: (floats(6, rows=count), classes(2, rows=count))
+    loss = keras.losses.CategoricalCrossentropy(from_logits=True)
+    build = lambda: compiled(Mixed(), loss, metrics=["accuracy"], weighted_metrics=["accuracy"])
+    return p.fit(build, rows(UNEVEN), validation_data=p.data(rows(VALIDATION)))[1]
+
+
 class Ensemble(Own):
     """Keeps what it said of each row by the row's number; each row is one worker's, so changes add up."""
 

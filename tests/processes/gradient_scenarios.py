@@ -611,6 +611,32 @@ def own_loop_with_its_own_sum(p):
 
 
 @scenario
+def own_loop_with_noise(p):
+    """Noise on gradients of this worker, and on those that the loop has summed."""
+
+    def step_of(model, optimizer, loss_of):
+        with p.strategy.scope():
+            draws, other = keras.random.SeedGenerator(3), keras.optimizers.SGD(0.1, momentum=0.9)
+
+        def noisy(gradient):
+            return gradient + 0.1 * keras.random.normal(gradient.shape, dtype=gradient.dtype, seed=draws)
+
+        def step(x, y):
+            with tf.GradientTape() as tape:
+                loss = loss_of(x, y)
+            first, last = model.trainable_variables[:2], model.trainable_variables[2:]
+            gradients = tape.gradient(loss, [*first, *last])
+            optimizer.apply([noisy(g) for g in gradients[:2]], first)
+            summed = tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, gradients[2:])
+            other.apply([noisy(g) for g in summed], last)
+            return loss
+
+        return step
+
+    return own_loop(p, step_of)
+
+
+@scenario
 def own_loop_with_adaptive_clip_and_two_optimizers(p):
     """One optimizer is given gradients as they are, the other what a condition makes of them, and a table's."""
 

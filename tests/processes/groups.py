@@ -31,7 +31,7 @@ THREE = [
     *("gradients_clip_by_global_norm", "gradients_of_an_embedding_clipped", "gan_with_clip", "gradient_penalty"),
     *("gradient_penalty_of_an_embedding", "unreduced_losses", "states_that_say_how_they_are_joined"),
     *("callbacks_draw_in_batches", "own_loop_with_clip", "used_rows_by_adam", "all_rows_by_adagrad"),
-    "fresh_positions_by_adam",
+    *("fresh_positions_by_adam", "fresh_noise_on_gradients", "own_loop_with_noise"),
 ]
 # Two devices in one process: what reduces, divides and feeds; callbacks are one process' own matter.
 LOCAL = [
@@ -48,6 +48,7 @@ LOCAL = [
     *("overridden_apply", "overridden_update_step", "reduction_none", "states_that_say_how_they_are_joined"),
     *("own_loop_with_clip", "own_loop_with_its_own_sum", "states_that_do_not_say", "users_losses_of_classes"),
     *("fresh_positions_by_adam", "fresh_positions_run_eagerly", "fresh_positions_of_a_fixed_number_of_rows"),
+    *("fresh_noise_on_gradients", "own_loop_with_noise"),
 ]
 # In the order in which the groups start, a few at a time: the long ones first.
 WANTED = {
