@@ -16,26 +16,36 @@
 # 120 s before the time limit Slurm signals this shell (at a preemption, too, where slurm.conf has
 # SlurmctldParameters=preempt_send_user_signal). The command gets SIGTERM, stops after its step and writes it; the job is
 # queued again, and the same command resumes at the next step. A job whose node fails is queued again by Slurm itself.
+# After scancel the command stops in the same way, and the job is not queued again.
 # --exclusive, as `ray symmetric-run` ends with `ray stop`, which ends every Ray process of yours on a node.
 # Every node needs the same Python in PATH, and the same home, with Ray's token.
 # No Slurm has run this script: tests run it on network namespaces with srun and scontrol of their own.
 set -u
 export RAY_AUTH_MODE=token RAY_SYMMETRIC_RUN_CLUSTER_WAIT_TIMEOUT=300
 [ -e ~/.ray/auth_token ] || (umask 077 && ray get-auth-token --generate > /dev/null)
-head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)    # this one
-pid=$(mktemp)
+name=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)    # this node, whose /etc/hosts may say 127.0.1.1
+head=$(getent ahostsv4 "$name" | awk '$1 !~ /^127\./ {print $1; exit}')
+head=${head:-$(hostname -I | cut -d ' ' -f 1)}
+pid=$(mktemp) result=$(mktemp)
 stopped=
 
-trap 'stopped=yes; kill -TERM "$(cat "$pid")"' USR1 TERM
+trap 'stopped=yes; kill -TERM "$(cat "$pid")"' USR1
+trap 'kill -TERM "$(cat "$pid")"' TERM
 
-# One line a node; the first one that ends lets the others 10 s.
+# The first node's task ends with the command; those of the others start Ray again if it ends there. So the first task to
+# end is the command's, and srun ends the others 10 s later, by SIGKILL: its own exit code is theirs.
 # shellcheck disable=SC2016    # expanded on the node
-srun --wait=10 ray symmetric-run --address "$head:6379" --min-nodes "$SLURM_JOB_NUM_NODES" \
-    --num-cpus "$SLURM_CPUS_PER_TASK" --disable-usage-stats -- sh -c 'echo $$ > "$0"; exec "$@"' "$pid" "$@" &
-until wait $!; code=$?; [ "$code" -eq 0 ] || ! kill -0 $! 2> /dev/null; do :; done    # a signal ends a wait
+srun --wait=10 --cpus-per-task="$SLURM_CPUS_PER_TASK" bash -c '
+    result=$0
+    if [ "$SLURM_NODEID" = 0 ]; then ray symmetric-run "$@"; echo $? > "$result"; exit; fi
+    while :; do ray symmetric-run "$@"; sleep 5; done' "$result" \
+    --address "$head:6379" --min-nodes "$SLURM_JOB_NUM_NODES" --num-cpus "$SLURM_CPUS_PER_TASK" --disable-usage-stats -- \
+    sh -c 'echo $$ > "$0"; exec "$@"' "$pid" "$@" &
+while kill -0 $! 2> /dev/null; do wait $!; done    # a signal ends a wait
+code=$(cat "$result")
 [ -s "$pid" ] || code=1    # Ray did not start, which symmetric-run does not tell by its exit code
-rm -f "$pid"
-if [ "$code" -eq 143 ] && [ "$stopped" ]; then
+rm -f "$pid" "$result"
+if [ "${code:-1}" -eq 143 ] && [ "$stopped" ]; then
     scontrol requeue "$SLURM_JOB_ID"
 fi
-exit "$code"
+exit "${code:-1}"

@@ -69,6 +69,7 @@ def write_parquet(folder: str) -> None:
 def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--num-workers", type=int, default=2)
+    parser.add_argument("--cpus-per-worker", type=float, default=1, help="CPUs that Ray reserves for each worker")
     parser.add_argument("--batch-size", type=int, default=128, help="rows of the global batch")
     parser.add_argument("--epochs", type=int, default=15)
     parser.add_argument("--learning-rate", type=float, default=2e-3)
@@ -94,7 +95,9 @@ def main(arguments=None):
         datasets={name: ray.data.read_parquet(f"{data}/{name}") for name in ("train", "validation")},
         features="image",
         labels="label",
-        scaling_config=ScalingConfig(num_workers=options.num_workers),
+        scaling_config=ScalingConfig(
+            num_workers=options.num_workers, resources_per_worker={"CPU": options.cpus_per_worker}
+        ),
         run_config=RunConfig(
             name=options.name,
             storage_path=storage,

@@ -43,6 +43,7 @@ def callbacks(config):
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--num-workers", type=int)
+    parser.add_argument("--cpus-per-worker", type=float)
     parser.add_argument("--storage")
     parser.add_argument("--name")
     parser.add_argument("--max-failures", type=int)
@@ -61,7 +62,9 @@ def main() -> None:
         features=models.FEATURES,
         labels="label",
         callbacks=callbacks,
-        scaling_config=ScalingConfig(num_workers=options.num_workers),
+        scaling_config=ScalingConfig(
+            num_workers=options.num_workers, resources_per_worker={"CPU": options.cpus_per_worker}
+        ),
         run_config=RunConfig(
             name=options.name,
             storage_path=options.storage,

@@ -59,10 +59,11 @@ class RayJob:
             self.host.command(command), env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
 
-    def submit(self, name: str) -> subprocess.Popen:
+    def submit(self, name: str, cpus: str | None = None) -> subprocess.Popen:
         """Submits it, as KubeRay's submitter does; what that prints is the job's output."""
         words = self.spec["entrypoint"].replace("/opt/raytf/jobs/digits.py", str(JOB)).split(" ")
-        words[3] = "2"  # workers, as the kustomization sets them
+        words[3] = "2"  # workers and their CPUs, as the kustomization sets them
+        words[5] = cpus or words[5]
         words[words.index("--name") + 1] = name
         words[words.index("--storage") + 1] = str(self.folder)
         environment = yaml.safe_load(self.spec["runtimeEnvYAML"])
@@ -103,14 +104,16 @@ def weights(folder, name: str) -> list:
 def test_a_job_whose_cluster_is_killed_resumes_in_a_new_one_at_the_next_step(tmp_path, started):
     """It is killed in the sixth step of the second epoch, of which the fifth is kept."""
     (tmp_path / "digits_stuck").write_text("1 5")
-    with started([1, 1]) as rayjob:
+    with started([4, 4]) as rayjob:
         job = rayjob.submit("digits")
         wait_until((tmp_path / "digits" / "step_000000000019" / "manifest.json").exists, job)
         assert steps(tmp_path, "digits")[-1] == steps(tmp_path, "digits", 1)[-1] == (1, 4)
+        nodes = {(tmp_path / f"digits_{rank}.txt").read_text().split()[0] for rank in range(2)}
+        assert len(nodes) == 2, "each pod has a worker, with all of its CPUs"
         rayjob.kill()
         job.communicate()
     (tmp_path / "digits_stuck").unlink()
-    with started([1, 1]) as rayjob:
+    with started([4, 4]) as rayjob:
         assert "trained 3 epochs" in finished(rayjob.submit("digits"))
         finished(rayjob.submit("undisturbed"))
     assert steps(tmp_path, "digits") == steps(tmp_path, "digits", 1) == EVERYTHING
@@ -125,7 +128,7 @@ def test_a_drain_that_is_cut_short_loses_the_steps_that_are_not_kept(tmp_path, s
     """
     (tmp_path / "fifth_stuck").write_text("1 5")
     with started([2, 2]) as rayjob:
-        job = rayjob.submit("fifth")
+        job = rayjob.submit("fifth", cpus="1")
         wait_until(lambda: steps(tmp_path, "fifth", 1)[-1:] == [(1, 4)], job)
         wait_until(lambda: list((tmp_path / "fifth").glob("step_*/manifest.json")), job)
         (node,) = {line.split()[0] for line in (tmp_path / "fifth_0.txt").read_text().splitlines()}

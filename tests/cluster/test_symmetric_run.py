@@ -42,13 +42,21 @@ name=$(grep "^$1 " "$FOLDER/names" | cut -d' ' -f2)
 echo "$2" > "$FOLDER/ask.$name"
 exec cat "$FOLDER/out.$name"
 """
-# Starts the command on each host, and ends the others 10 s after the first, as --wait=10 has it.
+# Starts a task on each host. As Slurm's srun with --wait=10 it kills the others 10 s after the first task that ends;
+# its exit code is then that of the signal (src/srun/launch.c), whatever that of the first task was.
 SRUN = """#!/bin/bash
-shift
+while [[ $1 == --* ]]; do shift; done
 export -p > "$FOLDER/environment"
-for address in $OTHERS; do ssh $address ". $FOLDER/environment; $(printf '%q ' "$@")" & done
-"$@"; code=$?
+node=0
+for address in $OTHERS; do
+    node=$((node + 1))
+    ssh $address ". $FOLDER/environment; SLURM_NODEID=$node $(printf '%q ' "$@")" &
+done
+SLURM_NODEID=0 "$@" &
+wait -n; code=$?
 for _ in $(seq 100); do [ "$(jobs -r)" ] && sleep 0.1; done
+[ "$(jobs -r)" ] && code=137
+kill -9 $! 2> /dev/null
 touch "$FOLDER/over"
 wait
 rm "$FOLDER/over"
@@ -61,7 +69,7 @@ if [ "$1" = show ]; then tr , '\\n' <<< "$3"; else echo "$2" > "$FOLDER/requeued
 
 @pytest.fixture(scope="module")
 def started(tmp_path_factory):
-    """Starts a script on the first of three hosts; the folder that they share."""
+    """Starts a script on the first of three hosts; the folder that they share; the hosts."""
     folder = tmp_path_factory.mktemp("shared")
     for name, text in {"srun": SRUN, "scontrol": SCONTROL, "ssh": SSH}.items():
         (folder / name).write_text(text)
@@ -89,10 +97,10 @@ def started(tmp_path_factory):
             command = host.command(["unshare", "-m", "bash", "-c", inside, "bash", "bash", "-c", SERVER, host.name])
             processes.append(subprocess.Popen(command, cwd=ROOT, env=environment))
 
-        def start(script: str, name: str, nodes: int = 3):
+        def start(script: str, name: str, nodes: int = 3, workers: str = "2"):
             inside = f'mount --bind {folder} /mnt; {HOST} "$@"'
             job = [*(["bash", str(ROOT / "cluster" / script)]), *([addresses] if script == "ssh.sh" else [])]
-            job += ["python", "-m", "tests.cluster.ended_job", "/mnt", name, "2"]
+            job += ["python", "-m", "tests.cluster.ended_job", "/mnt", name, workers]
             command = hosts[0].command(["unshare", "-m", "bash", "-c", inside, "bash", *job])
             own = {"SLURM_JOB_NUM_NODES": str(nodes), "SLURM_CPUS_PER_TASK": "2" if nodes == 1 else "1"}
             own |= {"OTHERS": " ".join(host.address for host in hosts[1:nodes])}
@@ -103,7 +111,7 @@ def started(tmp_path_factory):
             return process
 
         try:
-            yield start, folder
+            yield start, folder, hosts
         finally:
             for process in processes:
                 process.kill()
@@ -127,6 +135,21 @@ def finished(process, code):
     return out
 
 
+def held(job, folder, name):
+    """Waits until a run stands still behind the step that its file names."""
+    deadline = time.monotonic() + 300
+    while steps(folder, name)[-1:] != [(1, 4)]:
+        assert job.poll() is None and time.monotonic() < deadline, job.communicate()[0]
+        time.sleep(0.05)
+
+
+def raylet_of(host) -> psutil.Process | None:
+    """The raylet in a host's network namespace, or None."""
+    pids = subprocess.run(["ip", "netns", "pids", host.name], capture_output=True, text=True, check=True).stdout.split()
+    found = [psutil.Process(int(pid)) for pid in pids if psutil.pid_exists(int(pid))]
+    return next((process for process in found if process.name() == "raylet"), None)
+
+
 def weights(folder, name):
     with np.load(folder / f"{name}.npz") as file:
         return [file[key] for key in file]
@@ -135,7 +158,7 @@ def weights(folder, name):
 @pytest.fixture(scope="module")
 def undisturbed(started):
     """The run by plain ssh, to its end; a host has room for both workers."""
-    start, folder = started
+    start, folder, _ = started
     finished(start("ssh.sh", "quiet"), 0)
     assert len(steps(folder, "quiet")) == 3 * 14
     return weights(folder, "quiet")
@@ -144,14 +167,11 @@ def undisturbed(started):
 @pytest.mark.parametrize("nodes", [1, 3])
 def test_a_requeued_slurm_job_resumes_at_the_next_step(started, nodes, request):
     """The signal comes in the second epoch; no step is lost, and none is made twice."""
-    start, folder = started
+    start, folder, _ = started
     name = f"run{nodes}"
     (folder / f"{name}_hold").write_text("1 4")
     job = start("slurm.sh", name, nodes)
-    deadline = time.monotonic() + 300
-    while steps(folder, name)[-1:] != [(1, 4)]:
-        assert job.poll() is None and time.monotonic() < deadline, job.communicate()[0]
-        time.sleep(0.05)
+    held(job, folder, name)
     script_of(job).send_signal(signal.SIGUSR1)
     out = finished(job, 143)
     assert (folder / "requeued").read_text().strip() == "7", out
@@ -162,3 +182,30 @@ def test_a_requeued_slurm_job_resumes_at_the_next_step(started, nodes, request):
     if nodes == 3:
         for mine, other in zip(weights(folder, name), request.getfixturevalue("undisturbed"), strict=True):
             np.testing.assert_allclose(mine, other, rtol=0, atol=1e-9)
+
+
+def test_a_cancelled_slurm_job_stops_after_its_step_and_is_not_queued_again(started):
+    start, folder, _ = started
+    (folder / "cancelled_hold").write_text("1 4")
+    job = start("slurm.sh", "cancelled", nodes=1)
+    held(job, folder, "cancelled")
+    script_of(job).send_signal(signal.SIGTERM)
+    finished(job, 143)
+    assert not (folder / "requeued").exists()
+
+
+def test_a_slurm_node_whose_ray_ends_starts_it_again(started):
+    """The job goes on: the others train, and the node comes back."""
+    start, folder, hosts = started
+    (folder / "lost_hold").write_text("1 4")
+    job = start("slurm.sh", "lost", workers="1-3")
+    held(job, folder, "lost")
+    first = raylet_of(hosts[1])
+    first.kill()
+    deadline = time.monotonic() + 300
+    while (again := raylet_of(hosts[1])) is None or again.pid == first.pid:
+        assert job.poll() is None and time.monotonic() < deadline, job.communicate()[0]
+        time.sleep(0.2)
+    (folder / "lost_hold").unlink(missing_ok=True)
+    finished(job, 0)
+    assert steps(folder, "lost")[-1] == (2, 13)

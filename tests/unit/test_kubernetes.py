@@ -119,6 +119,8 @@ WRONG = [
         "a retry resumes a run that has a --name",
     ),
     ("train", f"{WORKERS}/replicas", 1, "worker group workers has not minReplicas <= replicas"),
+    ("train", f"{CLUSTER}/headGroupSpec/template/spec/restartPolicy", "Always", "must be Never in SidecarMode"),
+    ("train", f"{RAY}/resources/limits/cpu", "8", "a pod has 8 CPUs, and its worker 4"),
 ]
 
 
@@ -132,17 +134,20 @@ def test_a_wrong_field_is_refused(name, path, value, says):
 def test_the_pages_entrypoint_has_its_workers_where_kustomize_sets_them():
     page = (checks.ROOT / "docs" / "guides" / "kubernetes.md").read_text()
     (text,) = re.findall(r"```yaml\n(entrypoint:.*?)```", page, re.DOTALL)
-    (replacement,) = (
-        target["options"]
+    replacements = {
+        rule["source"]["fieldPath"]: target["options"]
         for rule in yaml.safe_load((FOLDER / "kustomization.yaml").read_text())["replacements"]
         for target in rule["targets"]
         if "spec.entrypoint" in target["fieldPaths"]
-    )
-    words = yaml.safe_load(text)["entrypoint"].split(replacement["delimiter"])
-    place = replacement["index"]
-    assert words[place - 1] == "--num-workers" and words[place].isdigit()
-    command = cli.main.commands["train"]
-    assert command.make_context("train", words[2:]).params["num_workers"] == int(words[place])
+    }
+    words = yaml.safe_load(text)["entrypoint"].split(" ")
+    options = {"data.workers": "--num-workers", "data.cpu": "--cpus-per-worker"}
+    assert replacements.keys() == options.keys()
+    for source, options_of_source in replacements.items():
+        place = options_of_source["index"]
+        assert words[place - 1] == options[source] and words[place].isdigit() and options_of_source["delimiter"] == " "
+    found = cli.main.commands["train"].make_context("train", words[2:]).params
+    assert found["num_workers"] == 4 and found["cpus_per_worker"] == 4
 
 
 def test_settings_and_images_reach_every_file(tmp_path):
@@ -151,8 +156,8 @@ def test_settings_and_images_reach_every_file(tmp_path):
         pytest.skip("kubectl is not installed")
     shutil.copytree(FOLDER, tmp_path, dirs_exist_ok=True)
     settings = yaml.safe_load((tmp_path / "settings.yaml").read_text())
-    own = {"storage": "7Gi", "storage-class": "nfs", "workers": "3", "cpu": "5", "memory": "9Gi"}
-    settings["data"] |= own | {"most-workers": "6", "most-gpu-workers": "2", "queue": "nights"}
+    own = {"storage": "7Gi", "storage-class": "nfs", "workers": "2", "pods": "3", "cpu": "5", "memory": "9Gi"}
+    settings["data"] |= own | {"gpu-pods": "1", "most-workers": "6", "most-gpu-workers": "2", "queue": "nights"}
     (tmp_path / "settings.yaml").write_text(yaml.safe_dump(settings))
     done = subprocess.run(["kubectl", "kustomize", tmp_path], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
@@ -160,7 +165,9 @@ def test_settings_and_images_reach_every_file(tmp_path):
     assert ("ConfigMap", "settings") not in made and len(made) == 7
     claim, job = made["PersistentVolumeClaim", "raytf-storage"], made["RayJob", "raytf-train"]
     assert claim["spec"]["resources"]["requests"]["storage"] == "7Gi" and claim["spec"]["storageClassName"] == "nfs"
-    assert "--num-workers 3 --name" in job["spec"]["entrypoint"]
+    assert "--num-workers 2 --cpus-per-worker 5 --name" in job["spec"]["entrypoint"]
+    (gpu,) = (group for group in checks.clusters(job)["workerGroupSpecs"] if group["groupName"] == "gpu")
+    assert gpu["replicas"] == gpu["minReplicas"] == gpu["maxReplicas"] == 1
     assert job["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "nights"
     sizes = {"spot": 6, "gpu": 2, "workers": 3}
     for document in made.values():

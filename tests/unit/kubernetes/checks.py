@@ -173,6 +173,9 @@ def _operator(document: dict, cluster: dict) -> Iterator[str]:
         yield "backoffLimit must not be negative"
     if job.get("backoffLimit") and (job.get("clusterSelector") or job.get("submissionMode") == "InteractiveMode"):
         yield "backoffLimit needs a cluster of the job's own"
+    policy = cluster["headGroupSpec"]["template"]["spec"].get("restartPolicy", "Never")
+    if job.get("submissionMode") == "SidecarMode" and policy != "Never":
+        yield "restartPolicy of the head must be Never in SidecarMode"
     if job.get("ttlSecondsAfterFinished") and not job.get("shutdownAfterJobFinishes"):
         yield "ttlSecondsAfterFinished needs shutdownAfterJobFinishes"
     if document["kind"] == "RayCronJob" and len(spec["schedule"].split()) != 5:
@@ -235,3 +238,6 @@ def _command(job: dict, cluster: dict, kind: str, mounted: set[str]) -> Iterator
         yield "a retry resumes a run that has a --name"
     if kind == "RayJob" and int(given.get("--num-workers", 1)) > groups(cluster)["workers"]["replicas"]:
         yield f"--num-workers {given['--num-workers']} is more than the group of workers has pods"
+    limits = groups(cluster)["workers"]["template"]["spec"]["containers"][0]["resources"]["limits"]
+    if kind == "RayJob" and given.get("--cpus-per-worker") != limits["cpu"]:
+        yield f"a pod has {limits['cpu']} CPUs, and its worker {given.get('--cpus-per-worker', 1)}"
