@@ -416,7 +416,7 @@ def run(ctx, script, arguments, tfjob, address, env, ports, **options):
     with wrong_options():
         options |= {"script": script, "arguments": arguments, "environment": parse_variables(env)}
         if tfjob is not None:
-            options |= _arguments_of_tfjob(ctx, tfjob, script, arguments)
+            options |= _arguments_of_tfjob(ctx, tfjob, script, arguments, options["environment"])
         spec = LaunchSpec(ports=parse_ports(ports), **options)
     from raytf.launch.launcher import launch_script as run_script
     from raytf.runtime.connection import resolve_address
@@ -426,7 +426,7 @@ def run(ctx, script, arguments, tfjob, address, env, ports, **options):
     raise SystemExit(run_script(spec, address))
 
 
-def _arguments_of_tfjob(ctx: click.Context, tfjob: str, script: str | None, arguments) -> dict[str, Any]:
+def _arguments_of_tfjob(ctx: click.Context, tfjob: str, script: str | None, arguments, variables) -> dict[str, Any]:
     """Returns arguments of `LaunchSpec` from a TFJob, and prints what it does not honour."""
     from raytf.errors import ConfigError
     from raytf.launch import tfjob as reader
@@ -438,7 +438,7 @@ def _arguments_of_tfjob(ctx: click.Context, tfjob: str, script: str | None, argu
         if name in given_here:
             option = f"--{name.replace('_', '-')}"
             raise ConfigError("With --tfjob, the YAML says what runs where", option, f"Leave {option} out")
-    found, not_honoured = reader.read_tfjob(tfjob, script, arguments)
+    found, not_honoured = reader.read_tfjob(tfjob, script, arguments, variables)
     for sentence in not_honoured:
         click.echo(f"raytf run: {sentence}", err=True)
     if "max_restarts" in given_here:

@@ -21,12 +21,14 @@ _GPU = "nvidia.com/gpu"
 # Restarts of a restartPolicy without backoffLimit, under which Kubernetes restarts forever.
 _RESTARTS = 3
 _PYTHON = re.compile(r"(.*/)?python[\d.]*")
-_FLAGS = {"-u", "-B", "-O", "-OO", "-E", "-s", "-I"}
+# Options of Python: a script's output is not buffered anyway. Others are named; some take the next word.
+_UNBUFFERED, _WITH_WORD = "-u", ("-W", "-X")
 # Fields that are read; a line reports each other one as not honoured, and why.
 _READ = {
-    "spec": {"tfReplicaSpecs", "runPolicy", "successPolicy"},
+    "spec": {"tfReplicaSpecs", "runPolicy", "successPolicy", "backoffLimit"},
     "runPolicy": {"backoffLimit"},
     "replica": {"replicas", "restartPolicy", "template"},
+    "template": {"spec"},
     "pod": {"containers", "restartPolicy"},
     "container": {"name", "command", "args", "env", "resources"},
     "resources": {"cpu", _GPU},
@@ -53,13 +55,16 @@ _WHY = {
 }
 
 
-def read_tfjob(path: str, script: str | None, arguments: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+def read_tfjob(
+    path: str, script: str | None, arguments: Sequence[str], variables: Mapping[str, str] | None = None
+) -> tuple[dict[str, Any], list[str]]:
     """Reads the TFJob of a file.
 
     Args:
         path: Path of the YAML file; documents of other kinds in it are skipped.
         script: Script instead of the container's, or of the image's entrypoint; None uses the command's.
         arguments: Arguments of that script, before those of the YAML.
+        variables: Variables of the command line, which precede those of the YAML in `$(NAME)`.
 
     Returns:
         Arguments of `LaunchSpec`, and a sentence for each field that is not honoured.
@@ -71,14 +76,21 @@ def read_tfjob(path: str, script: str | None, arguments: Sequence[str]) -> tuple
     unread = _UnreadFields()
     spec = _require_map(job, "spec", "the TFJob")
     policy = _require_map(spec, "runPolicy", "spec", {})
+    if "backoffLimit" in spec:  # where the first versions had it
+        policy = {"backoffLimit": spec["backoffLimit"], **policy}
     unread.note("spec", spec, "the TFJob")
     unread.note("runPolicy", policy, "runPolicy")
     replicas = _replicas(spec)
-    cluster = _cluster({role: _count(role, replica) for role, replica in replicas.items()})
+    counts = {role: _count(role, replica) for role, replica in replicas.items()}
+    if "ps" in counts and "chief" not in counts and counts.get("worker", 0) > 1:
+        unread.remark("without a Chief, worker 0 is the chief, which coordinates the parameter servers")
+        replicas, counts = {"chief": replicas["worker"], **replicas}, {**counts, "chief": 1}
+        counts["worker"] -= 1
+    cluster = _cluster(counts)
     specs, scripts = {}, {}
     for role, replica in replicas.items():
         container = _container(role, replica, unread)
-        scripts[role], specs[role] = _role(role, container, script, arguments, unread)
+        scripts[role], specs[role] = _role(role, container, script, arguments, variables or {}, unread)
     if len(different := set(scripts.values())) > 1:
         scripts_text = "; ".join(f"{role}: {name}" for role, (name, _) in scripts.items())
         raise _config_error("All replicas run one script", scripts_text, f"Name the one to run: --tfjob {path} SCRIPT")
@@ -184,7 +196,9 @@ def _restarts(replicas: Mapping[str, Mapping], policy: Mapping, unread: _UnreadF
 def _container(role: str, replica: Mapping, unread: _UnreadFields) -> dict:
     """Returns the container named tensorflow of a replica."""
     unread.note("replica", replica, role)
-    pod = _require_map(_require_map(replica, "template", role), "spec", f"template of {role}")
+    template = _require_map(replica, "template", role)
+    unread.note("template", template, f"template of {role}")
+    pod = _require_map(template, "spec", f"template of {role}")
     unread.note("pod", pod, role)
     containers = pod.get("containers")
     if not isinstance(containers, list) or not all(isinstance(entry, dict) for entry in containers):
@@ -200,20 +214,26 @@ def _container(role: str, replica: Mapping, unread: _UnreadFields) -> dict:
 
 
 def _role(
-    role: str, container: Mapping, script: str | None, arguments: Sequence[str], unread: _UnreadFields
+    role: str,
+    container: Mapping,
+    script: str | None,
+    arguments: Sequence[str],
+    variables: Mapping[str, str],
+    unread: _UnreadFields,
 ) -> tuple[tuple[str, bool], RoleSpec]:
     """Returns ((script, whether it is a module), spec of the role)."""
-    environment = _environment(role, container, unread)
-    command, more = (_command_words(container, key, role, environment) for key in ("command", "args"))
+    environment = _environment(role, container, variables, unread)
+    known = {**environment, **variables}
+    command, more = (_command_words(container, key, role, known) for key in ("command", "args"))
     chosen, module, own = script, False, []
-    if command:
+    if command or (more and _PYTHON.fullmatch(more[0])):  # an image without an entrypoint runs args
         words = _unwrapped([*command, *more])
         try:
-            chosen, module, own = _of_python(role, words)
+            chosen, module, own = _of_python(role, words, unread)
         except ConfigError:
             if script is None:
                 raise
-            own = []
+            unread.add("command", role, f"{script} runs in its place, without a word of it: {shlex.join(words)}")
     elif script is None:
         raise _config_error(
             "The YAML does not say what its image runs",
@@ -235,10 +255,16 @@ def _command_words(container: Mapping, key: str, role: str, environment: Mapping
     if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
         raise _config_error(f"{key} of {role} is a list of texts", repr(words), "Write each word in quotes")
 
+    return [_filled(word, environment) for word in words]
+
+
+def _filled(text: str, environment: Mapping[str, str]) -> str:
+    """Returns a text with the values of $(NAME); $$(NAME) becomes $(NAME), and unknown names stay."""
+
     def value(found: re.Match) -> str:
         return found[0][1:] if found[0].startswith("$$") else environment.get(found[1], found[0])
 
-    return [re.sub(r"\$?\$\(([-._a-zA-Z0-9]+)\)", value, word) for word in words]
+    return re.sub(r"\$?\$\(([-._a-zA-Z0-9]+)\)", value, text)
 
 
 def _unwrapped(words: list[str]) -> list[str]:
@@ -247,13 +273,17 @@ def _unwrapped(words: list[str]) -> list[str]:
     return shlex.split(words[2]) if shell and not re.search(r"[;&|<>$`*?\n]", words[2].strip()) else words
 
 
-def _of_python(role: str, words: list[str]) -> tuple[str, bool, list[str]]:
+def _of_python(role: str, words: list[str], unread: _UnreadFields) -> tuple[str, bool, list[str]]:
     """Returns (script, whether it is a module, arguments) of a command that starts Python."""
     remaining = list(words)
     if _PYTHON.fullmatch(remaining[0]):
         remaining.pop(0)
-        while remaining and remaining[0] in _FLAGS:
-            remaining.pop(0)
+        while remaining and re.fullmatch(r"-[a-zA-Z].*", remaining[0]) and remaining[0] not in ("-m", "-c"):
+            option = remaining.pop(0)
+            if option in _WITH_WORD and remaining:
+                option += f" {remaining.pop(0)}"
+            if option != _UNBUFFERED:
+                unread.add(f"python's {option}", role, "the processes are Ray's; set variables such as PYTHONWARNINGS")
         if len(remaining) > 1 and remaining[0] == "-m":
             return remaining[1], True, remaining[2:]
     if not remaining or remaining[0].startswith("-") or not remaining[0].endswith(".py"):
@@ -265,19 +295,20 @@ def _of_python(role: str, words: list[str]) -> tuple[str, bool, list[str]]:
     return remaining[0], False, remaining[1:]
 
 
-def _environment(role: str, container: Mapping, unread: _UnreadFields) -> dict[str, str]:
+def _environment(role: str, container: Mapping, variables: Mapping[str, str], unread: _UnreadFields) -> dict[str, str]:
     entries, values = container.get("env") or [], {}
     if not isinstance(entries, list) or not all(isinstance(item, dict) and "name" in item for item in entries):
         raise _config_error(f"env of {role} is a list of names and values", repr(entries), "Correct it")
     for entry in entries:
         if "valueFrom" in entry:
-            unread.add("valueFrom", f"{entry['name']} of {role}")
+            if entry["name"] not in variables:
+                unread.add("valueFrom", f"{entry['name']} of {role}")
         elif not isinstance(value := entry.get("value", ""), str):
             raise _config_error(
                 f"The value of {entry['name']} in env of {role} is a text", repr(value), "Put it in quotes"
             )
         else:
-            values[entry["name"]] = value
+            values[entry["name"]] = _filled(value, {**values, **variables})  # of those before it
     return values
 
 
@@ -304,6 +335,7 @@ class _UnreadFields:
 
     def __init__(self):
         self._by_reason: dict[tuple[str, str], list[str]] = collections.defaultdict(list)
+        self._remarks: list[str] = []
 
     def note(self, kind: str, values: Mapping, location: str) -> None:
         """Records the fields of a map that are not read."""
@@ -316,10 +348,14 @@ class _UnreadFields:
         if place not in self._by_reason[field, why]:
             self._by_reason[field, why].append(place)
 
+    def remark(self, text: str) -> None:
+        """Records how a field is read, where that is not obvious."""
+        self._remarks.append(f"--tfjob: {text}")
+
     def sentences(self) -> list[str]:
-        """Returns a sentence for each field."""
+        """Returns the remarks, and a sentence for each field."""
         places = sorted(self._by_reason.items())
-        return [
+        return self._remarks + [
             f"--tfjob: {field}{' of ' if any(fields) else ''}{', '.join(fields)} is not honoured: {why}"
             for (field, why), fields in places
         ]

@@ -155,7 +155,7 @@ def _build_metrics_by_step(model, data_batch, method: str) -> None:
     loss, metrics = keras_objects.compiled_parts(model)
     counting = [metrics, loss if isinstance(model.loss, (dict, list, tuple)) else None]
     if any(part is not None and not part.built for part in counting):
-        with contextlib.suppress(Exception):  # training says why the step fails
+        with contextlib.suppress(Exception):  # the error of the first step explains it
             _build_by_step(model, data_batch, method)
     if metrics is not None and not metrics.built:
         keras_objects.build_for(model, data_batch, left=[p for p in keras_objects.unbuilt_parts(model) if p is loss])

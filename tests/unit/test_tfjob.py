@@ -38,9 +38,9 @@ def read(tmp_path, monkeypatch):
     (tmp_path / "mnist.py").write_text("print()\n")
     (tmp_path / "other.py").write_text("print()\n")
 
-    def reading(made, *arguments):
+    def reading(made, *arguments, **variables):
         (tmp_path / "job.yaml").write_text(yaml.safe_dump_all(made if isinstance(made, list) else [made]))
-        options, said = tfjob.read_tfjob("job.yaml", *(arguments[:1] or [None]), arguments[1:])
+        options, said = tfjob.read_tfjob("job.yaml", *(arguments[:1] or [None]), arguments[1:], variables)
         return LaunchSpec(**options), said
 
     return reading
@@ -100,6 +100,8 @@ def test_a_chief_is_one_of_the_workers_and_an_evaluator_stands_beside(read):
 def test_variables_reach_the_processes_and_the_words_of_the_command(read):
     env = [
         {"name": "COLOR", "value": "green"},
+        {"name": "SHADE", "value": "dark $(COLOR), $(LATER)"},
+        {"name": "LATER", "value": "x"},
         {"name": "KEY", "valueFrom": {"secretKeyRef": {"name": "s", "key": "k"}}},
     ]
     command = ["/usr/bin/python3", "-u", "mnist.py"]
@@ -108,6 +110,41 @@ def test_variables_reach_the_processes_and_the_words_of_the_command(read):
     assert spec.variables(task)["COLOR"] == "green" and "KEY" not in spec.variables(task)
     assert spec.arguments_of(task) == ("green", "$(KEY)", "$(COLOR)")
     assert "--tfjob: valueFrom of KEY of worker is not honoured: set them by --env NAME=VALUE" in said
+    assert spec.variables(task)["SHADE"] == "dark green, $(LATER)"
+    spec, said = read(job(Worker=replica(command=command, args=["$(COLOR)", "$(KEY)"], env=env)), KEY="k", COLOR="red")
+    assert spec.arguments_of(spec.tasks()[0]) == ("red", "k") and "valueFrom" not in "\n".join(said)
+
+
+def test_parameter_servers_without_a_chief(read):
+    """The sample dist-mnist has PS and Worker: there worker 0 is the master."""
+    spec, said = read(job(PS=replica(2, args=["--fake_data"]), Worker=replica(4)), "mnist.py")
+    assert set(configs(spec)) == {"chief 0", "worker 0", "worker 1", "worker 2", "ps 0", "ps 1"}
+    assert said[0] == "--tfjob: without a Chief, worker 0 is the chief, which coordinates the parameter servers"
+
+
+def test_what_a_command_loses_is_named(read):
+    made = job(Worker=replica(command=["bash", "-c", "pip install x && python s.py --epochs 5"]))
+    made["spec"]["tfReplicaSpecs"]["Worker"]["template"]["metadata"] = {"labels": {}}
+    spec, said = read(made, "mnist.py")
+    assert spec.arguments_of(spec.tasks()[0]) == ()
+    assert any("command of worker is not honoured: mnist.py runs in its place" in text for text in said)
+    assert "--tfjob: metadata of template of worker is not honoured: it is of Kubernetes' pods alone" in said
+    spec, said = read(job(Worker=replica(command=["python", "-u", "-W", "ignore", "-Xdev", "mnist.py"])))
+    assert spec.script == "mnist.py" and [text.split(" is ")[0] for text in said if "python" in text] == [
+        "--tfjob: python's -W ignore of worker",
+        "--tfjob: python's -Xdev of worker",
+    ]
+
+
+def test_args_of_an_image_without_an_entrypoint(read):
+    spec, _ = read(job(Worker=replica(args=["python", "mnist.py", "--b"])))
+    assert spec.script == "mnist.py" and spec.arguments_of(spec.tasks()[0]) == ("--b",)
+
+
+def test_restarts_of_the_first_versions(read):
+    made = job(Worker=replica(command=COMMAND) | {"restartPolicy": "OnFailure"})
+    made["spec"]["backoffLimit"] = 5
+    assert read(made)[0].max_restarts == 5
 
 
 @pytest.mark.parametrize(
@@ -155,7 +192,7 @@ WRONG = [
     ("spec/tfReplicaSpecs", {}, "tfReplicaSpecs names the replicas; received: none"),
     ("spec/tfReplicaSpecs/Launcher", {}, "is Chief, Master, Worker, PS or Evaluator; received: 'Launcher'"),
     ("spec/tfReplicaSpecs/WORKER", {}, "A role stands once in tfReplicaSpecs; received: Worker beside another worker"),
-    ("spec/tfReplicaSpecs/PS", replica(), "need a Chief that coordinates, and a Worker; received: ps, worker. Add"),
+    ("spec/tfReplicaSpecs", {"PS": replica(), "Worker": replica(1)}, "and a Worker; received: ps, worker. Add"),
     ("spec/tfReplicaSpecs/Chief", replica(2), "There is one chief at most; received: 2. Set its replicas to 1"),
     ("spec/tfReplicaSpecs/Worker/replicas", "2", "replicas of worker is an integer of at least 1; received: '2'"),
     ("spec/tfReplicaSpecs/Worker/restartPolicy", "Maybe", "received: Maybe"),
