@@ -126,7 +126,7 @@ try:
     os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     first, seconds = None, 0
     while seconds < 4:  # so long as `HangDetector` looks back
-        told = here.told()
+        told = here.snapshot()
         first = told if first is None and told["queued"] is not None else first
         seconds = told["clock"] - first["clock"] if first else 0
     assert first["seconds"] > 2

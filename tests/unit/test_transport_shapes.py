@@ -216,10 +216,11 @@ def _linked(keras, length):
 def test_a_shape_that_recursion_hates(make, size):
     import keras
 
+    limit = sys.getrecursionlimit()  # others may have set it, as celpy does
     with deep_calls():
         model = make(keras, size)
         model.compile("adam", "mse")
-    assert sys.getrecursionlimit() <= 2000
+    assert sys.getrecursionlimit() == limit <= 3000
     copy = round_trip(model)
     with deep_calls():
         x = np.random.default_rng(0).uniform(size=(3, 2)).astype("float32")

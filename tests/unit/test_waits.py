@@ -1,4 +1,4 @@
-"""No wait on several actors goes in the order of their ranks: `answers.collect_answers` takes answers as they come."""
+"""No wait on several actors goes in the order of their ranks: `answers.in_completion_order` takes answers as they come."""
 
 import ast
 import pathlib
@@ -31,7 +31,7 @@ def waits(text):
             looped = {name.id for name in ast.walk(node.target) if isinstance(name, ast.Name)}
             for inner in (i for part in node.body for i in ast.walk(part)):
                 if is_get(inner) and isinstance(inner.args[0], ast.Name) and inner.args[0].id in looped:
-                    found |= set() if "as_they_come" in ast.unparse(node.iter) else {inner.lineno}
+                    found |= set() if "in_completion_order" in ast.unparse(node.iter) else {inner.lineno}
     return sorted(found)
 
 
