@@ -38,7 +38,7 @@ _MAC, _NONCE = 32, 16
 _MTU_DISCOVER, _PROBE, _MTU = 10, 3, 14
 _IP_UDP_HEADERS = 28
 # From Linux' linux/capability.h; and the value from which version 1 of control groups means no limit.
-_SYS_PTRACE, _NO_MEMORY_LIMIT = 19, 2**60
+_NO_MEMORY_LIMIT = 2**60
 
 
 class Probe:
@@ -389,16 +389,20 @@ def _numbers(file: pathlib.Path) -> list[int]:
 
 
 def _traces() -> bool:
-    """Returns whether a process may read another one of its user, as py-spy does; False only in a container."""
+    """Returns whether a process may read another one of its user, as py-spy does; False only in a container.
+
+    A container has a part of the capabilities; one that is added to a pod is effective for root alone.
+    """
     try:
         status = pathlib.Path("/proc/self/status").read_text()
         allowed = int(status.partition("CapBnd:")[2].split()[0], 16)
+        last = int(pathlib.Path("/proc/sys/kernel/cap_last_cap").read_text())
         read = ctypes.CDLL(None, use_errno=True).process_vm_readv
     except (OSError, ValueError, IndexError, AttributeError):
         return True
     vector = (ctypes.c_size_t * 2)(1, 1)  # an invalid address: EFAULT if reading is allowed
     refused = read(os.getppid(), vector, 1, vector, 1, 0) < 0 and ctypes.get_errno() == errno.EPERM
-    return not refused or bool(allowed >> _SYS_PTRACE & 1)
+    return not refused or allowed == (1 << last + 1) - 1
 
 
 def _folders() -> set[str]:

@@ -101,7 +101,7 @@ YAML = {
     "shm": "emptyDir: {medium: Memory, sizeLimit: 4Gi}",
     "cpu": 'resources: {limits: {cpu: "4"}}',
     "memory": "resources: {limits: {memory: 4Gi}}",
-    "stacks": "securityContext: {capabilities: {add: [SYS_PTRACE]}}",
+    "stacks": "securityContext: {runAsUser: 0, capabilities: {add: [SYS_PTRACE]}}",
 }
 
 

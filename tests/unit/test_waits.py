@@ -31,7 +31,9 @@ def waits(text):
             looped = {name.id for name in ast.walk(node.target) if isinstance(name, ast.Name)}
             for inner in (i for part in node.body for i in ast.walk(part)):
                 if is_get(inner) and isinstance(inner.args[0], ast.Name) and inner.args[0].id in looped:
-                    found |= set() if "in_completion_order" in ast.unparse(node.iter) else {inner.lineno}
+                    over = ast.unparse(node.iter)
+                    as_they_come = "in_completion_order" in over or "collect_answers" in over
+                    found |= set() if as_they_come else {inner.lineno}
     return sorted(found)
 
 
