@@ -173,8 +173,8 @@ def _containers(measurements: Measurements) -> Iterator[Finding]:
                 problem="the stack of a worker that hangs cannot be shown",
                 nodes=(node,),
                 measured="a process may not look at another one, and the container lacks the capability SYS_PTRACE",
-                fix="In the pod set `securityContext: {runAsUser: 0, capabilities: {add: [SYS_PTRACE]}}`, as root alone "
-                "gets it (docker run --cap-add), or do without",
+                fix="In the pod set `securityContext: {runAsUser: 0, capabilities: {add: [SYS_PTRACE]}}`, as root "
+                "alone gets it (docker run --cap-add), or do without",
             )
 
 

@@ -1,4 +1,4 @@
-"""No wait on several actors goes in the order of their ranks: `answers.in_completion_order` takes answers as they come."""
+"""No wait on several actors goes by their ranks: `answers.in_completion_order` takes answers as they come."""
 
 import ast
 import pathlib
@@ -32,7 +32,7 @@ def waits(text):
             for inner in (i for part in node.body for i in ast.walk(part)):
                 if is_get(inner) and isinstance(inner.args[0], ast.Name) and inner.args[0].id in looped:
                     over = ast.unparse(node.iter)
-                    as_they_come = "in_completion_order" in over or "collect_answers" in over
+                    as_they_come = "in_completion_order" in over or "_as_they_come" in over
                     found |= set() if as_they_come else {inner.lineno}
     return sorted(found)
 
