@@ -44,6 +44,7 @@ lint: venv
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
+	$(PYTEST) --quiet --durations=0 tests/unit/test_words.py
 
 compat: venv
 	$(BIN)/python -m tests.compat.matrix

@@ -139,8 +139,30 @@ def compile_loss_build(original, self, y_true, y_pred):
 @patch((loss_module, "scale_loss_for_distribution"), (loss_module, "unscale_loss_for_distribution"))
 def scale_for_distribution(original, value):
     """Leaves a loss undivided by the number of replicas in a step: gradients are weighted by rows instead."""
-    unscaled = step_module.current() is not None or whole_batch.current() is not None or step_module.is_trial()
-    return value if unscaled else original(value)
+    return value if _is_in_step() else original(value)
+
+
+def _is_in_step() -> bool:
+    return step_module.current() is not None or whole_batch.current() is not None or step_module.is_trial()
+
+
+@patch((tf.nn, "compute_average_loss"))
+def compute_average_loss(original, per_example_loss, sample_weight=None, global_batch_size=None):
+    """Replaces `tf.nn.compute_average_loss`, whose gradients replicas would sum: a step takes their mean over rows."""
+    loss = original(per_example_loss, sample_weight, global_batch_size)
+    if not _is_in_step():
+        return loss
+    if global_batch_size is None:
+        return loss * tf.distribute.get_strategy().num_replicas_in_sync
+    has_all_rows = step_module.is_trial() or whole_batch.current() is not None
+    return loss if has_all_rows else loss * step_module.current().upscale(loss.dtype)
+
+
+@patch((tf.nn, "scale_regularization_loss"))
+def scale_regularization_loss(original, regularization_loss):
+    """Replaces `tf.nn.scale_regularization_loss`: in a step it divides by nothing, as gradients are not summed."""
+    loss = original(regularization_loss)
+    return loss * tf.distribute.get_strategy().num_replicas_in_sync if _is_in_step() else loss
 
 
 # ---------------------------------------------------------------------------------------------- compute_loss

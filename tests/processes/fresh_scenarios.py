@@ -910,6 +910,33 @@ def fresh_noise_on_gradients(p):
     return with_states(p.fit(lambda: compiled(Noisy(), optimizer=lambda: keras.optimizers.Adam(0.01)), pairs()))
 
 
+def average(y_true, y_pred):
+    return tf.nn.compute_average_loss(ops.mean(ops.square(y_true - y_pred), -1), global_batch_size=24)
+
+
+class AsDistributed(Own):
+    """A step as in TensorFlow's guide of distributed training: losses divided by the global batch, and by replicas."""
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            errors = ops.mean(ops.square(y - self(x, training=True)), -1)
+            loss = tf.nn.compute_average_loss(errors, global_batch_size=24) + 0.1 * tf.nn.compute_average_loss(errors)
+            weights = ops.sum(ops.square(self.head.kernel))
+            loss += tf.nn.scale_regularization_loss([0.01 * weights])
+        variables = self.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, variables), variables)
+        return {"loss": loss}
+
+
+@scenario
+def fresh_losses_of_distributed_training(p):
+    out = p.fit(lambda: compiled(AsDistributed()), pairs())[1]
+    return out | {
+        f"loss:{k}": v for k, v in p.fit(lambda: compiled(dense(8, 2, inputs=6), average), pairs())[1].items()
+    }
+
+
 class Mixed(Own):
     """Labels that its own step makes: one-hot ones for two losses and for "accuracy", of class numbers."""
 
