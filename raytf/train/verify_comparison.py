@@ -188,9 +188,9 @@ def _why_weights(traits: Mapping[str, Any]) -> str:
         )
     if "train_step" in methods:
         return (
-            f"train_step ({methods['train_step']}) makes something of its own worker's rows, as a sum, a slice or a "
-            "mean by tf.shape is. Take the loss from self.compute_loss(x, y, y_pred), and leave clipping to the "
-            "optimizer"
+            f"train_step ({methods['train_step']}) makes something of its own worker's rows: a sum, a slice, a mean by "
+            "tf.shape, a division by the number of replicas, or what compares rows. Take the loss from "
+            "self.compute_loss(x, y, y_pred), and leave clipping to the optimizer"
         )
     if "compute_loss" in methods:
         return (
@@ -225,7 +225,9 @@ def _of_log(name: str, gap: _Gap, traits: Mapping[str, Any], weights: bool) -> s
         if metric == bare:
             why = f"{own} keeps what does not add up over workers. Let its variables be sums over rows"
             return f"the metric {name}: {gap.shown}; {why}"
-    if step in methods:
+    if step in methods and weights:
+        why = f"as the weights differ, or {step} ({methods[step]}) returns a value of its own worker's rows"
+    elif step in methods:
         why = (
             f"{step} ({methods[step]}) returns a value of its own worker's rows. Give the value to a "
             "keras.metrics.Mean, with the number of rows as its sample_weight, and return its result()"
