@@ -5,8 +5,8 @@ In the Markdown, above a block:
     <!-- name: fit -->             lets a test find the block
     <!-- not run: needs GPUs -->   the block cannot run here, and why
 
-A block of Python runs as a script, one of `bash` line by line. `title="train.py"` behind the language makes it a file
-of that name instead, which later blocks of the page use.
+A block of Python runs as a script, one of `bash` line by line. `title="train.py"` after the language makes it a file
+of that name instead, which later blocks of the page use. All other languages are shown. A fence is three backticks.
 """
 
 from __future__ import annotations
@@ -20,6 +20,9 @@ RUN = ("python", "bash")
 # What is shown and never runs: output, other languages of configuration.
 SHOWN = ("text", "json", "yaml", "toml", "html")
 _FENCE = re.compile(r"^(?P<indent> *)```(?P<info>[^\n`]*)\n(?P<text>.*?)^(?P=indent)```$", re.DOTALL | re.MULTILINE)
+_COMMENT = re.compile(r"<!--.*?-->", re.DOTALL)
+# Python, or a command, in a block that is only shown.
+_CODE = re.compile(r"^(import \w|from \w+ import |def \w|(\$ )?(raytf|ray|python|pip|make) [\w-])", re.MULTILINE)
 _MARK = re.compile(r"<!-- (?P<key>name|not run): (?P<value>.+?) -->", re.DOTALL)
 
 
@@ -30,7 +33,7 @@ class Block:
     Args:
         page: path of the page from the root of the repository.
         line: of the page in which the block begins, from 1.
-        language: first word behind the fence.
+        language: first word after the fence.
         title: name of the file that the block is, or "".
         text: without the fence.
         name: of the block, or "".
@@ -52,6 +55,11 @@ class Block:
     def runs(self) -> bool:
         """Whether it is executed (a file is not, but is used by others)."""
         return self.language in RUN and not self.title and not self.not_run
+
+    @property
+    def hides_code(self) -> bool:
+        """Whether it is only shown, and contains Python or a command."""
+        return self.language == "text" and _CODE.search(self.text) is not None
 
 
 def pages() -> list[str]:
@@ -87,6 +95,20 @@ def blocks_of(page: str) -> list[Block]:
         )
         end = fence.end()
     return found
+
+
+def prose(page: str) -> str:
+    """A page without blocks and comments, line for line."""
+    text = (ROOT / page).read_text()
+    for pattern in (_FENCE, _COMMENT):
+        text = pattern.sub(lambda hit: "\n" * hit.group().count("\n"), text)
+    return text
+
+
+def unread(page: str) -> list[str]:
+    """Fences of a page that begin or end no block, as "line: text": `~~~`, four backticks, one that is open."""
+    lines = enumerate(prose(page).splitlines(), 1)
+    return [f"{page}:{number}: {line}" for number, line in lines if re.match(r"\s*(`{3}|~{3})", line)]
 
 
 def named(page: str, name: str) -> Block:

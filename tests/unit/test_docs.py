@@ -13,6 +13,7 @@ import pytest
 
 import raytf
 from raytf.cli import main
+from raytf.events import Kind
 from tests import blocks
 
 PAGES = blocks.pages()
@@ -32,8 +33,24 @@ def test_a_block_runs_or_says_why_not(block):
     assert block.language in (*blocks.RUN, *blocks.SHOWN), f"{block} is of no known language"
     if block.not_run:
         assert block.language in blocks.RUN and len(block.not_run) > 10 and not block.title
+    assert not block.hides_code, f"{block} is code: mark it python or bash"
     if block.language == "python":
         compile(textwrap.dedent(block.text), str(block), "exec")
+
+
+@pytest.mark.parametrize("page", ALL_PAGES)
+def test_every_fence_is_a_block(page):
+    assert not blocks.unread(page)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_file_of_a_page_is_used_by_a_later_block(page):
+    found = blocks.blocks_of(page)
+    for number, block in enumerate(found):
+        if block.title:
+            name, after = block.title.removesuffix(".py"), found[number + 1 :]
+            uses = [later for later in after if (later.runs or later.title) and re.search(rf"\b{name}\b", later.text)]
+            assert uses, block
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -67,7 +84,7 @@ def test_commands_of_raytf_have_the_options_that_are_given(block):
 
 def _anchors(page: str) -> set[str]:
     """Of headings, as GitHub and mkdocs make them."""
-    heads = re.findall(r"^#+ +(.*)$", _prose(page), re.MULTILINE)
+    heads = re.findall(r"^#+ +(.*)$", blocks.prose(page), re.MULTILINE)
     return {re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", head.lower())).strip("-") for head in heads}
 
 
@@ -75,14 +92,9 @@ def _text(page: str) -> str:
     return (blocks.ROOT / page).read_text()
 
 
-def _prose(page: str) -> str:
-    """A page without its blocks."""
-    return re.sub(r"^```.*?^```", "", _text(page), flags=re.DOTALL | re.MULTILINE)
-
-
 @pytest.mark.parametrize("page", ALL_PAGES)
 def test_links_lead_somewhere(page):
-    for link in _LINK.findall(_prose(page)):
+    for link in _LINK.findall(blocks.prose(page)):
         if "://" in link:
             continue
         path, _, anchor = link.partition("#")
@@ -123,6 +135,11 @@ def test_what_the_api_page_shows_has_a_docstring(name):
     assert (pkgutil.resolve_name(name).__doc__ or "").strip()
 
 
+def test_the_api_page_has_every_kind_of_event():
+    kinds = re.findall(r"^\| `(\w+)` \|", API.read_text(), re.MULTILINE)
+    assert sorted(kinds) == sorted(["kind", *Kind])
+
+
 def test_the_command_page_has_every_command():
     page = _text("docs/reference/cli.md")
     assert set(re.findall(r"`raytf (\w+)`", page)) == set(main.commands)
@@ -152,6 +169,22 @@ def test_blocks_are_read_as_they_are_marked(tmp_path, monkeypatch):
     assert blocks.named("p.md", "a") == first
     with pytest.raises(LookupError):
         blocks.named("p.md", "b")
+    assert not any(block.hides_code for block in (first, second, third)) and not blocks.unread("p.md")
+    assert "Text." in blocks.prose("p.md") and "x = 1" not in blocks.prose("p.md")
+
+
+@pytest.mark.parametrize("text", ["~~~python\nx = 1\n~~~\n", "````python\nx = 1\n````\n", "Text.\n\n```bash\nls\n"])
+def test_fences_that_are_no_blocks_are_refused(text, tmp_path, monkeypatch):
+    monkeypatch.setattr(blocks, "ROOT", tmp_path)
+    (tmp_path / "p.md").write_text(text)
+    assert blocks.unread("p.md")
+
+
+@pytest.mark.parametrize("text", ["import keras\n", "x\nfrom raytf import fit\n", "$ raytf train\n", "make docs\n"])
+def test_code_that_is_only_shown_is_refused(text, tmp_path, monkeypatch):
+    monkeypatch.setattr(blocks, "ROOT", tmp_path)
+    (tmp_path / "p.md").write_text(f"```text\n{text}```\n")
+    assert blocks.blocks_of("p.md")[0].hides_code
 
 
 @pytest.mark.skipif(importlib.util.find_spec("mkdocs") is None, reason="mkdocs is an extra: `make docs`")

@@ -17,11 +17,11 @@ ROOT = pathlib.Path(__file__).parents[2]
 PAGES = [*blocks.pages(), "CHANGELOG.md"]
 FOLDERS = ("raytf", "jobs", "tests", "cluster", "docs")
 # Files that are named in an example, or that a run writes.
-EXAMPLES = {"train.py", "mymodels.py", "model_def.py", "run.py"}
+EXAMPLES = {"train.py", "mymodels.py", "model_def.py", "run.py", "dist_mnist.py"}
 
 
 def tracked():
-    """Files of the checkout by name, without what was built or installed beside them."""
+    """Files of the checkout by name, without what was built or installed next to them."""
     return {path.name for folder in FOLDERS for path in (ROOT / folder).rglob("*")} | {p.name for p in ROOT.iterdir()}
 
 
@@ -39,7 +39,7 @@ def test_files_that_a_page_names_exist(page):
 @pytest.mark.parametrize("page", blocks.pages())
 def test_commands_and_options_that_a_page_names_exist(page):
     """In the text, in `code`; blocks are parsed by `test_docs.py`."""
-    text = re.sub(r"^ *```.*?^ *```$", "", (ROOT / page).read_text(), flags=re.DOTALL | re.MULTILINE)
+    text = blocks.prose(page)
     for command in re.findall(r"`raytf ([a-z][^`]*)`", text):
         name, *rest = command.split()
         assert name in main.commands and isinstance(main, click.Group), command

@@ -1,4 +1,4 @@
-"""Docstrings, comments and names of raytf use the words that one searches for; see CONTRIBUTING.md."""
+"""Docstrings, comments, names and pages use the words that one searches for; see CONTRIBUTING.md."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import tokenize
 import pytest
 
 import raytf
+from tests import blocks
 
 FOLDER = pathlib.Path(raytf.__file__).parent
 BANNED = {
@@ -52,6 +53,13 @@ NO_NAMES = {
     "apart",
 }
 FILES = sorted(FOLDER.rglob("*.py"))
+PAGES = [*blocks.pages(), "CHANGELOG.md"]
+# Words of a sentence of a page at most, where `code` of any length is one. Aim at 20.
+MOST_WORDS = 30
+SPAN = re.compile(r"(`+)(?!`).+?(?<!`)\1(?!`)", re.DOTALL)
+LINK = re.compile(r"!?\[([^\]]*)\]\([^)\s]*\)")
+ITEM = re.compile(r"^ *([*+-]|\d+\.) ")
+NO_SENTENCE = re.compile(r" *(#|\||:::|options:)")
 
 
 def room(path: pathlib.Path) -> str:
@@ -109,3 +117,58 @@ def test_words(path):
 def test_names_name_something():
     found = {pair for path in FILES for pair in vague(path)}
     assert not found, f"pronouns, adverbs and prepositions: {sorted(found)}"
+
+
+def plain(page: str) -> str:
+    """Returns the words of a page, line for line: without blocks, comments, `code` and targets of links."""
+    text = SPAN.sub(lambda span: "`code`" + "\n" * span.group().count("\n"), blocks.prose(page))
+    return LINK.sub(r"\1", text)
+
+
+def sentences(text: str) -> list[tuple[int, str]]:
+    """(line of its paragraph, sentence) of each paragraph and list item, without headings, tables and directives."""
+    found, paragraph, begins = [], [], 0
+    for number, line in enumerate([*text.splitlines(), ""], 1):
+        ends = not line.strip() or NO_SENTENCE.match(line)
+        if paragraph and (ends or ITEM.match(line)):
+            split = re.split(r"(?<=[.!?])[\"')*_]*\s+", " ".join(paragraph))
+            found += [(begins, sentence) for sentence in split]
+            paragraph = []
+        if not ends:
+            begins = begins if paragraph else number
+            paragraph.append(ITEM.sub("", line, count=1).strip())
+    return found
+
+
+def words(sentence: str) -> int:
+    return sum(re.search(r"\w", part) is not None for part in sentence.split())
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_words_of_pages(page):
+    text = plain(page)
+    found = [
+        f"{page}:{text.count(chr(10), 0, hit.start()) + 1}: {hit.group()!r}; one searches for: {better(hit.group())}"
+        for hit in PATTERN.finditer(text.replace("\n", " "))
+    ]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_sentences_of_pages_are_short(page):
+    counted = [(line, words(text), text) for line, text in sentences(plain(page))]
+    long = [f"{page}:{line}: {count} words: {text}" for line, count, text in counted if count > MOST_WORDS]
+    assert not long, f"more than {MOST_WORDS} words:\n" + "\n".join(long)
+
+
+def test_sentences_are_split():
+    text = "# A head\n\nOne, two.  Three (four.)\nFive:\n\n* six 7.5\n* seven!\n  Eight\n\n| nine | ten |\n"
+    assert sentences(text) == [
+        (3, "One, two."),
+        (3, "Three (four."),
+        (3, "Five:"),
+        (6, "six 7.5"),
+        (7, "seven!"),
+        (7, "Eight"),
+    ]
+    assert [words(sentence) for _, sentence in sentences(text)] == [2, 2, 1, 2, 1, 1]
