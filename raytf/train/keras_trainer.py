@@ -130,7 +130,7 @@ class KerasTrainer:
             trained again.
         verify: Whether to compare two workers with one process before training, on a few rows, in two steps and a
             validation: logs, metrics, weights and other variables. "warn" warns of differences, with their cause and
-            the fix; after one second the comparison continues in parallel with the first steps. "error" waits for at
+            the fix; after half a second the comparison continues in parallel with the first steps. "error" waits for at
             most 200 s, and raises an error. False compares nothing. Models above 64 MiB, parameter servers,
             `sync_every` and single devices are not compared.
         nan: What to do if the loss is NaN or infinite. "warn": one warning at the end of the epoch, with the first such
