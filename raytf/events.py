@@ -51,7 +51,7 @@ class Kind(enum.StrEnum):
     STEPS_REPEATED = "steps_repeated"
     NODE_DRAINED = "node_drained"
     ENDED_AFTER_STEP = "ended_after_step"
-    NOT_TOLD = "not_told"
+    STOP_NOT_DELIVERED = "stop_not_delivered"
     STOP_REQUESTED = "stop_requested"
     STOPPED = "stopped"
     STANDBY_STARTED = "standby_started"
@@ -59,9 +59,13 @@ class Kind(enum.StrEnum):
     STANDBY_LIMITED = "standby_limited"
     STANDBY_GIVEN_UP = "standby_given_up"
     WORKER_HUNG = "worker_hung"
-    WORKER_WENT_ON = "worker_went_on"
+    WORKER_CONTINUED = "worker_continued"
     STRAGGLER = "straggler"
     WORKERS_RENEWED = "workers_renewed"
+
+
+# Values of kinds in older files, and the present ones.
+_FORMER_KINDS = {"not_told": "stop_not_delivered", "worker_went_on": "worker_continued"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -110,7 +114,8 @@ def _subject(event: RunEvent) -> str:
 
 
 def _failed(event: RunEvent) -> str:
-    outcome = "it could not be replaced in place" if event.ranks else "they could not be reconnected"
+    subject = _subject(event)
+    outcome = f"{subject} could not be replaced in place" if subject else "the workers could not be reconnected"
     return f"{outcome}: {event.why}{event.more}"
 
 
@@ -124,14 +129,13 @@ _TEXTS: dict[Kind, Callable[[RunEvent], str]] = {
         f"{_subject(it)} was lost and is replaced in place after {it.seconds:.1f} s; the others kept their processes"
     ),
     Kind.WORKERS_DISCONNECTED: lambda it: (
-        "the workers have lost each other, and all processes live: they are reconnected"
+        "the workers have lost their connections, and all processes live: they are reconnected"
     ),
     Kind.WORKERS_RECONNECTED: lambda it: (
         f"the workers are connected again after {it.seconds:.1f} s; all kept their processes"
     ),
     Kind.RECOVERY_INTERRUPTED: lambda it: (
-        f"{it.why}, while {f'{_subject(it)} was replaced' if it.ranks else 'they were reconnected'}; "
-        "recovery starts again"
+        f"{it.why}, while {f'{_subject(it)} was replaced' if it.ranks else 'they were reconnected'}; recovery restarts"
     ),
     Kind.RECOVERY_FAILED: _failed,
     Kind.TRIAL_RESTARTED: lambda it: (
@@ -140,14 +144,16 @@ _TEXTS: dict[Kind, Callable[[RunEvent], str]] = {
     ),
     Kind.RESIZED: lambda it: f"scaling from {it.before} to {it.workers} workers after the current step",
     Kind.RESIZE_DELAYED: lambda it: (
-        f"there is room for {it.workers} workers, and processes for them are not ready: {it.why}"
+        f"scaling to {it.workers} workers is delayed and retried, as their processes are not ready: {it.why}"
     ),
     Kind.STEPS_REPEATED: lambda it: (
-        f"the run resumes after step {it.step}; at least {it.steps} step(s) made since are made again"
+        f"the run resumes from step {it.step}; at least {it.steps} step(s) made since are repeated"
     ),
     Kind.NODE_DRAINED: lambda it: f"node {it.node[:8]} is drained",
     Kind.ENDED_AFTER_STEP: lambda it: it.why,
-    Kind.NOT_TOLD: lambda it: f"{it.more}, and the workers could not be reached: {it.why}",
+    Kind.STOP_NOT_DELIVERED: lambda it: (
+        f"{it.more}, and the request to stop did not reach all workers; they continue: {it.why}"
+    ),
     Kind.STOP_REQUESTED: lambda it: f"{it.why}: {it.more}",
     Kind.STOPPED: lambda it: f"{it.why}: {it.more}",
     Kind.STANDBY_STARTED: lambda it: f"a standby worker starts on node {it.node[:8]}",
@@ -158,9 +164,11 @@ _TEXTS: dict[Kind, Callable[[RunEvent], str]] = {
     Kind.STANDBY_GIVEN_UP: lambda it: (
         f"no standby worker can be kept on node {it.node[:8]}; a replacement there starts when it is needed: {it.why}"
     ),
-    Kind.WORKER_HUNG: lambda it: f"the other workers wait for {_subject(it)}: {it.why}\n{it.more}".rstrip(),
-    Kind.WORKER_WENT_ON: lambda it: f"{_subject(it)} continues",
-    Kind.STRAGGLER: lambda it: f"{_subject(it)} on {it.node} is {it.why}",
+    Kind.WORKER_HUNG: lambda it: (
+        f"Hang: the other workers wait for {_subject(it)}: {it.why}. If that lasts, its process is ended\n{it.more}"
+    ).rstrip(),
+    Kind.WORKER_CONTINUED: lambda it: f"Hang resolved: {_subject(it)} continues",
+    Kind.STRAGGLER: lambda it: f"Straggler: {_subject(it)} on {it.node} is {it.why}",
     Kind.WORKERS_RENEWED: lambda it: f"{it.why}: new workers {it.more}",
 }
 # Recorded but not logged: a run has many of them, or another line reports the outcome.
@@ -173,7 +181,7 @@ _LEVELS = dict.fromkeys(
         Kind.RECOVERY_FAILED,
         Kind.TRIAL_RESTARTED,
         Kind.STEPS_REPEATED,
-        Kind.NOT_TOLD,
+        Kind.STOP_NOT_DELIVERED,
         Kind.STANDBY_GIVEN_UP,
         Kind.WORKER_HUNG,
         Kind.STRAGGLER,
@@ -279,7 +287,8 @@ def read_events(filesystem: pyarrow.fs.FileSystem, run: str) -> list[RunEvent]:
 
 
 def _event(fields: dict[str, Any]) -> RunEvent:
-    event = RunEvent(**{**fields, "kind": Kind(fields["kind"]), "ranks": tuple(map(int, fields["ranks"]))})
+    kind = Kind(_FORMER_KINDS.get(fields["kind"], fields["kind"]))
+    event = RunEvent(**{**fields, "kind": kind, "ranks": tuple(map(int, fields["ranks"]))})
     numbers = (event.time, *(n for n in (event.step, event.seconds, event.workers, event.before) if n is not None))
     texts = (event.node, event.name, event.why, event.more)
     if not all(type(number) in (int, float) for number in numbers) or not all(type(text) is str for text in texts):

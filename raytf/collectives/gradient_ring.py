@@ -487,9 +487,8 @@ def check_without(wire_dtype: str | None) -> None:
             "Start the workers with a trainer of raytf or `raytf run`, or call raytf.keep_token in each",
         )
     warnings.warn(
-        "these processes were given no token for raytf's ring, so that gradients travel through TensorFlow's "
-        "collectives, which are slower on CPUs: start them with a trainer of raytf or `raytf run`, or call "
-        "raytf.keep_token in each",
+        "these processes have no token for raytf's ring: TensorFlow's collectives sum gradients, which is slower on "
+        "CPUs. Start them with a trainer of raytf or `raytf run`, or call raytf.keep_token in each",
         stacklevel=2,
     )
 

@@ -428,8 +428,9 @@ class Healer:
                 if not all(made.again() for made in self._made):
                     self._refuse("what followed the last step, made again, came to something else")
                     warnings.warn(
-                        "A replacement worker has repeated what followed the last step, and has got another result, "
-                        "as with a callback that draws or measures: all workers restart from the last checkpoint",
+                        "A replacement worker has repeated what followed the last step with another result, as a "
+                        "callback that draws or measures has. All workers restart from the last checkpoint. Let the "
+                        "chief alone decide, or draw from a seed",
                         stacklevel=2,
                     )
                     raise error
@@ -477,7 +478,7 @@ class Healer:
                     seconds = self.pace().deadline(timeouts.get().recovery_plan, _WAIT_COPIES, _WAIT_STEPS)
                     command = self._commands.get(timeout=seconds)
                 except queue.Empty:
-                    command = f"no word of the driver within {seconds:.0f} s"
+                    command = f"timeout after {seconds:.0f} s: the driver sent nothing"
                 self._waiting = None
                 if not isinstance(command, Rejoin):
                     raise error or PeerLostError(old.rank, f"took no place of a lost worker: {command}", None)

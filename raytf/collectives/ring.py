@@ -745,7 +745,7 @@ class Ring:
         milliseconds = None if self.timeout is None else self.timeout * 1000
         ready = [number for number, _ in polling(True).poll(milliseconds)]
         if not ready:
-            raise TimeoutError(f"a neighbour sent nothing for {self.timeout} s")
+            raise TimeoutError(f"timeout after {self.timeout} s: a neighbour sent nothing")
         # data that still arrives counts first
         if ready == [self._lookout.fileno()] and not polling(False).poll(timeouts.get().ring_cause * 1000):
             cause = self._lookout.cause()

@@ -194,9 +194,9 @@ class _Meeting:
             )
         for purpose in self._purposes:
             if purpose not in self._came:
-                return f"worker {self._peer(purpose, -1)} did not connect in time"
+                return f"timeout: worker {self._peer(purpose, -1)} did not connect"
         missing = next((purpose for purpose in self._purposes if purpose not in self._went), _DATA)
-        return f"worker {self._peer(missing, 1)} did not answer in time"
+        return f"timeout: worker {self._peer(missing, 1)} did not answer"
 
     def _peer(self, purpose: int, way: int) -> int:
         """Returns the rank of the member to which (way 1), or from which (way -1), a connection leads."""

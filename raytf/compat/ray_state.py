@@ -29,7 +29,7 @@ def _softly() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        logger.warning(f"the run's line in the dashboard's Train tab is not written: {one_line(error)}")
+        logger.warning(f"the run continues, and is missing in the dashboard's Train tab: {one_line(error)}")
 
 
 @uses_private("ray.train.v2._internal.state.state_manager:TrainStateManager._runs")

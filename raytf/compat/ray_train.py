@@ -166,7 +166,7 @@ def tolerate_full_storage(manager) -> Callable[[], None]:
         except OSError as error:
             warnings.warn(
                 f"{CHECKPOINT_MANAGER_SNAPSHOT_FILENAME}, Ray's list of the run's checkpoints, could not be written, "
-                f"and is tried again: {one_line(error)}",
+                f"and is retried: {one_line(error)}",
                 stacklevel=2,
             )
 

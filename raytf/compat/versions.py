@@ -87,6 +87,6 @@ def untested_warning() -> str:
     """Returns the warning about untested versions."""
     clause = describe_versions(untested_versions())
     return (
-        f"raytf: {clause} is not tested with raytf ({describe_tested()} are); "
-        "it was checked here, and training continues"
+        f"{clause} is not tested with raytf ({describe_tested()} are). "
+        "It was checked here, and training continues. Install tested versions to be sure"
     )

@@ -118,7 +118,7 @@ class ServedDataset(StreamedDataset):
                     ray.get(self.server.take.remote([self.pieces]), timeout=timeouts.get().stream_answer)
                     locations = None
             except ray.exceptions.GetTimeoutError:
-                why = f"has not answered for {timeouts.get().stream_answer:g} s"
+                why = f"has not answered for {timeouts.get().stream_answer:g} s (timeout)"
                 raise StreamError(f"What reads {self.name!r} {why}: see why its process cannot start") from None
             except ray.exceptions.RayActorError as error:
                 why = str(error).strip().splitlines()[0]

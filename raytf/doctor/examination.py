@@ -264,7 +264,7 @@ class _Cluster:
                     asked[self._runners[name].follow.remote(numbers[name])] = name
                 elif end.code:
                     errors[name] = end.reason()
-        return errors | dict.fromkeys(asked.values(), "the two steps did not end in time")
+        return errors | dict.fromkeys(asked.values(), "timeout: the two steps did not end")
 
     def close(self) -> None:
         """Ends all processes, sockets and scripts."""
@@ -305,7 +305,7 @@ class _Cluster:
         answers, errors = {}, {}
         for key, ref in requests.items():
             if ref not in done:
-                errors[key] = f"no answer within {seconds:.0f} s"
+                errors[key] = f"timeout: no answer within {seconds:.0f} s"
                 continue
             try:
                 answers[key] = _value(ref)

@@ -428,7 +428,7 @@ def _resolved(seconds: float) -> dict:
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()
     thread.join(seconds)
-    addresses = answer[0] if answer else f"no answer within {seconds:g} s"
+    addresses = answer[0] if answer else f"timeout: no answer within {seconds:g} s"
     return {"host": name, "found": addresses}
 
 

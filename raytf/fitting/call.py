@@ -350,12 +350,11 @@ class Call:
         """Raises StoppedError after a signal ended the training at a step."""
         last = self._checkpoints.last()
         if last < step:
-            kept = f"step {last}" if last else "none"
-            text = f"it was to end, and did after step {step}, which is not kept; the last that is: {kept}"
+            saved = f"the last one is of step {last}" if last else "there is no other one"
+            text = f"it has stopped after step {step}, and the checkpoint of that step is not saved; {saved}"
             raise TrainingError(None, text)
-        progress_text = (
-            f"ended after step {step}, which is kept; the same call with name={self._checkpoints.run.name!r} resumes"
-        )
+        name = self._checkpoints.run.name
+        progress_text = f"stopped after step {step}; checkpoint saved. The same call with name={name!r} resumes from it"
         raise StoppedError(self._stop_request.number, progress_text, step)
 
     def _last_epoch(self) -> dict | None:

@@ -115,7 +115,7 @@ class NamedFitCheckpoints:
         state = checkpoint_files.parse_state(files[STATE], posixpath.basename(saved.path))
         same_run.check_same_run(state.identity, now, self.resume, self.run.name)
         progress = checkpoint_files.describe_progress(state.epoch, state.epoch_step)
-        logger.info(f"{self.run.name}: resumes after step {state.step} ({progress})")
+        logger.info(f"{self.run.name}: resuming from step {state.step} ({progress})")
         return files, state
 
     def last(self) -> int:

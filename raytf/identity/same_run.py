@@ -55,8 +55,8 @@ def check_same_run(was: Mapping[str, Any], now: Mapping[str, Any], resume: str |
     """
     if was.get("version") != now.get("version"):
         warnings.warn(
-            f"{name}: its checkpoints are of another version of raytf; what both note is compared with the run that is "
-            "asked for: layers, weights, optimizer, columns, seed, batch size and number of rows",
+            f"{name}: its checkpoints are of another version of raytf. It resumes after a comparison of layers, "
+            "weights, optimizer, columns, seed, batch size and number of rows. Check that code and data are the same",
             stacklevel=3,
         )
     differences = find_differences(was, now)

@@ -128,7 +128,7 @@ class ScriptCluster:
             if self._restarts == self._script.max_restarts:
                 return exits[first].status
             self._restarts += 1
-            _print(f"restart {self._restarts} of {self._script.max_restarts}: all tasks")
+            _print(f"restart {self._restarts} of {self._script.max_restarts}: all tasks start again, as {first} failed")
             if lost:
                 self.close()
             else:
@@ -293,7 +293,8 @@ class ScriptCluster:
         if self._restarts == self._script.max_restarts:
             return False
         self._restarts += 1
-        _print(f"{task} failed ({end.reason()}); restart {self._restarts} of {self._script.max_restarts}: it alone")
+        number = f"restart {self._restarts} of {self._script.max_restarts}"
+        _print(f"{task} failed ({end.reason()}); {number}: it starts again alone")
         return True
 
     def _request(self, task: Task) -> None:
@@ -322,7 +323,8 @@ class ScriptCluster:
             if self._silent[task] >= BEAT_INTERVAL + timeouts.get().host_silent:
                 del self._requests[ref]
                 self._lost.add(task)
-                why = f"its host {self._locations[task].host}, or Ray's process there, gives no answer: frozen or gone"
+                host = self._locations[task].host
+                why = f"timeout: its host {host}, or Ray's process there, does not answer: frozen or gone"
                 ended.append((task, TaskExit(-signal.SIGKILL, why=why), True))
         return ended
 
@@ -378,7 +380,7 @@ class ScriptCluster:
                 _print(f"{task} failed after the end of the training: {end.reason()}")
             evaluators.discard(task)
         for task in evaluators:
-            _print(f"{task} is ended, {timeouts.get().last_evaluation:g} s after the training")
+            _print(f"timeout: {task} is ended, {timeouts.get().last_evaluation:g} s after the training")
         self._request_stop(evaluators)
         self._drain(waiting, 2 * timeouts.get().script_grace)
 

@@ -61,7 +61,7 @@ class _Ends:
                 )
             if waited > timeouts.get().iterator_end:
                 logger.warning(
-                    f"TensorFlow has not freed {len(self._held)} iterators over tf.data; the process ends all the same"
+                    f"timeout: TensorFlow has not freed {len(self._held)} iterators over tf.data; the process ends"
                 )
                 return
             time.sleep(0.01)

@@ -361,7 +361,7 @@ def _restored_from(position: StepCounter, kept: StepCheckpointCallback | None) -
         source = f"the copy of step {held} in the coordinator's memory"
     return (
         f"Other servers get them from {source}, where FailureConfig(max_failures=...) allows another start; the steps "
-        "after it are made again"
+        "after it are repeated"
     )
 
 

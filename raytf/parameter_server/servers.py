@@ -242,16 +242,16 @@ class ServerGroup:
                 task = waiting.pop(ref)
                 cause = self._kill_reason(str(task))
                 if task.role == "ps":
-                    self._fail(f"{task} died{cause}, and with it the variables that it held")
+                    self._fail(f"{task} was lost{cause}, and with it the variables that it held")
                     return
                 # a host that has vanished closes no connection, and TensorFlow would wait for one
                 ports.close_connections(self.cluster[task.role][task.index])
                 if cause:
-                    warnings.warn(f"{task} is replaced:{cause}", stacklevel=1)
+                    warnings.warn(f"{task} was lost{cause}. It is replaced; the other workers continue", stacklevel=1)
                 try:
                     self._replace(task)
                 except NoAnswerError as error:
-                    self._fail(f"{task} died{cause}, and none came for it: {error}")
+                    self._fail(f"{task} was lost{cause}, and could not be replaced: {error}")
                     return
                 waiting[self._actors[task].join.remote()] = task
 

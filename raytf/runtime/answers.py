@@ -27,7 +27,7 @@ class NoAnswerError(RaytfError, TimeoutError):
         self.names, self.seconds, self.what = list(names), seconds, what
 
     def __str__(self) -> str:
-        return f"{', '.join(self.names)} gave no answer within {self.seconds:g} s; waited for: {self.what}"
+        return f"timeout after {self.seconds:g} s: {', '.join(self.names)} did not answer; waited for: {self.what}"
 
     def __reduce__(self):
         return type(self), (self.names, self.seconds, self.what)

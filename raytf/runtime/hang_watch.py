@@ -124,7 +124,7 @@ class HangMonitor:
             try:
                 self._poll()
             except Exception:  # a failure may be temporary, and without this thread nothing detects hangs
-                logger.exception("hang detection could not poll the workers")
+                logger.exception("hang detection could not poll the workers, and retries")
 
     def _poll(self) -> None:
         self._request_snapshots()
@@ -142,7 +142,7 @@ class HangMonitor:
         reported = self._reported
         if reported is not None and (hang is None or (hang.rank, hang.part) != (reported.rank, reported.part)):
             self._detector.record_continued(reported)
-            self._emit_event(Kind.WORKER_WENT_ON, reported.rank)
+            self._emit_event(Kind.WORKER_CONTINUED, reported.rank)
             self._reported = reported = None
         if hang is None:
             self._check_stragglers(snapshots)

@@ -186,7 +186,7 @@ class ProcessMonitor(StopDetector):
             if node not in due:
                 host.silent = 0.0
             elif host.silent >= host.limit and len(processes := self.of(node)) == len(due[node]):
-                how = f"has given no answer for {host.silent:.0f} s"
+                how = f"has not answered for {host.silent:.0f} s (timeout)"
                 frozen.append(StoppedProcess(tuple(processes), next(iter(processes.values())), None, how))
             elif looks:
                 host.ask(due[node])
@@ -304,7 +304,7 @@ class ProcessKiller(ProcessMonitor):
                 hosts = [state for state in found if state.seen is None]
                 self.gone |= {key: f"the host {host.place.host} {host.how}" for host in hosts for key in host.keys}
             except Exception:  # a failure may be temporary, and without this thread nothing checks processes
-                logger.exception("the process monitor could not poll processes")
+                logger.exception("the process monitor could not poll processes, and retries")
 
     def _end(self, frozen: list[StoppedProcess]) -> None:
         words = self._collect_last_words([key for stopped in frozen for key in stopped.keys])

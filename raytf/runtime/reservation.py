@@ -155,7 +155,7 @@ class Reservation:
             if not self.wait(self._seconds):
                 raise ResourceError(
                     "The cluster must give a run all its resources at once",
-                    f"{self._describe_missing()} for {self._seconds:g} s",
+                    f"timeout after {self._seconds:g} s: {self._describe_missing()}",
                     "Wait until other work has ended, or raise FailureConfig(controller_failure_limit=...)",
                 )
         except BaseException:

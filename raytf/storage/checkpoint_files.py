@@ -200,7 +200,7 @@ def describe_progress(epoch: int, epoch_step: int) -> str:
         epoch: Completed epochs.
         epoch_step: Completed steps of the next epoch.
     """
-    return f"step {epoch_step} of epoch {epoch + 1}" if epoch_step else f"epoch {epoch}"
+    return f"step {epoch_step} of epoch {epoch + 1}" if epoch_step else f"epoch {epoch} complete"
 
 
 def check_stored(filesystem, path: str) -> CheckpointState:
@@ -510,7 +510,7 @@ def first_whole(candidates: Iterable, check: Callable[[object], str]):
 
 def describe_choice(refused: Iterable[str], name: str) -> str:
     """Describes which checkpoint is used, and the damage of those that would have come first."""
-    return f"Damaged: {'; '.join(refused)}. Instead {name} is taken"
+    return f"Damaged: {'; '.join(refused)}. Using the checkpoint {name} instead"
 
 
 def merge_newest_first(epochs: Iterable, steps: Sequence[tuple[int, Any]]) -> Iterator:

@@ -27,7 +27,7 @@ def check_owner(folder: str) -> None:
     if "://" in folder:
         warnings.warn(
             f"A sweep's state is read as pickles from {folder!r}: anyone who can write there can run code in this "
-            "process",
+            "process. Resume only from a folder that you trust",
             stacklevel=3,
         )
         return

@@ -255,7 +255,7 @@ class RunFolder:
                 "Move what is there away, or use resume=False to start from scratch",
             ) from error
         file = CHECKPOINT_MANAGER_SNAPSHOT_FILENAME + (f", which {list_error}," if list_error else "")
-        logger.warning(f"{self.name}: {file} now lists its {len(entries)} whole checkpoint(s)")
+        logger.warning(f"{self.name}: {file} is rebuilt, and now lists its {len(entries)} whole checkpoint(s)")
 
     def check_list(self) -> None:
         """Raises ConfigError if Ray's list of the checkpoints is unusable or lost."""

@@ -143,7 +143,7 @@ class RunLock:
                 self._file.delete()
                 self._remove_folder()
         except Exception as error:  # the training's results remain; the next driver sees that this one has died
-            logger.warning(f"{self._folder}: its lock could not be given back: {one_line(error)}")
+            logger.warning(f"{self._folder}: its lock could not be released; the next run waits: {one_line(error)}")
         finally:
             self._file.close()
 
@@ -166,7 +166,7 @@ class RunLock:
             raise self._refused(owner, self._file.age() if age is None else age)
         if not self._file.replace(text, lock_text):
             raise self._refused(read_owner(self._file)[1], 0.0)
-        why = "is gone" if age is None else f"gave no sign of life for {age:.0f} s"
+        why = "is gone" if age is None else f"sent no heartbeat for {age:.0f} s (timeout)"
         logger.info(f"{self._folder}: the lock of {_describe_owner(owner)}, which {why}, is taken over")
 
     def _age(self, owner: dict, seen: str | None) -> float:
@@ -175,7 +175,7 @@ class RunLock:
         if age is not None:
             return age
         seconds = timeouts.get().lock_silent
-        logger.info(f"{self._folder}: waits {seconds:g} s to see whether {_describe_owner(owner)} is alive")
+        logger.info(f"{self._folder}: waiting {seconds:g} s for a heartbeat of {_describe_owner(owner)}")
         began = self._clock()
         while (waited := self._clock() - began) <= seconds:
             time.sleep(min(1.0, seconds / 10))
@@ -205,7 +205,8 @@ class RunLock:
             except Exception as error:  # the storage may recover; until then others see an old heartbeat
                 if failed is None:
                     failed = one_line(error)
-                    logger.warning(f"{self._folder}: the heartbeat of its lock cannot be written: {failed}")
+                    text = "the heartbeat of its lock cannot be written, and is retried; another driver may take over"
+                    logger.warning(f"{self._folder}: {text}: {failed}")
 
     def _lose(self) -> None:
         with contextlib.suppress(Exception):  # it only adds the name

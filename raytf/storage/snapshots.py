@@ -63,7 +63,7 @@ class NotWrittenError(RaytfError, OSError):
         self.name, self.why = name, why
 
     def __str__(self) -> str:
-        return f"the snapshot {self.name} could not be kept: {self.why}"
+        return f"the checkpoint {self.name} could not be saved: {self.why}"
 
     def __reduce__(self):
         return type(self), (self.name, self.why)
@@ -306,7 +306,9 @@ class SnapshotWriter:
             if self._writer_ended:
                 raise NotWrittenError(name, self._exit_description())
             if remaining <= 0:
-                raise NotWrittenError(name, self._failed or f"its storage did not end within {seconds:.0f} s")
+                raise NotWrittenError(
+                    name, self._failed or f"timeout after {seconds:.0f} s: its storage did not finish"
+                )
             self._drain(min(remaining, _LOOKS_INTERVAL))
 
     @contextlib.contextmanager
@@ -414,15 +416,15 @@ class SnapshotWriter:
                     - time.monotonic()
                 )
                 if remaining <= 0:
-                    raise NoRoomError(name, self._failed or "its storage has not taken the one before")
+                    raise NoRoomError(name, self._failed or "timeout: its storage has not finished the one before")
                 self._drain(min(remaining, _LOOKS_INTERVAL))
 
     def _leave_out(self, number: int | None = None) -> None:
         self._names.pop(number, None)
         self.left_out += 1
         if not self._failed:  # else the failure was already reported
-            text = f"The storage of {self._folder!r} takes longer than snapshots come: some are left out"
-            self._log("left out", f"{text}. Take them less often")
+            text = f"The storage of {self._folder!r} is slower than checkpoints come: some are skipped"
+            self._log("left out", f"{text}. Raise the interval of checkpoint_every")
 
     def _send(self, message: dict) -> None:
         try:
@@ -475,7 +477,7 @@ class SnapshotWriter:
             self._begun = number
         elif kind == "failed":
             self._failed = event["why"]
-            self._log(event["why"], f"The snapshot {name} could not be written, and is tried again: {event['why']}")
+            self._log(event["why"], f"The checkpoint {name} could not be written, and is retried: {event['why']}")
         elif name is not None:  # else it was left out before the other side received that
             self._end(number)
             self._update_priority()
@@ -486,7 +488,8 @@ class SnapshotWriter:
                 self._handle_parts(name, event)
                 self.written = [*self.written[1 - _TOLD :], event]
                 if event["unremoved"]:
-                    self._log(event["unremoved"], f"Snapshots before {name} could not be removed: {event['unremoved']}")
+                    why = event["unremoved"]
+                    self._log(why, f"Checkpoints before {name} could not be removed, and stay: {why}")
 
     def _handle_parts(self, name: str, event: dict) -> None:
         late, unequal = event.get("late", []), event.get("others", [])
@@ -527,7 +530,7 @@ class SnapshotWriter:
     def _exit_description(self) -> str:
         self._reap(timeouts.get().writer_end)
         lines = os.pread(self._errors, 1 << 16, 0).decode(errors="replace").strip().splitlines()
-        return f"the process that writes snapshots has ended{': ' + lines[-1] if lines else ''}"
+        return f"the process that writes checkpoints has ended{': ' + lines[-1] if lines else ''}"
 
     def _reap(self, seconds: float) -> None:
         try:

@@ -197,7 +197,7 @@ def decide(state: RunState, event: Event) -> Action:
         case StopRequested():
             state = dataclasses.replace(state, stopping=True)
             if state.phase is Phase.STARTING or not state.ends_after_step:
-                return _over(state, "the run is to stop")
+                return _over(state, "a stop of the run was requested")
             return _end_after_step(state, STOP)
         case Drained(stays):
             if state.phase is Phase.STARTING:
@@ -244,7 +244,7 @@ def _recover(state: RunState, ranks: frozenset[int], reported: frozenset[int] = 
     if count > state.failures_left:
         return _restart_all(state, "FailureConfig allows no more failures")
     if state.phase is Phase.LEAVING and not state.asks_again:
-        return _restart_all(state, "the trial was to end after that step")
+        return _restart_all(state, "the trial stops after that step")
     if reporters:
         return _restart_all(
             state, f"{worker_names(ranks)} was lost between two steps, after a report of {worker_names(reporters)}"
@@ -257,7 +257,7 @@ def _recover(state: RunState, ranks: frozenset[int], reported: frozenset[int] = 
 def _restart_all(state: RunState, why: str) -> Action:
     """Restarts all workers, which counts as a failure, unless no failure is left or the run stops."""
     if state.stopping:
-        return _over(state, why or "the run is to stop")
+        return _over(state, why or "a stop of the run was requested")
     if state.failures_left < 1:
         return _over(state, why)
     left = state.failures_left - 1

@@ -25,7 +25,7 @@ from raytf.storage.run_folder import RunFolder
 from raytf.worker import stop
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
-_AT_ONCE = "ended at once; a run resumes from the last checkpoint that it kept"
+_AT_ONCE = "ended at once; a run resumes from its last checkpoint"
 # Seconds within which signals count as one: `timeout` may signal both a process and its group.
 _SAME_INTERVAL = 1.0
 # Seconds after which the request is sent again, as a new worker group has not received it.
@@ -122,7 +122,7 @@ class Ending:
         finally:
             self._heard = None
 
-    def tell_request(self, more: str = "ends after this step; a second signal ends it at once") -> None:
+    def tell_request(self, more: str = "the run stops after this step; a second signal ends it at once") -> None:
         """Emits the event that all workers are requested to stop after a step."""
         self._tell(Kind.STOP_REQUESTED, more)
 
@@ -160,11 +160,11 @@ class Ending:
             except RayActorError:  # a worker has just ended
                 begun = True
             except answers.NoAnswerError as error:
-                raise TrainingError(None, f"it was to end, and could not: {one_line(error)}") from error
+                raise TrainingError(None, f"it was requested to stop, and could not: {one_line(error)}") from error
             if not begun and not future.done():
                 raise StoppedError(self.number, "ended before its workers had begun a step; nothing is lost")
             if time.monotonic() > began + seconds:
-                raise TrainingError(None, f"it was to end, and its workers have not within {seconds:.0f} s")
+                raise TrainingError(None, f"timeout after {seconds:.0f} s: its workers did not stop as requested")
             concurrent.futures.wait([future], _AGAIN_INTERVAL)
 
     def run_in_process(self, train: Callable):
@@ -196,17 +196,19 @@ class Ending:
             self.number, why = signal.SIGTERM, "a node that it cannot leave is drained; "
         name = signal.Signals(self.number).name
         if ended is None:
-            raise StoppedError(self.number, f"the run {folder.name!r} had made its last step; all is kept")
+            raise StoppedError(
+                self.number, f"the run {folder.name!r} had made its last step; its last checkpoint is saved"
+            )
         step, last = ended["step"], folder.last()
         if last is None or last.step < step:
-            kept = "none is" if last is None else f"the last that is is that of step {last.step}"
-            why += f"it has ended after step {step}, whose checkpoint is not kept; {kept}"
+            saved = "there is no other one" if last is None else f"the last one is of step {last.step}"
+            why += f"it has stopped after step {step}, and the checkpoint of that step is not saved; {saved}"
             raise TrainingError(None, f"{name}: {why}")
         position = checkpoint_files.describe_progress(last.epoch, last.epoch_step)
         raise StoppedError(
             self.number,
-            f"{why}the run {folder.name!r} has ended after step {step} ({position}), which is kept; started again with "
-            f"this name it resumes at the next",
+            f"{why}the run {folder.name!r} has stopped after step {step} ({position}); checkpoint of step {step} "
+            "saved. Start it again with this name to resume at the next step",
             step,
         )
 
@@ -233,5 +235,5 @@ def _end(workers: Sequence, how: str, why: str) -> bool:
     except (RaytfError, RayActorError) as error:
         for worker in workers:  # one is lost: the others must not wait for the last step
             worker.execute.remote(stop.withdraw_request, how)
-        events.emit(RunEvent(kind=Kind.NOT_TOLD, why=one_line(error), more=why))
+        events.emit(RunEvent(kind=Kind.STOP_NOT_DELIVERED, why=one_line(error), more=why))
         return False

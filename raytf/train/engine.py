@@ -248,7 +248,7 @@ class Engine:
                 self._tab.ended(one_line(user_error(next(iter(failed.values())))))
                 raise failures.first_cause(failed)
             if any(seen(error) is WorkerState.FAILED for error in failed.values()):
-                logger.warning(failures.first_cause(failed))
+                logger.warning(f"all workers restart from the last checkpoint, as {failures.first_cause(failed)}")
             self._tab.ended(None, again=True)
             self._idle[:0] = group.staying(errors)  # the chief stays where it is
         finally:

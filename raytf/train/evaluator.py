@@ -267,7 +267,7 @@ def _follow(ref, record: Record, asked: str, late: float, watching: ProcessKille
         if place is not None:
             watching.watch("evaluator", ProcessLocation(**place))
         if not begun and time.monotonic() >= late:
-            raise _NotStartedError(f"the evaluator did not start within {timeouts.get().evaluator_start:g} s")
+            raise _NotStartedError(f"timeout after {timeouts.get().evaluator_start:g} s: the evaluator did not start")
 
 
 def _find(record: Record, late: float):
@@ -277,7 +277,9 @@ def _find(record: Record, late: float):
             return ray.get_actor(record.entries.get("actor"))
         except ValueError:
             if time.monotonic() >= late:
-                raise _NotStartedError(f"there was no evaluator within {timeouts.get().evaluator_start:g} s") from None
+                raise _NotStartedError(
+                    f"timeout after {timeouts.get().evaluator_start:g} s: no evaluator ran"
+                ) from None
             time.sleep(1.0)
 
 

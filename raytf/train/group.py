@@ -257,7 +257,7 @@ class EventGroup:
             return None
         for rank, seconds in silent.items():
             place = self.places[rank]
-            how = f"its process {place.pid} on {place.host} gives no sign of life since {seconds:.0f} s"
+            how = f"timeout after {seconds:.0f} s: its process {place.pid} on {place.host} sent nothing"
             self._errors[rank] = WorkerFrozenError(how)
         return Lost(frozenset(silent))
 
@@ -275,7 +275,7 @@ class EventGroup:
         if action.do is Do.RECOVER:
             self._recover(frozenset())
         else:
-            why = f"the workers have lost each other, and {action.why or 'all workers restart'}"
+            why = f"the workers have lost their connections, and {action.why or 'all workers restart'}"
             healing.give_up(self.members, why)
             self._waits.clear()
 

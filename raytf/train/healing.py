@@ -36,7 +36,7 @@ _ROOM_INTERVAL = 0.5
 # Addition to the event of a worker's loss, if the worker is replaced.
 TAKES_ITS_PLACE = ". A replacement worker is started; the other workers wait in their step"
 # ... and if all workers restart.
-STARTS_ANEW = ". All workers restart from the last checkpoint; steps after it are made again"
+STARTS_ANEW = ". All workers restart from the last checkpoint; steps after it are repeated"
 
 
 class NotHealedError(RaytfError, RuntimeError):
@@ -155,7 +155,7 @@ class Healing:
         if self.kept is None:
             return f"the last checkpoint{self.not_kept and f', as {self.not_kept}'}"
         lacks = f"; metrics of the epoch lack the rows of {worker_names(self.older)} in that step" if self.older else ""
-        return f"step {self.kept}, of which the others have kept a checkpoint{lacks}"
+        return f"step {self.kept}, of which the others have saved a checkpoint{lacks}"
 
     def wait(self, seconds: float | None = None) -> None:
         """Blocks until it ends, or for some seconds; each of its parts has a timeout."""
@@ -187,7 +187,7 @@ class Healing:
         sent = [worker.actor.execute.remote(healing.pace) for worker in self._rest.values()]
         self._pace = Pace.slowest(self._ask(sent, "how large its training is"))
         seconds = self._pace.deadline(timeouts.get().recovery_break, first_steps=1)
-        waiting = self._all_wait(self._rest, seconds, "come to the sum that cannot be made")
+        waiting = self._all_wait(self._rest, seconds, "reach the all-reduce that failed")
         repeats_all = is_to_be_made_anew(waiting, self.lost, len(self._group.members))
         if self.lost:
             self._replace(starting, waiting, repeats_all)
@@ -222,7 +222,9 @@ class Healing:
         if self._failed is not None:
             raise self._failed
         if starting.is_alive():
-            raise NotHealedError(f"no replacement worker has started within {timeouts.get().replacement_start:g} s")
+            raise NotHealedError(
+                f"timeout after {timeouts.get().replacement_start:g} s: no replacement worker has started"
+            )
         self._take_places(state, owned, waiting)
         seconds = self._pace.deadline(timeouts.get().replacement_place, copies=1, first_steps=1)
         waiting |= self._all_wait(self._made, seconds, "make the step")
@@ -246,13 +248,12 @@ class Healing:
             following = (rank + 1) % size
             if following in self.lost:
                 raise NotHealedError(
-                    f"what worker {rank} had for itself was passed on to worker {following} alone, which was lost, too"
+                    f"only worker {following} had a copy of worker {rank}'s own state, and was lost, too"
                 )
             content = healing.passed_on(waiting[following].held, place.tag)
             if content is None:
                 raise NotHealedError(
-                    f"worker {rank} was lost between two steps, and what it had for itself after step {place.step} "
-                    "with it"
+                    f"worker {rank} was lost between two steps, and its own state after step {place.step} with it"
                 )
             owned[rank] = content
         return owned
@@ -326,7 +327,7 @@ class Healing:
                 return states
             if time.monotonic() > deadline:
                 late = ", ".join(f"worker {rank}" for rank in ranks)
-                raise NotHealedError(f"{late} did not {what} within {seconds:.0f} s")
+                raise NotHealedError(f"timeout after {seconds:.0f} s: {late} did not {what}")
 
 
 def _said(error: BaseException) -> str:

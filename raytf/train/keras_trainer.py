@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sys
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -338,8 +337,8 @@ class KerasTrainer:
             folder.relist(last, self.run_config.checkpoint_config)
             if has_ended:
                 return self._ended(folder, last)
-            if last.epoch_step:
-                logger.info(f"{folder.name}: {_goes_on(last, self._order(last, blocks))}")
+            order = self._order(last, blocks) if last.epoch_step else {}
+            logger.info(f"{folder.name}: {_goes_on(last, order)}")
         if self.resume is False and (archived := folder.archive()):
             logger.info(f"{folder.name}: starts from scratch; the previous run is archived as {archived!r}")
         with verify.Following(tried.running, launch):
@@ -408,7 +407,7 @@ class KerasTrainer:
 
     def _ended(self, folder: RunFolder, last: run_folder.LastCheckpoint) -> ray.train.Result:
         """Returns the result of a run that is complete."""
-        why = "was stopped by a callback" if last.stopped else "has trained"
+        why = "was stopped by a callback" if last.stopped else "is complete"
         logger.info(f"{folder.name}: {why} after {last.epoch} epoch(s); finished, nothing to do")
         with quiet.quiet_result_reading():
             result = ray.train.Result.from_path(folder.path, storage_filesystem=folder.filesystem)
@@ -574,7 +573,7 @@ class KerasTrainer:
             raise found
         blocks.update({name: blocks[name].with_look(seen) for name, seen in found.looked.items()})
         if found.warning is not None:
-            print(found.warning, file=sys.stderr)
+            logger.warning(found.warning)
         if found.unread:
             warnings.warn(config_keys.unread_warning(found.unread), stacklevel=5)
         if found.proof is not None:
@@ -593,11 +592,11 @@ class KerasTrainer:
 
 
 def _goes_on(last: run_folder.LastCheckpoint, order: Mapping[str, Any]) -> str:
-    """Describes how a begun epoch continues: from its next step, or again if its steps would have other rows now."""
-    if differs := sampling.differences(last.order, order):
-        begun = f"epoch {last.epoch + 1}, of which {last.epoch_step} step(s) were made"
-        return f"begins {begun}, again, as they would have other rows now ({differs})"
-    return f"resumes after {checkpoint_files.describe_progress(last.epoch, last.epoch_step)}"
+    """Describes how a run resumes: at the next step, or at its epoch's first if its steps would have other rows now."""
+    if last.epoch_step and (differs := sampling.differences(last.order, order)):
+        restart = f"epoch {last.epoch + 1} restarts at its first step, as its {last.epoch_step} step(s)"
+        return f"resuming from step {last.step}; {restart} would have other rows now ({differs})"
+    return f"resuming from step {last.step} ({checkpoint_files.describe_progress(last.epoch, last.epoch_step)})"
 
 
 def _with_history(trainer, result: ray.train.Result, found: Mapping[int, dict] | None = None) -> ray.train.Result:

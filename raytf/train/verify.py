@@ -416,7 +416,7 @@ class _Supervisor:
                 if os.getppid() != self._asking:
                     raise _ComparisonLostError
                 if left and time.monotonic() > self._until:
-                    raise TimeoutError(f"no end after {timeouts.get().verify:g} s")
+                    raise TimeoutError(f"timeout after {timeouts.get().verify:g} s")
         finally:
             for run in left.values():
                 os.kill(run.pid, signal.SIGKILL)

@@ -287,7 +287,7 @@ class WorkerGroup(EventGroup):
         elif isinstance(error, WorkerFrozenError):
             found = WorkerGroupLostError(f"worker {rank} hangs: {error}\n{error.stack}")
         else:
-            found = WorkerGroupLostError(f"worker {rank} of the trial died: {error}")
+            found = WorkerGroupLostError(f"worker {rank} of the trial was lost: {error}")
         found.unhealed = lost.why or None
         return found
 
@@ -372,7 +372,7 @@ class WorkerGroup(EventGroup):
 
 def _lost(name: str, error: Exception) -> Exception:
     if isinstance(error, ray.exceptions.RayActorError):
-        lost = WorkerGroupLostError(f"{name} of the trial died: {error}")
+        lost = WorkerGroupLostError(f"{name} of the trial was lost: {error}")
         lost.unhealed = "it was lost outside of the trial's steps"
         return lost
     return error

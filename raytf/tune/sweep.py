@@ -247,7 +247,7 @@ def sweep(
                 grid = tuner.fit()
         lock.check()
         if asking is not None and asking.lost:
-            raise TrainingError(None, f"the sweep was to end after a step: {'; '.join(asking.lost)}")
+            raise TrainingError(None, f"the sweep was requested to stop after a step: {'; '.join(asking.lost)}")
         if ending.number is not None:
             raise StoppedError(ending.number, _describe_progress(grid, plan.end is not None))
         if table.fatal is not None:

@@ -55,7 +55,7 @@ class SweepEnd:
         deadline = time.monotonic() + seconds
         while self._entries.get(_OVER) is None:
             if time.monotonic() > deadline:
-                raise NotReleasedError(f"the sweep was to end, and its driver has not within {seconds:g} s")
+                raise NotReleasedError(f"timeout after {seconds:g} s: the sweep's driver did not end as requested")
             time.sleep(_LOOKS_INTERVAL)
 
     def ask(self) -> None:
@@ -85,7 +85,7 @@ def describe_losses(notes: Mapping[str, dict | None]) -> list[str]:
     lost = [f"trial {trial} has not ended" for trial in working_trials(notes)]
     for trial, note in notes.items():
         if note is not None and note["ended"] and not note["kept"]:
-            lost.append(f"trial {trial} has ended after step {note['step']}, which is not kept")
+            lost.append(f"trial {trial} has stopped after step {note['step']}, and its checkpoint is not saved")
     return lost
 
 
@@ -120,7 +120,7 @@ class SweepStop:
         if not self._requested or self._is_over:
             return
         if self._until is None:
-            self._log("the trials end after this step; a second signal ends them at once")
+            self._log("the trials stop after this step; a second signal ends them at once")
             self._until = time.monotonic() + timeouts.get().run_end
             self._end.ask()
         notes = self._end.notes(running())

@@ -117,7 +117,7 @@ def _warn_of_unrestored(new: list[str], gone: list[str], chief: bool) -> None:
     if chief and new:
         warnings.warn(f"Callbacks that the checkpoint does not know start from scratch: {', '.join(new)}", stacklevel=2)
     if chief and gone:
-        warnings.warn(f"Callbacks of the checkpoint that the run has no longer: {', '.join(gone)}", stacklevel=2)
+        warnings.warn(f"The state of callbacks that the run has no longer is dropped: {', '.join(gone)}", stacklevel=2)
 
 
 def _is_entry(entry) -> bool:

@@ -43,8 +43,8 @@ class CheckpointSaver:
         """Blocks until checkpoints of killed workers are written; call it before the newest one is selected."""
         if not snapshots.wait_for_all(self._filesystem, self._run):
             warnings.warn(
-                f"Another process still writes checkpoints of {self._run!r}, or its host has gone meanwhile: its last "
-                "ones are not seen",
+                f"timeout: another process still writes checkpoints of {self._run!r}, or its host was lost. The run "
+                "resumes without its last ones",
                 stacklevel=2,
             )
 
@@ -199,6 +199,6 @@ class CheckpointSaver:
             with writer.writer_priority():
                 writer.finish(seconds)
         except NotWrittenError as error:
-            warnings.warn(str(error), stacklevel=2)
+            warnings.warn(f"The training has ended, and {error}", stacklevel=2)
         finally:
             writer.close()

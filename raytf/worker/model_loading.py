@@ -187,11 +187,7 @@ def _load_run(stored: model_source.StorageLocation, choice: CheckpointSelector, 
     except (RuntimeError, ValueError, OSError, AssertionError, KeyError, CheckpointManagerInitializationError) as error:
         kept = list_checkpoints(stored.filesystem, stored.path)
         if kept:
-            taken = (
-                "it is chosen among those that lie there"
-                if choice.needs_run
-                else "the newest one that is whole is taken"
-            )
+            taken = "choosing among those in the folder" if choice.needs_run else "using the newest whole one"
             warnings.warn(
                 f"Ray's list of the checkpoints in {stored.shown!r} cannot be used ({first_line(error)}); {taken}",
                 stacklevel=3,

@@ -87,7 +87,7 @@ class PendingCheckpoint:
         except NotWrittenError as error:
             self._error = error
             warnings.warn(
-                f"The checkpoint at the end of epoch {self._epoch} is not kept so far, and the training continues: "
+                f"The checkpoint at the end of epoch {self._epoch} is not saved so far, and training continues: "
                 f"{error.why}",
                 stacklevel=2,
             )
@@ -131,7 +131,7 @@ class ReportQueue:
             done, _ = concurrent.futures.wait([oldest], limits.report_taken)
         if not done:
             raise TimeoutError(
-                f"The driver was to take a report within {limits.report_taken:g} s and has not: it {_WAITS_FOR}"
+                f"timeout after {limits.report_taken:g} s: the driver did not take a report; it {_WAITS_FOR}"
             )
 
     def end(self) -> None:

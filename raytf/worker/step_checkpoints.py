@@ -81,7 +81,7 @@ class StepCheckpointCallback(TrainingPart):
         holders = session.holders() if in_memory else NO_HOLDERS
         if session.rank == 0 and in_memory and context.servers() is None and not holders.peer:
             warnings.warn(
-                "All workers are on one host: what memory_every holds there outlives a worker, and not the host",
+                "All workers are on one host: copies of memory_every survive the loss of a worker, and not of the host",
                 stacklevel=2,
             )
         session.ready(training.model, in_memory)
@@ -257,8 +257,8 @@ class BeforeResumption(TrainingPart):
             begin = sampling.regrouped(state.order, training.order, state.epoch_step) if scaled else None
         if begin is None:
             warnings.warn(
-                f"Epoch {state.epoch + 1} starts again, with weights that have seen {state.epoch_step} of its steps: "
-                f"these would have other rows now ({differs})",
+                f"Epoch {state.epoch + 1} restarts, with weights that have seen {state.epoch_step} of its steps: these "
+                f"would have other rows now ({differs})",
                 stacklevel=2,
             )
             return None

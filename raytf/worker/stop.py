@@ -128,8 +128,8 @@ class StopBarrier:
             seconds = timeouts.get().stop_step
             if not self._condition.wait_for(is_resolved, seconds):
                 raise NoStopAnswerError(
-                    f"This worker was asked to stop, and the driver has not sent the last step within {seconds:g} s: "
-                    "another one gave no answer"
+                    f"timeout after {seconds:g} s: this worker was requested to stop, and the driver did not send its "
+                    "last step, as another worker did not answer"
                 )
             self._begun += 1
             return self.is_over()

@@ -70,7 +70,7 @@ def test_the_first_failure_ends_the_wait(actors, silent):
 
 def test_a_deadline_names_who_is_late(actors, silent):
     refs = [actors[0].tell.remote(0), silent.wait.remote(0)]
-    said = "worker 1 gave no answer within 0.5 s; waited for: the workers' addresses"
+    said = "timeout after 0.5 s: worker 1 did not answer; waited for: the workers' addresses"
     with pytest.raises(NoAnswerError, match=said):
         collect_answers(refs, 0.5, "the workers' addresses")
 

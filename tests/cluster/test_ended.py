@@ -122,7 +122,11 @@ def test_a_signal_to_the_driver_ends_the_run_after_a_step_that_is_kept(tmp_path,
     step = end.step
     assert (tmp_path / "run" / f"step_{step:012d}" / "manifest.json").exists()
     made = steps(tmp_path, "run", 0)
-    assert len(made) == step and step in (19, 20) and f"(step {step - 14} of epoch 2), which is kept" in end.more
+    assert (
+        len(made) == step
+        and step in (19, 20)
+        and f"(step {step - 14} of epoch 2); checkpoint of step {step} saved" in end.more
+    )
     (tmp_path / "run_hold").write_text("2 13")  # the last step of all
     driver = started(tmp_path, "run", workers)
     until(lambda: steps(tmp_path, "run", held)[-1:] == [(2, 13)], driver)

@@ -159,7 +159,9 @@ def test_a_dead_server_ends_in_a_restore_and_the_next_one_in_an_error(tmp_path, 
 
     options = {"strategy": "parameter_server", "num_ps": 1, "config": {"batch_size": 10, "epochs": 4}}
     kept = {"checkpoint_every": "epoch", "memory_every": "2 steps"}
-    lost = "ps 0 died, and with it the variables that it held. Other servers get them from the checkpoint of step 30"
+    lost = (
+        "ps 0 was lost, and with it the variables that it held. Other servers get them from the checkpoint of step 30"
+    )
     with pytest.raises(raytf.errors.TrainingError, match=lost):
         trainer(tmp_path, "lost", workers=1, failures=1, callbacks=callbacks, **kept, **options).fit()
     assert (tmp_path / "begun").read_text().split() == ["20", "24"], "the second time from the coordinator's memory"

@@ -153,4 +153,4 @@ def test_a_drain_that_is_cut_short_loses_the_steps_that_are_not_kept(tmp_path, s
     assert 0 < len(again) < 5 and again == [(1, batch) for batch in range(5 - len(again), 5)]
     assert sorted(set(made)) == EVERYTHING
     said_of = [event.steps for event in raytf.run_events(tmp_path / "fifth") if event.kind == Kind.STEPS_REPEATED]
-    assert said_of == [len(again)] and f"at least {len(again)} step(s) made since are made again" in said
+    assert said_of == [len(again)] and f"at least {len(again)} step(s) made since are repeated" in said

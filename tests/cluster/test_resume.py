@@ -55,7 +55,7 @@ def test_a_run_goes_on_from_what_is_whole_with_new_arguments(tmp_path):
         for name in ("build.pkl", "callbacks.pkl", "error.pkl"):
             (folder / name).write_bytes(pickle.dumps(Bomb(str(exploded))))
     os.truncate(saved[-1] / "model.keras", 1000)
-    with pytest.warns(UserWarning, match=rf"{saved[-1].name} \(model.keras .*{saved[-2].name} is taken"):
+    with pytest.warns(UserWarning, match=rf"{saved[-1].name} \(model.keras .*{saved[-2].name} instead"):
         assert int(raytf.load_model(run).optimizer.iterations) == 8
     again = trainer(tmp_path, config=config | {"patience": 50}, callbacks=watched, build=moved).fit()
     assert list(again.metrics_dataframe["epoch"]) == [1, 2, 3]

@@ -73,7 +73,7 @@ def test_a_name_that_exists(tmp_path, capsys, monkeypatch):
     with monkeypatch.context() as without_workers:
         without_workers.setattr("raytf.train.keras_trainer.Startup", None)
         again = run(tmp_path, workers=1).fit()
-    assert "run: has trained after 1 epoch(s); finished, nothing to do" in capsys.readouterr().err
+    assert "run: is complete after 1 epoch(s); finished, nothing to do" in capsys.readouterr().err
     assert again.metrics == first.metrics and again.path == folder
     assert again.checkpoint.path == first.checkpoint.path
     assert again.metrics_dataframe.equals(first.metrics_dataframe)

@@ -100,7 +100,7 @@ def test_kills_and_a_new_start_within_epochs_change_nothing(tmp_path):
         if (path / "state.json").exists() and path.name != steps[-1]
     )
     again, _ = run("broken")
-    with pytest.warns(UserWarning, match=f"Damaged: {steps[-1]}.*Instead {newest} is taken"):
+    with pytest.warns(UserWarning, match=f"Damaged: {steps[-1]}.*Using the checkpoint {newest} instead"):
         result = again.fit()
     assert batches(notes, 1)[-1][0] == divmod(step, 14)
     assert_equal(result, expected, 0)

@@ -88,7 +88,7 @@ def leader():
 
 
 def test_a_worker_that_dies_while_its_group_opens(leader):
-    assert "worker 1 of the trial died" in ray.get(
+    assert "worker 1 of the trial was lost" in ray.get(
         leader.open.remote(WorkerSetup(config=DiesWhileItOpens())), timeout=120
     )
 
@@ -163,7 +163,7 @@ def test_hosts_are_looked_at_by_an_actor_there(set_timeouts):
     os.kill(watcher, signal.SIGSTOP)
     set_timeouts(host_silent=20.0)
     (found,) = until(lambda: False, waits=False)
-    assert (found.keys, found.seen, found.how) == ((3,), None, "has given no answer for 20 s")
+    assert (found.keys, found.seen, found.how) == ((3,), None, "has not answered for 20 s (timeout)")
     ray.kill(actor)
     looks.close()
     with contextlib.suppress(ProcessLookupError):

@@ -287,7 +287,7 @@ def test_a_script_that_hangs_is_named_with_its_stack(tmp_path, monkeypatch, capf
     at_first = named.replace(
         "in Mine.on_train_batch_end", r"(in Mine.on_train_batch_end|between two steps,)"
     )  # told late
-    assert re.search(rf"raytf run: the other workers wait for worker 1: {at_first} step 7", err)
+    assert re.search(rf"raytf run: Hang: the other workers wait for worker 1: {at_first} step 7", err)
     assert "lock.acquire()" in err and re.search(rf"raytf run: worker 1 failed first: hangs: {named}", err)
 
 
@@ -317,7 +317,7 @@ if rank == 0 and not os.path.exists("again"):
         r"raytf run: worker 1 failed first: frozen: its process \d+ on \S+ is stopped by .* s \(--frozen-after.*",
         said[0],
     )
-    assert said[1:] == ["raytf run: restart 1 of 1: all tasks"]
+    assert said[1:] == ["raytf run: restart 1 of 1: all tasks start again, as worker 1 failed"]
 
 
 def test_a_runner_that_gives_no_answer_has_gone(tmp_path, monkeypatch, capfd, set_timeouts):
@@ -331,7 +331,7 @@ signal.pause()
 """
     assert here(tmp_path, text, monkeypatch=monkeypatch, num_workers=2) == 128 + signal.SIGKILL
     err = capfd.readouterr().err
-    assert re.search(r"worker 1 failed first: its host \S+, or Ray's process there, gives no answer", err)
+    assert re.search(r"worker 1 failed first: timeout: its host \S+, or Ray's process there, does not answer", err)
 
 
 def test_an_evaluator_is_heard_to_its_last_line(tmp_path, monkeypatch, set_timeouts, capfd):

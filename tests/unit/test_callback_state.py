@@ -162,7 +162,7 @@ def test_callbacks_may_come_go_and_move(tmp_path):
     assert [getattr(c, "count", None) for c in after] == [None, 3, 1]
     assert [str(w.message) for w in told] == [
         "Callbacks that the checkpoint does not know start from scratch: TerminateOnNaN",
-        "Callbacks of the checkpoint that the run has no longer: One",
+        "The state of callbacks that the run has no longer is dropped: One",
     ]
 
 

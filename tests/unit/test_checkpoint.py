@@ -342,7 +342,7 @@ def test_the_first_whole_checkpoint_is_taken_and_the_others_are_named(tmp_path):
     (folders[0] / "seeds.npz").unlink()
     (folders[1] / "state.json").write_text("")
     stored = checkpoint_files.newest_first(map(Stored, reversed(folders)))
-    with pytest.warns(UserWarning, match=r"checkpoint_9 \(seeds.npz.*checkpoint_8 \(state.json.*checkpoint_7 is taken"):
+    with pytest.warns(UserWarning, match=r"checkpoint_9 \(seeds.npz.*checkpoint_8 \(state.json.*checkpoint_7 instead"):
         found, _ = checkpoint_files.first_whole(stored, lambda c: checkpoint_files.check_folder(c.path))
     assert found.path == str(folders[2])
     (folders[2] / "model.keras").write_bytes(b"")

@@ -129,7 +129,7 @@ def test_while_a_large_one_is_written_others_are_left_out_and_pinned_ones_wait(l
     stop(large.pid)
     try:
         large.write(folder_name(2), parts_of(2, 100_000))
-        with pytest.warns(UserWarning, match="longer than snapshots come"):
+        with pytest.warns(UserWarning, match="slower than checkpoints come"):
             assert large.write(folder_name(3), parts_of(3, 100_000)) == 0
         assert large.write(folder_name(4), parts_of(4, 100_000), held=True) > 0, "which has one more"
         assert memory(large) <= 2 * one()
@@ -181,7 +181,9 @@ def test_a_pinned_one_for_which_no_place_comes_says_so_and_the_writer_stays(tmp_
     stop(writer.pid)
     try:
         keeper.keep(folder_name(2), model, parts)
-        with pytest.raises(NoRoomError, match=f"{folder_name(3)} could not be kept: .*has not taken the one before"):
+        with pytest.raises(
+            NoRoomError, match=f"{folder_name(3)} could not be saved: .*has not finished the one before"
+        ):
             keeper.keep(folder_name(3), model, parts, last=True)
         assert isinstance(NoRoomError("a", "b"), NotWrittenError) and keeper._writer is writer
     finally:

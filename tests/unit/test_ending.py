@@ -108,7 +108,7 @@ def test_a_worker_that_is_told_nothing_more_does_not_wait_for_ever(set_timeouts)
     gate = StopBarrier()
     gate.begin()
     gate.ask(STOP)
-    with pytest.raises(stop.NoStopAnswerError, match="another one gave no answer"):
+    with pytest.raises(stop.NoStopAnswerError, match="timeout after .* as another worker did not answer"):
         gate.is_last()
 
 
@@ -165,9 +165,9 @@ def test_what_is_not_kept_is_an_error_and_what_has_ended_is_not(tmp_path):
     folder, end = RunFolder(pyarrow.fs.LocalFileSystem(), str(tmp_path), "run"), Ending()
     end.check(types.SimpleNamespace(return_value=None), folder)
     end.number = signal.SIGTERM
-    with pytest.raises(StoppedError, match="had made its last step"):
+    with pytest.raises(StoppedError, match="had made its last step; its last checkpoint is saved"):
         end.check(types.SimpleNamespace(return_value=None), folder)
-    with pytest.raises(TrainingError, match="SIGTERM: it has ended after step 7, whose .* is not kept; none is"):
+    with pytest.raises(TrainingError, match="SIGTERM: it has stopped after step 7, .* is not saved; there is no"):
         end.check(types.SimpleNamespace(return_value={"step": 7}), folder)
 
 

@@ -36,23 +36,25 @@ LINES = {
             "worker 0 and worker 2 was lost and is replaced in place after 3.4 s; the others kept their processes",
         )
     ],
-    Kind.WORKERS_DISCONNECTED: [({}, "the workers have lost each other, and all processes live: they are reconnected")],
+    Kind.WORKERS_DISCONNECTED: [
+        ({}, "the workers have lost their connections, and all processes live: they are reconnected")
+    ],
     Kind.WORKERS_RECONNECTED: [
         ({"seconds": 0.5}, "the workers are connected again after 0.5 s; all kept their processes")
     ],
     Kind.RECOVERY_INTERRUPTED: [
         (
             {"ranks": (1,), "why": "worker 2 was lost"},
-            "worker 2 was lost, while worker 1 was replaced; recovery starts again",
+            "worker 2 was lost, while worker 1 was replaced; recovery restarts",
         ),
-        ({"why": "worker 2 was lost"}, "worker 2 was lost, while they were reconnected; recovery starts again"),
+        ({"why": "worker 2 was lost"}, "worker 2 was lost, while they were reconnected; recovery restarts"),
     ],
     Kind.RECOVERY_FAILED: [
         (
             {"ranks": (1,), "why": "no room", "more": ". All workers restart from the last checkpoint"},
-            "it could not be replaced in place: no room. All workers restart from the last checkpoint",
+            "worker 1 could not be replaced in place: no room. All workers restart from the last checkpoint",
         ),
-        ({"why": "no answer", "step": 7}, "they could not be reconnected: no answer"),
+        ({"why": "no answer", "step": 7}, "the workers could not be reconnected: no answer"),
     ],
     Kind.TRIAL_RESTARTED: [
         (
@@ -70,18 +72,18 @@ LINES = {
     Kind.RESIZE_DELAYED: [
         (
             {"workers": 2, "why": "no answer"},
-            "there is room for 2 workers, and processes for them are not ready: no answer",
+            "scaling to 2 workers is delayed and retried, as their processes are not ready: no answer",
         )
     ],
     Kind.STEPS_REPEATED: [
-        ({"step": 15, "steps": 4}, "the run resumes after step 15; at least 4 step(s) made since are made again")
+        ({"step": 15, "steps": 4}, "the run resumes from step 15; at least 4 step(s) made since are repeated")
     ],
     Kind.NODE_DRAINED: [({"node": NODE}, "node abababab is drained")],
     Kind.ENDED_AFTER_STEP: [({"step": 7, "why": "all have ended after step 7"}, "all have ended after step 7")],
-    Kind.NOT_TOLD: [
+    Kind.STOP_NOT_DELIVERED: [
         (
             {"more": "a node is drained", "why": "no answer"},
-            "a node is drained, and the workers could not be reached: no answer",
+            "a node is drained, and the request to stop did not reach all workers; they continue: no answer",
         )
     ],
     Kind.STOP_REQUESTED: [({"why": "SIGTERM", "more": "ends after this step"}, "SIGTERM: ends after this step")],
@@ -102,12 +104,15 @@ LINES = {
     Kind.WORKER_HUNG: [
         (
             {"ranks": (1,), "why": "stands in lock", "more": "a stack"},
-            "the other workers wait for worker 1: stands in lock\na stack",
+            "Hang: the other workers wait for worker 1: stands in lock. If that lasts, its process is ended\na stack",
         ),
-        ({"name": "chief 0", "why": "stands in lock"}, "the other workers wait for chief 0: stands in lock"),
+        (
+            {"name": "chief 0", "why": "stands in lock"},
+            "Hang: the other workers wait for chief 0: stands in lock. If that lasts, its process is ended",
+        ),
     ],
-    Kind.WORKER_WENT_ON: [({"ranks": (1,)}, "worker 1 continues")],
-    Kind.STRAGGLER: [({"ranks": (1,), "node": "host", "why": "slower"}, "worker 1 on host is slower")],
+    Kind.WORKER_CONTINUED: [({"ranks": (1,)}, "Hang resolved: worker 1 continues")],
+    Kind.STRAGGLER: [({"ranks": (1,), "node": "host", "why": "slower"}, "Straggler: worker 1 on host is slower")],
     Kind.WORKERS_RENEWED: [
         ({"why": "it grew", "more": "run the next trial"}, "it grew: new workers run the next trial")
     ],
@@ -147,7 +152,7 @@ def test_an_event_is_recorded_and_read_again_in_order(tmp_path):
 
 def test_what_is_cut_off_or_crafted_is_left_out(tmp_path):
     record = events.Recorder(LOCAL, str(tmp_path))
-    record(RunEvent(kind=Kind.WORKER_WENT_ON, ranks=(1,)))
+    record(RunEvent(kind=Kind.WORKER_CONTINUED, ranks=(1,)))
     (good,) = (tmp_path / events.FOLDER).iterdir()
     told = json.loads(good.read_text())
     crafted = [{"kind": "other"}, {"ranks": ["<script>"]}, {"ranks": 3}, {"why": 3}, {"time": "x"}, {"another": 1}]
@@ -160,12 +165,22 @@ def test_what_is_cut_off_or_crafted_is_left_out(tmp_path):
     assert [event.ranks for event in raytf.run_events(tmp_path)] == [(1,)]
 
 
+@pytest.mark.parametrize(
+    ("former", "kind"), [("not_told", Kind.STOP_NOT_DELIVERED), ("worker_went_on", Kind.WORKER_CONTINUED)]
+)
+def test_a_file_with_a_former_name_of_a_kind_is_read(tmp_path, former, kind):
+    events.Recorder(LOCAL, str(tmp_path))(RunEvent(kind=kind, ranks=(1,), why="no answer", more="a node is drained"))
+    (file,) = (tmp_path / events.FOLDER).iterdir()
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"kind": former}))
+    assert [event.kind for event in raytf.run_events(tmp_path)] == [kind]
+
+
 def test_a_storage_that_takes_none_ends_that_and_not_the_run(tmp_path):
     (tmp_path / "figures").touch()
     record = events.Recorder(LOCAL, str(tmp_path))
     with pytest.warns(UserWarning, match="Events for `raytf report` end here"):
-        record(RunEvent(kind=Kind.WORKER_WENT_ON))
-    record(RunEvent(kind=Kind.WORKER_WENT_ON))
+        record(RunEvent(kind=Kind.WORKER_CONTINUED))
+    record(RunEvent(kind=Kind.WORKER_CONTINUED))
 
 
 def test_a_storage_that_hangs_holds_up_no_recovery(tmp_path, set_timeouts):
@@ -181,7 +196,7 @@ def test_a_storage_that_hangs_holds_up_no_recovery(tmp_path, set_timeouts):
             super().makedirs(path, exist_ok)
 
     record = events.Recorder(pyarrow.fs.PyFileSystem(pyarrow.fs.FSSpecHandler(Slow())), str(tmp_path))
-    happened = [RunEvent(kind=Kind.WORKER_WENT_ON, ranks=(rank,)) for rank in range(3)]
+    happened = [RunEvent(kind=Kind.WORKER_CONTINUED, ranks=(rank,)) for rank in range(3)]
     for event in happened:
         record(event)
     assert not (tmp_path / "figures").exists()
@@ -196,8 +211,8 @@ def test_one_door(monkeypatch, capsys):
     taken = []
     monkeypatch.setattr(events, "_takers", [])
     events.record(taken.append)
-    event = RunEvent(kind=Kind.WORKER_WENT_ON, ranks=(1,))
+    event = RunEvent(kind=Kind.WORKER_CONTINUED, ranks=(1,))
     with events.recorded(taken.append):
         events.emit(event)
     events.emit(event)
-    assert taken == [event] * 3 and capsys.readouterr().err == "raytf: worker 1 continues\n" * 2
+    assert taken == [event] * 3 and capsys.readouterr().err == "raytf: Hang resolved: worker 1 continues\n" * 2

@@ -133,8 +133,12 @@ def test_a_checkpoint_that_is_damaged_is_passed_over_and_said(run, tmp_path):
         part = tmp_path / "run" / name / "seeds.npz"
         part.write_bytes(part.read_bytes()[:-1])
     for choice, value, said in [
-        ({}, 15, "Damaged: step_000000000017 .* Instead checkpoint_2026-01-01_00-00-03 is taken"),
-        ({"which": "best"}, 15, "Damaged: checkpoint_2026-01-01_00-00-02 .* Instead checkpoint_2026-01-01_00-00-"),
+        ({}, 15, "Damaged: step_000000000017 .* Using the checkpoint checkpoint_2026-01-01_00-00-03 instead"),
+        (
+            {"which": "best"},
+            15,
+            "Damaged: checkpoint_2026-01-01_00-00-02 .* Using the checkpoint checkpoint_2026-01-01_00-00-",
+        ),
         ({"average": 2}, 13.5, "Damaged: step_000000000017"),
     ]:
         with pytest.warns(UserWarning, match=said), pytest.warns(UserWarning, match="cannot be used"):

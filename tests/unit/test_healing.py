@@ -285,7 +285,7 @@ def test_a_process_that_comes_to_something_else_at_the_end_of_an_epoch_is_not_fo
     sum_ = ended.pool.submit(ended.make, "stop")
     waiting, ring = ended.goes_on(from_scratch=True)
     assert waiting.between and ended.healer.refused is None
-    with pytest.warns(UserWarning, match="has got another result"):
+    with pytest.warns(UserWarning, match="with another result"):
         ended.add(ring, 1)
         ended.add(ring, 7)
         assert isinstance(sum_.exception(20), PeerLostError)

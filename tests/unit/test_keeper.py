@@ -78,7 +78,7 @@ def test_a_process_that_was_killed_is_followed_by_another(tmp_path, keeper):
     keeper._writer.finish(60.0)
     os.kill(keeper._writer.pid, signal.SIGKILL)
     until(lambda: has_hung_up(keeper._writer))
-    with pytest.warns(UserWarning, match=f"{folder_name(2)} could not be kept.*has ended; another one is started"):
+    with pytest.warns(UserWarning, match=f"{folder_name(2)} could not be saved.*has ended; another one is started"):
         keep(keeper, model, 2)
     keep(keeper, model, 3)
     keeper._writer.finish(60.0)
@@ -93,7 +93,7 @@ def test_what_cannot_be_kept_at_the_end_is_said(tmp_path, keeper, set_timeouts):
     model, _ = trained(functional)
     keep(keeper, model, 1)
     pid = keeper._writer.pid
-    with pytest.warns(UserWarning, match="could not be kept"):
+    with pytest.warns(UserWarning, match="could not be saved"):
         keeper.close()
     (tmp_path / "run").unlink()
     with warnings.catch_warnings():
@@ -117,7 +117,7 @@ def test_an_epochs_checkpoint_is_waited_for_apart_and_newer_ones_take_its_place_
     checkpoint_files.check_folder(str(tmp_path / "run" / "checkpoint_one"))
     os.rename(tmp_path / "run", tmp_path / "aside")
     (tmp_path / "run").write_text("in the way")
-    with pytest.raises(NotWrittenError, match="checkpoint_two could not be kept"), pytest.warns(UserWarning):
+    with pytest.raises(NotWrittenError, match="checkpoint_two could not be saved"), pytest.warns(UserWarning):
         keeper.save_epoch_end("checkpoint_two", moment)()
     keep(keeper, model, 6)
     writer = keeper._writer
@@ -138,10 +138,10 @@ def test_whoever_waits_for_an_epochs_checkpoint_hears_that_the_training_has_ende
     pending = PendingCheckpoint(keeper.save_epoch_end("checkpoint_one", moment), 1, keeper.writer_priority)
     with concurrent.futures.ThreadPoolExecutor(1) as thread:
         settled = thread.submit(pending.settle)
-        with pytest.warns(UserWarning, match="could not be kept"):
+        with pytest.warns(UserWarning, match="could not be saved"):
             keeper.close()
             assert not settled.result(30)
-    assert isinstance(pending(), NotWrittenError) and "checkpoint_one could not be kept: " in str(pending())
+    assert isinstance(pending(), NotWrittenError) and "checkpoint_one could not be saved: " in str(pending())
 
 
 def test_the_training_waits_for_its_checkpoint_and_not_for_the_thread_that_reports(tmp_path, keeper):
@@ -177,7 +177,7 @@ def test_reports_are_waited_for_where_one_is_old_or_many_are_left(old, monkeypat
     thread.join(30)
     assert found and activity.tracker.snapshot()["phase"] != activity.DRIVER
     set_timeouts(report_taken=0.01)
-    with pytest.raises(TimeoutError, match="to take a report within 0.01 s and has not"):
+    with pytest.raises(TimeoutError, match="timeout after 0.01 s: the driver did not take a report"):
         reports.wait()
     set_timeouts(report_old=0.0)
     with pytest.warns(UserWarning, match="The training has ended, and 1 of its reports"):
@@ -199,6 +199,6 @@ def test_a_last_checkpoint_that_is_not_kept_is_tried_once_more_and_then_an_error
         answer = answers.pop(0)
         return lambda: answer
 
-    with contextlib.nullcontext() if kept else pytest.raises(NotWrittenError, match="two could not be kept: No space"):
+    with contextlib.nullcontext() if kept else pytest.raises(NotWrittenError, match="two could not be saved: No space"):
         model.fit(x, x[:, :1], epochs=2, verbose=0, callbacks=[ReportCallback(report=report)])
     assert not answers

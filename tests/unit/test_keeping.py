@@ -45,7 +45,7 @@ def test_the_same_call_goes_on_and_another_one_is_named(tmp_path, capsys):
     keep(tmp_path / "digits" / "fit", 6, json.loads(json.dumps(told())))
     files, state = keeping.newest(told())
     assert state.step == keeping.last() == 6 and checkpoint_files.STATE in files
-    assert "digits: resumes after step 6 (step 2 of epoch 2)" in capsys.readouterr().err
+    assert "digits: resuming from step 6 (step 2 of epoch 2)" in capsys.readouterr().err
     for other, message in [
         (told(units=4), "units"),
         (told(x=X + 1), "other contents of datasets"),

@@ -12,7 +12,7 @@ from raytf import events, logs
 from raytf.events import Kind, RunEvent
 
 LOST = RunEvent(kind=Kind.WORKER_LOST, ranks=(1,), why="it died")
-CONTINUES = RunEvent(kind=Kind.WORKER_WENT_ON, ranks=(1,))
+CONTINUES = RunEvent(kind=Kind.WORKER_CONTINUED, ranks=(1,))
 
 
 @pytest.fixture

@@ -316,7 +316,9 @@ def test_a_member_that_fails_is_named_to_all(ring_of):
 
 def test_a_silent_neighbour_is_waited_for_as_long_as_was_said(ring_of):
     places = ring_of(2, timeout=0.2)
-    with pytest.raises(PeerLostError, match=r"worker 0 lost a neighbour .*nothing for 0.2 s"):
+    with pytest.raises(
+        PeerLostError, match=r"worker 0 lost a neighbour .*timeout after 0.2 s: a neighbour sent nothing"
+    ):
         places[0].add(np.zeros(2))
 
 
@@ -411,7 +413,7 @@ def test_a_conversation_that_was_heard_is_of_no_use_again():
         for text in said:
             parrot = parrots.enter_context(socket.create_connection((again.host, again.port)))
             parrot.sendall(text)
-        with pytest.raises(PeerLostError, match="worker 0 did not connect in time"):
+        with pytest.raises(PeerLostError, match="timeout: worker 0 did not connect"):
             again.join(1, [silent.getsockname(), (again.host, again.port)], TOKEN, 0.5, None)
 
 
@@ -433,7 +435,7 @@ def test_a_member_of_another_generation_does_not_join():
 def test_a_neighbour_that_never_comes():
     listener = Listener("127.0.0.1")
     other = Listener("127.0.0.1")
-    with pytest.raises(PeerLostError, match="did not connect in time"):
+    with pytest.raises(PeerLostError, match="timeout: worker 1 did not connect"):
         listener.join(0, [(listener.host, listener.port), (other.host, other.port)], TOKEN, 0.2, None)
     other.close()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import warnings
@@ -86,7 +87,7 @@ def test_a_run_stands_where_its_newest_checkpoint_is(folder):
     within(folder, 9, 5)
     write(folder, "step_000000000009/model.keras", "w")
     with pytest.warns(
-        UserWarning, match="Damaged: step_000000000009 .model.keras is 1 bytes.*step_000000000006 is taken"
+        UserWarning, match="Damaged: step_000000000009 .model.keras is 1 bytes.*step_000000000006 instead"
     ):
         assert folder.last().step == 6
     write(folder, "checkpoint_1/model.keras", "w")
@@ -94,7 +95,7 @@ def test_a_run_stands_where_its_newest_checkpoint_is(folder):
         found = folder.last()
     assert found.step == 6 and found.relisted == (("checkpoint_0",), ""), "Ray's list is made anew all the same"
     whole(folder, "checkpoint_1", {"version": 3, "epoch": 2, "step": 8, "stopped": False, "history": [], "seed": 0})
-    with pytest.warns(UserWarning, match="Damaged: step_000000000009 .*Instead checkpoint_1 is taken"):
+    with pytest.warns(UserWarning, match="Damaged: step_000000000009 .*Using the checkpoint checkpoint_1 instead"):
         assert folder.last().step == 8, "the end of an epoch is newer than the whole checkpoint of a step"
     aside = folder.archive()
     assert folder.last() is None and any(
@@ -105,7 +106,7 @@ def test_a_run_stands_where_its_newest_checkpoint_is(folder):
 def test_what_is_told_of_a_damaged_end_of_an_epoch_is_where_the_run_goes_on(folder, capsys):
     within(folder, 6, 2)
     write(folder, "checkpoint_2026-01-01_00-00-00.000001/state.json", "torn")
-    with pytest.warns(UserWarning, match="Damaged: checkpoint_2026.*Instead step_000000000006 is taken"):
+    with pytest.warns(UserWarning, match="Damaged: checkpoint_2026.*Using the checkpoint step_000000000006 instead"):
         assert folder.last().step == 6
     assert "starts from scratch" not in capsys.readouterr().err
 
@@ -141,9 +142,11 @@ def epoch(folder, **arguments):
 def test_what_becomes_of_an_epoch_that_was_begun_is_said(folder):
     within(folder, 6, 2, seed=3)
     last = folder.last()
-    assert keras_trainer._goes_on(last, {"seed": 3}) == "resumes after step 2 of epoch 3"
-    anew = "begins epoch 3, of which 2 step(s) were made, again, as they would have other rows now (seed 4, was 3)"
-    assert keras_trainer._goes_on(last, {"seed": 4}) == anew
+    assert keras_trainer._goes_on(last, {"seed": 3}) == "resuming from step 6 (step 2 of epoch 3)"
+    anew = "resuming from step 6; epoch 3 restarts at its first step, as its 2 step(s) would have other rows now"
+    assert keras_trainer._goes_on(last, {"seed": 4}) == f"{anew} (seed 4, was 3)"
+    complete = dataclasses.replace(last, epoch_step=0, order={})
+    assert keras_trainer._goes_on(complete, {}) == "resuming from step 6 (epoch 2 complete)"
 
 
 def test_names_are_not_told_apart_by_a_clock():
@@ -179,7 +182,7 @@ def test_where_a_run_stands(folder):
     trained(folder)
     assert folder.last() == run_folder.LastCheckpoint(2, 4, 0, False, {"seed": 1})
     write(folder, "checkpoint_1/model.keras", "wei")
-    with pytest.warns(UserWarning, match="Damaged: checkpoint_1 .model.keras is 3 bytes.*checkpoint_0 is taken"):
+    with pytest.warns(UserWarning, match="Damaged: checkpoint_1 .model.keras is 3 bytes.*checkpoint_0 instead"):
         assert folder.last().epoch == 1, "the checkpoint before one that was cut off"
     write(folder, "checkpoint_1/state.json", '{"epoch": 2, "sto')
     assert epoch(folder) == 1

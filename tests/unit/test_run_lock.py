@@ -135,7 +135,7 @@ def test_a_driver_on_another_machine_is_judged_by_its_heartbeat(place, monkeypat
         os.utime(path, (time.time() - 100, time.time() - 100))
     with RunLock(*place) as lock:
         lock.confirm()
-    assert "gave no sign of life" in capsys.readouterr().err
+    assert "sent no heartbeat for" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("alive", [True, False])

@@ -255,11 +255,11 @@ def test_a_writer_that_is_slow_holds_nobody_up_and_the_newest_is_kept(writer, tm
     writer.finish(60.0)
     stop(writer.pid)
     try:
-        with pytest.warns(UserWarning, match="longer than snapshots come") as seen:
+        with pytest.warns(UserWarning, match="slower than checkpoints come") as seen:
             for step in range(2, 8):
                 writer.write(folder_name(step), parts_of(step))
         assert len(seen) == 1 and writer.left_out == 3  # of six, three lie in memory
-        with pytest.raises(NotWrittenError, match=f"{folder_name(7)} could not be kept: .* within 0 s"):
+        with pytest.raises(NotWrittenError, match=f"{folder_name(7)} could not be saved: timeout after 0 s"):
             writer.finish(0.01)
     finally:
         os.kill(writer.pid, signal.SIGCONT)
@@ -274,10 +274,10 @@ def test_one_that_is_pinned_is_written_whatever_comes_behind_it(writer, tmp_path
     writer.finish(60.0)
     stop(writer.pid)
     try:
-        with pytest.warns(UserWarning, match="longer than snapshots come"):
+        with pytest.warns(UserWarning, match="slower than checkpoints come"):
             steps = range(2, 9)
             pin = {s: writer.write(folder_name(s), parts_of(s), pinned=s == pinned) for s in steps}[pinned]
-        with pytest.raises(NotWrittenError, match=f"{folder_name(pinned)} could not be kept"):
+        with pytest.raises(NotWrittenError, match=f"{folder_name(pinned)} could not be saved"):
             writer.finish(0.01, number=pin)
     finally:
         os.kill(writer.pid, signal.SIGCONT)
@@ -311,7 +311,7 @@ def test_two_that_are_pinned_are_both_written(writer, tmp_path):
 def test_one_that_is_no_longer_pinned_gives_way_to_a_newer_one(writer, tmp_path):
     (tmp_path / "run").write_text("in the way")
     pin = writer.write(folder_name(1), parts_of(1), pinned=True)
-    with pytest.raises(NotWrittenError), pytest.warns(UserWarning, match="tried again"):
+    with pytest.raises(NotWrittenError), pytest.warns(UserWarning, match="retried"):
         writer.finish(60.0, 0.2, number=pin)
     writer.unpin(pin)
     writer.write(folder_name(2), parts_of(2))
@@ -358,7 +358,7 @@ def test_the_end_of_the_writer_is_told(tmp_path):
     writer.write(folder_name(1), parts_of(1))
     writer.finish(60.0)
     os.kill(writer.pid, signal.SIGKILL)
-    with pytest.raises(NotWrittenError, match="the process that writes snapshots has ended"):
+    with pytest.raises(NotWrittenError, match="the process that writes checkpoints has ended"):
         writer.write(folder_name(2), parts_of(2))
         writer.finish(60.0)
     writer.close()
@@ -368,7 +368,7 @@ def test_the_end_of_the_writer_is_told(tmp_path):
 def test_a_writer_that_cannot_start_says_why(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "executable", "/bin/false")
     writer = SnapshotWriter(LOCAL, str(tmp_path / "run"))
-    with pytest.raises(NotWrittenError, match="the process that writes snapshots has ended"):
+    with pytest.raises(NotWrittenError, match="the process that writes checkpoints has ended"):
         writer.write(folder_name(1), parts_of(1))
         writer.finish(60.0)
     writer.close()
@@ -521,7 +521,7 @@ def test_a_storage_that_takes_it_no_more_is_told_tried_again_and_an_error_only_a
         writer.write(folder_name(2), parts_of(2, 100_000))
         until(lambda: writer._drain(0.01) or writer._failed)
     assert len(seen) == 1
-    with pytest.raises(NotWrittenError, match=f"{folder_name(2)} could not be kept: OSError.*File too large"):
+    with pytest.raises(NotWrittenError, match=f"{folder_name(2)} could not be saved: OSError.*File too large"):
         writer.finish(2.0)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -78,7 +78,7 @@ def test_an_error_in_the_middle_is_tried_again(storage, tmp_path):
 
     storage.fault = fault
     writer = SnapshotWriter(storage.filesystem(), RUN)
-    with pytest.warns(UserWarning, match=f"{folder_name(1)} could not be written, and is tried again.*UploadPart"):
+    with pytest.warns(UserWarning, match=f"{folder_name(1)} could not be written, and is retried.*UploadPart"):
         writer.write(folder_name(1), parts_of(1, 3_000_000))
         writer.finish(200.0)
     check(fetched(storage, 1, tmp_path), 1, 3_000_000)
@@ -94,7 +94,7 @@ def test_a_storage_that_is_down_is_told_and_what_was_there_stays(storage, tmp_pa
     storage.fault = lambda environ: "503 Down" if environ["REQUEST_METHOD"] in ("PUT", "POST") else None
     with pytest.warns(UserWarning, match=f"{folder_name(2)} could not be written.*SERVICE_UNAVAILABLE"):
         writer.write(folder_name(2), parts_of(2))
-        with pytest.raises(NotWrittenError, match=f"{folder_name(2)} could not be kept: OSError"):
+        with pytest.raises(NotWrittenError, match=f"{folder_name(2)} could not be saved: OSError"):
             writer.finish(3.0)
     assert checkpoint_files.check_stored(storage.filesystem(), f"{RUN}/{folder_name(1)}").step == 1
     with pytest.raises(checkpoint_files.DamagedCheckpointError):
@@ -111,7 +111,7 @@ def test_a_slow_storage_holds_nobody_up(storage, writer, tmp_path):
     writer.write(folder_name(1), parts_of(1))
     writer.finish(100.0)
     storage.fault = lambda environ: time.sleep(0.05)  # several requests for each file
-    with pytest.warns(UserWarning, match="longer than snapshots come"):
+    with pytest.warns(UserWarning, match="slower than checkpoints come"):
         for step in range(2, 8):
             writer.write(folder_name(step), parts_of(step))
     writer.finish(100.0)

@@ -67,7 +67,7 @@ def test_the_newest_whole_one_behind_tunes_checkpoint(tmp_path):
     assert reports == 2 and files[checkpoint_files.STATE] == (second / checkpoint_files.STATE).read_bytes()
     assert newest(6) is None, "Tune's own holds as much"
     os.truncate(second / checkpoint_files.MODEL, 10)
-    with pytest.warns(UserWarning, match=f"Damaged: {second.name}.* Instead {first.name} is taken"):
+    with pytest.warns(UserWarning, match=f"Damaged: {second.name}.* Using the checkpoint {first.name} instead"):
         assert newest(0)[1] == 1
     with pytest.warns(UserWarning, match=r"Damaged: .* The trial resumes from step 4, that of Tune's checkpoint"):
         assert newest(4) is None
@@ -111,7 +111,7 @@ def test_a_sweep_waits_for_the_trials_that_make_steps_and_for_no_others(set_time
         asking.look(running)
     assert end.is_requested() and len(said) == 1 and not ends
     set_timeouts(run_end=-1.0)
-    with pytest.raises(sweep_end.NotReleasedError, match="its driver has not"):
+    with pytest.raises(sweep_end.NotReleasedError, match="timeout after .* driver did not end"):
         end.ended("one", 7, kept=True)
     asking.look(running)
     assert not ends
@@ -135,4 +135,7 @@ def test_what_is_not_kept_is_named(set_timeouts):
     end.record_begun("two")
     asking.request()
     asking.look(lambda: ["one", "two", "three"])
-    assert asking.lost == ["trial two has not ended", "trial one has ended after step 7, which is not kept"]
+    assert asking.lost == [
+        "trial two has not ended",
+        "trial one has stopped after step 7, and its checkpoint is not saved",
+    ]
