@@ -81,7 +81,6 @@ def test_features_and_labels_that_can_be_known(tmp_path, log):
 
 def test_images_of_classes(tmp_path, log, monkeypatch):
     monkeypatch.setattr(records, "PIECE_BYTES", 100)
-    monkeypatch.setattr(formats, "PIECE_BYTES", 100)
     found = formats.read("train", str(pictures(tmp_path)))
     assert "3 images; label is the number, from 0, of one of cats, dogs" in log.text
     names = [(os.path.relpath(row["path"], tmp_path), row["label"]) for row in found.dataset.take_all()]

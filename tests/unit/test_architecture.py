@@ -1,6 +1,7 @@
 """Where TensorFlow is imported, and names; which room imports which is in pyproject.toml (`make lint`)."""
 
 import ast
+import contextlib
 import functools
 import pathlib
 
@@ -161,7 +162,10 @@ def defined(name: str) -> frozenset:
 
 
 def unknown(tree: ast.Module) -> list[str]:
-    """Names that a file takes from other files, `module.name`, and that these do not define."""
+    """Names that a file takes from other files, and that these do not define.
+
+    They stand in `module.name`, in `monkeypatch.setattr(module, "name", ...)`, and in programs in strings.
+    """
     nodes = list(ast.walk(tree))
     modules = {
         alias.asname or alias.name: f"{node.module}.{alias.name}"
@@ -172,17 +176,42 @@ def unknown(tree: ast.Module) -> list[str]:
     }
     other = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
     other |= {node.arg for node in nodes if isinstance(node, ast.arg)}
-    return [
-        f"line {node.lineno}: {modules[node.value.id]} has no {node.attr}"
+    used = [
+        (node.lineno, node.value.id, node.attr)
         for node in nodes
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in modules
-        if node.value.id not in other and node.attr not in defined(modules[node.value.id])
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
     ]
+    for node in nodes:
+        is_set = isinstance(node, ast.Call) and ast.unparse(node.func).endswith("setattr") and len(node.args) > 1
+        if is_set and isinstance(node.args[0], ast.Name) and isinstance(node.args[1], ast.Constant):
+            used.append((node.lineno, node.args[0].id, node.args[1].value))
+    missing = [
+        f"line {line}: {modules[module]} has no {name}"
+        for line, module, name in used
+        if module in modules and module not in other and name not in defined(modules[module])
+    ]
+    for node in nodes:
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and "from raytf" in node.value:
+            with contextlib.suppress(SyntaxError):
+                missing += [f"line {node.lineno}, in a program: {text}" for text in unknown(ast.parse(node.value))]
+    return missing
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "limits.get(), limits.gone",
+        "monkeypatch.setattr(limits, 'gone', 3)",
+        "PROGRAM = 'from PACKAGE import timeouts\\ntimeouts.gone'",
+    ],
+)
+def test_an_unknown_name_is_found(text):
+    text = text.replace("PACKAGE", "raytf")  # as this file is searched, too
+    assert len(unknown(ast.parse(f"from raytf import timeouts as limits\n{text}"))) == 1
 
 
 def test_a_name_of_another_module_exists():
     """One that was moved would be missed where it is used, in the middle of a training."""
-    assert unknown(ast.parse("from raytf import timeouts as limits\nlimits.get(), limits.gone"))
     found = {name: missing for name, path in FILES.items() if (missing := unknown(ast.parse(path.read_text())))}
     assert not found
 
