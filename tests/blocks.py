@@ -5,7 +5,7 @@ In the Markdown, above a block:
     <!-- name: fit -->             lets a test find the block
     <!-- not run: needs GPUs -->   the block cannot run here, and why
 
-A block of Python runs as a script, one of `bash` line by line. `title="train.py"` behind the language makes it a file
+A block of Python runs as a script, one of `bash` line by line. `title="train.py"` after the language makes it a file
 of that name instead, which later blocks of the page use.
 """
 
@@ -30,7 +30,7 @@ class Block:
     Args:
         page: path of the page from the root of the repository.
         line: of the page in which the block begins, from 1.
-        language: first word behind the fence.
+        language: first word after the fence.
         title: name of the file that the block is, or "".
         text: without the fence.
         name: of the block, or "".

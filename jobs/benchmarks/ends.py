@@ -3,12 +3,12 @@
 python jobs/benchmarks/ends.py
 python jobs/benchmarks/ends.py --smoke
 
-Python 3.11 ends a thread that asks for its lock while the interpreter ends. Where that thread stands in C++, the whole
-process is aborted: signal 6, "FATAL: exception not rethrown", behind a training that succeeded. Each process here is a
+Python 3.11 ends a thread that asks for its lock while the interpreter ends. Where that thread runs C++, the whole
+process is aborted: signal 6, "FATAL: exception not rethrown", after a training that succeeded. Each process here is a
 fork of one that has imported TensorFlow and raytf, trains for a moment, leaves something undone, and ends as a script
 does, by its last line:
 
-* `fit`: Keras' `fit` over a Python generator behind `prefetch`;
+* `fit`: Keras' `fit` over a Python generator with `prefetch`;
 * `left`: the same, and iterators over tuned pipelines that are in the middle;
 * `pair`: two workers of MultiWorkerMirroredStrategy, as `raytf run` starts them and the doctor tries them.
 

@@ -14,8 +14,8 @@ After each iteration every process below the driver is looked at. Growth is the 
 from iteration `SETTLED` on (Theil-Sen: the median of the slopes between all pairs, which single jumps do not move). A
 process counts if it has lived for at least half of those iterations. The exit code is 1 if one grows by more than
 `--most` MB an iteration, or gains more than one open file or thread in ten iterations. TensorFlow keeps some 0.3 MB of
-each step that is traced with an update that XLA compiled, and 3 MB of an update of another shape; what a model leaves
-behind is limited by `TensorflowConfig(renew_worker_mb=...)`.
+each step that is traced with an update that XLA compiled, and 3 MB of an update of another shape;
+`TensorflowConfig(renew_worker_mb=...)` limits what models leave in a process.
 """
 
 from __future__ import annotations

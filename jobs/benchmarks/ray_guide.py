@@ -1,4 +1,4 @@
-"""A training as Ray's guide for TensorFlow writes it, beside which benchmarks measure raytf; workers import this file.
+"""A training as Ray's guide for TensorFlow writes it, the baseline of raytf's benchmarks; workers import this file.
 
 A checkpoint at the end of each epoch, and `ray.train.get_checkpoint()`, with tf_keras, which is its only way.
 """

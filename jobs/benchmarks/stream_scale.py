@@ -2,8 +2,8 @@
 
 python jobs/benchmarks/stream_scale.py
 
-The constants of the model in STREAMS.md beside this file. Pieces are one block in memory, read and mapped again and
-again: what is measured is not reading. "share" is what a worker fetches of blocks that all lie on other nodes, against
+The constants of the model in STREAMS.md in this folder. Pieces are one block in memory, read and mapped again and
+again: what is measured is not reading. "share" is what a worker fetches of blocks that are all on other nodes, against
 its part of the rows: 2 and 3 workers fetch through Ray, more are simulated by the same function.
 """
 
@@ -82,7 +82,8 @@ def requests(count: int, repeats: int) -> dict:
 
 
 def share(workers: int) -> dict:
-    """Bytes that the workers fetch of a chunk whose blocks lie elsewhere, the most against a worker's part."""
+    """Returns bytes that the workers fetch of a chunk whose blocks are on other nodes, the most against a worker's
+    part."""
     from raytf.data import columns, reader, sampling, streamed
 
     found, table = pieces_of(2 * WINDOW // ROWS)
@@ -111,7 +112,7 @@ def share(workers: int) -> dict:
 
 
 def near_data(repeats: int) -> float:
-    """Seconds of a task that takes rows out of a block where it lies."""
+    """Returns seconds of a task that takes rows out of a block on the block's own node."""
     import pyarrow as pa
     import ray
 

@@ -1,11 +1,11 @@
-"""A training that is told to end, and leaves its weights: python -m tests.cluster.ended_job FOLDER NAME WORKERS [NODE]
+"""A training that is stopped, and saves its weights: python -m tests.cluster.ended_job FOLDER NAME WORKERS [NODE]
 
 With the name "trial" it is the trial of a sweep. WORKERS may be "1-3": as many as there is room for, without Dropout.
 NODE is Ray's id of the node that the trainer is to be on, or "head"; else it is on any node of this host. Each worker
 notes its node, steps and process in NAME_RANK.txt; a run that ends by itself leaves its metrics in NAME.json.
-FOLDER/NAME_hold may name an epoch and a batch in each line, behind which the last worker (of an elastic run: the chief)
-stands still until it is asked to end, so that others may be one step ahead; then it removes that line, and a file
-without others. It goes on when the file names others, too.
+FOLDER/NAME_hold may name an epoch and a batch in each line, after which the last worker (of an elastic run: the chief)
+waits until it is asked to end, so that others may be one step ahead; then it removes that line, and a file
+without others. It continues when the file names others, too.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def main(folder: str, name: str, workers: int, node: str | None = None) -> None:
 
 
 def stopped(*arguments) -> tuple[int, str]:
-    """`train`, which is ended: (exit code, what it says)."""
+    """Runs `train`, which is ended; returns (exit code, output)."""
     import raytf
 
     try:

@@ -37,7 +37,7 @@ def dataset(count=97, seed=0, blocks=5):
 
 
 def mlp(config):
-    """A float64 classifier, so that a wrong gradient is told from rounding."""
+    """Returns a float64 classifier, which distinguishes a wrong gradient from rounding."""
     import keras
     from keras import layers
 

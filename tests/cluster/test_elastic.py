@@ -21,7 +21,7 @@ EVERYTHING = [(epoch, batch) for epoch in range(3) for batch in range(14)]
 
 @pytest.fixture
 def one_place(monkeypatch):
-    """A head that takes no workers, and a node with room for one; made anew for each try of a test."""
+    """A head that takes no workers, and a node with room for one; created again for each try of a test."""
     with local.local_cluster(nodes=2, cpus=1, options=[["--num-cpus=0"]]) as cluster:
         yield cluster
         monkeypatch.setattr(local, "GRACE_SECONDS", 2)  # a node that was drained does not end by itself
@@ -47,7 +47,7 @@ def node_of(cluster, worker):
 def kill(cluster, node):
     """Ends all processes of a node, as when its host vanishes, the one that has started it last.
 
-    Some arrive at their ends only when their memory is given back: behind that nothing of them is at work."""
+    Some arrive at their ends only when their memory is given back: after that nothing of them is at work."""
     ours, folder = [], folder_of(cluster, node)
     for process in psutil.process_iter(["pid", "cmdline"]):
         with contextlib.suppress(psutil.Error):
@@ -64,10 +64,10 @@ def kill(cluster, node):
 
 
 def test_it_grows_leaves_a_node_that_is_drained_and_goes_on_without_one_that_vanishes(tmp_path, one_place):
-    """A node joins while the one worker stands behind step 19: from the next on there are two. Then the second one's
-    node is drained, behind step 33 or 34. No step is lost or made twice. Another run loses a node without a word: it
-    goes on with one worker, which makes no step again, though no checkpoint was due before. The chief keeps its process
-    through all this."""
+    """A node joins while the one worker waits after step 19: from the next on there are two. Then the second one's
+    node is drained, after step 33 or 34. No step is lost or made twice. Another run loses a node without a notice: it
+    continues with one worker, which makes no step again, though no checkpoint was due before. The chief keeps its
+    process through all this."""
     environment = os.environ | one_place.environment | {"RAY_ADDRESS": one_place.address}
     finished(started(tmp_path, "alone", "1-1", environment))
     (tmp_path / "run_hold").write_text("1 4")

@@ -1,4 +1,4 @@
-"""What an evaluator says beside a run; it is started again when it dies, and no training is lost by that."""
+"""What an evaluator reports during a run; it is restarted when it dies, and no training is lost by that."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def trainer(folder, deaths, workers, **options):
 
 def test_an_evaluator_beside_the_training_and_its_deaths(tmp_path):
     """Its metrics are those of validation within the training, for every epoch and in the result. It dies once of the
-    first checkpoint, which is evaluated again, and twice of the second: the training goes on without that one."""
+    first checkpoint, which is evaluated again, and twice of the second: the training continues without that one."""
     within = trainer(tmp_path, {}, 0).fit()
     with pytest.warns(UserWarning, match=r"evaluation is missing of epoch 2 \(the evaluator's process was killed"):
         beside = trainer(tmp_path, {1: 1, 2: 2}, 2, evaluator=True).fit()

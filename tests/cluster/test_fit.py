@@ -259,7 +259,7 @@ def test_an_error_and_an_interrupt_leave_the_last_epoch(alone, tmp_path):
         raytf.fit(model, X, Y, epochs=3, callbacks=[fails_at(2)], num_workers=2, **ARGUMENTS)
     assert_same(model, two)
     model, at = make(), []
-    # a shell that runs pytest behind has it ignored
+    # a shell that runs pytest in the background sets it to ignored
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def interrupt():
@@ -283,7 +283,7 @@ def test_an_error_and_an_interrupt_leave_the_last_epoch(alone, tmp_path):
 
 
 def test_weights_come_once_whatever_the_number_of_epochs(monkeypatch):
-    """What a worker tells of an epoch is of no model's size; the counting changes nothing of it."""
+    """A worker's report of an epoch is not of a model's size; the counting changes nothing of it."""
     told, go_on = [], WorkerGroup.go_on
 
     def counted(group, why=None):
@@ -358,9 +358,9 @@ np.savez(f"{place}.npz", *model.get_weights())
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_call_with_a_name_goes_on_at_the_next_step(tmp_path):
-    """14 steps an epoch. SIGTERM comes when worker 0 is in step 20, for which it waits for worker 1; the same call goes
-    on behind it. Worker 1 is killed before step 23, and the chief as it is told of step 24, where callbacks look at
-    batches: others take their places. In step 5 of the last epoch both live, and lose each other."""
+    """14 steps an epoch. SIGTERM comes when worker 0 is in step 20, for which it waits for worker 1; the same call
+    resumes after it. Worker 1 is killed before step 23, and the chief in `on_train_batch_end` of step 24, where
+    callbacks look at batches: both are replaced. In step 5 of the last epoch both live, and lose each other."""
 
     def started(name):
         return driver_of("-c", KEPT, tmp_path, name)
@@ -439,7 +439,7 @@ def test_tables_with_columns_and_many_workers(alone, tmp_path, capsys):
 
 
 def test_labels_of_another_rank_for_a_model_like_the_one_that_stays():
-    """A graph of both would know no rank; a fresh model is like the last one where names and seeds begin anew."""
+    """A graph of both would know no rank; a fresh model is like the last one where names and seeds begin again."""
     import keras
     import tensorflow as tf
 

@@ -1,4 +1,4 @@
-"""`ray job submit` runs a training on a cluster started with cluster/local.py, as docs/guides/cluster.md says."""
+"""`ray job submit` runs a training on a cluster started with cluster/local.py, as in docs/guides/cluster.md."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ if __name__ == "__main__":
 
 @pytest.fixture(scope="module")
 def cluster():
-    # Two workers, and CPUs for Ray Data beside them.
+    # Two workers, and CPUs for Ray Data in addition.
     with local.local_cluster(nodes=1, cpus=4) as cluster:
         yield cluster
 
@@ -114,7 +114,7 @@ def test_a_job_has_the_python_and_the_files_of_its_submitter(cluster):
 def quiet(log):
     """Nothing is printed that is not for the user."""
     noise = [line for line in log.splitlines() if re.search(r"Traceback|Error|WARNING|INFO|pid=\d+", line)]
-    # Ray tells every driver, whatever its settings, that a busy machine of few cores starts many workers.
+    # Ray warns every driver, whatever its settings, that a busy machine of few cores starts many workers.
     return not [line for line in noise if "worker processes have been started on node" not in line]
 
 
@@ -130,7 +130,7 @@ def test_a_sweep_on_two_workers(cluster, tmp_path):
 
 @pytest.mark.slow
 def test_raytf_run_is_a_job(cluster):
-    """A script that knows nothing of Ray, with the module beside it, on two workers of the cluster."""
+    """A script that knows nothing of Ray, with the module next to it, on two workers of the cluster."""
     scripts = pathlib.Path(REPOSITORY) / "tests" / "jobs" / "scripts"
     code, log = submit(cluster, scripts, "python", "-m", "raytf.cli", "run", "--num-workers", "2", "custom_loop.py")
     assert code == 0, log

@@ -1,4 +1,4 @@
-"""Keras 2 in the workers of a TensorflowTrainer, as Ray's own examples ask for it, and what is said without it."""
+"""Keras 2 in the workers of a TensorflowTrainer, as Ray's own examples ask for it, and the error without it."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def processes_of(cluster):
 
 
 def alive(processes):
-    """Those that still run; whoever adopted an orphan may be slow to reap it."""
+    """Returns those that still run; the process that adopted an orphan may be slow to reap it."""
     running = psutil.wait_procs(processes, timeout=0)[1]
     return [process for process in running if process.status() != psutil.STATUS_ZOMBIE]
 
@@ -129,7 +129,7 @@ def down_of(folder, mark, node):
 
 
 def test_a_later_process_of_the_same_id_is_left_alone(tmp_path, sleeper):
-    """After a reboot, too: the mark tells a node from whatever has its id now."""
+    """After a reboot, too: the mark distinguishes a node from the process that has its id now."""
     down_of(tmp_path, "another", sleeper.pid)
     assert sleeper.poll() is None
 

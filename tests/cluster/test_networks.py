@@ -100,7 +100,7 @@ def on_the_head(cluster, command: list[str], codes=(0,)) -> str:
 
 
 def train(cluster, network: str, folder):
-    """(what the driver says, what the workers note: their addresses, and NCCL's variable)."""
+    """Returns (the driver's output, what the workers note: their addresses, and NCCL's variable)."""
     said = json.loads(on_the_head(cluster, [sys.executable, "-c", DRIVER, network, str(folder)]).splitlines()[-1])
     return said, [json.loads(note.read_text()) for note in folder.glob("note.*")]
 

@@ -1,4 +1,4 @@
-"""Parameter servers on a real Ray cluster: what they compute, where rows lie, and what a death does."""
+"""Parameter servers on a real Ray cluster: what they compute, where rows are stored, and what a death does."""
 
 from __future__ import annotations
 
@@ -109,13 +109,13 @@ def test_a_dead_worker_is_replaced_while_the_others_go_on(tmp_path):
     result = trainer(tmp_path, "killed", callbacks=callbacks, **options).fit()
     history = result.metrics_dataframe
     assert list(history["epoch"]) == [1, 2, 3, 4] and history["loss"].iloc[-1] < history["loss"].iloc[0]
-    # a step that a worker had made when it died, but not told of, is made again
+    # a step that a worker had made when it died, but not reported, is made again
     steps = int(raytf.load_model(result).optimizer.iterations)
     assert 4 * 25 <= steps <= 4 * 25 + 2 * 3
 
 
 def test_a_dead_server_ends_in_a_restore_and_the_next_one_in_an_error(tmp_path, alone):
-    """It dies behind step 26, in the third epoch, of which the coordinator holds step 24 in memory: the epoch is that
+    """It dies after step 26, in the third epoch, of which the coordinator holds step 24 in memory: the epoch is that
     of an undisturbed run. It dies again before the fourth."""
     folder = str(tmp_path)
 
@@ -137,7 +137,7 @@ def test_a_dead_server_ends_in_a_restore_and_the_next_one_in_an_error(tmp_path, 
                     self.kill("killed_3")
 
             def looked_at(self):
-                """As a copy is made, and before that, once its steps are: with 24 steps here behind step 26, too."""
+                """As a copy is made, and before that, once its steps are: with 24 steps here after step 26, too."""
                 if tf.executing_eagerly() and int(self.model.optimizer.iterations) == 24:
                     self.looks += 1
                     if self.looks == 2:
@@ -173,7 +173,7 @@ def test_a_dead_server_ends_in_a_restore_and_the_next_one_in_an_error(tmp_path, 
 def sums_model(config):
     """A regression on the numbers of rows, with metrics that are exact: each row counts, and counts once.
 
-    They are looked at after each checkpoint: behind that of step 36 the coordinator is killed, once 32 is kept.
+    They are looked at after each checkpoint: after that of step 36 the coordinator is killed, once 32 is saved.
     """
     import pathlib
     import signal
@@ -209,7 +209,7 @@ def sums_model(config):
 
 
 def disturbed(config):
-    """Says when the second epoch begins, and in the third one to end the run."""
+    """Returns callbacks that note when the second epoch begins, and stop the run in the third one."""
     import pathlib
 
     import keras
@@ -230,7 +230,7 @@ def disturbed(config):
 
 def test_within_an_epoch_every_row_counts_once(tmp_path):
     """25 steps an epoch, a checkpoint after every fourth. No row is lost and none is used twice: not in the epoch in
-    which the coordinator is killed, not in that in which the run is told to end and another one goes on."""
+    which the coordinator is killed, not in that in which the run is stopped and another one resumes."""
     import pyarrow as pa
     import ray
 

@@ -1,4 +1,4 @@
-"""What `raytf.plan` says against what a run does."""
+"""What `raytf.plan` reports against what a run does."""
 
 from __future__ import annotations
 

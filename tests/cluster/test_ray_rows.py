@@ -1,4 +1,4 @@
-"""Rows of docs/reference/ray-compatibility.md that need a cluster: each of these runs stands for many of them."""
+"""Rows of docs/reference/ray-compatibility.md that need a cluster: each of these runs covers many of them."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def lines(folder, name):
 
 
 def told(name):
-    """What Ray's dashboard is told of a run."""
+    """Returns what a run reports to Ray's dashboard."""
     from ray.train.v2._internal.state.state_actor import get_state_actor
 
     runs = ray.get(get_state_actor().get_train_runs.remote()).values()

@@ -1,4 +1,4 @@
-"""All that a run holds of a cluster is taken at once: while it waits it holds nothing, and says so."""
+"""All that a run holds of a cluster is taken at once: while it waits it holds nothing, and logs that."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_a_process_that_is_stopped_is_ended_and_one_that_computes_is_not():
 
 
 def test_who_answers_is_not_looked_at():
-    """A process that was stopped, went on and answered begins anew."""
+    """The time of a process that was stopped, resumed and answered begins again."""
     node = ray.get_runtime_context().get_node_id()
     process = subprocess.Popen(["sleep", "1000"])
     try:

@@ -1,4 +1,4 @@
-"""A run that goes on with what a user changed meanwhile, and with a checkpoint that is no longer whole."""
+"""A run that resumes with what a user changed meanwhile, and with a checkpoint that is no longer whole."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def moved(config):
 @pytest.mark.timeout(400)
 def test_a_run_goes_on_from_what_is_whole_with_new_arguments(tmp_path):
     """Rank 1 dies in the second of three epochs. Then the last checkpoint is cut off, `build_model` is another one,
-    an argument of a callback is another, and a stranger has put pickles beside: the third epoch is made once more."""
+    an argument of a callback is another, and a stranger has added pickles: the third epoch is made once more."""
     kill = {"marker": str(tmp_path / "killed"), "rank_": 1, "epoch": 1, "batch": 2}
     notes, exploded = tmp_path / "notes", tmp_path / "exploded"
     notes.mkdir()

@@ -1,4 +1,4 @@
-"""A run is the run that was asked for: named anew, gone on with, refused, ended, or begun anew beside the old one."""
+"""A run is the run that was asked for: named, resumed, refused, ended, or started again from scratch."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def mlp_of(activation="relu", optimizer="adam"):
 
 
 def run(tmp_path, epochs=1, optimizer="adam", activation="relu", data=None, workers=0, **kwargs):
-    """A trainer; one that trains in this process unless told otherwise: what a run is does not depend on it."""
+    """Returns a trainer, by default one that trains in this process: what a run is does not depend on it."""
     config = {"epochs": epochs} | kwargs.pop("config", {})
     datasets = {"train": data or models.dataset()}
     return trainer(tmp_path, workers, build=mlp_of(activation, optimizer), config=config, datasets=datasets, **kwargs)
@@ -91,7 +91,7 @@ def test_a_name_that_exists(tmp_path, capsys, monkeypatch):
             run(tmp_path, 2, **changes).fit()
     assert sorted(os.listdir(folder)) == before
 
-    # goes on with what is new
+    # resumes with what is new
     with pytest.warns(UserWarning, match=r"run: resumes with learning_rate 1e-12, was 0\.01"):
         on = run(tmp_path, 2, config={"learning_rate": 1e-12}, resume=True, workers=1).fit()
     assert list(on.metrics_dataframe["epoch"]) == [1, 2] and on.path == folder
@@ -100,7 +100,7 @@ def test_a_name_that_exists(tmp_path, capsys, monkeypatch):
     with pytest.raises(raytf.ConfigError, match=r"learning_rate 0\.01, was 1e-12"):
         run(tmp_path, 3).fit()
 
-    # starts anew, and the old run is kept
+    # starts from scratch, and the old run is kept
     capsys.readouterr()
     kept = weights(on)
     anew = run(tmp_path, optimizer="sgd", resume=False).fit()

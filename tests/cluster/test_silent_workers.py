@@ -21,7 +21,7 @@ WORKERS = 8
 
 @ray.remote(num_cpus=0, max_concurrency=4 * WORKERS)
 class Silent:
-    """Answers when it is told to."""
+    """Answers on request."""
 
     def __init__(self):
         self._told = threading.Event()

@@ -1,4 +1,4 @@
-"""Processes that stand ready: how many there are, which are handed out, and the step that they make ahead."""
+"""Standby workers: how many there are, which are handed out, and the step that they make ahead."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def left_behind():
 
 
 def test_a_step_ahead_of_a_model_that_gathers_and_of_one_that_cannot_be_built(tmp_path):
-    """The second is said, and the process is of use all the same."""
+    """The second is logged, and the process is of use all the same."""
     import pyarrow as pa
 
     table = pa.table(models.rows())

@@ -1,4 +1,4 @@
-"""Sweeps on a real Ray: trials in warm groups equal trials alone, fail alone, stop, go on, and share the data."""
+"""Sweeps on a real Ray: trials in warm groups equal trials alone, fail alone, stop, resume, and share the data."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def _loop(config):
     import ray.train.collective
     import tensorflow as tf
 
-    # what a group built before must not be in the way of a loop that builds its own, each time anew
+    # what a group built before must not be in the way of a loop that builds its own each time
     own = config["again"] and config["num_workers"] > 1
     strategy = tf.distribute.MultiWorkerMirroredStrategy() if own else raytf.get_strategy()
     context = ray.train.get_context()
@@ -357,11 +357,11 @@ raytf.sweep(trainer, {"dropout": tune.grid_search([0.1, 0.2])}, metric="loss", p
 
 @pytest.mark.timeout(900)
 def test_trials_that_are_ended_or_killed_go_on_at_the_next_step(tmp_path):
-    """14 steps an epoch, two trials at a time. Worker 1 of one trial is killed before step 10, and another process
-    takes its place. SIGTERM comes when both are in step 20, for which worker 0 waits for worker 1; the same command
-    goes on behind it; there worker 1 of the other trial is killed between two epochs, which cannot be healed, and that
-    trial goes on behind step 24. Worker 0 of the first one is killed as it is told of a batch, and replaced. Weights
-    are those of an undisturbed sweep, to the bit."""
+    """14 steps an epoch, two trials at a time. Worker 1 of one trial is killed before step 10, and replaced.
+    SIGTERM comes when both are in step 20, for which worker 0 waits for worker 1; the same command resumes after it.
+    Then worker 1 of the other trial is killed between two epochs, which cannot be healed, and that trial resumes after
+    step 24. Worker 0 of the first one is killed in a callback of a batch, and replaced. Weights are those of an
+    undisturbed sweep, to the bit."""
 
     def started(name):
         return driver_of("-c", ENDED, tmp_path, name)
@@ -403,7 +403,7 @@ def test_trials_that_are_ended_or_killed_go_on_at_the_next_step(tmp_path):
 
 
 def test_rates_that_follow_the_batch_and_a_trial_of_one_worker_that_dies(tmp_path):
-    """In step 5 of 6; there is nobody from whom to heal it, and it goes on behind step 4, which it has kept."""
+    """In step 5 of 6; no survivor could heal it, and it resumes after step 4, of which it has a checkpoint."""
 
     def callbacks(config):
         import keras

@@ -1,4 +1,4 @@
-"""A sweep of which no trial runs says what it waits for, and ends where the cluster can hold none any more."""
+"""A sweep of which no trial runs logs what it waits for, and ends where the cluster can hold none any more."""
 
 from types import SimpleNamespace
 

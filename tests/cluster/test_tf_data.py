@@ -1,4 +1,4 @@
-"""`raytf.TFData` on a real Ray: a tf.data function trains alike on any number of workers, goes on, and is refused."""
+"""`raytf.TFData` on a real Ray: a tf.data function trains alike on any number of workers, resumes, and is refused."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def trainer(tmp_path, workers=2, *, name="run", build=models.mlp, failures=0, ca
         ),
         progress=False,
         verify=kwargs.pop("verify", False),  # which takes a few seconds, and has tests of its own
-        # a loss starts all workers anew, but in the tests of healing
+        # a loss restarts all workers, but in the tests of healing
         tensorflow_config=raytf.TensorflowConfig(**{"heal": False} | kwargs.pop("tensorflow", {})),
         **kwargs,
     )
@@ -60,7 +60,7 @@ def assert_equal(result, other, tolerance=1e-9):
 
 @pytest.fixture(scope="module")
 def undisturbed(ray_cluster, tmp_path_factory):
-    """Two workers, four epochs, nothing happens; callbacks with a memory, and one that tells where it computes."""
+    """Two workers, four epochs, nothing happens; callbacks with a memory, and one that reports where it computes."""
     folder = tmp_path_factory.mktemp("undisturbed")
     config = {"epochs": 4, "dropout": 0.2, "told": str(folder)}
     return trainer(folder, config=config, callbacks=_plateau, tensorflow={"pin_cpus": "auto"}).fit()

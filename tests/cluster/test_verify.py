@@ -32,7 +32,7 @@ def build(config):
     import keras
 
     class Counter(keras.layers.Layer):
-        """Counts rows in a variable of which nothing says how workers join it."""
+        """Counts rows in a variable without a declared aggregation."""
 
         def build(self, shape):
             self.seen = self.add_weight(shape=(), initializer="zeros", trainable=False, name="seen")

@@ -1,4 +1,4 @@
-"""A run that is killed within an epoch, and a run that is started again there, go on at the next step."""
+"""A run that is killed within an epoch, and a run that is started again there, resume at the next step."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def divided(config):
 
 
 def filtered():
-    """97 rows of 120, whose number only an execution tells."""
+    """97 rows of 120, whose number is known after an execution only."""
     least = float(np.sort(models.rows(120)["x5"])[23])
     return models.dataset(120).filter(lambda row: row["x5"] >= least)
 

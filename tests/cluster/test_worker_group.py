@@ -1,4 +1,4 @@
-"""Worker groups whose workers die, stop, or only take their time; and the monitor that tells one from the other."""
+"""Worker groups whose workers die, stop, or only take their time; and the monitor that distinguishes these."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def takes_its_time(session, config):
 
 
 class Leader:
-    """Stands for a trial's actor."""
+    """A stub for a trial's actor."""
 
     def __init__(self):
         process_monitor._HEARD_INTERVAL, liveness.STOPPED_INTERVAL, liveness.LOOK_INTERVAL = 0.5, 2.0, 0.5
@@ -120,7 +120,7 @@ def test_a_worker_that_does_not_come_to_an_exchange_is_named_with_its_stack(lead
         r"worker 0 waits for it since step 1\n",
         said,
     )
-    # told by the worker, or seen from outside where that takes long
+    # reported by the worker, or seen from outside where that takes long
     outside = r" Event\.wait \(threading\.py:\d+\)\n +one_does_not_come \((?:\S*/)?test_worker_group\.py:\d+\)"
     assert "threading.Event().wait()" in said or re.search(outside, said), said
 

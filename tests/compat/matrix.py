@@ -28,7 +28,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 FOLDER = ROOT / "build" / "compat"
 PAGE, BEGIN, END = ROOT / "docs/reference/versions.md", "<!-- make compat writes this -->\n", "<!-- to here -->\n"
 SECONDS = 3000
-# Beside what raytf needs: what its tests do.
+# In addition to what raytf needs: what its tests do.
 ALSO = ("pytest", "pytest-timeout", "hypothesis")
 # A scenario of each kind: what all of Keras' replacements, and both ways of summing, are needed for.
 PARITY = (
@@ -117,7 +117,7 @@ def check_names(python: str, folder: str) -> str:
 
 
 def check_unit(python: str, folder: str) -> str:
-    """The tests of `raytf/compat`: overrides are called, replacements stand in place, a version is looked at."""
+    """Runs the tests of `raytf/compat`: overrides are called, replacements are installed, a version is checked."""
     options = ("-q", "-p", "no:cacheprovider", "--durations", "0", "-o", "timeout=600")
     said = call(python, "-m", "pytest", *options, str(ROOT / "tests" / "unit" / "compat"))
     return said.strip().splitlines()[-1].partition(" in ")[0].strip("= ")

@@ -22,7 +22,7 @@ RAYTF = shutil.which("raytf", path=os.path.dirname(sys.executable))
 
 
 def run(*command, cwd=ROOT, code=0, program=sys.executable):
-    """Runs a program, Python unless told otherwise, on the test session's cluster; returns what it printed."""
+    """Runs a program, by default Python, on the test session's cluster; returns its output."""
     address = ray.get_runtime_context().gcs_address
     environment = os.environ | {"RAY_ADDRESS": address, "COLUMNS": "140"}
     done = subprocess.run([program, *command], cwd=cwd, env=environment, capture_output=True, text=True, timeout=280)

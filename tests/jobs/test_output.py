@@ -72,9 +72,9 @@ def environment(tmp_path):
     left_out = ("TF_CPP_MIN_LOG_LEVEL", "RAY_ADDRESS", "CI", "NO_COLOR", "FORCE_COLOR")
     users = {k: v for k, v in os.environ.items() if k not in left_out}
     ours = {"HOME": str(tmp_path), "PYTHONPATH": str(ROOT), "COLUMNS": "200", "TERM": "xterm"}
-    # a notebook's kernel imports matplotlib, which lists the fonts for each home, and says so when that takes long
+    # a notebook's kernel imports matplotlib, which lists the fonts for each home, and logs it when that takes long
     ours["MPLCONFIGDIR"] = str(pathlib.Path.home() / ".cache" / "matplotlib")
-    # beside other tests, which have niceness 0, a run of Ray's 15 has a hundredth of a processor for minutes
+    # next to other tests, which have niceness 0, a run of Ray's 15 has a hundredth of a processor for minutes
     ours["RAY_worker_niceness"] = "0"
     with tempfile.TemporaryDirectory(prefix="raytf", ignore_cleanup_errors=True) as short:
         yield users | ours | {"RAY_TMPDIR": short}
@@ -82,7 +82,7 @@ def environment(tmp_path):
 
 @pytest.fixture
 def on_the_common_cluster(environment, ray_cluster):
-    """With its token, if it wants one, which may be below the home of whoever runs the tests."""
+    """With its token, if it wants one, which may be below the home of the user who runs the tests."""
     token = pathlib.Path.home() / ".ray" / "auth_token"
     ours = {"RAY_AUTH_TOKEN_PATH": str(token)} if token.exists() else {}
     return ours | environment | {"RAY_ADDRESS": ray_cluster.get_runtime_context().gcs_address}
@@ -115,7 +115,7 @@ def in_a_terminal(command, environment, folder) -> str:
         try:
             while text := os.read(main, 1 << 16):
                 written += text
-        except OSError:  # Linux says so when the last process has closed the terminal
+        except OSError:  # Linux raises it when the last process has closed the terminal
             pass
         finally:
             os.close(main)
@@ -190,7 +190,7 @@ def test_what_workers_print_is_shown_once_each_and_warnings_once_in_all(on_the_c
 
 
 def test_a_process_that_is_a_worker_before_it_has_imported_is_shown_as_one(ray_cluster):
-    """The driver asks it for the import, and the controller makes it a worker: whose call comes first is not said."""
+    """The driver asks it for the import, and the controller makes it a worker: either call may come first."""
 
     def names(before):
         from raytf.console import output

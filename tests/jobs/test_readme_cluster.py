@@ -26,7 +26,7 @@ from tests.jobs.test_output import without_phases
 
 pytestmark = pytest.mark.slow
 ROOT = pathlib.Path(__file__).parents[2]
-# Of the machine: two nodes on it, with few CPUs, and other clusters beside them.
+# Of the machine: two nodes on it, with few CPUs, and other clusters next to them.
 NODE = "--num-cpus=2 --num-gpus=0 --object-store-memory=300000000 --dashboard-agent-listen-port=0 --log-color=false"
 HEAD = "--port=0 --dashboard-port=0 --disable-usage-stats"
 MODULE = """
@@ -139,7 +139,7 @@ def _digits(said):
         : next((i for i, line in enumerate(log) if " cli.py:" in line), len(log))
     ]  # what follows is the command's
     noise = [line for line in log if re.search(r"Traceback|Error|WARNING|INFO|pid=\d+", line)]
-    # Ray tells every driver, whatever its settings, that a busy machine of few cores starts many workers.
+    # Ray warns every driver, whatever its settings, that a busy machine of few cores starts many workers.
     assert not [line for line in noise if "worker processes have been started on node" not in line], said
     lines = [line for line in log if line.startswith("epoch ")]
     assert re.match(r"epoch 2/\d+  step 12/12  .*loss \d.*examples/s  \d+% waiting for input  \d+:\d\d left", lines[1])

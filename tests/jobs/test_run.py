@@ -76,7 +76,7 @@ def test_mirrored_devices():
 
 
 def test_fit_with_callbacks(tmp_path):
-    """Prefixes, the same weights on all workers, files by the chief, options of the script behind it."""
+    """Prefixes, the same weights on all workers, files by the chief, options of the script after its name."""
     out, _ = run("--num-workers", 2, "--chief", "multi_worker_cnn.py", "--epochs", 5, "--output", tmp_path)
     ends = re.findall(r"^\[(chief 0|worker 0)\] +epochs: (\d) weights: (\S+)", out, re.MULTILINE)
     # nothing gets better by 10, so that EarlyStopping ends the run after epoch 3
@@ -143,7 +143,7 @@ REPLICA = """
 
 
 def test_a_tfjob_of_workers(tmp_path):
-    """Its command as it stands, with the output where the volume would be; what is not honoured is named."""
+    """Runs its command as written, with the output where the volume would be; what is not honoured is named."""
     script = SCRIPTS / "multi_worker_cnn.py"
     arguments = f"--epochs, '1', --output, {tmp_path}"
     (tmp_path / "job.yaml").write_text(TFJOB + REPLICA % ("Worker", 2, script, arguments, "workers"))
@@ -251,7 +251,7 @@ def test_a_driver_that_is_killed_leaves_nothing(tmp_path):
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="a folder that other processes do not see needs root")
 def test_the_folder_travels(tmp_path):
-    """Processes that do not see the current folder run in a copy, with the modules beside the script."""
+    """Processes that do not see the current folder run in a copy, with the modules of the script's folder."""
     (tmp_path / "beside.py").write_text("NAME = 'beside the script'\n")
     (tmp_path / "main.py").write_text("import os, beside\nprint(beside.NAME, 'in', os.getcwd())\n")
     hidden = tmp_path / "hidden"
@@ -286,13 +286,13 @@ def test_a_script_that_hangs_is_named_with_its_stack(tmp_path, monkeypatch, capf
     named += r"(worker 0|the run) waits for it since"
     at_first = named.replace(
         "in Mine.on_train_batch_end", r"(in Mine.on_train_batch_end|between two steps,)"
-    )  # told late
+    )  # reported late
     assert re.search(rf"raytf run: the other workers wait for worker 1: {at_first} step 7", err)
     assert "lock.acquire()" in err and re.search(rf"raytf run: worker 1 failed first: hangs: {named}", err)
 
 
 def test_a_stopped_process_is_named_and_a_restart_goes_on(tmp_path, monkeypatch, capfd):
-    """A stop that ends in time is none: worker 0 stops, too, and its child lets it go on."""
+    """A stop that ends in time is none: worker 0 stops, too, and its child resumes it."""
     text = """
 import json, os, signal, subprocess
 rank = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
@@ -335,7 +335,7 @@ signal.pause()
 
 
 def test_an_evaluator_is_heard_to_its_last_line(tmp_path, monkeypatch, set_timeouts, capfd):
-    """Also what it prints when it is told to end, long after the training."""
+    """Also what it prints when it is stopped, long after the training."""
     set_timeouts(last_evaluation=1.0)
     text = """
 import json, os, signal, sys, time

@@ -816,7 +816,7 @@ class Attention(layers.Layer):
 
 
 class Nodes(keras.Model):
-    """The graph is the model's, and a batch says which nodes are looked at."""
+    """The graph is the model's, and a batch lists which nodes are looked at."""
 
     def __init__(self):
         super().__init__()
@@ -931,7 +931,7 @@ def fresh_labels_of_the_step(p):
 
 
 class Ensemble(Own):
-    """Keeps what it said of each row by the row's number; each row is one worker's, so changes add up."""
+    """Keeps its prediction of each row by the row's number; each row is one worker's, so changes add up."""
 
     def __init__(self):
         super().__init__()

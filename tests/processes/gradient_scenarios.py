@@ -19,7 +19,7 @@ UNEVEN = 3 * ODD + 1
 
 
 class Step(keras.Model):
-    """A `train_step` that changes gradients as `change(gradients, variables)` says; `loss(model, x, y)` is its loss."""
+    """A `train_step` that changes gradients by `change(gradients, variables)`; `loss(model, x, y)` is its loss."""
 
     def __init__(self, change=lambda gradients, variables: gradients, loss=None, body=None):
         super().__init__()
@@ -143,7 +143,7 @@ def gradients_with_noise(p):
 
 
 class Sharp(Step):
-    """Sharpness-aware minimization: the gradient where the weights stand a little uphill."""
+    """Sharpness-aware minimization: the gradient where the weights are a little uphill."""
 
     def train_step(self, data):
         x, y = data
@@ -581,7 +581,7 @@ def own_loop_with_clip(p):
 
 @scenario
 def own_loop_with_clip_run_eagerly(p):
-    """What is clipped there is each worker's own, as TensorFlow says; it is said once."""
+    """What is clipped there is each worker's own, as in TensorFlow; it is logged once."""
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         out = own_loop(p, _clipping_step, compiled=False)

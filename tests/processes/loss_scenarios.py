@@ -516,7 +516,7 @@ class Plain(Own):
 
 
 class Mixed(Plain):
-    """Tensors beside results of metrics, and what follows from these."""
+    """Tensors next to results of metrics, and what follows from these."""
 
     def train_step(self, data):
         loss = super().train_step(data)["loss"]

@@ -151,7 +151,7 @@ class WGAN(TwoOptimizers):
 
 
 class ConditionalWGAN(WGAN):
-    """The same in TensorFlow's control flow; the generator follows every second step, as a count of steps says."""
+    """The same in TensorFlow's control flow; the generator follows every second step, by a count of steps."""
 
     def __init__(self, *args):
         super().__init__(*args)

@@ -317,7 +317,7 @@ def aligned(values):
 
 @scenario
 def arrays_of_python_functions(p):
-    """Their memory is not written to, whoever hands parts of them to TensorFlow."""
+    """Their memory is not written to, also where Keras hands parts of them to TensorFlow."""
     before = floats(8, rows=32), (floats(8, rows=32) > 0).astype(keras.config.floatx())
     x, y = map(aligned, before)
     part = lambda i: (x[8 * i : 8 * i + 8], y[8 * i : 8 * i + 8])
@@ -692,7 +692,7 @@ def mixed_bfloat16(p):
 
 @scenario
 def mixed_float16(p):
-    """An overflow on one worker alone: all skip the step, and go on."""
+    """An overflow on one worker alone: all skip the step, and continue."""
     optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.05), initial_scale=2.0**15)
     return _mixed(p, "mixed_float16", optimizer)
 
@@ -841,7 +841,7 @@ def files_by_the_chief(p):
 
 @scenario
 def backup_and_restore(p):
-    """A run that stops after two epochs and is started again goes on there, on every worker."""
+    """A run that stops after two epochs and is started again resumes there, on every worker."""
     backup = lambda: keras.callbacks.BackupAndRestore(
         os.path.join(p.folder, f"restore_{p.world}"), delete_checkpoint=False
     )
@@ -999,7 +999,7 @@ def losses(p):
 
 @scenario
 def one_own_loss(p):
-    """A loss that stands alone, and reduces by itself."""
+    """A loss that is the only one, and reduces by itself."""
     make = lambda: keras.optimizers.SGD(0.01)
     build = mlp(make, loss=_root_mean, outputs=2, activation=None, metrics=["mae"])
     return p.fit(build, (floats(6, rows=90), floats(2, seed=8, rows=90)))[1]

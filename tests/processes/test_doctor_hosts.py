@@ -131,7 +131,7 @@ def test_planted_faults_are_all_found_and_no_others(tmp_path, token):
     planted |= {("shm", (2,)), ("disk", (2,)), ("versions", (2,)), ("ports", (0, 2))}
     planted |= {("name", (3,)), ("storage", (3,)), ("token", (3,)), ("loss", (0, 3)), ("bandwidth", (0, 3))}
     assert planted <= seen, f"{sorted(planted - seen)}\n{told}"
-    # of network faults those between other hosts follow; nothing else is said of anybody
+    # of network faults those between other hosts follow; nothing else is reported of any host
     network = {"ports", "mtu", "loss", "bandwidth"}
     assert {one for one in seen if one[0] not in network} == {one for one in planted if one[0] not in network}, told
     assert all(1 in nodes or 3 in nodes for check, nodes in seen if check in ("mtu", "loss", "bandwidth")), told

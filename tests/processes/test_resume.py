@@ -1,4 +1,4 @@
-"""A training that is stopped within an epoch and goes on is the one that was not, on one, two and three processes."""
+"""A training stopped within an epoch and resumed is the one that was not, on one, two and three processes."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_as_many_go_on_to_the_bit(outcome, place, case):
 @pytest.mark.timeout(1600)
 @pytest.mark.parametrize("case", ALIKE)
 def test_others_go_on_alike(outcome, case):
-    """Two workers are stopped, one goes on and is stopped, then three, and then two again to the end."""
+    """Two workers are stopped, one resumes and is stopped, then three, and then two again to the end."""
     for link in range(1, len(CHAIN) - 1):
         outcome(f"chain{link}", CHAIN[link][0], case)
     (one,), two = outcome("quiet", "1", case), outcome("quiet", "2", case)
@@ -61,8 +61,8 @@ def test_others_go_on_alike(outcome, case):
 @pytest.mark.slow
 @pytest.mark.timeout(1600)
 def test_batch_normalization_over_a_workers_own_rows_is_the_exception(outcome):
-    """Another number of workers is another training with it, whether it goes on or not; as many go on to the bit, as
-    the test above says of "own rows"."""
+    """Another number of workers is another training with it, whether it resumes or not; as many resume to the bit, as
+    "own rows" in the test above."""
     for case, alike in (("own rows", False), ("synchronized", True)):
         (one,), (two, _) = outcome("quiet", "1", case), outcome("quiet", "2", case)
         far = max(np.abs(one[key] - two[key]).max() for key in one if key.startswith("w"))

@@ -1,4 +1,4 @@
-"""A member of a ring of processes dies: all others are told which, at once, wherever they stand."""
+"""A member of a ring of processes dies: all others learn which, at once, wherever they are."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import sys
 import pytest
 
 SIZE = 5
-# Within which all are told: far more than a round trip, as the machine may be busy, and far less than any time limit.
+# Within which all learn it: far more than a round trip, as the machine may be busy, and far less than any time limit.
 TOLD_SECONDS = 10
 
 
@@ -62,7 +62,7 @@ def heard(process, seconds):
 @pytest.mark.parametrize("hosts", ["unix", "tcp"])
 @pytest.mark.parametrize("items", [10, 1 << 22])
 def test_all_are_told_who_died(hosts, items):
-    """Worker 0 waits for worker 4, which does something else and is told when it sums again."""
+    """Worker 0 waits for worker 4, which does something else and learns it when it sums again."""
     with ring_of_processes(hosts) as processes:
         for rank in (0, 1, 3):
             say(processes[rank], items)

@@ -1,4 +1,4 @@
-"""A ring over hosts, which are network namespaces: one that has vanished is told from a process that is slow."""
+"""A ring over hosts, which are network namespaces: a vanished host and a slow process are distinguished."""
 
 from __future__ import annotations
 

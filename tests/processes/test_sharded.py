@@ -23,7 +23,7 @@ ALIKE = {
     ("float32", 3): ["adam", "deep", "nesterov"],
     ("float64", 3): ["adam"],
 }
-# Who goes on with whose checkpoint: (shares, workers) behind (shares, workers).
+# Which run resumes from which checkpoint: (shares, workers) from that of (shares, workers).
 RESUMED = [((True, 2), "sharded2"), ((False, 2), "sharded2"), ((True, 2), "whole2"), ((True, 3), "sharded2")]
 RESUMED += [((False, 1), "sharded2")]
 
@@ -104,7 +104,7 @@ def test_what_cannot_be_shared_is_refused_by_name(alike, name):
 
 @pytest.mark.parametrize(("group", "begins"), RESUMED)
 def test_checkpoints_are_for_any_number_of_workers(resumed, group, begins):
-    """Sharded or not, to the bit where as many go on; plain Keras has read each of them as well."""
+    """Sharded or not, to the bit where as many resume; plain Keras has read each of them as well."""
     (shares, world), quiet = group, _found(resumed, "first_True", 2, "quiet")[0]
     _found(resumed, f"first_{begins == 'sharded2'}", 2, f"stopped_{begins}")
     for mine in _found(resumed, f"then_{shares}_{world}", world, f"resumed_{begins}"):

@@ -188,7 +188,7 @@ def test_a_name_of_another_module_exists():
 
 
 def test_programs_without_raytf_import_nothing_of_it():
-    """What filters lines runs beside each process that imports TensorFlow, by its path, without site-packages."""
+    """What filters lines runs next to each process that imports TensorFlow, by its path, without site-packages."""
     assert not own("raytf.console.native_lines", True)
 
 

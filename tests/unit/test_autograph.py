@@ -37,7 +37,7 @@ def _outer(x):
 
 def converted():
     """A function that AutoGraph has converted, another one at each call."""
-    return tf.autograph.to_graph(lambda x: _some(x), recursive=True)  # a lambda is converted anew
+    return tf.autograph.to_graph(lambda x: _some(x), recursive=True)  # a lambda is converted again
 
 
 def test_no_file_is_made(temporary):

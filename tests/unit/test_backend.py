@@ -14,7 +14,7 @@ from raytf.runtime.settings import TensorflowConfig
 from raytf.train import arguments, backend
 from raytf.train.tensorflow_trainer import TensorflowTrainer
 
-# Reserves a port, prints it, frees it at a word as TensorFlow's bind needs, and lives on until it is told to end.
+# Reserves a port, prints it, frees it at a line of input as TensorFlow's bind needs, and ends at the next one.
 CHILD = """
 import ray.util
 ray.util.get_node_ip_address = lambda: "127.0.0.1"

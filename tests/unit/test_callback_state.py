@@ -1,4 +1,4 @@
-"""Counters and best values of callbacks go on; arguments, paths and what derives from them are the new run's own."""
+"""Counters and best values of callbacks continue; arguments, paths and what derives from them are the new run's own."""
 
 import collections
 import json
@@ -126,7 +126,7 @@ def test_a_users_callback_keeps_its_values_with_their_types(tmp_path):
 
 
 def test_what_begins_as_derived_follows_changed_arguments_only(tmp_path):
-    """A base rate that the first run saw is kept by the second; with another argument it is derived anew."""
+    """A base rate that the first run saw is kept by the second; with another argument it is derived again."""
 
     class Base(keras.callbacks.Callback):
         def __init__(self, scale, rate_of_model, folder="/a"):
@@ -263,7 +263,7 @@ def test_what_is_not_plain_is_refused(value):
 
 
 class Counting(keras.callbacks.Callback):
-    """Counts within an epoch, and begins anew with each."""
+    """Counts within an epoch, and begins again with each."""
 
     def __init__(self):
         super().__init__()
@@ -274,7 +274,7 @@ class Counting(keras.callbacks.Callback):
 
 
 class Telling(keras.callbacks.Callback):
-    """Says for itself what it holds."""
+    """Returns its own state."""
 
     def __init__(self):
         super().__init__()
@@ -291,7 +291,7 @@ class Telling(keras.callbacks.Callback):
 
 
 def test_what_an_epochs_begin_changes_is_put_back():
-    """What is no plain value stays as the epoch made it, and so does what it has made anew."""
+    """What is no plain value stays as the epoch made it, and so does what it has made new."""
     counting, telling = Counting(), Telling()
     states = CallbackStates([counting, telling])
     counting.seen, counting.rows, telling.best = 7, [np.arange(3)], np.array([1.0, 2.0])

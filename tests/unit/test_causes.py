@@ -1,4 +1,4 @@
-"""A Python function that TensorFlow calls raises, and its own error is what is said. No Ray."""
+"""A Python function that TensorFlow calls raises, and its own error is reported. No Ray."""
 
 import pickle
 

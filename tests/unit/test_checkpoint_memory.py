@@ -75,7 +75,7 @@ print(json.dumps(found))
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_large_one_takes_its_size_of_memory_and_its_layout_next_to_none(tmp_path):
-    """By the memory that the kernel says this process had at most, with what it shares."""
+    """By the kernel's figure of the most memory of this process, with what it shares."""
     done = subprocess.run([sys.executable, "-c", MEASURED, tmp_path], capture_output=True, text=True, timeout=550)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])

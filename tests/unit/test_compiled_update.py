@@ -186,7 +186,7 @@ class ByChance(optimizers.SGD):
 
 
 class OfNoKnownShape(optimizers.SGD):
-    """XLA has the operations, and not for a shape that is a gradient's value: only a trial tells."""
+    """XLA has the operations, and not for a shape that is a gradient's value: only a trial shows it."""
 
     def update_step(self, gradient, variable, learning_rate):
         size = tf.cast(tf.reduce_sum(tf.abs(gradient)), tf.int32) * 0 + 1

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(
     sys.platform != "linux" or len(os.sched_getaffinity(0)) < 2, reason="needs Linux and two cores"
 )
 
-# Claims cores, says which, and does what it is told: "keep", "mask" of its threads, "release".
+# Claims cores, prints which, and obeys its input: "keep", "mask" of its threads, "release".
 CHILD = """
 import os, sys, threading
 from raytf.runtime import cores
@@ -65,7 +65,7 @@ class Child:
         return self.answer()
 
     def sees(self, masks):
-        """Waits until its threads may use these, and says what they may."""
+        """Waits until its threads may use these, and returns what they may."""
         until = time.monotonic() + 20
         while (found := self.ask("mask")) != str(masks) and time.monotonic() < until:
             time.sleep(0.05)
@@ -118,7 +118,7 @@ def test_two_processes_have_a_core_each_and_a_third_none_until_one_dies(start, t
     assert has[1].sees([own[1]]) == str([own[1]])
     has[1].ask("release")
     assert has[1].ask("mask") == str([tuple(two)])
-    assert without.ask("claim 2") == f"True {two}"  # in the place of what it had
+    assert without.ask("claim 2") == f"True {two}"  # instead of what it had
 
 
 def test_who_wants_more_than_are_free_gets_none_and_leaves_none_behind(start, two):

@@ -1,4 +1,4 @@
-"""A crafted checkpoint runs nothing: whatever lies in it, and however it is read. No Ray."""
+"""A crafted checkpoint runs nothing: whatever is in it, and however it is read. No Ray."""
 
 import io
 import json

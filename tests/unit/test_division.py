@@ -66,7 +66,7 @@ def test_the_parts_in_order_are_the_file_and_so_are_their_names(pieces, count):
     assert sorted(names) == names and len(set(names)) == len(names)
 
 
-files_of = functools.cache(files_of)  # a zip tells the second in which it was made
+files_of = functools.cache(files_of)  # a zip contains the second in which it was made
 
 
 def parts_of(step: int, count: int) -> list[list]:

@@ -1,4 +1,4 @@
-"""The pages: every block of code is run or says why not, and calls what is there; every link leads somewhere."""
+"""The pages: every block of code is run or states why not, and calls what is there; every link leads somewhere."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ def test_workers_that_diverge_are_named_and_others_are_not(tmp_path):
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 70), st.integers(0, 69), st.integers(1, 5), st.sampled_from([math.nan, math.inf, -math.inf]))
 def test_the_first_step_is_the_one_that_is_told(steps, bad, each, value):
-    """Of any length, and with several steps an execution, of which the first is told."""
+    """Of any length, and with several steps an execution, of which the first is reported."""
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
     model.compile("sgd", "mse")
     checks = EpochChecks("warn")

@@ -169,7 +169,7 @@ def test_a_storage_that_takes_none_ends_that_and_not_the_run(tmp_path):
 
 
 def test_a_storage_that_hangs_holds_up_no_recovery(tmp_path, set_timeouts):
-    """Each event is written beside what follows, and is whole when the storage answers again."""
+    """Each event is written in the background, and is whole when the storage answers again."""
     set_timeouts(event_record=0.01)
     answers = threading.Event()
 

@@ -1,4 +1,4 @@
-"""What workers exchange over the ring beside gradients, in graphs and outside; updates are made as a whole or not."""
+"""What workers exchange over the ring besides gradients, in graphs and outside; updates are made as a whole or not."""
 
 import contextlib
 from concurrent.futures import ThreadPoolExecutor

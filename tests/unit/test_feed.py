@@ -62,7 +62,7 @@ def test_workers_together_give_every_row_once(shuffle, superbatch, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("bucket", [False, True])
 def test_step_one_million_is_not_looked_for(shuffle, bucket):
-    """An epoch that goes on there takes as much of the processors as its rows do, and not what is before them."""
+    """An epoch that resumes there takes as much of the processors as its rows do, and not what is before them."""
     rows, step = 1_001_000, 1_000_000
     table = pa.table({"id": np.arange(rows)})
     if bucket:
@@ -219,7 +219,7 @@ def test_two_columns_cannot_both_say_which_rows_share_a_batch():
 
 
 def test_the_order_tells_which_rows_steps_have():
-    """What changes no step's rows is not told: seeds without a shuffle, windows with a full one, how rows are cut."""
+    """What changes no step's rows is not in it: seeds without a shuffle, windows with a full one, how rows are cut."""
 
     def order(cuts=(10, 60), **options):
         batch = BatchSpec.parsed("id", None, None, None)

@@ -68,7 +68,7 @@ def test_tensors_lists_booleans_and_times():
 
 
 def gathered(array, spec, rows=(1, 0, 1)):
-    """Rows of a column that lies in two tables."""
+    """Returns rows of a column that is stored in two tables."""
     cut = len(array) // 2
     tables = [table(x=array[:cut]), table(x=array[cut:])]
     rows = np.array(rows, int)
@@ -142,7 +142,7 @@ def test_options_that_do_not_go_together(options, rule):
 
 
 def test_blocks_are_never_handed_out():
-    """What is gathered lies in memory of its own, as TensorFlow may write into what it is given."""
+    """What is gathered is stored in memory of its own, as TensorFlow may write into what it is given."""
     block = table(x=np.arange(64.0))
     view = gather.column_array(block, Column("x"))
     (copied,) = gather.source([block], Columns.of("x", "x")).gather(gather.Places(np.zeros(64, int), np.arange(64)))

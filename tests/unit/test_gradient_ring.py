@@ -55,7 +55,7 @@ def test_gradients_larger_and_smaller_than_float16_can_be(sums, wire):
     together = np.concatenate([big, small])
     exact = together.astype(np.float64) * (2 - 2 + 8) / 8
     got = np.concatenate(found[0][:2])
-    if wire == "float16":  # what is small beside 2e30 is lost, and nothing is infinite
+    if wire == "float16":  # what is small next to 2e30 is lost, and nothing is infinite
         assert np.isfinite(got).all()
         np.testing.assert_allclose(got, exact, atol=2e30 * 2.0**-24, rtol=2e-3)
     else:

@@ -1,4 +1,4 @@
-"""Who waits for whom is judged from what workers tell: no false alarm, the right one, in the limit."""
+"""Which worker waits for which is judged from their reports: no false alarm, the right one, in the limit."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from raytf.runtime.hangs import HangDetector
 
 
 class Worker:
-    """What a worker tells, second by second."""
+    """What a worker reports, second by second."""
 
     def __init__(self, **told):
         self.told = {
@@ -176,7 +176,7 @@ def test_what_took_long_once_may_take_twice_as_long():
 
 
 def test_no_false_alarm_in_steps_that_take_20_times_as_long():
-    """An hour of steps of each length; one worker, drawn anew each time, sleeps meanwhile, and the others wait."""
+    """An hour of steps of each length; one worker, drawn each time, sleeps meanwhile, and the others wait."""
     source = random.Random(5)
     for usual in (0.05, 0.45, 2.0):
         judge, clock = HangDetector(8.5, 60), 0.0

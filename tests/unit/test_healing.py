@@ -68,7 +68,7 @@ def ring_of(waiting, listener, generation):
 
 @pytest.mark.slow
 def test_a_ring_that_will_not_be_is_left_at_once_and_the_next_one_joined(survivor, set_timeouts):
-    """Its new member died behind the driver's word: an hour would be its. What was passed on is had by the next."""
+    """Its new member died after the driver's command: an hour would be its. What was passed on is had by the next."""
     set_timeouts(ring_join=3600.0)
     healer, holder, sum_ = survivor
     first = standing(healer)
@@ -144,9 +144,9 @@ def test_a_join_is_ended_before_and_while_it_goes_on():
 
 
 class Epoch:
-    """A survivor of two behind the last step of an epoch: two exchanges were made since, and the third fails."""
+    """A survivor of two after the last step of an epoch: two exchanges were made since, and the third fails."""
 
-    foreseen = False  # whether workers are known to meet behind other steps
+    foreseen = False  # whether workers are known to meet after other steps
 
     def __init__(self, pool):
         listeners = [Listener("127.0.0.1") for _ in range(2)]
@@ -164,7 +164,7 @@ class Epoch:
         self.made.clear()
 
     def make_a_step(self):
-        """One behind which workers are known to meet."""
+        """Makes a step after which workers are known to meet."""
         self.foreseen = True
         with self.healer.execution():
             self.healer.stepped(self.holder, b"mine")
@@ -211,7 +211,7 @@ def ended():
 
 
 def test_what_followed_an_epoch_is_exchanged_again(ended):
-    """Also within the first step of the next one, with a process that begins behind the last step."""
+    """Also within the first step of the next one, with a process that begins after the last step."""
     with ended.lost_in_the_next(from_scratch=True) as (sum_, waiting, ring):
         assert (waiting.since, waiting.tag, waiting.between) == (tag_of(1), tag_of(1) + 2, False)
         assert ended.healer.image(True) == "the end"
@@ -226,7 +226,7 @@ def test_what_followed_an_epoch_is_exchanged_again(ended):
 
 
 def test_what_callbacks_left_of_what_each_has_for_itself_is_passed_on_again(ended):
-    """Before the step that follows them; what it was behind the step before them is kept, for one that begins there."""
+    """Before the step that follows them; what it was after the step before them is kept, for one that begins there."""
     ended.make_a_step()
     ended.healer.resumes(ended.holder, b"mine")
     assert ended.healer.tag == tag_of(2), "nothing has changed"
@@ -243,7 +243,7 @@ def test_what_callbacks_left_of_what_each_has_for_itself_is_passed_on_again(ende
 
 
 def test_what_followed_an_execution_is_exchanged_again_where_that_was_foreseen(ended):
-    """Of three workers' exchanges behind a step the second breaks; the third is within the next step."""
+    """Of three workers' exchanges after a step the second breaks; the third is within the next step."""
     ended.foreseen = True
     with ended.healer.execution():
         ended.healer.stepped(ended.holder, b"mine")
@@ -294,7 +294,7 @@ def test_a_process_that_comes_to_something_else_at_the_end_of_an_epoch_is_not_fo
 
 
 def test_what_was_exchanged_as_callbacks_were_told_of_the_steps_batch_is_exchanged_again(ended):
-    """As where one evaluates the model then: the process in the place of one that is lost in that step does, too."""
+    """As where one evaluates the model then: the replacement of one that is lost in that step does, too."""
     ended.make_a_step()
     ended.healer.begin_batch()
     both = ended.pool.submit(ended.add, ended.other, 1), ended.pool.submit(ended.make, "evaluation")

@@ -1,4 +1,4 @@
-"""What is said of a mistake names what is wrong with it, and a way that leads on."""
+"""The error for a mistake names what is wrong with it, and a fix."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ def test_a_relative_storage_path_is_below_the_current_folder(tmp_path, monkeypat
 
 
 def test_a_metric_that_no_trial_reports_is_told_without_a_traceback_of_rays():
-    """Where a loop is the user's, the first report tells; Tune shows the traceback of each trial that fails."""
+    """Where a loop is the user's, the first report shows it; Tune shows the traceback of each trial that fails."""
 
     def record(error):
         return logging.LogRecord("tune", logging.ERROR, "", 0, "Trial task failed", (), (type(error), error, None))

@@ -1,4 +1,4 @@
-"""What tells one run from another: the same in every process, and what differs is named."""
+"""What distinguishes one run from another: the same in every process, and what differs is named."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from raytf.identity import same_run
 from tests.unit import kinds_of_models as kinds
 from tests.unit.kinds_of_models import told
 
-# What version 2 of identities says of some models.
+# Identities of some models in version 2.
 OLD = pathlib.Path(__file__).parent / "checkpoints" / "identities_2.json"
 
 

@@ -1,4 +1,4 @@
-"""What tells one run from another is the same in every process; and which values of the config are part of it.
+"""What distinguishes one run from another is the same in every process; and which values of the config are part of it.
 
 One process runs all that needs another one.
 """
@@ -94,7 +94,7 @@ EXPECTED = {
 
 @pytest.fixture(scope="module")
 def elsewhere(tmp_path_factory):
-    """What each program says: READS, and the two modules of models, one of them from a copy in another place."""
+    """Returns the output of each program: READS, and the two modules of models, one from a copy in another place."""
     folder = tmp_path_factory.mktemp("moved")
     reads, copy = folder / "reads.py", folder / "moved_and_renamed.py"
     reads.write_text(READS)

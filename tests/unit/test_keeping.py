@@ -1,4 +1,4 @@
-"""What tells one training of `raytf.fit` from another, and which checkpoint a call by name goes on from. No Ray."""
+"""What distinguishes trainings of `raytf.fit`, and which checkpoint a call by name resumes from. No Ray."""
 
 from __future__ import annotations
 

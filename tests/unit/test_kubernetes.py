@@ -82,7 +82,7 @@ WRONG = [
         {"deletionRules": [{"policy": "DeleteSelf", "condition": {}}]},
         "the deletion condition requires either the JobStatus",
     ),
-    # of pods, policies and claims, by Kubernetes' schemas and what it checks beside them
+    # of pods, policies and claims, by Kubernetes' schemas and what it checks in addition to them
     ("train", f"{POD}/terminationGracePeriodSeconds", "1m", "terminationGracePeriodSeconds: '1m' is not of type"),
     ("train", f"{RAY}/volumeMounts/0/name", "data", "ray mounts 'data', which is no volume of the pod"),
     ("train", f"{RAY}/resources/requests/cpu", "8", "ray requests 8 cpu, more than its limit 4"),
@@ -211,7 +211,7 @@ def test_image_and_scripts_are_linted(tmp_path):
 @pytest.mark.skipif(os.geteuid() != 0, reason="processes of its own need root")
 @pytest.mark.parametrize("ends", [True, False])
 def test_a_pod_waits_until_its_ray_node_has_ended_or_its_time_is_over(tmp_path, ends):
-    """The script finds the raylet of its container and tells Ray of it, in words that Ray's command takes."""
+    """The script finds the raylet of its container and drains it, by options that Ray's command takes."""
     (tmp_path / "ray").write_text(f'#!/bin/sh\necho "$*" > {tmp_path}/told; {"kill $RAYLET" if ends else ":"}\n')
     (tmp_path / "ray").chmod(0o755)
     raylet = "import signal; signal.signal(15, lambda *_: exit()); signal.pause()"

@@ -1,4 +1,4 @@
-"""A file that says that Keras 2 has written it runs nothing, and is loaded only where that is said. No Ray."""
+"""A file that names Keras 2 as its writer runs nothing, and is loaded only where that is given. No Ray."""
 
 import json
 import zipfile

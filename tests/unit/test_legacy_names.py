@@ -1,4 +1,4 @@
-"""An error that comes of a name that only Keras 2 has says so, and how to go on; other errors are left alone."""
+"""An error that comes of a name that only Keras 2 has contains that, and the fix; other errors are left alone."""
 
 from __future__ import annotations
 

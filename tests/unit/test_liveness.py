@@ -1,4 +1,4 @@
-"""A stopped process is told from one that works, by what Linux says of it."""
+"""A stopped process is distinguished from one that works, by what Linux reports of it."""
 
 import os
 import signal
@@ -13,7 +13,7 @@ from raytf.procfs import ProcessState
 
 
 def at(*looks):
-    """What `StopWatch` says to looks, each (seconds, Look)."""
+    """Returns what `StopWatch` returns for looks, each (seconds, Look)."""
     now = [0.0]
     judge = StopWatch(15, lambda: now[0]).update
     said = []

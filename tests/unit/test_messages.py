@@ -1,4 +1,4 @@
-"""Each message that a run can print stands in the troubleshooting page, by its text."""
+"""Each message that a run can print is listed in the troubleshooting page, by its text."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FOLDER = pathlib.Path(raytf.__file__).parent
 PAGE = FOLDER.parent / "docs" / "troubleshooting.md"
 # What is called with a message for the user.
 SAYS = {"_print", "_log", "warn", "print", "info", "warning", "error", "exception"}
-# What these print is the answer to a command, a table, or what others have said.
+# What these print is the answer to a command, a table, or the output of others.
 ANSWERS = {
     "cli.py": "the output of commands",
     "console/output.py": "passes on what it is given",

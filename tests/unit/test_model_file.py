@@ -243,7 +243,7 @@ def test_an_array_that_grows_is_laid_out_each_time(tmp_path):
     import keras
 
     class Counted(keras.layers.Layer):
-        """Writes as many numbers as it was told."""
+        """Writes as many numbers as it was given."""
 
         def call(self, x):
             return x

@@ -28,7 +28,7 @@ def gathered(tables, spec):
     return source.gather(gather.Places(table, row))
 
 
-# (column with nulls, options, what stands for them, what comes then)
+# (column with nulls, options, what replaces them, what comes then)
 CASES = {
     "ragged": (pa.array([[6, None, 8], [9]]), {"ragged": True}, -1, [[6, -1, 8, 9], [3, 1]]),
     "pad": (pa.array([[6, None, 8], [9]]), {"pad": 3}, -1, [[6, -1, 8, 9], [3, 1]]),

@@ -21,7 +21,7 @@ EXAMPLES = {"train.py", "mymodels.py", "model_def.py", "run.py"}
 
 
 def tracked():
-    """Files of the checkout by name, without what was built or installed beside them."""
+    """Returns files of the checkout by name, without what was built or installed next to them."""
     return {path.name for folder in FOLDERS for path in (ROOT / folder).rglob("*")} | {p.name for p in ROOT.iterdir()}
 
 

@@ -1,4 +1,4 @@
-"""A `tf.data` function on one worker of several: parts, steps, chance, and where it goes on."""
+"""A `tf.data` function on one worker of several: parts, steps, chance, and where it resumes."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def test_a_worker_listens_at_the_address_that_was_kept_for_it(monkeypatch):
                 one.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # nothing is left of it
         with ports.own_socket(
             f"192.0.2.1:{ports.split_address(first)[1]}"
-        ) as translated:  # not this host's, as behind NAT
+        ) as translated:  # not this host's, as with NAT
             assert translated.getsockname() == ("0.0.0.0", ports.split_address(first)[1])
     finally:
         ports.end_claims()
@@ -118,7 +118,7 @@ def test_ports_of_a_command():
 
 
 def test_a_port_takes_nothing_from_the_users_random_numbers(monkeypatch):
-    """Keras draws seeds from Python's own: a loop that builds its strategy had other weights than its seed says."""
+    """Keras draws seeds from Python's own: a loop that builds its strategy had other weights than those of its seed."""
     monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "127.0.0.1")
     before = random.getstate()
     ports.reserve_address(Listening())

@@ -1,4 +1,4 @@
-"""Where a train loop of a user's stands in its rows: saved and restored at any batch, for any number of workers."""
+"""The position of a user's train loop in its rows: saved and restored at any batch, for any number of workers."""
 
 import itertools
 import json
@@ -68,7 +68,7 @@ def test_other_numbers_of_workers_go_on_together():
 
 
 def test_an_epoch_that_ended_ends_once_more_without_a_batch():
-    """The last batch was kept, and what comes behind an epoch was not done."""
+    """The last batch was kept, and what comes after an epoch was not done."""
     position = Position(rows())
     read(position, stop=5)
     again = Position(rows())

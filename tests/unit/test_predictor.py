@@ -1,4 +1,4 @@
-"""`raytf.Predictor` as a function of batches: columns in, predictions beside them, equal to `model.predict`. No Ray."""
+"""`raytf.Predictor` as a function of batches: columns in, predictions added, equal to `model.predict`. No Ray."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ class Taken:
 
 
 def test_a_warning_is_shown_by_the_first_of_several_workers(capsys):
-    """As often as one worker alone says it; an error of each is shown."""
+    """As often as one worker alone logs it; an error of each is shown."""
     handler = logging.StreamHandler(sys.stderr)
     logging.getLogger().addHandler(handler)
     entries = Taken()
@@ -105,7 +105,7 @@ def test_a_warning_of_a_logger_without_handlers_is_shown_by_the_first_worker(cap
 
 
 def test_a_line_of_source_is_shown_of_warnings_of_others_alone():
-    """What stands in raytf says nothing to who reads the warning."""
+    """A line of raytf does not help the reader of the warning."""
     for entries in (None, Taken()):
         with warnings.catch_warnings(record=True) as told, once.shown_once(entries):
             warnings.simplefilter("always")

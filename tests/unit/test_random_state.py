@@ -1,4 +1,4 @@
-"""Where the random numbers of Python and NumPy stand, as arrays."""
+"""The states of the random numbers of Python and NumPy, as arrays."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""The page of Ray compatibility has a row for all that Ray takes in public, and what it says is refused is."""
+"""The page of Ray compatibility has a row for all that Ray takes in public, and what it lists as refused is refused."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CLASSES = [
 
 
 def rows():
-    """What each column says, by the name of the row."""
+    """Returns the text of each column, by the name of the row."""
     found = {}
     for line in PAGE.read_text().splitlines():
         cells = [cell.strip() for cell in line.strip("|").split(" | ")]

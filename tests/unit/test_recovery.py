@@ -9,7 +9,7 @@ from raytf.train.decisions import Decisions, Lost, Phase, RunState
 
 
 class Tried:
-    """A `Healing` that ends at once, as a test says."""
+    """A `Healing` that ends at once, with the outcome of its arguments."""
 
     done = True
 

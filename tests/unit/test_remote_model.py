@@ -1,4 +1,4 @@
-"""What a model on parameter servers trains with is the user's own optimizer, with all that was said to it."""
+"""What a model on parameter servers trains with is the user's own optimizer, with all its arguments."""
 
 import keras
 import numpy as np

@@ -1,4 +1,4 @@
-"""What a process gets that begins behind the last step of an epoch, when callbacks have changed the model since."""
+"""What a process gets that begins after the last step of an epoch, when callbacks have changed the model since."""
 
 import types
 import weakref
@@ -31,7 +31,7 @@ def model():
 
 
 def note(model, epoch_ends):
-    """(the note behind an epoch's last step, or another one, a callback's attribute of then)."""
+    """Returns (the note after an epoch's last step, or another one, a callback's attribute of then)."""
     callback = keras.callbacks.Callback()
     states = CallbackStates([callback])
     callback.counts = np.arange(3)
@@ -104,7 +104,7 @@ def test_what_is_assigned_in_a_graph_or_in_a_replica_is_said_to_be_changed(model
 
 
 def test_behind_other_steps_it_is_seen_what_a_compiled_function_assigns_that_was_traced_before(model):
-    """The call that traces it is seen behind its own step, and the others behind theirs."""
+    """The call that traces it is seen after its own step, and the others after theirs."""
     bias = model.layers[1].bias
     halve = tf.function(lambda: bias.assign(bias * 0.5 + 1))
     first, _ = note(model, epoch_ends=False)
@@ -138,7 +138,7 @@ def test_a_callback_that_needs_to_be_told_of_a_batch_from_its_begin_is_named(mod
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(("begun", "made"), [(True, 4), (False, 5)])
 def test_what_callbacks_did_at_the_begin_of_a_step_is_not_done_twice(model, tmp_path, begun, made):
-    """A process within the step that the others are in gets what their callbacks held behind its begin."""
+    """A process within the step that the others are in gets what their callbacks held after its begin."""
 
     class Counting(keras.callbacks.Callback):
         made = 0

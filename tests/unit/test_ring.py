@@ -1,4 +1,4 @@
-"""The ring of sockets: sums are right for any number of processes, sizes and types, and a lost neighbour is told."""
+"""The ring of sockets: sums are right for any number of processes, sizes and types; a lost neighbour is reported."""
 
 import contextlib
 import gc
@@ -159,7 +159,7 @@ def around_the_ring(arrays):
 @pytest.mark.parametrize("hosts", ["unix", "tcp", "both"])
 @pytest.mark.parametrize("size", [2, 3])
 def test_the_bits_do_not_depend_on_how_the_values_travel(ring_of, size, hosts, shared):
-    """Whether all go to all or around the ring, and where they lie; each is there before it is sent, added, or both."""
+    """Whether all go to all or around the ring, and where they are; each is there before it is sent, added, or both."""
     places = ring_of(size, hosts)
     for items in (0, 6, 1200, 600_000, 2_400_006):
         values = [np.random.default_rng(i).normal(size=items).astype(np.float32) for i in range(size)]
@@ -179,7 +179,7 @@ def test_the_bits_do_not_depend_on_how_the_values_travel(ring_of, size, hosts, s
 
 
 def test_what_each_has_comes_to_all_while_sockets_are_full(ring_of):
-    """Also behind what was passed on and nobody has read."""
+    """Also after what was passed on and nobody has read."""
     places = ring_of(5)
     most = max(size for size in range(0, 1 << 16, 64) if places[0].trades(size))
     content = [np.random.default_rng(i).integers(0, 256, most, np.uint8) for i in range(5)]
@@ -195,7 +195,7 @@ def test_what_each_has_comes_to_all_while_sockets_are_full(ring_of):
 
 def test_sums_in_float16_with_scales_pass_its_end(ring_of):
     places = ring_of(3)
-    count = 3 * 700  # too many for a socket to tell of one after the other
+    count = 3 * 700  # too many for a socket to send one after the other
     wide = [np.random.default_rng(i).normal(0, 6e4, (count, scaled_float16.ITEMS)).astype(np.float32) for i in range(3)]
     exact = np.sum([a.astype(np.float64) for a in wide], axis=0)
     coded = [laid(place, np.zeros(count, scaled_float16.BLOCK)) for place in places]
@@ -291,7 +291,7 @@ def test_a_neighbour_that_leaves_ends_the_sum_of_all(ring_of):
 
 
 def test_a_member_that_left_after_the_last_sum_ends_no_sum_of_others(ring_of):
-    """All leave one after the other; none takes that for a death, and who sums again is told who left."""
+    """All leave one after the other; none takes that for a death, and a worker that sums again learns who left."""
     places = ring_of(4)
     arrays = [np.ones(4) for _ in places]
     assert not raised(lambda place: place.add(arrays[place.rank]), places)
@@ -303,7 +303,7 @@ def test_a_member_that_left_after_the_last_sum_ends_no_sum_of_others(ring_of):
 
 
 def test_a_member_that_fails_is_named_to_all(ring_of):
-    """Also to those that are far from it, behind one that does not sum at all."""
+    """Also to those that are far from it, after one that does not sum at all."""
     places = ring_of(5)
     told = together(lambda place: place.add(np.zeros(5 + 5 * (place.rank == 1))), [places[i] for i in (0, 1, 2, 4)])
     assert all(isinstance(error, RaytfError) for error in told)
@@ -367,7 +367,7 @@ def test_many_strangers_are_turned_away_at_once(ring_of, set_timeouts):
 
 
 def test_one_that_does_not_know_the_token_is_no_neighbour():
-    """Neither by what it says, nor by saying again what it heard."""
+    """Neither by what it sends, nor by a replay of what it received."""
     listeners = [Listener("127.0.0.1") for _ in range(2)]
     addresses = [(one.host, one.port) for one in listeners]
     tokens = [TOKEN, bytes(TOKEN_BYTES)]
@@ -379,7 +379,7 @@ def test_one_that_does_not_know_the_token_is_no_neighbour():
 
 
 def test_a_conversation_that_was_heard_is_of_no_use_again():
-    """Between neighbours stands one that passes on what they say and notes it; later it says the same."""
+    """Between neighbours is one that passes on what they send and notes it; later it sends the same."""
     listeners = [Listener("127.0.0.1"), Listener("127.0.0.2")]
     heard = []
     with socket.create_server(("127.0.0.3", 0)) as between, ThreadPoolExecutor(8) as pool:

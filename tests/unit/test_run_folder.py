@@ -132,7 +132,7 @@ def read(folder, name):
 
 
 def epoch(folder, **arguments):
-    """Where the run stands, whatever is warned of."""
+    """Returns the run's epoch, whatever is warned of."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return folder.last(**arguments).epoch

@@ -34,7 +34,7 @@ def owner(place):
 
 
 def left_by(place, **changes):
-    """A lock that somebody has left behind."""
+    """A stale lock of another process."""
     filesystem, folder = place
     there = RunLock(filesystem, folder)._owner | {"id": "another"} | changes
     filesystem.create_dir(folder)
@@ -156,7 +156,7 @@ def test_an_owner_whose_store_has_no_times_is_watched_for_as_long_as_it_may_be_s
 
 
 def test_a_driver_that_was_frozen_ends(place):
-    """Its lock was taken over meanwhile: it says so, and neither writes to it nor removes it."""
+    """Its lock was taken over meanwhile: it reports that, and neither writes to it nor removes it."""
     told = []
     lock = RunLock(*place, on_lost=lambda: told.append(1))
     with pytest.raises(TrainingError, match="process .* on far .* has taken over .*run' while this driver"):

@@ -1,4 +1,4 @@
-"""What is wrong with the options of `raytf run` and `raytf report` is said before Ray is imported."""
+"""What is wrong with the options of `raytf run` and `raytf report` is reported before Ray is imported."""
 
 from __future__ import annotations
 

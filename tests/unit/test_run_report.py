@@ -1,4 +1,4 @@
-"""The page about a single run: what its folder tells of curves, workers, restarts and checkpoints."""
+"""The page about a single run: what its folder contains of curves, workers, restarts and checkpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a script prints and how it ends, whatever it leaves behind; without Ray."""
+"""What a script prints and how it ends, whatever processes it leaves; without Ray."""
 
 import math
 import os
@@ -106,7 +106,7 @@ def test_all_lines_come_though_nobody_follows_for_a_while(runner, tmp_path):
     number = start(runner, tmp_path, "for i in range(30_000): print(i)\nraise SystemExit('why')")
     while not runner._script.events.full():
         time.sleep(0.01)
-    time.sleep(2.5)  # longer than is waited for what a script leaves behind
+    time.sleep(2.5)  # longer than is waited for what a script leaves
     out, error, end = follow(runner, number)
     assert out == [str(i) for i in range(30_000)] and error == ["why"] and (end.code, end.error) == (1, "why")
 
@@ -152,7 +152,7 @@ stands_here()
 
 
 def test_a_script_tells_what_it_does_beside_what_it_does(runner, tmp_path):
-    """A stopped one gives no answer; when it goes on, its late one is not taken for that to the next question."""
+    """A stopped one gives no answer; when it resumes, its late one is not taken for that to the next question."""
     number = start(runner, tmp_path, STANDS)
     while ("stdout", "ready") not in runner.follow(number):
         pass

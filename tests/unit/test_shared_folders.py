@@ -1,4 +1,4 @@
-"""A folder is told from another of the same path, also while files come and go in it."""
+"""A folder is distinguished from another of the same path, also while files come and go in it."""
 
 import dataclasses
 import os

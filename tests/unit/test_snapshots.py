@@ -76,7 +76,7 @@ def is_gone(pid: int) -> bool:
     seen = procfs.read_state(pid)
     if seen is None or seen.state != "Z":
         return seen is None
-    # whoever is the first process of a container may reap nothing; and what is open stays so until the last thread goes
+    # the first process of a container may reap nothing; and what is open stays so until the last thread goes
     with contextlib.suppress(FileNotFoundError):
         return os.listdir(f"/proc/{pid}/task") == [str(pid)]
     return True
@@ -123,7 +123,7 @@ def goes_last(pid: int) -> bool:
 
 
 def test_who_writes_goes_last_no_more_while_the_training_waits_for_it(writer):
-    """Beside computing neighbours it would get a processor for some milliseconds after 13 s: so long all waited."""
+    """Next to computing neighbours it would get a processor for some milliseconds after 13 s: so long all waited."""
     with writer.writer_priority():
         writer.write(folder_name(1), parts_of(1))  # before it is known who that is
         writer.finish(60.0)
@@ -258,7 +258,7 @@ def test_a_writer_that_is_slow_holds_nobody_up_and_the_newest_is_kept(writer, tm
         with pytest.warns(UserWarning, match="longer than snapshots come") as seen:
             for step in range(2, 8):
                 writer.write(folder_name(step), parts_of(step))
-        assert len(seen) == 1 and writer.left_out == 3  # of six, three lie in memory
+        assert len(seen) == 1 and writer.left_out == 3  # of six, three are in memory
         with pytest.raises(NotWrittenError, match=f"{folder_name(7)} could not be kept: .* within 0 s"):
             writer.finish(0.01)
     finally:
@@ -290,7 +290,7 @@ def test_one_that_is_pinned_is_written_whatever_comes_behind_it(writer, tmp_path
 
 
 def test_two_that_are_pinned_are_both_written(writer, tmp_path):
-    """A signal that ends the run just behind an epoch's end: the last step's is pinned, as the epoch's is."""
+    """A signal that ends the run just after an epoch's end: the last step's is pinned, as the epoch's is."""
     writer.write(folder_name(1), parts_of(1))
     writer.finish(60.0)
     stop(writer.pid)
@@ -461,7 +461,7 @@ def test_what_was_handed_over_is_kept_when_its_process_is_killed(tmp_path, kille
 
 
 def test_nothing_is_left_of_a_writer_whose_storage_never_answers(tmp_path, monkeypatch, set_timeouts):
-    """A FIFO in the place of the folder holds each try up; the other side goes, and so does the writer."""
+    """A FIFO instead of the folder holds each try up; the other side goes, and so does the writer."""
     set_timeouts(writer_alone=0.5)
     code = (
         "import raytf.storage.snapshot_writer as w, sys; "
@@ -503,7 +503,7 @@ def test_a_writer_that_is_alone_with_many_bytes_has_more_time(monkeypatch, tmp_p
 
 
 def limited(path, **limits):
-    """A writer whose process may write no larger files than it says."""
+    """Returns a writer whose process may write no larger files than `limits["bytes"]`."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limits["bytes"], before[1]))
     try:
@@ -611,7 +611,7 @@ def test_only_what_is_whole_counts(tmp_path):
 
 @pytest.mark.parametrize("clock", [0, -180, 180])
 def test_what_writers_left_half_written_is_removed_by_whose_it_is_and_not_by_a_clock(tmp_path, clock):
-    """The clock of a file server may be minutes behind, and a part takes minutes to be written."""
+    """The clock of a file server may be minutes late, and a part takes minutes to be written."""
 
     def left(*names):
         for name in names:

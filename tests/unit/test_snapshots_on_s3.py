@@ -67,7 +67,7 @@ def test_a_large_one_goes_in_parts_and_the_manifest_comes_last(storage, writer, 
 
 @pytest.mark.slow
 def test_an_error_in_the_middle_is_tried_again(storage, tmp_path):
-    """A 503 at a part of the file, more often than pyarrow itself tries it, is told, and the next try is whole."""
+    """A 503 at a part of the file, more often than pyarrow itself tries it, is reported, and the next try is whole."""
     count = [0]
 
     def fault(environ):

@@ -1,4 +1,4 @@
-"""Checkpoints within epochs as folders of a run: named by steps, whole or passed over, beside those of epochs."""
+"""Checkpoints within epochs as folders of a run: named by steps, whole or passed over, next to those of epochs."""
 
 import json
 
@@ -65,7 +65,7 @@ def test_the_newest_comes_first_whatever_it_is(tmp_path):
 
 
 def test_a_state_within_an_epoch_is_of_a_newer_format():
-    """Which an older raytf refuses by name, instead of beginning the epoch anew."""
+    """Which an older raytf refuses by name, instead of beginning the epoch again."""
     ended, within = (
         CheckpointState(2, 8, 0, False, []),
         CheckpointState(2, 9, 0, False, [], epoch_step=1, logs={"loss": 0.5}),

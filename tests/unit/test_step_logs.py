@@ -1,4 +1,4 @@
-"""Logs of steps that users write: where a value comes from says what it is, and not its name."""
+"""Logs of steps that users write: where a value comes from defines what it is, and not its name."""
 
 from __future__ import annotations
 

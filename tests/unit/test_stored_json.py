@@ -15,7 +15,7 @@ from raytf.storage.run_lock import RunLock
 from raytf.tune import report
 
 # They read what a user typed, what Ray's store or TF_CONFIG holds, what this process has just written, or what the two
-# sides of a snapshot tell each other.
+# sides of a snapshot send each other.
 OTHERS = {"chief_callbacks", "cli", "config_keys", "progress", "launcher", "bootstrap", "strategy", "keras_trainer"}
 OTHERS |= {"model_file", "snapshots", "snapshot_writer", "testing", "runner", "verification"}
 WRONG = {

@@ -24,7 +24,7 @@ class Run:
         }
 
     def make(self, steps):
-        """Steps, and what is said after each."""
+        """Makes steps; returns each report with its step."""
         found, looks = [], StragglerDetector()
         for _ in range(steps):
             parts = {rank: self._own(rank, self._step) for rank in range(self._workers)}

@@ -1,6 +1,6 @@
 """Another user of the host binds raytf's abstract sockets, or changes what workers send: nothing waits, nothing runs.
 
-A process of another user is one for which the kernel tells another user's number; who is root becomes one in a fork.
+A process of another user is one for which the kernel reports another user's number; root becomes one in a fork.
 """
 
 import ast

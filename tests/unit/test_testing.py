@@ -125,7 +125,7 @@ def test_a_fault_happens_once_over_restarts(tmp_path):
 
 
 def test_a_checkpoint_does_not_bring_the_chiefs_faults_to_others(tmp_path, monkeypatch):
-    """The chief has none; a worker that goes on from its checkpoint has its own still."""
+    """The chief has none; a worker that resumes from its checkpoint has its own still."""
     plan, told = FaultPlan([Fail(rank=1, step=0)]), {"cluster": {"worker": ["a:1", "a:2"]}}
     made = []
     for rank in (0, 1):
@@ -246,7 +246,7 @@ def test_a_disk_has_room_again_after_some_steps_or_seconds_or_at_the_end(tmp_pat
 
 
 def test_a_worker_that_goes_on_removes_what_it_had_filled_before(tmp_path):
-    """It was killed; the time since then counts, and the disk has room although the training stands still."""
+    """It was killed; the time since then counts, and the disk has room although no step is made."""
     fault, later = fill(tmp_path, step=0, seconds=30), fill(tmp_path, step=1, steps=1)
     for one in (fault, later):
         one.happen()

@@ -294,7 +294,7 @@ def _call(self, x):
 
 @pytest.fixture
 def forgotten(tmp_path, monkeypatch):
-    """Imports a module of a text; called without one, forgets it, so that it is imported anew as by another process."""
+    """Imports a module of a text; without one, forgets it, so that it is imported again as by another process."""
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "a_package").mkdir()
     (tmp_path / "a_package" / "__init__.py").write_text("")

@@ -1,4 +1,4 @@
-"""Which checkpoint a trial goes on from, and how a sweep's end is agreed on. No Ray, no TensorFlow."""
+"""Which checkpoint a trial resumes from, and how a sweep's end is agreed on. No Ray, no TensorFlow."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_what_nobody_will_read_is_removed(tmp_path):
 
 
 class Entries(dict):
-    """In the place of Ray's key-value store."""
+    """Replaces Ray's key-value store."""
 
     put = dict.__setitem__
 

@@ -55,7 +55,7 @@ try:
 except raytf.ConfigError as error:
     print(error)
 """
-# Each line is wrong for the reason behind it.
+# Each line is wrong for the reason in its comment.
 WRONG = """
 import raytf
 

@@ -27,7 +27,7 @@ def _endless():
     threading.Event().wait()
 
 
-@pytest.mark.slow  # a process of low priority waits for the tests beside it
+@pytest.mark.slow  # a process of low priority waits for the tests next to it
 def test_who_waits_for_a_comparison_gives_it_normal_priority():
     if not priority._can_be_reverted():
         pytest.skip("this user may not lower niceness")

@@ -8,7 +8,7 @@ import pytest
 import raytf
 
 FOLDER = pathlib.Path(raytf.__file__).parent
-# Waits that stand in the tree, by module: those for blocks of data may stay, as no peer of theirs is waited for.
+# Waits that are in the tree, by module: those for blocks of data may stay, as no peer of theirs is waited for.
 THERE = {"data/stored": 1, "identity/fingerprint": 1, "data/partitions": 1, "data/reader": 2}
 
 

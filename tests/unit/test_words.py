@@ -1,4 +1,4 @@
-"""Docstrings, comments and names of raytf use the words that one searches for; see CONTRIBUTING.md."""
+"""Docstrings, comments and names of raytf, and texts of its tests and jobs, use standard terms; see CONTRIBUTING.md."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def better(word: str) -> str:
 
 
 def wrong(path: pathlib.Path) -> list[str]:
-    name = path.relative_to(FOLDER).as_posix()
+    name = path.relative_to(FOLDER.parent).as_posix()
     return [
         f"{name}:{line}: {hit.group()!r}; one searches for: {better(hit.group())}"
         for line, text in texts(path)
@@ -104,6 +104,12 @@ def vague(path: pathlib.Path) -> set[tuple[str, str]]:
 @pytest.mark.parametrize("path", FILES, ids=lambda f: f.relative_to(FOLDER).as_posix())
 def test_words(path):
     assert not wrong(path), "\n".join(wrong(path))
+
+
+@pytest.mark.parametrize("folder", ["tests", "jobs"])
+def test_words_of_tests_and_jobs(folder):
+    found = [line for path in sorted((FOLDER.parent / folder).rglob("*.py")) for line in wrong(path)]
+    assert not found, "\n".join(found)
 
 
 def test_names_name_something():

@@ -46,7 +46,7 @@ print(json.dumps(answers))
 
 @pytest.fixture(scope="module")
 def told():
-    """What the check says in copies of a process, and the seconds of CPU of the first of them and of the imports."""
+    """Returns the check's outcome in copies of a process, and the CPU seconds of the first one and of the imports."""
     done = subprocess.run([sys.executable, "-c", CHECK], capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.strip().splitlines()[-1])
