@@ -63,7 +63,7 @@ def kill(cluster, node):
     psutil.wait_procs([process for process in ours if process.pid != node], timeout=20)
 
 
-def test_it_grows_leaves_a_node_that_is_drained_and_goes_on_without_one_that_vanishes(tmp_path, one_place):
+def test_run_grows_leaves_a_drained_node_and_continues_without_a_vanished_one(tmp_path, one_place):
     """A node joins while the one worker waits after step 19: from the next on there are two. Then the second one's
     node is drained, after step 33 or 34. No step is lost or made twice. Another run loses a node without a notice: it
     continues with one worker, which makes no step again, though no checkpoint was due before. The chief keeps its

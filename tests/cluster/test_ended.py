@@ -305,7 +305,7 @@ def whole(folder):
 
 @pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.timeout(900)
-def test_a_sweep_that_is_ended_goes_on_by_the_same_command(tmp_path, command_line):
+def test_stopped_sweep_resumes_by_the_same_command(tmp_path, command_line):
     arguments = ["learning_rate=choice([0.1,0.2])", "--num-samples", "2", "--max-concurrent-trials", "1"]
     driver = command_line("sweep", *arguments)
     until((tmp_path / "fast_not_yet").exists, driver)

@@ -106,7 +106,7 @@ def test_a_controller_that_takes_no_reports_does_not_hold_the_training_up(tmp_pa
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.usefixtures("ray_cluster")
-def test_an_epochs_checkpoint_is_written_beside_the_next_and_outlives_its_worker(tmp_path):
+def test_epoch_checkpoint_is_written_during_the_next_epoch_and_outlives_its_worker(tmp_path):
     """14 steps an epoch. The storage takes the first epoch's checkpoint when the second has made five steps, in which
     the chief dies before it can report it. The run resumes from it, and lists it; so does one that is started again
     after Ray's list has lost the last."""

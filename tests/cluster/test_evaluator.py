@@ -53,7 +53,7 @@ def trainer(folder, deaths, workers, **options):
     )
 
 
-def test_an_evaluator_beside_the_training_and_its_deaths(tmp_path):
+def test_evaluator_during_training_and_its_restarts(tmp_path):
     """Its metrics are those of validation within the training, for every epoch and in the result. It dies once of the
     first checkpoint, which is evaluated again, and twice of the second: the training continues without that one."""
     within = trainer(tmp_path, {}, 0).fit()

@@ -130,7 +130,7 @@ def assert_same_history(history, other):
         np.testing.assert_allclose(history.history[name], values, rtol=0, atol=1e-9)
 
 
-def test_a_callback_may_compile_the_model_anew_and_the_next_one_that_is_alike_begins_as_it_came():
+def test_callback_may_recompile_the_model_and_the_next_equal_model_begins_as_it_came():
     import keras
 
     class FineTune(keras.callbacks.Callback):
@@ -357,7 +357,7 @@ np.savez(f"{place}.npz", *model.get_weights())
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_call_with_a_name_goes_on_at_the_next_step(tmp_path):
+def test_named_call_resumes_at_the_next_step(tmp_path):
     """14 steps an epoch. SIGTERM comes when worker 0 is in step 20, for which it waits for worker 1; the same call
     resumes after it. Worker 1 is killed before step 23, and the chief in `on_train_batch_end` of step 24, where
     callbacks look at batches: both are replaced. In step 5 of the last epoch both live, and lose each other."""
@@ -385,7 +385,7 @@ def test_a_call_with_a_name_goes_on_at_the_next_step(tmp_path):
     assert not list(tmp_path.glob("*/fit"))
 
 
-def test_idle_workers_give_way(trained):
+def test_idle_workers_are_released_for_other_requests(trained):
     """To a task that needs every CPU, of which raytf knows nothing."""
     import ray
 

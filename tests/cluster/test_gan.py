@@ -85,7 +85,7 @@ def saved(result) -> dict:
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_a_gan_trains_as_on_one_worker_and_goes_on_after_a_kill(tmp_path):
+def test_gan_trains_as_on_one_worker_and_resumes_after_a_kill(tmp_path):
     """97 rows in batches of 24: in the last step one worker has no row. A kill changes no bit of either optimizer."""
     import keras
 

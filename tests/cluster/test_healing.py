@@ -233,7 +233,7 @@ def with_a_moving_copy(config):
     return model
 
 
-def test_where_a_step_changes_weights_before_its_gradients_all_start_anew(tmp_path):
+def test_all_workers_restart_where_a_step_changes_weights_before_its_gradients(tmp_path):
     """In the replacement worker these have moved twice, which is found out before a callback sees it.
 
     One that dies in a callback of the user's at the end of an epoch is replaced: all have the weights after it. Where

@@ -76,7 +76,7 @@ def test_a_worker_whose_host_vanishes_is_replaced_on_another(tmp_path, five_host
     assert answer["epochs"] == 3 and 3 * 24 <= answer["steps"] <= 3 * 24 + 3
 
 
-def test_the_host_of_the_chief_vanishes_and_the_run_goes_on_from_another_hosts_memory(tmp_path, five_hosts):
+def test_run_resumes_from_another_hosts_memory_after_the_chiefs_host_vanishes(tmp_path, five_hosts):
     """Within the second epoch, of which no checkpoint is on a disk: no step is lost, and none made twice."""
     victim, answer = run(five_hosts, "tests.cluster.memory_job", tmp_path)
     assert victim is not None

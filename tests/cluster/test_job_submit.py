@@ -140,7 +140,7 @@ def test_raytf_run_is_a_job(cluster):
 
 
 @pytest.mark.slow
-def test_a_job_whose_training_fails_says_which_worker_and_why(cluster, tmp_path):
+def test_job_whose_training_fails_names_the_worker_and_the_cause(cluster, tmp_path):
     folder = tmp_path / "job"
     folder.mkdir()
     (folder / "broken.py").write_text(BROKEN)

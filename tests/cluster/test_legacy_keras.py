@@ -91,7 +91,7 @@ def uses_an_old_name():
     return tf.keras.losses.mean_absolute_error
 
 
-def test_without_it_the_name_is_said(tmp_path):
+def test_error_without_legacy_keras_names_the_missing_name(tmp_path):
     with pytest.raises(raytf.TrainingError) as caught:
         trainer(tmp_path, uses_an_old_name).fit()
     cause = caught.value.cause

@@ -139,7 +139,7 @@ def test_a_node_is_ended_by_another_process_than_its_parent(tmp_path, sleeper):
     assert sleeper.wait(30) == -signal.SIGTERM
 
 
-def test_a_node_that_has_gone_is_named_by_whoever_waits(tmp_path, sleeper):
+def test_wait_for_nodes_names_a_node_that_has_gone(tmp_path, sleeper):
     cluster = local.Cluster(
         folder=str(tmp_path), ray_folder=str(tmp_path), mark="its own", cpus=1, nodes=(sleeper.pid,)
     )
@@ -172,7 +172,7 @@ def test_a_long_temporary_folder_is_refused(tmp_path, monkeypatch):
         (["status"], "A cluster must be up in the folder"),
     ],
 )
-def test_the_command_line_says_what_is_wrong_in_a_sentence(tmp_path, arguments, sentence):
+def test_command_line_reports_an_error_in_a_sentence(tmp_path, arguments, sentence):
     run = run_script(*arguments, "--folder", str(tmp_path), timeout=60)
     assert run.returncode == 1
     assert sentence in run.stderr

@@ -89,7 +89,7 @@ def test_one_worker_makes_the_steps_of_one_process(tmp_path, alone):
     assert list((tmp_path / "served/tensorboard/system").glob("events*"))
 
 
-def test_a_dead_worker_is_replaced_while_the_others_go_on(tmp_path):
+def test_dead_worker_is_replaced_while_the_others_continue(tmp_path):
     """Every step is made, and the last epoch's work is done by the one that came for the dead."""
 
     def callbacks(config):
@@ -275,7 +275,7 @@ def _where(config):
         json.dump(found, file)
 
 
-def test_a_table_lies_on_three_servers(tmp_path):
+def test_table_is_sharded_over_three_servers(tmp_path):
     file = tmp_path / "parts.json"
     raytf.TensorflowTrainer(
         _where,

@@ -79,7 +79,7 @@ def files_of(checkpoint, wanted):
         return {"files": float(sum(name.startswith(wanted) for name in os.listdir(folder)))}
 
 
-def test_a_keras_run_in_this_process_goes_on_with_what_workers_there_are(tmp_path, monkeypatch):
+def test_local_keras_run_resumes_with_available_workers(tmp_path, monkeypatch):
     """Two epochs here, and two on an elastic number of workers, are four epochs of one process."""
     monkeypatch.setenv("RAY_TRAIN_ENABLE_STATE_TRACKING", "1")
     first = keras_trainer(tmp_path, 2, ScalingConfig(num_workers=0)).fit()
@@ -155,7 +155,7 @@ def tensorflow_trainer(folder, sweep):
     )
 
 
-def test_a_loop_and_a_trial_are_told_the_same(tmp_path, monkeypatch):
+def test_loop_and_trial_get_the_same_context(tmp_path, monkeypatch):
     monkeypatch.setenv("RAY_TRAIN_ENABLE_STATE_TRACKING", "1")
     result = tensorflow_trainer(tmp_path / "fit", False).fit()
     assert os.path.basename(result.checkpoint.path) == "mine"

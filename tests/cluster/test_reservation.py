@@ -36,7 +36,7 @@ def groups():
     return [group for group in placement_group_table().values() if group["state"] != "REMOVED"]
 
 
-def test_a_run_that_waits_holds_nothing_says_what_for_and_goes_on(monkeypatch, capfd):
+def test_waiting_run_holds_nothing_logs_what_it_waits_for_and_starts_later(monkeypatch, capfd):
     monkeypatch.setattr(reservation, "_PATIENCE_INTERVAL", 0.0)
     run = Reservation(BESIDE)
     with three_of_four_cpus() as other:
@@ -87,7 +87,7 @@ def test_a_process_that_is_stopped_is_ended_and_one_that_computes_is_not():
             process.wait()
 
 
-def test_who_answers_is_not_looked_at():
+def test_answering_process_is_not_checked():
     """The time of a process that was stopped, resumed and answered begins again."""
     node = ray.get_runtime_context().get_node_id()
     process = subprocess.Popen(["sleep", "1000"])

@@ -39,7 +39,7 @@ def moved(config):
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_a_run_goes_on_from_what_is_whole_with_new_arguments(tmp_path):
+def test_run_resumes_from_the_last_whole_checkpoint_with_new_arguments(tmp_path):
     """Rank 1 dies in the second of three epochs. Then the last checkpoint is cut off, `build_model` is another one,
     an argument of a callback is another, and a stranger has added pickles: the third epoch is made once more."""
     kill = {"marker": str(tmp_path / "killed"), "rank_": 1, "epoch": 1, "batch": 2}

@@ -175,7 +175,7 @@ def test_resume_must_find_something(tmp_path):
         run(tmp_path, name="../run")
 
 
-def test_a_storage_that_cannot_be_written_is_said_before_the_training(tmp_path):
+def test_unwritable_storage_is_reported_before_the_training(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(raytf.ConfigError, match="The storage of a run must be one that this process can write to"):
         run(tmp_path / "file", workers=1).fit()

@@ -94,7 +94,7 @@ def test_one_that_was_used_or_died_is_followed_by_another_and_a_dead_one_is_not_
             ray.get(pid(other))
 
 
-def test_where_none_can_start_it_is_said_once_and_no_more_are_tried(happened):
+def test_failed_start_of_spares_is_logged_once_and_not_retried(happened):
     node, started, until = "a" * 56, Started(), time.monotonic() + 120
     kept = kept_of(1, started, nothing)
     while not count(happened, Kind.STANDBY_GIVEN_UP):

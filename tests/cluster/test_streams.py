@@ -102,7 +102,7 @@ def test_what_is_large_streams_whatever_it_is_read_from(monkeypatch, capsys):
     assert "'train', of 0.0 GiB or more, is kept in the object store" in said and "Sort" in said
 
 
-def test_reading_goes_on_while_every_cpu_is_held(folder):
+def test_reading_continues_while_every_cpu_is_held(folder):
     """Parquet takes Ray Data 1 CPU for its list of files, more for their footers, and 1 for each task."""
 
     @ray.remote
@@ -123,7 +123,7 @@ def test_reading_goes_on_while_every_cpu_is_held(folder):
     ray.kill(holder)
 
 
-def test_what_waits_says_for_what(monkeypatch, capsys):
+def test_waiting_stream_logs_what_it_waits_for(monkeypatch, capsys):
     monkeypatch.setattr(streamed, "_REPORT_INTERVAL", 0.01)
     with streamed.watched("train"):
         signal.sigtimedwait([], 0.1)
@@ -148,7 +148,7 @@ def test_a_server_that_is_killed_comes_back_to_the_same_rows(stream):
         assert ids(stream, order, 1, epoch, start, stop) == expected(order, epoch, start, stop)
 
 
-def test_a_server_that_cannot_come_back_is_told_in_a_sentence(stream):
+def test_server_that_cannot_restart_is_reported_in_a_sentence(stream):
     ray.kill(stream.server)
     with pytest.raises(streamed.StreamError, match="^What reads 'train' has ended and cannot come back: [^\n]*$"):
         ids(stream, an_order(stream), 0, 0, 0, 60)

@@ -292,7 +292,7 @@ print(json.dumps({r.config["dropout"]: r.metrics["training_iteration"] for r in 
 """
 
 
-def test_a_sweep_whose_driver_was_killed_goes_on(tmp_path, ray_cluster):
+def test_sweep_resumes_after_its_driver_was_killed(tmp_path, ray_cluster):
     def run(*arguments):
         address = ray_cluster.get_runtime_context().gcs_address
         root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
@@ -356,7 +356,7 @@ raytf.sweep(trainer, {"dropout": tune.grid_search([0.1, 0.2])}, metric="loss", p
 
 
 @pytest.mark.timeout(900)
-def test_trials_that_are_ended_or_killed_go_on_at_the_next_step(tmp_path):
+def test_stopped_or_killed_trials_resume_at_the_next_step(tmp_path):
     """14 steps an epoch, two trials at a time. Worker 1 of one trial is killed before step 10, and replaced.
     SIGTERM comes when both are in step 20, for which worker 0 waits for worker 1; the same command resumes after it.
     Then worker 1 of the other trial is killed between two epochs, which cannot be healed, and that trial resumes after
@@ -437,7 +437,7 @@ def test_rates_that_follow_the_batch_and_a_trial_of_one_worker_that_dies(tmp_pat
     assert (tmp_path / "40").read_text().split() == ["0.010000", *["0.020000"] * 5] and (tmp_path / "killed").exists()
 
 
-def test_wrong_sweeps_say_why(tmp_path):
+def test_wrong_sweeps_raise_with_the_reason(tmp_path):
     space = {"learning_rate": tune.loguniform(1e-4, 1e-1)}
     good = trainer(tmp_path, workers=1)
     for arguments, message in [

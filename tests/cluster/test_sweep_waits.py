@@ -21,7 +21,7 @@ def table(monkeypatch):
     return table_module.SweepTable("loss", "min", 2, show=False)
 
 
-def test_it_says_so_once_and_again_later(table, capsys):
+def test_wait_is_logged_once_and_again_later(table, capsys):
     for _ in range(3):
         table.on_step_end(0, [waiting(2)])
     said = capsys.readouterr().err.splitlines()

@@ -120,7 +120,7 @@ def drawn(rows, folder):
 
 
 @pytest.mark.slow
-def test_python_code_goes_on_at_an_epoch_and_all_workers_start_anew(tmp_path, capfd):
+def test_python_code_resumes_at_an_epoch_and_all_workers_restart(tmp_path, capfd):
     def kill(config):
         return [models.kill_once(str(tmp_path / "marker"), 1, 1, 2)] if "kill" in config else []
 
@@ -208,7 +208,7 @@ def test_a_loop_and_a_sweep(tmp_path):
 
 
 @pytest.mark.slow
-def test_what_runs_beside_the_workers_reads_functions_too(tmp_path):
+def test_evaluator_comparison_and_spare_read_functions_too(tmp_path):
     """An evaluator, a comparison of two workers with one process, and a spare that makes a step ahead."""
     run = {"verify": "error", "failures": 1, "tensorflow_config": raytf.TensorflowConfig(spares=1)}
     result = trainer(tmp_path, 2, "beside", evaluator=True, config={"epochs": 1}, **run).fit()

@@ -223,7 +223,7 @@ def test_every_option_is_run():
         ),
     ],
 )
-def test_wrong_commands_say_why_before_anything_starts(folder, arguments, message):
+def test_wrong_commands_fail_with_the_reason_before_anything_starts(folder, arguments, message):
     """Neither Ray nor the user's module is imported: the latter would end the command in another way."""
     (folder / "mymodels.py").write_text("raise SystemExit('imported')")
     (folder / "empty").mkdir()
@@ -249,7 +249,7 @@ def test_wrong_commands_say_why_before_anything_starts(folder, arguments, messag
         ("sweep mymodels:build_model units=1 --data data --features a --resume no", "resumed from a path that exists"),
     ],
 )
-def test_wrong_sweeps_say_why(folder, arguments, message):
+def test_wrong_sweeps_fail_with_the_reason(folder, arguments, message):
     _wrong(arguments.split(), message, folder)
 
 

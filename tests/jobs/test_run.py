@@ -101,7 +101,7 @@ def test_frozen_and_unfrozen_layers():
     assert out.count("frozen stayed: True") == out.count("unfrozen changed: True") == 2
 
 
-def test_a_restart_goes_on_from_the_scripts_checkpoint(tmp_path):
+def test_restart_resumes_from_the_scripts_checkpoint(tmp_path):
     arguments = ("checkpoint_manager.py", "--output", tmp_path, "--fail-at", 2)
     out, err = run("--num-workers", 2, "--max-restarts", 1, *arguments)
     assert "failed first: exit code 7" in err and "restart 1 of 1: all tasks" in err
@@ -291,7 +291,7 @@ def test_a_script_that_hangs_is_named_with_its_stack(tmp_path, monkeypatch, capf
     assert "lock.acquire()" in err and re.search(rf"raytf run: worker 1 failed first: hangs: {named}", err)
 
 
-def test_a_stopped_process_is_named_and_a_restart_goes_on(tmp_path, monkeypatch, capfd):
+def test_stopped_process_is_named_and_the_restart_resumes(tmp_path, monkeypatch, capfd):
     """A stop that ends in time is none: worker 0 stops, too, and its child resumes it."""
     text = """
 import json, os, signal, subprocess
@@ -334,7 +334,7 @@ signal.pause()
     assert re.search(r"worker 1 failed first: its host \S+, or Ray's process there, gives no answer", err)
 
 
-def test_an_evaluator_is_heard_to_its_last_line(tmp_path, monkeypatch, set_timeouts, capfd):
+def test_evaluator_output_is_printed_to_its_last_line(tmp_path, monkeypatch, set_timeouts, capfd):
     """Also what it prints when it is stopped, long after the training."""
     set_timeouts(last_evaluation=1.0)
     text = """
@@ -367,7 +367,7 @@ while not os.path.exists("ready"):
         (["--max-restarts", -1, "one_fails.py"], "max_restarts must be an integer of at least 0"),
     ],
 )
-def test_wrong_calls_say_why(arguments, says):
+def test_wrong_calls_fail_with_the_reason(arguments, says):
     _, err = run(*arguments, code=1 if "cluster must be able" in says else 2)
     assert says in err and "Traceback" not in err
 

@@ -26,7 +26,7 @@ def outcome(behind):
 @pytest.mark.slow
 @pytest.mark.timeout(1600)
 @pytest.mark.parametrize(("place", "case"), [(place, case) for place, cases in PLACES.items() for case in cases])
-def test_as_many_go_on_to_the_bit(outcome, place, case):
+def test_as_many_workers_resume_to_the_bit(outcome, place, case):
     """Weights and optimizers, to the bit; the numbers of metrics, of which the chief has the sums, to rounding."""
     if case in STOPPED:
         outcome("stopped", place, case)
@@ -45,7 +45,7 @@ def test_as_many_go_on_to_the_bit(outcome, place, case):
 @pytest.mark.slow
 @pytest.mark.timeout(1600)
 @pytest.mark.parametrize("case", ALIKE)
-def test_others_go_on_alike(outcome, case):
+def test_other_numbers_of_workers_resume_alike(outcome, case):
     """Two workers are stopped, one resumes and is stopped, then three, and then two again to the end."""
     for link in range(1, len(CHAIN) - 1):
         outcome(f"chain{link}", CHAIN[link][0], case)
@@ -80,7 +80,7 @@ def test_a_batch_and_a_rate_that_follow_the_workers(outcome):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1600)
-def test_what_no_longer_fits_begins_anew_and_is_said(outcome):
+def test_state_that_no_longer_fits_is_reset_with_a_warning(outcome):
     """Four of 11 steps of the second epoch were made; with batches of 25 it has nine, and all of them are made.
 
     The History knows the first epoch, and the second when the third ends.

@@ -61,7 +61,7 @@ def heard(process, seconds):
 
 @pytest.mark.parametrize("hosts", ["unix", "tcp"])
 @pytest.mark.parametrize("items", [10, 1 << 22])
-def test_all_are_told_who_died(hosts, items):
+def test_all_members_learn_who_died(hosts, items):
     """Worker 0 waits for worker 4, which does something else and learns it when it sums again."""
     with ring_of_processes(hosts) as processes:
         for rank in (0, 1, 3):
@@ -73,7 +73,7 @@ def test_all_are_told_who_died(hosts, items):
         assert all("worker 2 is lost" in text and "seen by worker" in text for text in told), told
 
 
-def test_a_stopped_member_is_waited_for_and_its_death_then_told():
+def test_stopped_member_is_waited_for_and_its_death_then_reported():
     with ring_of_processes("tcp") as processes:
         processes[2].send_signal(signal.SIGSTOP)
         for process in processes:

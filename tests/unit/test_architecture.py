@@ -100,7 +100,7 @@ def takes_tensorflow(name: str) -> bool:
     return False
 
 
-def test_every_room_says_what_it_is_for():
+def test_every_room_documents_its_purpose():
     for path in FOLDER.rglob("__init__.py"):
         if path.parent != FOLDER:
             (only,) = ast.parse(path.read_text()).body

@@ -54,7 +54,7 @@ def test_no_file_is_made(temporary):
     assert list(temporary.iterdir()), "without, TensorFlow makes one"
 
 
-def test_errors_are_told_by_the_users_lines(temporary):
+def test_errors_are_reported_with_the_users_lines(temporary):
     with autograph.in_memory(), pytest.raises(ValueError, match="broken on purpose") as raised:
         tf.function(_outer).get_concrete_function(tf.TensorSpec((), tf.int32))
     assert __file__ in str(raised.value) and 'raise ValueError("broken on purpose")' in str(raised.value)

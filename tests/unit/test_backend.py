@@ -147,7 +147,7 @@ def test_shares_are_refused_where_workers_have_no_ring_or_save_for_themselves(sc
         ({"num_workers": 2, "use_gpu": True}, 3, "auto", "spares=1 with workers with GPUs"),
     ],
 )
-def test_spares_are_refused_where_none_could_take_a_place(scaling, failures, strategy, received):
+def test_spares_are_refused_where_none_could_replace_a_worker(scaling, failures, strategy, received):
     scaling, run = ScalingConfig(**scaling), RunConfig(failure_config=FailureConfig(max_failures=failures))
     with pytest.raises(ConfigError, match=received):
         arguments.check_spares(TensorflowConfig(spares=1), scaling, run, strategy)

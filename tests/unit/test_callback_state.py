@@ -42,7 +42,7 @@ def monitored(callback, losses):
     return callback
 
 
-def test_a_changed_argument_holds_and_counters_go_on(tmp_path):
+def test_changed_argument_holds_and_counters_continue(tmp_path):
     def stop(patience, delta):
         return keras.callbacks.EarlyStopping("loss", patience=patience, min_delta=delta, restore_best_weights=True)
 
@@ -166,7 +166,7 @@ def test_callbacks_may_come_go_and_move(tmp_path):
     ]
 
 
-def test_a_callback_may_say_for_itself(tmp_path):
+def test_callback_may_define_its_own_state(tmp_path):
     class Says(keras.callbacks.Callback):
         value = None
 

@@ -61,14 +61,14 @@ def test_a_chief_that_calls_evaluate_alone_is_named_with_it(workers, other):
     assert "all workers make, or none" in told and "the chief alone" in told
 
 
-def test_one_that_calls_evaluate_after_the_others_have_ended_is_told(workers):
+def test_worker_that_calls_evaluate_after_the_others_ended_gets_an_error(workers):
     _, error = workers(["", "model.evaluate()"], [lambda place: place.close(), add])
     assert isinstance(error, PeerLostError)
     assert "worker 0 left the ring" in str(error) and "this worker is in model.evaluate()" in str(error)
 
 
 @pytest.mark.parametrize("name", activity.CALLS)
-def test_a_call_of_all_goes_on(workers, name):
+def test_call_of_all_workers_continues(workers, name):
     assert workers([name] * 2, [add, add]) == [[2.0, 2.0]] * 2
 
 

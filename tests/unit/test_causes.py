@@ -98,7 +98,7 @@ def test_an_error_of_a_step_begins_with_its_cause(kind, eagerly):
     assert not is_consequence(caught.value)
 
 
-def test_an_error_of_python_in_a_step_says_its_own_type_and_the_step():
+def test_python_error_in_a_step_contains_its_own_type_and_the_step():
     trainer.install()
 
     def fails(x):

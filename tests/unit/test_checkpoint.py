@@ -97,7 +97,7 @@ class Bomb:
         return os.mkdir, (self.path,)
 
 
-def test_training_goes_on_as_if_nothing_had_happened(tmp_path):
+def test_training_resumes_as_if_nothing_had_happened(tmp_path):
     """Weights, optimizer and the seeds of Dropout: three steps more are the same in a restored model."""
     model, x = saved(tmp_path, functional)
     checkpoint_files.check_folder(str(tmp_path))
@@ -121,7 +121,7 @@ def test_a_rate_that_the_config_changed_holds_and_one_that_a_callback_changed_is
     assert float(model.optimizer.learning_rate) == np.float32(0.1)
 
 
-def test_the_global_seed_goes_on_whether_or_not_something_has_drawn_from_it_yet(tmp_path):
+def test_global_seed_is_resumed_whether_or_not_something_has_drawn_from_it_yet(tmp_path):
     """A callback draws at the end of an epoch, after which a process that resumes starts without such a draw."""
     import keras
 

@@ -165,7 +165,7 @@ def test_a_table_with_gradients_of_rows_is_left_to_keras():
     check(made("Adam", 0.05, global_clipnorm=0.5, weight_decay=0.1), draw=draw)
 
 
-def test_variables_that_it_was_not_built_for_are_told_as_by_keras():
+def test_variables_that_it_was_not_built_for_raise_as_in_keras():
     optimizer = optimizers.Adam(0.05)
     optimizer.build(variables()[:1])
     step = tf.function(lambda *its: optimizer.apply(list(its), variables()), autograph=False)

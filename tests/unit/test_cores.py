@@ -121,7 +121,7 @@ def test_two_processes_have_a_core_each_and_a_third_none_until_one_dies(start, t
     assert without.ask("claim 2") == f"True {two}"  # instead of what it had
 
 
-def test_who_wants_more_than_are_free_gets_none_and_leaves_none_behind(start, two):
+def test_claim_of_more_cores_than_are_free_gets_none_and_leaks_none(start, two):
     a, b = start(2)
     assert a.ask("claim 3") == "False []"
     assert a.ask("claim 1").startswith("True")
@@ -130,7 +130,7 @@ def test_who_wants_more_than_are_free_gets_none_and_leaves_none_behind(start, tw
 
 
 @pytest.mark.slow
-def test_one_that_stands_still_while_it_claims_is_not_waited_for_for_long(start, two):
+def test_process_that_hangs_within_a_claim_is_not_waited_for_for_long(start, two):
     (a,) = start(1)
     space = a.process.args[3]
     with cores.socket.socket(cores.socket.AF_UNIX) as door:
@@ -220,7 +220,7 @@ def test_cores_that_share_caches_are_for_one_worker(taken, count, chosen):
     assert set(cores.choose_cores(free, count, WIDE)) == chosen
 
 
-def test_what_linux_tells_of_a_core(tmp_path):
+def test_linux_description_of_a_core_is_read(tmp_path):
     files = {
         "topology/thread_siblings_list": "3,11\n",
         "cache/index0/shared_cpu_list": "3,11\n",

@@ -89,7 +89,7 @@ def test_the_bombs_of_these_tests_go_off(tmp_path):
 
 
 @pytest.mark.slow
-def test_pickles_beside_it_are_never_read(crafted, whole):
+def test_pickles_in_the_same_folder_are_never_read(crafted, whole):
     folder, exploded = crafted
     bomb = pickle.dumps(Bomb(str(exploded)))
     for name in ("build.pkl", "callbacks.pkl", "error.pkl", "state.pkl", "model.pkl", ".metadata.json", "x.npy"):
@@ -105,7 +105,7 @@ PARTS = ["model.keras", "state.json", "seeds.npz", "callbacks.json", "callbacks.
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("fits", [True, False], ids=["manifest fits", "manifest does not"])
-def test_a_pickle_in_the_place_of_a_part_is_refused(crafted, part, fits):
+def test_pickle_instead_of_a_part_is_refused(crafted, part, fits):
     folder, exploded = crafted
     (folder / part).write_bytes(pickle.dumps(Bomb(str(exploded))))
     if fits and part != "manifest.json":

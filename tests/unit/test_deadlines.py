@@ -34,7 +34,7 @@ def test_a_large_model_has_the_time_that_a_slow_network_takes_for_it():
     assert pace.deadline(20.0) == 20.0, "what moves nothing has no more"
 
 
-def test_a_worker_tells_its_pace_and_waits_no_shorter_than_the_driver_does():
+def test_worker_reports_its_pace_and_waits_no_shorter_than_the_driver_does():
     its = Timeouts()
     nothing = lambda: None
     healer = Healer()

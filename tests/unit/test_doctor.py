@@ -106,7 +106,7 @@ YAML = {
 
 
 @pytest.mark.parametrize("plant, check", [(f[0], f[1]) for f in FAULTS if f[1] in YAML])
-def test_what_a_pod_lacks_is_told_with_the_line_of_yaml_that_mends_it(plant, check):
+def test_what_a_pod_lacks_is_reported_with_the_line_of_yaml_that_fixes_it(plant, check):
     found = healthy()
     plant(found)
     (finding,) = find_problems(found)
@@ -263,14 +263,14 @@ def test_what_a_busy_host_misses_once_is_no_loss_of_its_link(probes, first, loss
     assert seen["loss"] == pytest.approx(loss, abs=0.02)
 
 
-def test_who_has_another_token_is_told_nothing(probes):
+def test_peer_with_another_token_gets_no_answer(probes):
     at = probes[0].listen(HERE)
     assert "closed the connection" in probes[2].reach(HERE, at)["error"]
     assert probes[2]._datagrams(HERE, at[1]) == {}
 
 
 @pytest.mark.slow
-def test_strangers_who_say_nothing_or_nonsense_hold_nobody_up(probes):
+def test_silent_or_nonsensical_strangers_block_nobody(probes):
     at = probes[0].listen(HERE)
     with contextlib.ExitStack() as stack:
         for _ in range(20):
@@ -282,7 +282,7 @@ def test_strangers_who_say_nothing_or_nonsense_hold_nobody_up(probes):
 
 
 @pytest.mark.slow
-def test_a_program_that_accepts_and_says_nothing_is_an_error_in_time(probes):
+def test_program_that_accepts_and_sends_nothing_is_an_error_in_time(probes):
     with socket.create_server((HERE, 0)) as mute:
         probes[0]._step = 0.5
         assert "timed out" in probes[0].reach(HERE, (mute.getsockname()[1], 9))["error"]
@@ -321,14 +321,14 @@ def test_no_cluster_exits_with_2():
     assert not done.stdout
 
 
-def test_a_cluster_that_does_not_answer_is_told_without_the_traceback_of_grpc():
+def test_unresponsive_cluster_is_reported_without_the_traceback_of_grpc():
     with pytest.raises(ConfigError, match=r"needs a Ray cluster that answers.*RAY_ADDRESS=local") as refused:
         connection._accepts("127.0.0.1:1", "127.0.0.1:1")
     assert refused.value.__suppress_context__
 
 
 @pytest.mark.parametrize("healthy", [True, False])
-def test_findings_are_lines_or_json_and_the_exit_code_tells(healthy, monkeypatch):
+def test_findings_are_lines_or_json_and_set_the_exit_code(healthy, monkeypatch):
     finding = Finding(check="disk", problem="it is full", nodes=(A,), measured="0 GiB", fix="Free some")
     report = examination.ExaminationReport(
         nodes=[A], findings=[] if healthy else [finding], left_out=[], interfaces={A: "eth0"}, seconds=1.0

@@ -18,7 +18,7 @@ def test_the_signal_is_named(number):
     assert ("dmesg" in text) == (number == signal.SIGKILL)
 
 
-def test_what_had_been_said_in_part_is_no_answer():
+def test_partial_answer_is_no_answer():
     """The process is ended while it sends its answer."""
 
     class Halted:

@@ -103,7 +103,7 @@ def test_a_word_for_the_training_before_ends_no_other_one():
     assert not gate.is_last() and not gate.is_over()
 
 
-def test_a_worker_that_is_told_nothing_more_does_not_wait_for_ever(set_timeouts):
+def test_worker_that_gets_no_stop_step_does_not_wait_for_ever(set_timeouts):
     set_timeouts(stop_step=0.01)
     gate = StopBarrier()
     gate.begin()
@@ -197,7 +197,7 @@ def test_what_ray_makes_of_it_while_it_waits_is_a_stop_all_the_same(capfd):
     assert not isinstance(ended.value, StoppedError)
 
 
-def test_what_is_called_for_a_signal_may_hear_nothing_yet():
+def test_signal_raises_at_once_where_its_callback_returns_false():
     heard = []
     with Ending() as ending, ending.calls(lambda: heard.append(1)):
         itself(signal.SIGINT)

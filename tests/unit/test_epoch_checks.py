@@ -38,7 +38,7 @@ def said(found: dict) -> str:
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
-def test_nan_is_told_with_its_step_and_the_worker_whose_rows_it_has(tmp_path):
+def test_nan_is_reported_with_its_step_and_the_worker_of_its_rows(tmp_path):
     first, second = of_workers("nan_of_one_row", 2, tmp_path)
     assert "no finite number since step 2 of epoch 1, with the rows of worker 1" in said(first)
     assert not second["warnings"] and first["epochs"] == 2
@@ -69,7 +69,7 @@ def test_workers_that_diverge_are_named_and_others_are_not(tmp_path):
 @pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 70), st.integers(0, 69), st.integers(1, 5), st.sampled_from([math.nan, math.inf, -math.inf]))
-def test_the_first_step_is_the_one_that_is_told(steps, bad, each, value):
+def test_first_step_with_a_nan_is_reported(steps, bad, each, value):
     """Of any length, and with several steps an execution, of which the first is reported."""
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
     model.compile("sgd", "mse")
@@ -89,7 +89,7 @@ def test_the_first_step_is_the_one_that_is_told(steps, bad, each, value):
         assert f"since step {first + 1} of epoch 1." in str(caught[0].message)
 
 
-def test_a_loss_of_steps_that_are_not_seen_is_told_at_the_epochs_end():
+def test_nan_loss_of_unseen_steps_is_reported_at_the_epochs_end():
     """As the coordinator of parameter servers has it."""
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
     model.compile("sgd", "mse")
@@ -105,7 +105,7 @@ def test_a_loss_of_steps_that_are_not_seen_is_told_at_the_epochs_end():
         assert all("no finite number in epoch 3." in str(one.message) for one in caught)
 
 
-def test_weights_that_are_no_numbers_are_told_where_the_loss_is_finite():
+def test_nan_weights_are_reported_where_the_loss_is_finite():
     """A row that is none makes the weights so, and relu makes 0 of them."""
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
     model.compile("sgd", "mse")

@@ -56,7 +56,7 @@ def test_why_an_evaluation_is_missing(monkeypatch, tmp_path):
     assert left == [0, 1, 1], "what would be the same again is not tried twice"
 
 
-def test_the_record_says_what_is_missing_and_forgets_all():
+def test_record_lists_what_is_missing_and_forgets_all():
     record = Record(Memory())
     record.found(1, {"eval_loss": 0.5})
     record.missing(2, "it rained")

@@ -123,7 +123,7 @@ def test_the_line_of_each_kind_which_is_printed_unless_it_is_silent(kind, capsys
         assert capsys.readouterr().err == ("" if kind in events._SILENT else f"raytf: {line}\n")
 
 
-def test_what_is_printed_stands_in_the_troubleshooting_page():
+def test_printed_messages_are_in_the_troubleshooting_page():
     """By its longest part that does not come from the event."""
     page = _plain(PAGE.read_text())
     for kind in set(Kind) - events._SILENT:

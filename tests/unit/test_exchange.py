@@ -65,7 +65,7 @@ def test_parts_of_different_lengths_along_any_axis(workers):
         np.testing.assert_array_equal(one, np.concatenate(parts, 1))
 
 
-def test_parts_that_do_not_fit_are_told(workers):
+def test_parts_that_do_not_fit_raise(workers):
     told = together(lambda w: w.gather_arrays([np.zeros((2, 3 + w.ring.rank))]), workers())
     assert all(isinstance(error, RaytfError) and "rows of [[24], [32]] bytes" in str(error) for error in told)
 

@@ -125,7 +125,7 @@ def test_the_checkpoint_that_is_chosen(run, choice, value):
     assert loaded.optimizer is not None
 
 
-def test_a_checkpoint_that_is_damaged_is_passed_over_and_said(run, tmp_path):
+def test_damaged_checkpoint_is_skipped_with_a_warning(run, tmp_path):
     import shutil
 
     shutil.copytree(run, tmp_path / "run")
@@ -379,7 +379,7 @@ if WITHOUT_ONNX:
 
 @pytest.mark.sampled(7)
 @pytest.mark.parametrize("command", WRONG)
-def test_told_before_ray_and_tensorflow_are_imported(run, tmp_path, command):
+def test_errors_are_raised_before_ray_and_tensorflow_are_imported(run, tmp_path, command):
     for name in ("ray", "tensorflow", "keras"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text(f"raise SystemExit('{name} was imported')")

@@ -159,7 +159,7 @@ def test_any_order_of_messages_ends_all_workers_after_the_same_step():
         group.check(way)
 
 
-def test_one_that_is_asked_twice_ends_as_it_was_told_first():
+def test_worker_asked_twice_keeps_the_first_answer_and_cause():
     gate = StopBarrier()
     gate.begin()
     assert (gate.ask(DRAIN), gate.ask(STOP), gate.why) == (1, 1, DRAIN)

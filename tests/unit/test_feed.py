@@ -85,7 +85,7 @@ def test_step_one_million_is_not_looked_for(shuffle, bucket):
 
 
 @pytest.mark.sampled(3)
-def test_a_run_goes_on_at_any_step(shuffle):
+def test_run_resumes_at_any_step(shuffle):
     one = feed(numbers(), "id", shuffle=shuffle, window=50)
     one.set_epoch(3)
     whole = [b.tolist() for b in one.dataset().as_numpy_iterator()]
@@ -212,13 +212,13 @@ def test_augmentation_depends_on_seed_epoch_and_row_alone():
     assert alone != values(3) and alone != values(2, seed=1)
 
 
-def test_two_columns_cannot_both_say_which_rows_share_a_batch():
+def test_two_columns_cannot_both_define_which_rows_share_a_batch():
     table = pa.table({"a": pa.array(LISTS), "b": pa.array(LISTS)})
     with pytest.raises(ConfigError, match="One column at most"):
         feed(table, {n: Column(n, pad="batch", bucket=True) for n in "ab"})
 
 
-def test_the_order_tells_which_rows_steps_have():
+def test_order_identifies_the_rows_of_steps():
     """What changes no step's rows is not in it: seeds without a shuffle, windows with a full one, how rows are cut."""
 
     def order(cuts=(10, 60), **options):

@@ -91,7 +91,7 @@ def test_what_a_coordinator_of_parameter_servers_cannot_know_is_none(tmp_path):
     assert line["input_wait"] is None and line["communication"] is None and line["examples_per_second"] > 0
 
 
-def test_tensorboard_shows_them_beside_losses(tmp_path):
+def test_tensorboard_shows_them_next_to_losses(tmp_path):
     trained(tmp_path, Events(str(tmp_path / "events"), write_graph=False), waited=lambda: 0.0)
     tags = {}
     for file in (tmp_path / "events").rglob("events*"):

@@ -98,7 +98,7 @@ def test_lists_of_different_lengths_in_any_order(lists, data):
     assert [part.tolist() for part in np.split(values, np.cumsum(lengths))[:-1]] == [lists[row] for row in rows]
 
 
-def test_nulls_are_filled_where_it_is_said_with_what():
+def test_nulls_are_filled_where_a_fill_value_is_given():
     column = pa.array([1, None, 3], pa.int64())
     filled = gathered(column, Column("x", fill=-1), (0, 1, 2))[0]
     assert filled.tolist() == [1, -1, 3] and filled.dtype == np.int64

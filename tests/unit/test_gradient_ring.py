@@ -163,7 +163,7 @@ def test_float16_gradients_whose_sum_passes_its_end_on_the_way(sums, copies):
     assert [set(one[0].tolist()) for one in found] == [{60000}] * 3
 
 
-def test_workers_without_a_token_are_told():
+def test_missing_token_warns_or_raises():
     from raytf.collectives.gradient_ring import check_without
 
     with pytest.warns(UserWarning, match="no token for raytf's ring"):

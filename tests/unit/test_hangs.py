@@ -88,7 +88,7 @@ def test_the_one_that_does_not_come_is_named_and_ended_later(told, words):
     assert 30 < second <= 300 if slow else second <= 30
 
 
-def test_another_number_of_steps_is_that_of_the_one_that_is_behind():
+def test_worker_with_fewer_steps_is_named():
     behind = Worker(meeting=(activity.COLLECTIVE, 4, 0.0))
     ahead = waits(numbers={activity.SUM: 18, activity.COLLECTIVE: 3, activity.REPORT: 0})
     _, hang = seconds_until(HangDetector(10, 60), [ahead, behind])
@@ -139,7 +139,7 @@ finally:
 
 
 @pytest.mark.slow
-def test_a_process_tells_that_it_was_ready_to_run_and_had_no_processor():
+def test_process_reports_that_it_was_ready_to_run_and_had_no_processor():
     done = subprocess.run([sys.executable, "-c", STARVES], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
 
@@ -161,7 +161,7 @@ def test_the_first_step_has_a_limit_of_its_own():
     assert 60 <= seconds_until(HangDetector(10, 60), workers)[0] <= 61
 
 
-def test_an_input_that_gives_nothing_to_anybody_is_told_and_ends_late():
+def test_input_that_yields_nothing_on_any_worker_is_reported_and_ended_late():
     workers = [Worker(phase=activity.INPUT), Worker(phase=activity.INPUT)]
     second, hang = seconds_until(HangDetector(10, 60), workers)
     assert 10 <= second <= 11 and "waits for rows" in str(hang) and "the run waits for it" in str(hang)
@@ -206,7 +206,7 @@ def test_a_silent_one_is_named():
     )
 
 
-def test_activity_tells_where_the_training_is_and_what_its_callback_is():
+def test_activity_reports_the_phase_and_the_callback():
     now = [0.0]
     here, inside, go_on = PhaseTracker(lambda: now[0]), threading.Event(), threading.Event()
 
@@ -279,7 +279,7 @@ def test_limits_out_of_range_are_refused(options):
         raytf.TensorflowConfig(**options)
 
 
-def test_restarted_workers_tell_how_many_steps_are_made_again():
+def test_restarted_workers_report_how_many_steps_are_repeated():
     said = []
     watch = HangMonitor(lambda rank, function: None, {}, 1.0, 1.0, emit=said.append, made=19)
     watch.close()

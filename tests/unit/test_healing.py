@@ -92,7 +92,7 @@ def test_a_ring_that_will_not_be_is_left_at_once_and_the_next_one_joined(survivo
     ring.close()
 
 
-def test_a_word_that_comes_behind_its_end_is_not_followed(survivor):
+def test_command_for_an_abandoned_generation_is_ignored(survivor):
     healer, _, sum_ = survivor
     healer.leave(3)
     first = standing(healer)
@@ -104,7 +104,7 @@ def test_a_word_that_comes_behind_its_end_is_not_followed(survivor):
         sum_.result(20)
 
 
-def test_another_training_of_the_process_counts_its_rings_anew(survivor):
+def test_next_training_of_the_process_counts_its_rings_from_zero(survivor):
     healer, _, sum_ = survivor
     healer.leave(3)
     standing(healer)
@@ -129,7 +129,7 @@ def test_another_training_of_the_process_counts_its_rings_anew(survivor):
             one.close()
 
 
-def test_a_join_is_ended_before_and_while_it_goes_on():
+def test_join_is_cancelled_before_it_begins_and_while_it_runs():
     for early in (True, False):
         one = Listener("127.0.0.1")
         with ThreadPoolExecutor(1) as pool:
@@ -293,7 +293,7 @@ def test_a_process_that_comes_to_something_else_at_the_end_of_an_epoch_is_not_fo
     ring.close()
 
 
-def test_what_was_exchanged_as_callbacks_were_told_of_the_steps_batch_is_exchanged_again(ended):
+def test_exchanges_within_batch_callbacks_are_made_again(ended):
     """As where one evaluates the model then: the replacement of one that is lost in that step does, too."""
     ended.make_a_step()
     ended.healer.begin_batch()
@@ -336,7 +336,7 @@ def test_what_is_made_again(waiting, lost, expected):
     assert is_to_be_made_anew(waiting, lost, size) is expected
 
 
-def test_what_a_worker_refuses_is_said_in_its_own_words():
+def test_refusal_of_a_worker_is_reported_with_its_own_text():
     """And not as Ray wraps it, whose first line names the actor."""
     refused = RaytfError("what ModelCheckpoint held was the chief's alone")
     wrapped = ray.exceptions.RayTaskError("execute", "of a worker", refused).as_instanceof_cause()

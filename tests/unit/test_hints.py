@@ -179,7 +179,7 @@ def test_a_relative_storage_path_is_below_the_current_folder(tmp_path, monkeypat
     assert trainer.run_config.storage_path == str(tmp_path / "runs")
 
 
-def test_a_metric_that_no_trial_reports_is_told_without_a_traceback_of_rays():
+def test_metric_that_no_trial_reports_is_an_error_without_rays_traceback():
     """Where a loop is the user's, the first report shows it; Tune shows the traceback of each trial that fails."""
 
     def record(error):
@@ -240,7 +240,7 @@ def test_what_makes_a_dataset_of_something_else(given, fix):
     assert fix in arguments.as_dataset(given)
 
 
-def test_a_column_that_the_validation_lacks_is_said_to_be_its(tmp_path):
+def test_missing_column_of_the_validation_data_is_reported_as_such(tmp_path):
     pq.write_table(pa.table({"a": [1.0]}), tmp_path / "rows.parquet")
     for name, said in (("train", "^labels must"), ("validation", "^In the dataset 'validation' labels must")):
         with pytest.raises(ConfigError, match=said):

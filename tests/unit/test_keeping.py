@@ -36,7 +36,7 @@ def keep(folder, step, state_of):
     checkpoint_files.write_manifest(str(path))
 
 
-def test_the_same_call_goes_on_and_another_one_is_named(tmp_path, capsys):
+def test_same_call_resumes_and_another_one_is_named(tmp_path, capsys):
     keeping = NamedFitCheckpoints.of("digits", tmp_path, "4 steps", "auto")
     assert keeping.newest(told()) == (None, None) and keeping.last() == 0
     with pytest.raises(ConfigError, match="resumes from a checkpoint"):

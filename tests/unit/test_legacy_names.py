@@ -79,7 +79,7 @@ def test_where_keras_2_is_asked_for(monkeypatch):
 
 
 @pytest.mark.slow
-def test_without_keras_2_that_is_said_first(tmp_path):
+def test_missing_keras_2_is_reported_first(tmp_path):
     """Before Ray has started; the package is hidden in a process of its own."""
     code = (
         "import sys; sys.modules['tf_keras'] = None\n"

@@ -52,7 +52,7 @@ def test_long_work_and_slow_disks_are_no_stop():
     assert "file system" in at(*((s, ProcessState("D", 7, 1)) for s in (0, 10, 400)))[2]
 
 
-def test_who_has_gone():
+def test_ended_process_is_reported():
     assert at((0, ProcessState("S", 7, 1)), (1, None), (16, None)) == [None, None, "gone, for 15 s"]
     other = ProcessState("S", 8, 0)
     assert at((0, ProcessState("S", 7, 1)), (1, other), (10, other), (16, other))[3] == "gone, for 15 s", (
@@ -60,7 +60,7 @@ def test_who_has_gone():
     )
 
 
-def test_a_real_process_is_stopped_goes_on_and_ends():
+def test_real_process_is_stopped_resumed_and_ended():
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     try:
         process.send_signal(signal.SIGSTOP)

@@ -66,7 +66,7 @@ def test_files_that_print_answers_are_there(answered):
     assert (FOLDER / answered).is_file()
 
 
-def test_each_message_stands_in_the_troubleshooting_page():
+def test_each_message_is_in_the_troubleshooting_page():
     page = _plain(PAGE.read_text())
     found = list(messages())
     assert len(found) > 50

@@ -71,7 +71,7 @@ def test_replicas_draw_from_the_global_seed_that_a_checkpoint_holds():
     np.testing.assert_array_equal(seed, after)
 
 
-def test_what_a_step_assigns_beside_its_update_is_noted():
+def test_what_a_step_assigns_besides_its_update_is_noted():
     trainer.install()
     layer = keras.layers.Dense(1)
     layer.build((None, 1))

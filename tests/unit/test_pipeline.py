@@ -93,7 +93,7 @@ def test_an_epoch_that_ends_early_is_an_error_and_no_wait():
 
 
 @pytest.mark.slow
-def test_epochs_follow_the_seed_and_go_on_at_any_step():
+def test_epochs_follow_the_seed_and_resume_at_any_step():
     def make(context):
         noise = lambda x: (x, tf.random.uniform([]), np.random.random())
         rows = tf.data.Dataset.range(ROWS).shuffle(ROWS, reshuffle_each_iteration=True).map(noise)
@@ -151,7 +151,7 @@ def test_a_cache_within_a_function_is_one_for_each_dataset_that_it_makes():
     assert [epoch(one, number) for number in range(2)] == [[[0, 1, 10, 11, 20, 21]]] * 2
 
 
-def test_batches_of_another_size_are_told_of():
+def test_batches_of_another_size_are_reported():
     def make(context):
         return tf.data.Dataset.range(ROWS).batch(10)
 
@@ -182,7 +182,7 @@ def test_batches_that_are_not_known_are_counted(capsys):
     assert "so they were counted: 3 in" in capsys.readouterr().err
 
 
-def test_order_is_kept_whatever_the_function_says():
+def test_order_is_kept_whatever_options_the_function_sets():
     def make(context):
         slow = lambda x: tf.py_function(lambda x: x, [x], tf.int64)
         rows = tf.data.Dataset.range(ROWS).map(slow, num_parallel_calls=8, deterministic=False)

@@ -69,7 +69,7 @@ def takes_filters():
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a filter of Linux")
-def test_a_filter_that_the_kernel_refuses_is_said(monkeypatch, caplog):
+def test_filter_that_the_kernel_refuses_is_reported(monkeypatch, caplog):
     def refused(*_):
         raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
 

@@ -34,7 +34,7 @@ def read(position, epochs=3, stop=None):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shuffle", ["full", "window", "none"])
-def test_a_loop_goes_on_behind_any_batch(shuffle, tmp_path):
+def test_loop_resumes_after_any_batch(shuffle, tmp_path):
     options = {"shuffle": shuffle, "window": 50}
     whole = read(Position(rows(**options)))
     assert [len(batches) for batches in whole.values()] == [5, 5, 5]
@@ -53,7 +53,7 @@ def test_a_loop_goes_on_behind_any_batch(shuffle, tmp_path):
 
 
 @pytest.mark.slow
-def test_other_numbers_of_workers_go_on_together():
+def test_other_numbers_of_workers_resume_together():
     options = {"global_batch": 34, "shuffle": "full"}
     alone = read(Position(rows(**options)))
     position = Position(rows(**options))

@@ -162,7 +162,7 @@ def test_a_run_that_only_build_model_builds_is_known_where_it_was_made(tmp_path,
     np.testing.assert_allclose(found, model.predict(BATCH["a"], verbose=0), rtol=1e-5)
 
 
-def test_what_is_wrong_is_said(tmp_path):
+def test_wrong_arguments_raise(tmp_path):
     import keras
 
     model = keras.Sequential([keras.Input((3,), name="other"), keras.layers.Dense(1, name="d")])
@@ -181,7 +181,7 @@ def test_what_is_wrong_is_said(tmp_path):
             call()
 
 
-def test_a_run_with_a_map_of_its_own_is_told_of(tmp_path):
+def test_run_with_a_map_of_its_own_is_reported(tmp_path):
     folder = save(tmp_path / "mapped", build({}), columns.parse(FEATURES, "features"), map="a function")
     with pytest.warns(UserWarning, match="trained with map="):
         raytf.Predictor(folder)(BATCH)

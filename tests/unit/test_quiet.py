@@ -54,7 +54,7 @@ def test_all_other_lines_go_through_the_last_one_of_a_crash_too(how, last):
     assert (done.returncode == 0) == (how == "lives")
 
 
-def test_who_asks_for_all_lines_gets_them():
+def test_all_lines_are_shown_on_request():
     command = [sys.executable, "-c", WRITES, NOISE[1] + "\n", "lives"]
     environment = os.environ | {"TF_CPP_MIN_LOG_LEVEL": "0"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)

@@ -184,7 +184,7 @@ def test_what_is_refused_has_a_case():
 
 
 @pytest.mark.parametrize("case", REFUSED, ids="-".join)
-def test_refused_with_the_way_to_go_on(case, tmp_path, monkeypatch):
+def test_refused_with_an_alternative(case, tmp_path, monkeypatch):
     if case[0] in ENVIRONMENT:
         monkeypatch.setenv(case[0], ENVIRONMENT[case[0]])
     action, named = REFUSED[case]
@@ -237,7 +237,7 @@ def test_what_depends_on_more_is_refused_too(tmp_path):
             action()
 
 
-def test_what_stands_beside_workers_stands_where_they_do():
+def test_tasks_next_to_workers_are_placed_with_them():
     zone, other = {"zone": "a"}, {"zone": "b"}
     scaling = ScalingConfig(num_workers=2, placement_strategy="SPREAD", label_selector=zone)
     coordinator, _ = arguments.servers(1, scaling, {})
@@ -278,7 +278,7 @@ def test_what_ray_refuses(name, tmp_path):
             kind(**{parameter: {"CPU": 1}})
 
 
-def test_where_a_worker_of_a_trial_stands():
+def test_local_and_node_ranks_of_a_trials_workers():
     """As Ray Train counts: nodes in the order of their first ranks."""
     nodes = ("b", "a", "b", "c", "a")
     places = [place_of(rank, nodes) for rank in range(5)]
@@ -355,7 +355,7 @@ def test_a_run_in_this_process_is_kept_as_one_with_workers(tmp_path, caplog):
         ray.train.get_context()
 
 
-def test_what_the_dashboard_is_told():
+def test_what_the_dashboard_gets():
     from ray.train.v2._internal.util import TrainingFramework
 
     made = trainer()

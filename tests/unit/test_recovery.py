@@ -69,7 +69,7 @@ def test_one_that_cannot_be_done_is_followed_by_none(losing):
     assert lost.value.why == "no node has room"
 
 
-def test_workers_that_lost_each_other_form_a_ring_anew(losing):
+def test_workers_that_lost_each_other_reconnect_the_ring(losing):
     made = losing({"healed": True}, {"healed": True})
     made._connect()
     assert made.tried[-1].lost == frozenset() and made.tried[-1].generation == 2

@@ -96,14 +96,14 @@ def test_what_is_no_longer_asked_for_is_not_noted(model):
     model.layers[0].kernel.assign(model.layers[0].kernel + 1)
 
 
-def test_what_is_assigned_in_a_graph_or_in_a_replica_is_said_to_be_changed(model, noted):
+def test_assignment_in_a_graph_or_in_a_replica_is_reported_as_a_change(model, noted):
     bias = model.layers[1].bias
     tf.function(lambda: bias.assign(bias + 1))()
     with pytest.raises(RaytfError, match="a callback has changed .*bias in a graph or a replica since the last step"):
         noted[0]()
 
 
-def test_behind_other_steps_it_is_seen_what_a_compiled_function_assigns_that_was_traced_before(model):
+def test_assignments_of_a_traced_function_are_seen_after_other_steps(model):
     """The call that traces it is seen after its own step, and the others after theirs."""
     bias = model.layers[1].bias
     halve = tf.function(lambda: bias.assign(bias * 0.5 + 1))
@@ -118,7 +118,7 @@ def test_behind_other_steps_it_is_seen_what_a_compiled_function_assigns_that_was
         second()
 
 
-def test_a_callback_that_needs_to_be_told_of_a_batch_from_its_begin_is_named(model):
+def test_callback_that_needs_the_begin_of_a_batch_is_named(model):
     class Timing(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):
             return self.began + batch

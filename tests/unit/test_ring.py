@@ -124,7 +124,7 @@ def test_gathers_and_broadcasts_any_sizes(ring_of, size, hosts):
     check()
 
 
-def test_different_exchanges_of_equal_size_are_told(ring_of):
+def test_different_exchanges_of_equal_size_raise(ring_of):
     places = ring_of(2)
     told = together(lambda p: p.broadcast(np.zeros(16, np.uint8)) if p.rank else p.add(np.zeros(2)), places)
     said = [str(error) for error in told if not isinstance(error, PeerLostError)]
@@ -263,7 +263,7 @@ def test_without_shared_memory_sockets_carry_all(ring_of, monkeypatch, fails):
             assert all((total == 3).all() for total in sums)
 
 
-def test_workers_that_sum_different_things_are_told(ring_of):
+def test_workers_that_sum_different_things_raise(ring_of):
     places = ring_of(2)
     first, second = together(lambda place: place.add(np.zeros(2 + 2 * place.rank)), places)
     assert isinstance(first, (RaytfError, PeerLostError)) and isinstance(second, (RaytfError, PeerLostError))
@@ -314,7 +314,7 @@ def test_a_member_that_fails_is_named_to_all(ring_of):
             assert error.lost in (1, 2) and "failed: RaytfError: All workers must sum" in str(error)
 
 
-def test_a_silent_neighbour_is_waited_for_as_long_as_was_said(ring_of):
+def test_silent_neighbour_is_waited_for_until_the_timeout(ring_of):
     places = ring_of(2, timeout=0.2)
     with pytest.raises(PeerLostError, match=r"worker 0 lost a neighbour .*nothing for 0.2 s"):
         places[0].add(np.zeros(2))
@@ -378,7 +378,7 @@ def test_one_that_does_not_know_the_token_is_no_neighbour():
     assert any("does not know the token of this ring" in str(error) for error in found)
 
 
-def test_a_conversation_that_was_heard_is_of_no_use_again():
+def test_recorded_handshake_cannot_be_replayed():
     """Between neighbours is one that passes on what they send and notes it; later it sends the same."""
     listeners = [Listener("127.0.0.1"), Listener("127.0.0.2")]
     heard = []

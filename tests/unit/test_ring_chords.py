@@ -40,7 +40,7 @@ def ring_of(size, hosts="unix"):
 
 
 @pytest.mark.parametrize(("size", "hosts"), [(4, "tcp"), (5, "unix"), (8, "unix"), (11, "unix")])
-def test_a_sum_has_the_bits_that_it_has_around_the_ring(size, hosts, monkeypatch):
+def test_sum_has_the_bits_of_the_ring(size, hosts, monkeypatch):
     with ring_of(size, hosts) as (places, together):
 
         @settings(max_examples=15, deadline=None)

@@ -58,7 +58,7 @@ def test_a_reason_is_a_line_and_a_code_that_of_a_shell():
     assert TaskExit(3).status == 3
 
 
-def test_who_ends_by_himself():
+def test_roles_that_end_by_themselves():
     plain, servers = roles.run_tasks(2, evaluator=True), roles.run_tasks(2, num_ps=1)
     assert roles.ends_run(plain) == {Task("worker", 0), Task("worker", 1)}
     assert roles.ends_run(servers) == {Task("chief", 0)}

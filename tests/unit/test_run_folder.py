@@ -72,7 +72,7 @@ def within(folder, step, epoch_step, **order):
     whole(folder, f"step_{step:012d}", state | {"history": [], "identity": {"seed": "step"}, "order": order})
 
 
-def test_a_run_stands_where_its_newest_checkpoint_is(folder):
+def test_run_is_at_its_newest_checkpoint(folder):
     within(folder, 2, 2)
     assert folder.last() == run_folder.LastCheckpoint(2, 2, 2, False, {"seed": "step"}), (
         "it ended within its first epoch"
@@ -102,7 +102,7 @@ def test_a_run_stands_where_its_newest_checkpoint_is(folder):
     )
 
 
-def test_what_is_told_of_a_damaged_end_of_an_epoch_is_where_the_run_goes_on(folder, capsys):
+def test_warning_about_a_damaged_epoch_end_names_where_the_run_resumes(folder, capsys):
     within(folder, 6, 2)
     write(folder, "checkpoint_2026-01-01_00-00-00.000001/state.json", "torn")
     with pytest.warns(UserWarning, match="Damaged: checkpoint_2026.*Instead step_000000000006 is taken"):
@@ -138,7 +138,7 @@ def epoch(folder, **arguments):
         return folder.last(**arguments).epoch
 
 
-def test_what_becomes_of_an_epoch_that_was_begun_is_said(folder):
+def test_fate_of_a_begun_epoch_is_logged(folder):
     within(folder, 6, 2, seed=3)
     last = folder.last()
     assert keras_trainer._goes_on(last, {"seed": 3}) == "resumes after step 2 of epoch 3"
@@ -146,7 +146,7 @@ def test_what_becomes_of_an_epoch_that_was_begun_is_said(folder):
     assert keras_trainer._goes_on(last, {"seed": 4}) == anew
 
 
-def test_names_are_not_told_apart_by_a_clock():
+def test_names_are_not_distinguished_by_a_clock():
     shared = RunConfig()
     given = shared.name
     made = {run_folder.with_name(shared, "keras").name for _ in range(50)}
@@ -169,12 +169,12 @@ def test_names_below_the_storage_are_taken(name):
     validation.check_run_name(name)
 
 
-def test_a_storage_that_is_not_known_is_said():
+def test_unknown_storage_is_reported():
     with pytest.raises(ConfigError, match="storage_path must be a path, or the URI of a storage that pyarrow knows"):
         RunFolder.of(RunConfig(name="run", storage_path="nowhere://bucket"))
 
 
-def test_where_a_run_stands(folder):
+def test_last_checkpoint_of_a_run(folder):
     assert folder.last() is None
     trained(folder)
     assert folder.last() == run_folder.LastCheckpoint(2, 4, 0, False, {"seed": 1})
@@ -196,7 +196,7 @@ def test_checkpoints_within_the_first_epoch_that_are_all_damaged_are_named(folde
         folder.last()
 
 
-def test_a_newer_format_at_the_end_of_an_epoch_is_refused_beside_one_that_is_read(folder):
+def test_newer_format_of_an_epoch_end_is_refused_next_to_a_readable_one(folder):
     trained(folder)
     within(folder, 6, 2)
     whole(folder, "checkpoint_1", {"version": 99})
@@ -248,7 +248,7 @@ def test_a_manifest_that_names_nothing_right_is_a_damaged_checkpoint(folder, fil
     assert epoch(folder) == 1
 
 
-def test_a_folder_in_the_place_of_a_file_is_a_damaged_checkpoint(folder):
+def test_folder_instead_of_a_file_is_a_damaged_checkpoint(folder):
     for part in ("state.json", "manifest.json", "model.keras"):
         trained(folder)
         folder.filesystem.delete_file(f"{folder.path}/checkpoint_1/{part}")
@@ -313,7 +313,7 @@ def test_a_train_loops_own_checkpoints_are_missed_where_ray_has_lost_its_list(fo
         folder.check_list()
 
 
-def test_a_folder_in_the_place_of_the_list_is_said(tmp_path):
+def test_folder_instead_of_the_list_is_reported(tmp_path):
     folder = RunFolder(pyarrow.fs.LocalFileSystem(), str(tmp_path / "run"), "run")
     trained(folder)
     (tmp_path / "run" / SNAPSHOT).unlink()
@@ -344,7 +344,7 @@ def test_a_damaged_newest_checkpoint_leaves_the_list(folder):
     assert folder.last() == run_folder.LastCheckpoint(1, 4, 0, False, {"seed": 0})
 
 
-def test_what_ended_within_its_first_checkpoint_starts_anew(folder, capsys):
+def test_run_that_ended_within_its_first_checkpoint_starts_from_scratch(folder, capsys):
     write(folder, "checkpoint_0/model.keras", "wei")
     assert folder.last() is None
     assert "none of its checkpoints is whole" in capsys.readouterr().err
@@ -369,7 +369,7 @@ def test_what_is_put_aside_is_a_run_of_its_own(folder):
     assert folder.archive() is None
 
 
-def test_ray_has_no_advice_for_who_only_reads_a_run(tmp_path, caplog):
+def test_ray_prints_no_advice_when_a_run_is_only_read(tmp_path, caplog):
     """It would say that the folder should be deleted, if a new run was meant."""
     from raytf.worker import model_loading
 

@@ -187,7 +187,7 @@ def test_what_cannot_be_read_is_held_until_it_is_old(tmp_path, text):
         pass
 
 
-def test_a_storage_that_cannot_be_written_is_said(tmp_path):
+def test_unwritable_storage_is_reported(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="The storage of a run must be one that this process can write to"):
         RunLock(pyarrow.fs.LocalFileSystem(), str(tmp_path / "file" / "run")).acquire()

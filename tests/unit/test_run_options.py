@@ -52,7 +52,7 @@ def folder(tmp_path):
 
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("command", WRONG)
-def test_told_before_ray_is_imported(folder, command):
+def test_wrong_options_are_reported_before_ray_is_imported(folder, command):
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)])}
     done = subprocess.run(
         [sys.executable, "-m", "raytf.cli", *command.split()],
@@ -77,7 +77,7 @@ def test_what_is_right_is_taken(folder, monkeypatch):
     ) == {"CPU": 0.5}
 
 
-def test_options_of_raytf_behind_the_script_are_the_scripts_and_that_is_said(folder):
+def test_options_of_raytf_after_the_script_are_the_scripts_and_a_hint_is_printed(folder):
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)])}
     command = [sys.executable, "-m", "raytf.cli", *BEHIND.split()]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60)

@@ -41,7 +41,7 @@ def test_what_others_have_is_left_alone(temporary):
     assert scratch.remove_abandoned() == 1 and sorted(os.listdir(temporary)) == sorted(names)
 
 
-def test_a_folder_is_removed_behind(temporary):
+def test_folder_is_removed_after_use(temporary):
     with scratch.temporary_folder() as path:
         assert os.path.isdir(path)
     assert not os.path.exists(path)

@@ -89,7 +89,7 @@ def test_a_model_in_parts_needs_room_for_the_whole(small, set_timeouts, tmp_path
         stack.enter_context(checkpoint_files.whole_folder(str(tmp_path / "step_000000000001")))
 
 
-def test_a_vocabulary_for_which_there_is_no_room_is_said(small, tmp_path):
+def test_vocabulary_without_disk_space_is_reported(small, tmp_path):
     """Keras unpacks vocabularies into Python's temporary folder."""
     import keras
 

@@ -25,7 +25,7 @@ def test_other_names_are_none(name):
 
 
 @pytest.mark.parametrize("step", [0, 7, 10**12 - 1, 10**12])
-def test_names_tell_their_steps(step):
+def test_names_contain_their_steps(step):
     assert step_folders.step_of_folder(step_folders.folder_name(step)) == step
 
 

@@ -11,7 +11,7 @@ from raytf.data import stored
 SAID = "Warning: The Ray cluster currently does not have any available CPUs. The Dataset job will hang"
 
 
-def test_what_asks_for_no_cpu_is_not_said_to_hang(caplog):
+def test_request_for_no_cpu_is_not_reported_as_a_hang(caplog):
     logger = logging.getLogger("ray.data.dataset")
     reset_log_once("cpu_warning")  # another test's dataset may have been warned of
     with caplog.at_level(logging.WARNING, logger="ray.data.dataset"):

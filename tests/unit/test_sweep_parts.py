@@ -172,7 +172,7 @@ def test_wrong_options_of_a_sweep(arguments, message):
         SweepOptions(**arguments)
 
 
-def test_a_batch_too_large_is_said_to_be():
+def test_too_large_batch_is_reported():
     from raytf.train.worker_group import TrialError
     from raytf.tune.trial import _explained
 
@@ -233,7 +233,7 @@ def test_a_sweep_whose_trials_all_diverged_names_none_as_the_best():
         assert said in shown and f"{len(values)} trials" in shown
 
 
-def test_a_sweep_of_a_name_goes_on_as_it_was_only():
+def test_named_sweep_resumes_only_unchanged():
     def options(rate, **more):
         return SweepOptions(num_samples=3, space=space.describe_space({"learning_rate": rate, "units": 8}), **more)
 

@@ -88,7 +88,7 @@ def test_parameter_servers_with_an_image_that_has_an_entrypoint(read):
         read(made)
 
 
-def test_a_chief_is_one_of_the_workers_and_an_evaluator_stands_beside(read):
+def test_chief_is_one_of_the_workers_and_an_evaluator_is_extra(read):
     made = job(Master=replica(command=COMMAND), worker=replica(3, command=COMMAND), Evaluator=replica(command=COMMAND))
     spec, _ = read(made)
     assert (spec.num_workers, spec.chief, spec.evaluator) == (4, True, True)
@@ -160,7 +160,7 @@ def test_commands(read, command, script, arguments):
     assert (spec.script, spec.module) == script and spec.arguments_of(spec.tasks()[0]) == arguments
 
 
-def test_a_script_on_the_command_line_takes_the_place_of_the_containers(read):
+def test_script_on_the_command_line_replaces_the_containers(read):
     spec, _ = read(
         job(Worker=replica(command=["python", "/var/tf_mnist/mnist.py", "--steps=3"])), "other.py", "--first"
     )

@@ -155,7 +155,7 @@ def test_what_does_not_pickle_is_named():
         )
 
 
-def test_attributes_of_the_users_own_travel_and_what_cannot_is_said():
+def test_users_attributes_are_sent_and_others_are_reported():
     import keras
 
     class Remembers(keras.layers.Layer):

@@ -97,7 +97,7 @@ def assert_same(mine, its):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
 
-def test_all_applications_are_here():
+def test_all_applications_are_covered():
     import keras
 
     assert {k for k, v in vars(keras.applications).items() if callable(v)} == APPLICATIONS.keys()

@@ -33,7 +33,7 @@ def test_what_a_trial_has_begun_with(checkpoint, files, found):
     assert trial_steps.initial_checkpoint(checkpoint, "sweep/mine/", files) == found
 
 
-def test_folders_are_told_apart_by_config_and_by_what_a_trial_has_begun_with():
+def test_folders_differ_by_config_and_by_the_start_of_a_trial():
     config = {"learning_rate": 0.1, "units": 3}
     names = [
         trial_steps.trial_folder(config, ""),
@@ -58,7 +58,7 @@ def keep(folder, step, reports):
     return path
 
 
-def test_the_newest_whole_one_behind_tunes_checkpoint(tmp_path):
+def test_newest_whole_checkpoint_after_tunes(tmp_path):
     folder = tmp_path / "trial" / "steps_a"
     newest = lambda after: trial_steps.newest_checkpoint(HERE, str(folder), after)
     assert newest(0) is None, "there is no folder"
