@@ -144,7 +144,7 @@ def run(seed: int, calm: list[np.ndarray], limit: float, most: int) -> dict:
         try:
             with limited(limit):
                 found = weights(folder, plan, restarts, notes)
-            same = all(np.array_equal(mine, its) for mine, its in zip(found, calm, strict=True))
+            same = all(np.array_equal(left, right) for left, right in zip(found, calm, strict=True))
             end, text = ("same weights" if same else "OTHER WEIGHTS"), ""
         except LateError as error:
             end, text = "HANGS", str(error)

@@ -108,5 +108,5 @@ def test_run_grows_leaves_a_drained_node_and_continues_without_a_vanished_one(tm
     for name in ("run", "lost"):
         for row, wanted in zip(json.loads((tmp_path / f"{name}.json").read_text()), expected, strict=True):
             assert row == pytest.approx(wanted, rel=0, abs=1e-9)
-        for mine, its in zip(weights(tmp_path, name), weights(tmp_path, "alone"), strict=True):
-            np.testing.assert_allclose(mine, its, rtol=0, atol=1e-9)
+        for actual, reference in zip(weights(tmp_path, name), weights(tmp_path, "alone"), strict=True):
+            np.testing.assert_allclose(actual, reference, rtol=0, atol=1e-9)

@@ -132,8 +132,8 @@ def test_a_signal_to_the_driver_ends_the_run_after_a_step_that_is_kept(tmp_path,
     everything = [(epoch, batch) for epoch in range(3) for batch in range(14)]
     for rank in range(max(1, workers)):
         assert steps(tmp_path, "run", rank) == everything
-    for mine, its in zip(weights(tmp_path, "run"), expected, strict=True):
-        np.testing.assert_array_equal(mine, its)
+    for left, right in zip(weights(tmp_path, "run"), expected, strict=True):
+        np.testing.assert_array_equal(left, right)
     finished(started(tmp_path, "run", workers))  # nothing is left to do
 
 
@@ -221,8 +221,8 @@ def test_a_node_that_is_drained_costs_no_step(tmp_path, three_hosts, quiet):
         assert len(nodes(tmp_path, name)) == 2, (left, noted(tmp_path, name, 0), noted(tmp_path, name, 1), said)
         (last,) = nodes(tmp_path, name) - {left}
         assert steps(tmp_path, name, 0) == steps(tmp_path, name, 1) == everything
-        for mine, its in zip(weights(tmp_path, name), quiet, strict=True):
-            np.testing.assert_array_equal(mine, its)
+        for actual, reference in zip(weights(tmp_path, name), quiet, strict=True):
+            np.testing.assert_array_equal(actual, reference)
     driver, there = drained_in_step_20("own", last)
     assert there == last, f"of the driver: {last}, of its workers: {there}"
     finished(driver, 143)

@@ -118,10 +118,10 @@ def place():
 
 
 def assert_same(model, other, tolerance=1e-9):
-    for mine, its in zip(model.weights, other.weights, strict=True):
-        np.testing.assert_allclose(np.asarray(mine), np.asarray(its), rtol=0, atol=tolerance)
-    for mine, its in zip(model.optimizer.variables, other.optimizer.variables, strict=True):
-        np.testing.assert_allclose(np.asarray(mine), np.asarray(its), rtol=0, atol=tolerance)
+    for left, right in zip(model.weights, other.weights, strict=True):
+        np.testing.assert_allclose(np.asarray(left), np.asarray(right), rtol=0, atol=tolerance)
+    for left, right in zip(model.optimizer.variables, other.optimizer.variables, strict=True):
+        np.testing.assert_allclose(np.asarray(left), np.asarray(right), rtol=0, atol=tolerance)
 
 
 def assert_same_history(history, other):
@@ -148,8 +148,8 @@ def test_callback_may_recompile_the_model_and_the_next_equal_model_begins_as_it_
     for model in (named_alike(), named_alike()):
         with pytest.warns(UserWarning, match="The state of optimizer stays on the workers: a callback has compiled"):
             found = raytf.fit(model, X, Y, epochs=2, callbacks=[FineTune()], num_workers=2, verify=False, **ARGUMENTS)
-        for mine, its in zip(model.weights, alone.weights, strict=True):
-            np.testing.assert_allclose(np.asarray(mine), np.asarray(its), rtol=0, atol=1e-9)
+        for left, right in zip(model.weights, alone.weights, strict=True):
+            np.testing.assert_allclose(np.asarray(left), np.asarray(right), rtol=0, atol=1e-9)
         assert_same_history(found, history)
 
 
@@ -184,8 +184,8 @@ def test_what_a_training_changes_of_a_models_attributes_does_not_stay_for_the_ne
 def test_two_calls_with_two_workers_are_what_keras_does(alone, trained):
     model, calls, callback, (first, second) = trained
     assert_same(model, alone[0])
-    for mine, its in zip(calls, alone[1], strict=True):
-        assert_same_history(mine, its)
+    for left, right in zip(calls, alone[1], strict=True):
+        assert_same_history(left, right)
     assert callback.best == calls[0].history["loss"][-1] and callback.model is model
     assert model.history is calls[1]
     assert first == second and first[0] != os.getpid()  # nothing starts, and nothing is traced, for the second call
@@ -380,8 +380,8 @@ def test_named_call_resumes_at_the_next_step(tmp_path):
     assert Kind.WORKERS_RECONNECTED in {event.kind for event in found}
     everything = [(epoch, batch) for epoch in range(3) for batch in range(14)]
     assert told(tmp_path, "run", 0) == told(tmp_path, "run", 1) == everything
-    for mine, its in zip(*(weights(tmp_path, name) for name in ("run", "quiet")), strict=True):
-        np.testing.assert_array_equal(mine, its)
+    for left, right in zip(*(weights(tmp_path, name) for name in ("run", "quiet")), strict=True):
+        np.testing.assert_array_equal(left, right)
     assert not list(tmp_path.glob("*/fit"))
 
 
@@ -465,5 +465,5 @@ def test_labels_of_another_rank_for_a_model_like_the_one_that_stays():
         options = {"batch_size": 7, "shuffle": False, "verbose": 0}
         raytf.fit(model, x, labels, num_workers=2, verify=False, **options)
         plain.fit(x, labels, **options)
-        for mine, its in zip(model.get_weights(), plain.get_weights(), strict=True):
-            np.testing.assert_allclose(mine, its, atol=1e-6)
+        for left, right in zip(model.get_weights(), plain.get_weights(), strict=True):
+            np.testing.assert_allclose(left, right, atol=1e-6)

@@ -81,8 +81,8 @@ def test_keras_2(tmp_path):
     assert {"loss", "sparse_categorical_crossentropy"} <= result.metrics.keys()
     model = raytf.load_model(result, legacy_keras=True)
     assert type(model).__module__.startswith("tf_keras")
-    for mine, theirs in zip(model.get_weights(), found["weights"], strict=True):
-        np.testing.assert_array_equal(mine, np.float32(theirs))
+    for left, right in zip(model.get_weights(), found["weights"], strict=True):
+        np.testing.assert_array_equal(left, np.float32(right))
 
 
 def uses_an_old_name():

@@ -74,10 +74,10 @@ def test_one_worker_makes_the_steps_of_one_process(tmp_path, alone):
         tmp_path, "served", workers=1, strategy="parameter_server", num_ps=3, variable_partitioner=thirds
     ).fit()
     one, other = raytf.load_model(alone), raytf.load_model(served)
-    for mine, its in zip(other.variables, one.variables, strict=True):
-        np.testing.assert_allclose(mine, its, rtol=0, atol=1e-9, err_msg=its.path)
-    for mine, its in zip(other.optimizer.variables, one.optimizer.variables, strict=True):
-        np.testing.assert_allclose(mine, its, rtol=0, atol=1e-9, err_msg=its.path)
+    for left, right in zip(other.variables, one.variables, strict=True):
+        np.testing.assert_allclose(left, right, rtol=0, atol=1e-9, err_msg=right.path)
+    for left, right in zip(other.optimizer.variables, one.optimizer.variables, strict=True):
+        np.testing.assert_allclose(left, right, rtol=0, atol=1e-9, err_msg=right.path)
     assert list(served.metrics_dataframe) == list(alone.metrics_dataframe)
     np.testing.assert_allclose(served.metrics_dataframe, alone.metrics_dataframe, rtol=0, atol=1e-9)
     noted = [json.loads(line) for line in (tmp_path / "served/figures/worker_0.jsonl").read_text().splitlines()]
@@ -166,8 +166,8 @@ def test_a_dead_server_ends_in_a_restore_and_the_next_one_in_an_error(tmp_path, 
     assert sorted(path.name for path in tmp_path.glob("killed_*")) == ["killed_2", "killed_3"]
     with np.load(tmp_path / "third.npz") as third:
         found = [third[name] for name in third.files]
-    for mine, its in zip(found, raytf.load_model(alone).get_weights(), strict=True):
-        np.testing.assert_allclose(mine, its, rtol=0, atol=1e-9)
+    for left, right in zip(found, raytf.load_model(alone).get_weights(), strict=True):
+        np.testing.assert_allclose(left, right, rtol=0, atol=1e-9)
 
 
 def sums_model(config):

@@ -109,8 +109,8 @@ def test_local_keras_run_resumes_with_available_workers(tmp_path, monkeypatch):
     other = tmp_path / "other"
     other.mkdir()
     alone = keras_trainer(other, 4, ScalingConfig(num_workers=0)).fit()
-    for mine, its in zip(*(raytf.load_model(r).get_weights() for r in (result, alone)), strict=True):
-        np.testing.assert_allclose(mine, its, rtol=0, atol=1e-9)
+    for left, right in zip(*(raytf.load_model(r).get_weights() for r in (result, alone)), strict=True):
+        np.testing.assert_allclose(left, right, rtol=0, atol=1e-9)
 
 
 def trial(config):

@@ -117,8 +117,8 @@ def test_a_job_whose_cluster_is_killed_resumes_in_a_new_one_at_the_next_step(tmp
         assert "trained 3 epochs" in finished(rayjob.submit("digits"))
         finished(rayjob.submit("undisturbed"))
     assert steps(tmp_path, "digits") == steps(tmp_path, "digits", 1) == EVERYTHING
-    for mine, other in zip(weights(tmp_path, "digits"), weights(tmp_path, "undisturbed"), strict=True):
-        np.testing.assert_allclose(mine, other, rtol=0, atol=1e-9)
+    for left, right in zip(weights(tmp_path, "digits"), weights(tmp_path, "undisturbed"), strict=True):
+        np.testing.assert_allclose(left, right, rtol=0, atol=1e-9)
 
 
 def test_a_drain_that_is_cut_short_loses_the_steps_that_are_not_kept(tmp_path, started):

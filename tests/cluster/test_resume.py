@@ -59,8 +59,8 @@ def test_run_resumes_from_the_last_whole_checkpoint_with_new_arguments(tmp_path)
         assert int(raytf.load_model(run).optimizer.iterations) == 8
     again = trainer(tmp_path, config=config | {"patience": 50}, callbacks=watched, build=moved).fit()
     assert list(again.metrics_dataframe["epoch"]) == [1, 2, 3]
-    for mine, its in zip(weights(again), before, strict=True):
-        np.testing.assert_array_equal(mine, its)
+    for left, right in zip(weights(again), before, strict=True):
+        np.testing.assert_array_equal(left, right)
     for column in ("loss", "accuracy", "val_loss", "val_accuracy"):
         np.testing.assert_allclose(again.metrics_dataframe[column], first.metrics_dataframe[column], atol=1e-9)
     assert not exploded.exists()

@@ -65,8 +65,8 @@ def test_a_trial_is_the_same_first_later_and_alone(tmp_path, capfd):
     results = {r.config["point"]["place"]: r for r in grid}
     alone = trainer(tmp_path / "alone", build=build, config={"point": {"learning_rate": 0.01}}).fit()
     for place in (0, 2):
-        for mine, its in zip(weights(results[place]), weights(alone), strict=True):
-            np.testing.assert_allclose(mine, its, rtol=0, atol=1e-9)
+        for left, right in zip(weights(results[place]), weights(alone), strict=True):
+            np.testing.assert_allclose(left, right, rtol=0, atol=1e-9)
         for name in ("loss", "accuracy", "val_loss"):
             assert results[place].metrics[name] == pytest.approx(alone.metrics[name], abs=1e-9)
     assert results[1].metrics["val_loss"] != results[0].metrics["val_loss"]
@@ -112,8 +112,8 @@ def test_failures_stay_with_their_trial(tmp_path):
     assert "ValueError: units must be odd" in str(results["raises"].error)
     assert "at least one row for each replica" in str(results["small"].error)
     assert results["fine"].error is None and results["kills"].error is None and os.path.exists(marker)
-    for mine, its in zip(weights(results["kills"]), weights(results["fine"]), strict=True):
-        np.testing.assert_array_equal(mine, its)
+    for left, right in zip(weights(results["kills"]), weights(results["fine"]), strict=True):
+        np.testing.assert_array_equal(left, right)
 
 
 def test_population_based_training_hands_weights_and_optimizer_on(tmp_path):
@@ -393,8 +393,8 @@ def test_stopped_or_killed_trials_resume_at_the_next_step(tmp_path):
     killed = told(tmp_path, "run_0.1", 1)
     assert killed == everything[:28] + everything[24:], killed
     for trial in ("0.1", "0.2"):
-        for mine, its in zip(*(noted_weights(tmp_path, f"{name}_{trial}") for name in ("run", "quiet")), strict=True):
-            np.testing.assert_array_equal(mine, its)
+        for left, right in zip(*(noted_weights(tmp_path, f"{name}_{trial}") for name in ("run", "quiet")), strict=True):
+            np.testing.assert_array_equal(left, right)
     for path in tmp_path.glob("run/*/progress.csv"):
         with path.open(newline="") as file:
             rows = list(csv.DictReader(file))

@@ -180,8 +180,8 @@ def test_a_requeued_slurm_job_resumes_at_the_next_step(started, nodes, request):
     assert steps(folder, name) == [(epoch, batch) for epoch in range(3) for batch in range(14)]
     assert not (folder / "requeued").exists()
     if nodes == 3:
-        for mine, other in zip(weights(folder, name), request.getfixturevalue("undisturbed"), strict=True):
-            np.testing.assert_allclose(mine, other, rtol=0, atol=1e-9)
+        for left, right in zip(weights(folder, name), request.getfixturevalue("undisturbed"), strict=True):
+            np.testing.assert_allclose(left, right, rtol=0, atol=1e-9)
 
 
 def test_a_cancelled_slurm_job_stops_after_its_step_and_is_not_queued_again(started):

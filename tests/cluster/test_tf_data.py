@@ -70,8 +70,8 @@ def kinds(result):
 
 
 def assert_equal(one, other):
-    for mine, its in zip(*(raytf.load_model(result).get_weights() for result in (one, other)), strict=True):
-        np.testing.assert_allclose(mine, its, rtol=0, atol=1e-9)
+    for left, right in zip(*(raytf.load_model(result).get_weights() for result in (one, other)), strict=True):
+        np.testing.assert_allclose(left, right, rtol=0, atol=1e-9)
     for column in ("loss", "accuracy", "val_loss", "val_accuracy"):
         np.testing.assert_allclose(one.metrics_dataframe[column], other.metrics_dataframe[column], atol=1e-9)
 

@@ -52,8 +52,8 @@ def weights(result):
 
 
 def assert_equal(result, other, tolerance=1e-9):
-    for mine, its in zip(weights(result), weights(other), strict=True):
-        np.testing.assert_allclose(mine, its, rtol=0, atol=tolerance)
+    for left, right in zip(weights(result), weights(other), strict=True):
+        np.testing.assert_allclose(left, right, rtol=0, atol=tolerance)
     for column in ("loss", "accuracy", "val_loss", "val_accuracy"):
         np.testing.assert_allclose(result.metrics_dataframe[column], other.metrics_dataframe[column], atol=1e-9)
 
@@ -115,9 +115,9 @@ def test_workers_of_a_host_have_cores_of_their_own_and_what_writes_checkpoints_h
     others = {core for its in told for core in its["claimed"]} - {core for its in told for core in its["own"]}
     if len(set(told[0]["before"]) - others) < 2:
         pytest.skip("this machine has no core for each of two workers, or others have claimed them")
-    for mine, its in (told, reversed(told)):
-        assert len(mine["own"]) == 1 and mine["own"] != its["own"]
-        assert all(set(mine["own"]) <= set(mask) <= set(mine["before"]) - set(its["own"]) for mask in mine["threads"])
+    for left, right in (told, reversed(told)):
+        assert len(left["own"]) == 1 and left["own"] != right["own"]
+        assert all(set(left["own"]) <= set(mask) <= set(left["before"]) - set(right["own"]) for mask in left["threads"])
     assert all(writer == told[0]["before"] for writer in told[0]["writers"])
 
 

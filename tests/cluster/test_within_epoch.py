@@ -105,9 +105,9 @@ def test_kills_and_a_new_start_within_epochs_change_nothing(tmp_path):
     assert batches(notes, 1)[-1][0] == divmod(step, 14)
     assert_equal(result, expected, 0)
     assert list(result.metrics_dataframe["epoch"]) == [1, 2, 3]
-    for mine, its in zip(*(raytf.load_model(r).optimizer.variables for r in (result, expected)), strict=True):
-        np.testing.assert_array_equal(np.asarray(mine), np.asarray(its))
+    for left, right in zip(*(raytf.load_model(r).optimizer.variables for r in (result, expected)), strict=True):
+        np.testing.assert_array_equal(np.asarray(left), np.asarray(right))
     rows = [list(csv.DictReader((tmp_path / f"{name}.csv").open(newline=""))) for name in ("broken", "quiet")]
     assert [row["epoch"] for row in rows[0]] == ["0", "1", "2"]
-    for mine, its in zip(*rows, strict=True):
-        np.testing.assert_allclose([float(v) for v in mine.values()], [float(v) for v in its.values()], atol=1e-6)
+    for left, right in zip(*rows, strict=True):
+        np.testing.assert_allclose([float(v) for v in left.values()], [float(v) for v in right.values()], atol=1e-6)

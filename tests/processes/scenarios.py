@@ -371,8 +371,8 @@ def batch_normalization(p):
     path = os.path.join(p.folder, f"bn_{p.world}_{p.rank}.keras")
     model.save(path)
     saved = keras.saving.load_model(path, compile=False)
-    for mine, other in zip(model.non_trainable_variables, saved.non_trainable_variables, strict=True):
-        np.testing.assert_array_equal(np.asarray(mine), np.asarray(other))
+    for left, right in zip(model.non_trainable_variables, saved.non_trainable_variables, strict=True):
+        np.testing.assert_array_equal(np.asarray(left), np.asarray(right))
     first = np.asarray(model.evaluate(p.data(vectors()), verbose=0))
     return {f"bits:{k}": v for k, v in same.items()} | {"bits:evaluate": first}
 

@@ -31,11 +31,11 @@ def test_as_many_workers_resume_to_the_bit(outcome, place, case):
     if case in STOPPED:
         outcome("stopped", place, case)
     quiet, resumed = outcome("quiet", place, case), outcome("resumed", place, case)
-    for rank, (mine, its) in enumerate(zip(resumed, quiet, strict=True)):
-        assert mine.keys() == its.keys() and any(key.startswith("h:") for key in its)
-        for key, value in its.items():
+    for rank, (left, right) in enumerate(zip(resumed, quiet, strict=True)):
+        assert left.keys() == right.keys() and any(key.startswith("h:") for key in right)
+        for key, value in right.items():
             tolerance = 1e-6 if key.startswith(("h:", "r:")) and place != "1" else 0
-            np.testing.assert_allclose(mine[key], value, rtol=0, atol=tolerance, err_msg=f"{key} of rank {rank}")
+            np.testing.assert_allclose(left[key], value, rtol=0, atol=tolerance, err_msg=f"{key} of rank {rank}")
     for mine in resumed[1:]:
         for key, value in resumed[0].items():
             if key.startswith(("w", "optimizer")):
@@ -87,6 +87,6 @@ def test_state_that_no_longer_fits_is_reset_with_a_warning(outcome):
     """
     for told in outcome("reordered", "2", "plain"):
         assert told["epochs"].tolist() == [0, 1] and told["seen"] == 9 and told["steps"] == 11 + 4 + 2 * 9
-    for mine, its in zip(outcome("remeasured", "2", "plain"), outcome("quiet", "2", "plain"), strict=True):
-        for key, value in mine.items():
-            np.testing.assert_array_equal(value, its[key], err_msg="what is measured changes no weight")
+    for left, right in zip(outcome("remeasured", "2", "plain"), outcome("quiet", "2", "plain"), strict=True):
+        for key, value in left.items():
+            np.testing.assert_array_equal(value, right[key], err_msg="what is measured changes no weight")

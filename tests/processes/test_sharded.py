@@ -81,15 +81,15 @@ def test_shares_give_the_same_bits(alike, dtype, world, name):
     """Weights, history and what a checkpoint has of the optimizer; a worker has its part of that, and sends as much."""
     with_shares = _found(alike, f"{dtype}_{world}_True", world, name)
     without = _found(alike, f"{dtype}_{world}_False", world, name)
-    for mine, its in zip(with_shares, without, strict=True):
-        assert mine.keys() == its.keys()
-        for key in its.keys() - {"bytes", "sent"}:
-            assert mine[key].shape == its[key].shape and mine[key].dtype == its[key].dtype
+    for left, right in zip(with_shares, without, strict=True):
+        assert left.keys() == right.keys()
+        for key in right.keys() - {"bytes", "sent"}:
+            assert left[key].shape == right[key].shape and left[key].dtype == right[key].dtype
             tolerance = 1e-5 if name == "schedule" else 0  # XLA rounds differently with a schedule's rate
-            np.testing.assert_allclose(mine[key], its[key], rtol=0, atol=tolerance, err_msg=key)
+            np.testing.assert_allclose(left[key], right[key], rtol=0, atol=tolerance, err_msg=key)
     if name == "adam":  # the chief also sends variables to the others as `fit` begins, of which it has fewer
-        for mine, its in zip(with_shares, without, strict=True):
-            assert mine["bytes"] == pytest.approx(its["bytes"] / world, rel=0.02)
+        for left, right in zip(with_shares, without, strict=True):
+            assert left["bytes"] == pytest.approx(right["bytes"] / world, rel=0.02)
         assert with_shares[-1]["sent"] == pytest.approx(without[-1]["sent"], rel=0.02)
 
 

@@ -56,8 +56,8 @@ def test_changed_argument_holds_and_counters_continue(tmp_path):
     before = [stop(5, 0.1), plateau(0.5)]
     early, reduce = carried(tmp_path, before, [stop(50, 0.2), plateau(0.1)], during)
     assert (early.patience, early.min_delta, early.wait, early.best, early.best_epoch) == (50, 0.2, 1, 0.5, 1)
-    for mine, its in zip(early.best_weights, before[0].best_weights, strict=True):
-        np.testing.assert_array_equal(mine, its)
+    for left, right in zip(early.best_weights, before[0].best_weights, strict=True):
+        np.testing.assert_array_equal(left, right)
     assert (reduce.factor, reduce.cooldown_counter, reduce.wait, reduce.best) == (0.1, 2, 0, 0.5)
     monitored(early, [0.55])
     assert early.wait == 2 and early.min_delta == -0.2, "the comparison is chosen anew, with the new difference"

@@ -107,8 +107,8 @@ def test_training_resumes_as_if_nothing_had_happened(tmp_path):
     for m in (model, other):
         m.run_eagerly = True
         m.fit(x, x[:, :1], epochs=3, batch_size=8, shuffle=False, verbose=0)
-    for mine, its in zip(model.get_weights(), other.get_weights(), strict=True):
-        np.testing.assert_array_equal(mine, its)
+    for left, right in zip(model.get_weights(), other.get_weights(), strict=True):
+        np.testing.assert_array_equal(left, right)
 
 
 def test_a_rate_that_the_config_changed_holds_and_one_that_a_callback_changed_is_restored(tmp_path):

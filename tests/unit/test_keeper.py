@@ -57,11 +57,11 @@ def test_what_is_kept_is_restored_to_the_bit(tmp_path, keeper, build):
     assert checkpoint.read_state(folder).step == 6
     other, _ = trained(build, steps=1)
     checkpoint.restore(folder, other)
-    for mine, its in zip([*other.variables, *other.optimizer.variables], kept, strict=True):
-        np.testing.assert_array_equal(np.asarray(mine), its)
+    for left, right in zip([*other.variables, *other.optimizer.variables], kept, strict=True):
+        np.testing.assert_array_equal(np.asarray(left), right)
     other.fit(x, x[:, :1], epochs=3, batch_size=8, shuffle=False, verbose=0)
-    for mine, its in zip(other.get_weights(), model.get_weights(), strict=True):
-        np.testing.assert_array_equal(mine, its)
+    for left, right in zip(other.get_weights(), model.get_weights(), strict=True):
+        np.testing.assert_array_equal(left, right)
 
 
 def has_hung_up(writer) -> bool:

@@ -208,10 +208,10 @@ def test_keras_alone_loads_it_with_its_optimizer(tmp_path, kind):
     path = tmp_path / "model.keras"
     path.write_bytes(b"".join(gather_io.zip_pieces(written(file.content()).items())))
     loaded = keras.saving.load_model(path)
-    for mine, its in zip(model.variables, loaded.variables, strict=True):
-        np.testing.assert_array_equal(mine, its)
-    for mine, its in zip(model.optimizer.variables, loaded.optimizer.variables, strict=True):
-        np.testing.assert_array_equal(mine, its)
+    for left, right in zip(model.variables, loaded.variables, strict=True):
+        np.testing.assert_array_equal(left, right)
+    for left, right in zip(model.optimizer.variables, loaded.optimizer.variables, strict=True):
+        np.testing.assert_array_equal(left, right)
 
 
 def test_what_a_training_changes_of_the_config_is_in_it(tmp_path):

@@ -66,8 +66,8 @@ def test_a_new_process_gets_what_was_there_before_callbacks_and_this_one_keeps_w
     assert other.counts.tolist() == [0, 1, 2]
     checkpoint.restore(str(tmp_path), model)
     assert float(model.optimizer.learning_rate) == rate
-    for mine, its in zip(model.get_weights(), before, strict=True):
-        np.testing.assert_array_equal(mine, its)
+    for left, right in zip(model.get_weights(), before, strict=True):
+        np.testing.assert_array_equal(left, right)
 
 
 @pytest.mark.sampled(3)

@@ -83,9 +83,9 @@ def round_trip(model):
     data, sent = transport.serialize(model)
     copy, came = transport.deserialize(data, sent.values())
     assert type(copy) is type(model) and len(copy.weights) == len(model.weights)
-    for mine, its in zip(model.weights, copy.weights, strict=True):
-        assert mine.path == its.path
-        np.testing.assert_array_equal(np.asarray(mine), np.asarray(its))
+    for left, right in zip(model.weights, copy.weights, strict=True):
+        assert left.path == right.path
+        np.testing.assert_array_equal(np.asarray(left), np.asarray(right))
     assert not {id(v) for v in copy.variables} - came.numbers.keys(), "each variable finds the one it left from"
     return copy
 
