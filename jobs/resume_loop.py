@@ -60,8 +60,8 @@ def train_loop(config):
                 continue
             with tempfile.TemporaryDirectory() as folder:  # resumes 7
                 saved.write(os.path.join(folder, "state"))  # resumes 8
-                ours = Checkpoint.from_directory(folder) if rank == 0 else None  # resumes 9
-                ray.train.report({"loss": loss, "step": done}, checkpoint=ours)  # resumes 10
+                checkpoint = Checkpoint.from_directory(folder) if rank == 0 else None  # resumes 9
+                ray.train.report({"loss": loss, "step": done}, checkpoint=checkpoint)  # resumes 10
             if rank == 0 and done > position.steps + config["every"] and not os.path.exists(config["killed"]):
                 open(config["killed"], "w").close()
                 os.kill(os.getpid(), signal.SIGKILL)

@@ -188,15 +188,15 @@ def losses(count: int, samples: Samples, folder: str) -> None:
     """Rank 1 is killed in every fourth epoch; rank 0 lives through all of it, and looks."""
     from raytf.testing import FaultPlan, Kill
 
-    steps, apart = ROWS // BATCH, 4
-    plan = FaultPlan([Kill(rank=1, step=(1 + i) * apart * steps + 1) for i in range(count)])
-    looks = _at_epoch_ends(samples, apart)
+    steps, distance = ROWS // BATCH, 4
+    plan = FaultPlan([Kill(rank=1, step=(1 + i) * distance * steps + 1) for i in range(count)])
+    looks = _at_epoch_ends(samples, distance)
 
     def callbacks(config):
         return [*looks(config), plan.callback(os.path.join(folder, "faults"), workers=WORKERS)]
 
     os.makedirs(os.path.join(folder, "faults"))
-    _trainer(folder, (count + 2) * apart, callbacks).fit()
+    _trainer(folder, (count + 2) * distance, callbacks).fit()
     if plan.happened(os.path.join(folder, "faults")) != list(plan.faults):
         raise RuntimeError("not all workers were killed")
 

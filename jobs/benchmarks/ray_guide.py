@@ -79,8 +79,8 @@ def fit(
                 trained.save(os.path.join(saved, "model.keras"))
                 with open(os.path.join(saved, "checkpoint.json"), "w") as file:
                     json.dump({"epoch": epoch}, file)
-                ours = ray.train.Checkpoint.from_directory(saved) if rank == 0 else None
-                ray.train.report({"loss": history.history["loss"][0]}, checkpoint=ours)
+                reported = ray.train.Checkpoint.from_directory(saved) if rank == 0 else None
+                ray.train.report({"loss": history.history["loss"][0]}, checkpoint=reported)
 
     TensorflowTrainer(
         loop,

@@ -52,7 +52,7 @@ def _watch(keras, folder: str, rank: int, kills: list[tuple[int, int | None]], r
     Args:
         rest: seconds that the steps before a kill take longer in all.
     """
-    mine = [step for step, its in kills if its == rank]
+    own = [step for step, its in kills if its == rank]
     after = {place + MARGIN - 1: number for number, (place, _) in enumerate(kills, 1)}
     slow = {place - i for place, _ in kills for i in range(2, MARGIN + 1)} if rest else ()
 
@@ -66,7 +66,7 @@ def _watch(keras, folder: str, rank: int, kills: list[tuple[int, int | None]], r
             if rank == 0 and step in after:
                 with open(os.path.join(folder, f"memory_{after[step]}"), "w") as file:
                     json.dump(_memory(), file)
-            if step in mine and not os.path.exists(marker):
+            if step in own and not os.path.exists(marker):
                 with open(marker, "w") as file:
                     file.write(repr(time.time()))
                 os.kill(os.getpid(), signal.SIGKILL)

@@ -181,13 +181,13 @@ def main(arguments=None):
         for _ in range(repeats):
             for way in ways:
                 legacy = {"TF_USE_LEGACY_KERAS": "1"} if way.startswith("tf_keras") else {}
-                ours = allocator(1) if way in RAYTF else {}
+                variables = allocator(1) if way in RAYTF else {}
                 wall, cpu = zip(
                     *common.measure_group(
                         __file__,
                         *("--once", way, kind, str(steps)),
                         workers=1 if way == "one process" else 2,
-                        environment=legacy | ours,
+                        environment=legacy | variables,
                         together=way != APART,
                     ),
                     strict=True,

@@ -94,16 +94,16 @@ def share(workers: int) -> dict:
     stream = streamed.open_stream(found, table.column_names, table, workers, "benchmark") if workers <= 3 else None
     fetched = []
     for worker in range(workers):
-        mine = sampling.worker_part(epoch.positions(0), BATCH, worker, workers, steps)
+        worker_rows = sampling.worker_part(epoch.positions(0), BATCH, worker, workers, steps)
         if stream is None:
-            blocks = np.sort(mine) // ROWS
-            parts = [np.sort(mine)[blocks == b] % ROWS for b in np.unique(blocks)]
+            blocks = np.sort(worker_rows) // ROWS
+            parts = [np.sort(worker_rows)[blocks == b] % ROWS for b in np.unique(blocks)]
             taken = reader._take(parts, table.column_names, *[table] * len(parts))
             fetched.append(sum(one.nbytes for one in taken))
             continue
         rows = reader.StreamReader(stream, [names], place, worker, workers).rows(epoch, 0, 0)
         rows._node_id = "elsewhere"
-        rows.fetch(mine)
+        rows.fetch(worker_rows)
         fetched.append(rows.fetched_bytes)
     if stream is not None:
         streamed.close({"train": stream})

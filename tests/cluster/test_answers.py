@@ -70,8 +70,8 @@ def test_the_first_failure_ends_the_wait(actors, silent):
 
 def test_deadline_names_the_late_workers(actors, silent):
     refs = [actors[0].tell.remote(0), silent.wait.remote(0)]
-    said = "worker 1 gave no answer within 0.5 s; waited for: the workers' addresses"
-    with pytest.raises(NoAnswerError, match=said):
+    message = "worker 1 gave no answer within 0.5 s; waited for: the workers' addresses"
+    with pytest.raises(NoAnswerError, match=message):
         collect_answers(refs, 0.5, "the workers' addresses")
 
 

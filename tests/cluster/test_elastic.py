@@ -48,19 +48,19 @@ def kill(cluster, node):
     """Ends all processes of a node, as when its host vanishes, the one that has started it last.
 
     Some arrive at their ends only when their memory is given back: after that nothing of them is at work."""
-    ours, folder = [], folder_of(cluster, node)
+    members, folder = [], folder_of(cluster, node)
     for process in psutil.process_iter(["pid", "cmdline"]):
         with contextlib.suppress(psutil.Error):
             words = process.info["cmdline"] or ()
             if " ".join(words).startswith("ray::"):
-                ours += [process] * any(file.path.startswith(folder + "/") for file in process.open_files())
+                members += [process] * any(file.path.startswith(folder + "/") for file in process.open_files())
             else:
-                ours += [process] * any(word.endswith(folder) or folder + "/" in word for word in words)
-    assert any(process.name() == "raylet" for process in ours)
-    for process in sorted(ours, key=lambda process: process.pid == node):
+                members += [process] * any(word.endswith(folder) or folder + "/" in word for word in words)
+    assert any(process.name() == "raylet" for process in members)
+    for process in sorted(members, key=lambda process: process.pid == node):
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
-    psutil.wait_procs([process for process in ours if process.pid != node], timeout=20)
+    psutil.wait_procs([process for process in members if process.pid != node], timeout=20)
 
 
 def test_run_grows_leaves_a_drained_node_and_continues_without_a_vanished_one(tmp_path, one_place):
@@ -78,8 +78,8 @@ def test_run_grows_leaves_a_drained_node_and_continues_without_a_vanished_one(tm
     (tmp_path / "run_hold").write_text("2 4")
     until(lambda: steps(tmp_path, "run", 0)[-1:] == [(2, 4)], driver)
     drain(cluster, noted(tmp_path, "run", 1)[-1].split()[0], environment)
-    said = finished(driver)
-    assert steps(tmp_path, "run", 0) == EVERYTHING, said
+    output = finished(driver)
+    assert steps(tmp_path, "run", 0) == EVERYTHING, output
     made = steps(tmp_path, "run", 1)
     found = raytf.run_events(tmp_path / "run")
     (grown, *_) = [event for event in found if event.kind is Kind.RESIZED]
@@ -87,7 +87,7 @@ def test_run_grows_leaves_a_drained_node_and_continues_without_a_vanished_one(tm
     assert (grown.before, grown.workers) == (1, 2) and Kind.NODE_DRAINED in {event.kind for event in found}, found
     assert made == EVERYTHING[joined:left], found
     assert [event.workers for event in found if event.kind is Kind.WORKERS_STARTED] == [1, 2, 1], found
-    assert len(processes(tmp_path, "run")) == 1, said
+    assert len(processes(tmp_path, "run")) == 1, output
 
     cluster = local.add(cluster)
     (tmp_path / "lost_hold").write_text("0 4\n0 9")
@@ -97,13 +97,13 @@ def test_run_grows_leaves_a_drained_node_and_continues_without_a_vanished_one(tm
     until(lambda: steps(tmp_path, "lost", 0)[-1:] == [(0, 9)], driver)
     kill(cluster, node_of(cluster, int(noted(tmp_path, "lost", 1)[-1].split()[3])))
     (tmp_path / "lost_hold").write_text("no more")
-    said = finished(driver)
+    output = finished(driver)
     found = raytf.run_events(tmp_path / "lost")
     (failed,) = [event for event in found if event.kind is Kind.RECOVERY_FAILED]
     assert failed.ranks == (1,) and failed.step == 10, "the other keeps the step that both have made"
     assert [event.workers for event in found if event.kind is Kind.WORKERS_STARTED] == [2, 1], found
-    assert steps(tmp_path, "lost", 0) == EVERYTHING, said
-    assert len(processes(tmp_path, "lost")) == 1, said
+    assert steps(tmp_path, "lost", 0) == EVERYTHING, output
+    assert len(processes(tmp_path, "lost")) == 1, output
     expected = json.loads((tmp_path / "alone.json").read_text())
     for name in ("run", "lost"):
         for row, wanted in zip(json.loads((tmp_path / f"{name}.json").read_text()), expected, strict=True):

@@ -40,9 +40,9 @@ def driver_of(*arguments, environment=None):
 
 
 def finished(driver, code=0):
-    _, said = driver.communicate(timeout=240)
-    assert driver.returncode == code, said
-    return said
+    _, output = driver.communicate(timeout=240)
+    assert driver.returncode == code, output
+    return output
 
 
 def until(reached, driver, seconds=240):
@@ -209,22 +209,22 @@ def test_a_node_that_is_drained_costs_no_step(tmp_path, three_hosts, quiet):
         (tmp_path / f"{name}_hold").write_text("1 4")
         driver = started(tmp_path, name, 2, environment, [node])
         until(lambda: steps(tmp_path, name, 1)[-1:] == [(1, 4)], driver)
-        (there,) = nodes(tmp_path, name)
-        drain(three_hosts, there, environment)
-        return driver, there
+        (chief_node,) = nodes(tmp_path, name)
+        drain(three_hosts, chief_node, environment)
+        return driver, chief_node
 
     finished(driver_of("-c", POOL, environment=environment))
     everything = [(epoch, batch) for epoch in range(3) for batch in range(14)]
     for name in ("trial", "run"):
         driver, left = drained_in_step_20(name)
-        said = finished(driver)
-        assert len(nodes(tmp_path, name)) == 2, (left, noted(tmp_path, name, 0), noted(tmp_path, name, 1), said)
+        output = finished(driver)
+        assert len(nodes(tmp_path, name)) == 2, (left, noted(tmp_path, name, 0), noted(tmp_path, name, 1), output)
         (last,) = nodes(tmp_path, name) - {left}
         assert steps(tmp_path, name, 0) == steps(tmp_path, name, 1) == everything
         for actual, reference in zip(weights(tmp_path, name), quiet, strict=True):
             np.testing.assert_array_equal(actual, reference)
-    driver, there = drained_in_step_20("own", last)
-    assert there == last, f"of the driver: {last}, of its workers: {there}"
+    driver, chief_node = drained_in_step_20("own", last)
+    assert chief_node == last, f"of the driver: {last}, of its workers: {chief_node}"
     finished(driver, 143)
     end = stopped(tmp_path / "own")
     step = end.step
@@ -314,11 +314,11 @@ def test_stopped_sweep_resumes_by_the_same_command(tmp_path, command_line):
     assert "the sweep has ended with 0 of" in stopped(tmp_path / "runs" / "sweep").more
     before = set(tmp_path.glob("runs/sweep/Trial_*"))
     assert before
-    said = finished(command_line("sweep", "learning_rate=choice([0.1,0.3])", *arguments[1:]), 2)
-    assert "A sweep of a name that exists resumes as it was" in said
+    output = finished(command_line("sweep", "learning_rate=choice([0.1,0.3])", *arguments[1:]), 2)
+    assert "A sweep of a name that exists resumes as it was" in output
     (tmp_path / "slow.py").write_text(SLOW.replace("layers.Dense(1)", "layers.Dense(1, 'tanh')"))
-    said = finished(command_line("sweep", *arguments), 2)
-    assert "A sweep of a name that exists resumes as it was" in said and "tanh" in said
+    output = finished(command_line("sweep", *arguments), 2)
+    assert "A sweep of a name that exists resumes as it was" in output and "tanh" in output
     (tmp_path / "slow.py").write_text(SLOW)
     (tmp_path / "fast").touch()
     finished(command_line("sweep", *arguments))

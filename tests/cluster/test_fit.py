@@ -195,10 +195,10 @@ def test_evaluate_and_predict(alone, trained, tmp_path):
     import ray
 
     model, keras_model = trained[0], alone[0]
-    mine = raytf.evaluate(model, X, Y, batch_size=BATCH, return_dict=True, num_workers=2)
+    distributed = raytf.evaluate(model, X, Y, batch_size=BATCH, return_dict=True, num_workers=2)
     its = keras_model.evaluate(X, Y, batch_size=BATCH, return_dict=True, verbose=0)
-    assert mine.keys() == its.keys()
-    np.testing.assert_allclose(list(mine.values()), list(its.values()), atol=1e-9)
+    assert distributed.keys() == its.keys()
+    np.testing.assert_allclose(list(distributed.values()), list(its.values()), atol=1e-9)
     listed = raytf.evaluate(model, X, Y, batch_size=BATCH, num_workers=2)
     np.testing.assert_allclose(listed, keras_model.evaluate(X, Y, batch_size=BATCH, verbose=0), atol=1e-9)
     expected = keras_model.predict(X, verbose=0)
@@ -284,17 +284,17 @@ def test_an_error_and_an_interrupt_leave_the_last_epoch(alone, tmp_path):
 
 def test_weights_come_once_whatever_the_number_of_epochs(monkeypatch):
     """A worker's report of an epoch is not of a model's size; the counting changes nothing of it."""
-    told, go_on = [], WorkerGroup.go_on
+    results, go_on = [], WorkerGroup.go_on
 
     def counted(group, why=None):
         reports = go_on(group, why)
-        told.extend(reports or ())
+        results.extend(reports or ())
         return reports
 
     monkeypatch.setattr(WorkerGroup, "go_on", counted)
     raytf.fit(make(), X, Y, epochs=3, num_workers=2, **ARGUMENTS)
-    assert sum(bool(report.get("values")) for report in told) == 1 and told[-2]["values"]
-    assert max(len(pickle.dumps(report)) for report in told if not report.get("ended")) < 1000
+    assert sum(bool(report.get("values")) for report in results) == 1 and results[-2]["values"]
+    assert max(len(pickle.dumps(report)) for report in results if not report.get("ended")) < 1000
 
 
 def test_the_death_of_a_chief_leaves_the_last_epoch(alone, monkeypatch):
@@ -421,8 +421,8 @@ def test_tables_with_columns_and_many_workers(alone, tmp_path, capsys):
     named = {"features": ["u", "v"], "labels": "y", "sample_weight": "w", "shuffle": False, "verbose": 0}
     found = []
     board = keras.callbacks.TensorBoard(os.fspath(tmp_path / "events"), write_graph=False)
-    told = {"callbacks": [board], "name": "told", "storage": tmp_path, "verbose": 2}
-    for source, more in ((frame, told), (ray.data.from_pandas(frame), {})):
+    options = {"callbacks": [board], "name": "told", "storage": tmp_path, "verbose": 2}
+    for source, more in ((frame, options), (ray.data.from_pandas(frame), {})):
         model = build()
         raytf.fit(model, source, batch_size=BATCH, validation_data=source, num_workers=2, **named | more)
         found.append(model)

@@ -132,9 +132,9 @@ def test_a_worker_and_the_chief(tmp_path):
     other: they are reconnected."""
     expected, _ = run(tmp_path, "quiet")
     kills = Kill(rank=1, step=20), Kill(rank=0, step=33)
-    told = {"tensorflow": {"heal": True, "spares": 1}, "build": noting_spares}
+    options = {"tensorflow": {"heal": True, "spares": 1}, "build": noting_spares}
     result, notes = run(
-        tmp_path, "killed", *kills, CutOff(rank=1, step=28), config={"spares": {(1, 6): 1, (2, 5): 2}}, **told
+        tmp_path, "killed", *kills, CutOff(rank=1, step=28), config={"spares": {(1, 6): 1, (2, 5): 2}}, **options
     )
     assert_equal(result, expected, 0)
     assert_healed(notes, 2, [1, 0])
@@ -186,18 +186,18 @@ def test_three_workers_within_executions_a_validation_and_the_first_step(tmp_pat
 
     Between two epochs rank 2 dies in `on_epoch_end` of the first, rank 1 as the second begins for it, when the others
     are within its first step, and the chief as the last one ends, after its row of a log."""
-    told = {"build": dying_in_validation, "workers": 3, "steps_per_execution": 3, "checkpoint_every": "5 steps"}
-    told["failures"] = 9
+    options = {"build": dying_in_validation, "workers": 3, "steps_per_execution": 3, "checkpoint_every": "5 steps"}
+    options["failures"] = 9
     inside = {"marker": str(tmp_path / "killed"), "rank_": 1, "step": 19}
     validating = {"marker": str(tmp_path / "validating"), "rank_": 0, "step": 8}
     config = {"inside": inside, "validating": validating}
     for marker in ("killed", "validating"):
         (tmp_path / marker).touch()
-    expected, _ = run(tmp_path, "quiet", config=config, **told)
+    expected, _ = run(tmp_path, "quiet", config=config, **options)
     for marker in ("killed", "validating"):
         (tmp_path / marker).unlink()
     config |= {"copying": (0, 2, 6), "tested": (2, 0), "at_begin": (1, 1), "at_end": (0, 2)}
-    result, notes = run(tmp_path, "broken", Kill(rank=0, step=0), Kill(rank=2, step=28), config=config, **told)
+    result, notes = run(tmp_path, "broken", Kill(rank=0, step=0), Kill(rank=2, step=28), config=config, **options)
     assert all((notes / name).exists() for name in ("replacing", "copying", "tested", "at_begin", "at_end"))
     assert replaced(result) == {0: 4, 1: 2, 2: 2}
     assert_equal(result, expected, 0)
@@ -239,8 +239,8 @@ def test_all_workers_restart_where_a_step_changes_weights_before_its_gradients(t
     One that dies in a callback of the user's at the end of an epoch is replaced: all have the weights after it. Where
     the chief dies, and it alone knows which epoch was the best one so far, all restart from its last checkpoint."""
     expected, _ = run(tmp_path, "quiet", build=with_a_moving_copy)
-    told = {"build": with_a_moving_copy, "config": {"at_end": (1, 0), "best": str(tmp_path / "best.keras")}}
-    result, notes = run(tmp_path, "killed", Kill(rank=1, step=20), Kill(rank=0, step=33), **told)
+    options = {"build": with_a_moving_copy, "config": {"at_end": (1, 0), "best": str(tmp_path / "best.keras")}}
+    result, notes = run(tmp_path, "killed", Kill(rank=1, step=20), Kill(rank=0, step=33), **options)
     assert (notes / "at_end").exists()
     assert_equal(result, expected, 0)
     assert outcomes(result) == [
@@ -258,11 +258,11 @@ def test_two_at_once_and_two_neighbours_at_once(tmp_path):
     averaged moving statistics, and so are rank 3 before the first checkpoint, and rank 1 as the second epoch ends. Then
     ranks 1 and 2 do before step 33: what rank 1 had for itself is lost with rank 2, and all restart from the last
     checkpoint."""
-    told = {"workers": 4, "checkpoint_every": "5 steps", "config": {"normalized": True}}
-    expected, _ = run(tmp_path, "quiet", **told)
-    told["config"] |= {"at_end": (1, 1), "behind": (3, 0, 4)}
+    options = {"workers": 4, "checkpoint_every": "5 steps", "config": {"normalized": True}}
+    expected, _ = run(tmp_path, "quiet", **options)
+    options["config"] |= {"at_end": (1, 1), "behind": (3, 0, 4)}
     kills = [Kill(rank=0, step=20), Kill(rank=2, step=20), Kill(rank=1, step=33), Kill(rank=2, step=33)]
-    result, notes = run(tmp_path, "killed", *kills, **told)
+    result, notes = run(tmp_path, "killed", *kills, **options)
     assert_equal(result, expected, 0)
     assert outcomes(result) == [
         (Kind.WORKERS_STARTED, ()),
@@ -327,11 +327,11 @@ def test_between_two_steps_of_an_epoch_in_which_callbacks_look_at_batches_and_a_
     and before a checkpoint of that step; rank 2 before a batch, after an evaluation, when the others are in its step;
     rank 1 after an epoch's last batch, and the chief before the callback of the next one's first batch. All are
     replaced in place."""
-    told = {"workers": 3, "checkpoint_every": "5 steps", "callbacks": looking, "failures": 9}
-    expected, before = run(tmp_path, "quiet", **told)
+    options = {"workers": 3, "checkpoint_every": "5 steps", "callbacks": looking, "failures": 9}
+    expected, before = run(tmp_path, "quiet", **options)
     deaths = [("ends", 1, 0, 3), ("ends", 1, 0, 3), ("told", 0, 0, 9), ("begins", 2, 1, 4), ("told", 1, 1, 13)]
     deaths += [("ends", 0, 2, 0)]
-    result, notes = run(tmp_path, "broken", config={"deaths": deaths}, **told)
+    result, notes = run(tmp_path, "broken", config={"deaths": deaths}, **options)
     assert len(list(notes.glob("death_*"))) == len(deaths)
     found = replaced(result)
     # the replacement of rank 1 dies before it has joined, or after that

@@ -160,8 +160,8 @@ def test_the_readmes_example_in_the_log_of_a_job(cluster, tmp_path):
     log = ray_job(cluster, "logs", "--log-color=false", *address, "example")
     # lines of Ray's before the job itself begins, and of the command around the log
     lines = [line for line in log.splitlines() if " job_manager.py:" not in line and " cli.py:" not in line]
-    said = ["Running entrypoint for job example: .*", *test_output.README]
-    test_output.check([line for line in lines if line], said)
+    patterns = ["Running entrypoint for job example: .*", *test_output.README]
+    test_output.check([line for line in lines if line], patterns)
 
 
 @pytest.mark.slow

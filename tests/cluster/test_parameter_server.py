@@ -249,9 +249,9 @@ def test_within_an_epoch_every_row_counts_once(tmp_path):
         features=models.FEATURES,
         labels="number",
     )
-    with pytest.raises(raytf.StoppedError, match="a node that it cannot leave is drained.* of epoch 3") as told:
+    with pytest.raises(raytf.StoppedError, match="a node that it cannot leave is drained.* of epoch 3") as caught:
         made.fit()
-    assert told.value.code == 143 and 2 * 25 < told.value.step < 3 * 25 and (tmp_path / "killed").exists()
+    assert caught.value.code == 143 and 2 * 25 < caught.value.step < 3 * 25 and (tmp_path / "killed").exists()
     result = made.fit()
     history = result.metrics_dataframe
     for power in range(3):

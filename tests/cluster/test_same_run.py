@@ -103,10 +103,10 @@ def test_a_name_that_exists(tmp_path, capsys, monkeypatch):
     # starts from scratch, and the old run is kept
     capsys.readouterr()
     kept = weights(on)
-    anew = run(tmp_path, optimizer="sgd", resume=False).fit()
+    restarted = run(tmp_path, optimizer="sgd", resume=False).fit()
     aside = next(n for n in os.listdir(tmp_path) if n.startswith("run_until_"))
     assert f"run: starts from scratch; the previous run is archived as '{aside}'" in capsys.readouterr().err
-    assert anew.path == folder and anew.metrics["epoch"] == 1 and len(anew.metrics_dataframe) == 1
+    assert restarted.path == folder and restarted.metrics["epoch"] == 1 and len(restarted.metrics_dataframe) == 1
     assert type(raytf.load_model(folder).optimizer).__name__ == "SGD"
     old = raytf.load_model(str(tmp_path / aside))
     assert type(old.optimizer).__name__ == "Adam" and int(old.optimizer.iterations) == 8
@@ -137,27 +137,27 @@ def test_what_a_dataset_holds(tmp_path):
             table.slice(7 * i, 7).to_pandas().to_csv(folder / f"{i}.csv")
         return str(folder)
 
-    def told(dataset):
+    def describe(dataset):
         return json.loads(json.dumps(fingerprint.dataset_fingerprint(dataset, 20)))
 
     one, copied = write(tmp_path / "one"), write(tmp_path / "copied")
     os.utime(f"{copied}/0.parquet", (0, 0))
     other = write(tmp_path / "other", 1.0)
     for read in (lambda path: ray.data.read_parquet(path, file_extensions=["parquet"]), read_csv):
-        assert told(read(one)) == told(read(copied)) != told(read(other))
-        assert told(read(one))["sources"][0]["files"] >= 3
+        assert describe(read(one)) == describe(read(copied)) != describe(read(other))
+        assert describe(read(one))["sources"][0]["files"] >= 3
 
     frame = pd.DataFrame({"x": np.arange(20.0), "y": 1})
-    memory = told(ray.data.from_pandas([frame[:5], frame[5:]]))
-    assert memory == told(ray.data.from_pandas([frame[:5], frame[5:]]))
-    assert memory == told(ray.data.from_pandas([frame[:9], frame[9:12], frame[12:]]))
-    assert memory != told(ray.data.from_pandas([frame[:9], frame[9:12] + 1, frame[12:]]))
-    assert told(ray.data.range(20)) == told(ray.data.range(20))
+    memory = describe(ray.data.from_pandas([frame[:5], frame[5:]]))
+    assert memory == describe(ray.data.from_pandas([frame[:5], frame[5:]]))
+    assert memory == describe(ray.data.from_pandas([frame[:9], frame[9:12], frame[12:]]))
+    assert memory != describe(ray.data.from_pandas([frame[:9], frame[9:12] + 1, frame[12:]]))
+    assert describe(ray.data.range(20)) == describe(ray.data.range(20))
 
     base = ray.data.from_pandas(frame)
-    twice = [told(base.map_batches(lambda b: {"x": b["x"] * 2})) for _ in range(2)]
-    assert twice[0] == twice[1] != told(base.map_batches(lambda b: {"x": b["x"] * 3}))
-    assert told(base.limit(3)) != told(base.limit(4))
+    twice = [describe(base.map_batches(lambda b: {"x": b["x"] * 2})) for _ in range(2)]
+    assert twice[0] == twice[1] != describe(base.map_batches(lambda b: {"x": b["x"] * 3}))
+    assert describe(base.limit(3)) != describe(base.limit(4))
 
 
 def read_csv(path):

@@ -134,13 +134,13 @@ def test_a_step_ahead_of_a_model_that_gathers_and_of_one_that_cannot_be_built(tm
     import pyarrow as pa
 
     table = pa.table(models.rows())
-    told = {}
+    reported = {}
     for loss in ("sparse_categorical_crossentropy", None):
         made = trainer(tmp_path, build=with_sparse_gradients, config={"loss": loss} if loss else {})
         task = made.task({"train": StoredDataset([ray.put(table)], [97], table.column_names)})
-        told[loss] = [ray.put((task, made.setup()))]
+        reported[loss] = [ray.put((task, made.setup()))]
     actor = processes.start_process(Process, ray.get_runtime_context().get_node_id(), {})
-    right, wrong = (actor.execute.remote(entry.rehearse, its, 3, 1) for its in told.values())
+    right, wrong = (actor.execute.remote(entry.rehearse, its, 3, 1) for its in reported.values())
     assert ray.get(right) is None
     assert ray.get(wrong) == "KeyError: 'loss'"
     assert ray.get(actor.execute.remote(left_behind)) == (None, False, None)

@@ -98,8 +98,8 @@ def test_what_is_large_streams_whatever_it_is_read_from(monkeypatch, capsys):
     monkeypatch.setattr(ingest, "_STORE_FRACTION", 1e-9)
     found = ingest.read_all({"train": ray.data.range(50).sort("id")}, "auto", ScalingConfig(num_workers=1))
     assert isinstance(found["train"], StoredDataset)
-    said = capsys.readouterr().err
-    assert "'train', of 0.0 GiB or more, is kept in the object store" in said and "Sort" in said
+    output = capsys.readouterr().err
+    assert "'train', of 0.0 GiB or more, is kept in the object store" in output and "Sort" in output
 
 
 def test_reading_continues_while_every_cpu_is_held(folder):
@@ -184,12 +184,12 @@ def test_of_other_nodes_blocks_only_a_workers_rows_are_fetched(stream, workers):
         rows._node_id = "elsewhere"
         positions = np.random.default_rng(0).permutation(np.arange(60, 120))
         assert rows.lengths(positions, 1).tolist() == near.lengths(positions, 1).tolist()
-        mine = positions[worker::workers]
-        rows.fetch(mine)
-        for far, close in zip(rows.gather(mine), near.gather(mine), strict=True):
+        part = positions[worker::workers]
+        rows.fetch(part)
+        for far, close in zip(rows.gather(part), near.gather(part), strict=True):
             assert far.tolist() == close.tolist()
         whole = near._sources and sum(table.nbytes for table in near._tables)
         assert rows.fetched_bytes < 1.5 * whole / workers + 500
-        assert (rows._table >= 0).sum() == len(mine)
-        seen += rows.gather(mine)[0].tolist()
+        assert (rows._table >= 0).sum() == len(part)
+        seen += rows.gather(part)[0].tolist()
     assert sorted(seen) == sorted(expected(order, 0, 60, 120))

@@ -301,8 +301,8 @@ def test_sweep_resumes_after_its_driver_was_killed(tmp_path, ray_cluster):
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250)
         return (done.stdout, done.stderr), done.returncode
 
-    said, code = run()
-    assert code == -signal.SIGKILL, said
+    output, code = run()
+    assert code == -signal.SIGKILL, output
     state = tmp_path / "interrupted" / "tuner.pkl"
     state.chmod(0o646)
     with pytest.raises(raytf.ConfigError, match=r"kept as pickles, .*tuner.pkl', to which others than its owner"):
@@ -420,9 +420,9 @@ def test_rates_that_follow_the_batch_and_a_trial_of_one_worker_that_dies(tmp_pat
 
         return [Rates(), *die]
 
-    told = {"callbacks": callbacks, "failures": 1, "checkpoint_every": "1 step"}
+    options = {"callbacks": callbacks, "failures": 1, "checkpoint_every": "1 step"}
     grid = sweep(
-        trainer(tmp_path, workers=1, config={"learning_rate": 0.01}, **told),
+        trainer(tmp_path, workers=1, config={"learning_rate": 0.01}, **options),
         {"batch_size": tune.grid_search([20, 40])},
         scale_learning_rate="linear",
         base_batch_size=20,

@@ -145,11 +145,11 @@ def test_what_cannot_be_trained_on_is_refused_before_workers_start(tmp_path):
         return rows(context).take(0).batch(context.batch)
 
     fine = raytf.TFData(pairs(97, 0))
-    for make, said in (
+    for make, message in (
         (rows, "rows=True.*|.*from 'rows', of 'validation'"),
         (nothing, "without a batch; from 'nothing'"),
     ):
-        with pytest.raises(raytf.ConfigError, match=said):
+        with pytest.raises(raytf.ConfigError, match=message):
             trainer(tmp_path, 2, "refused", datasets={"train": fine, "validation": raytf.TFData(make)}).fit()
     with pytest.raises(raytf.ConfigError, match="Leave it out, and do it in the function"):
         trainer(tmp_path, 2, "refused", features="x")
@@ -213,5 +213,5 @@ def test_evaluator_comparison_and_spare_read_functions_too(tmp_path):
     run = {"verify": "error", "failures": 1, "tensorflow_config": raytf.TensorflowConfig(spares=1)}
     result = trainer(tmp_path, 2, "beside", evaluator=True, config={"epochs": 1}, **run).fit()
     assert result.metrics_dataframe["eval_loss"].notna().all()
-    here = trainer(tmp_path, 0, "here", config={"epochs": 1}).fit()
-    np.testing.assert_allclose(here.metrics["loss"], result.metrics["loss"], atol=1e-9)
+    local = trainer(tmp_path, 0, "here", config={"epochs": 1}).fit()
+    np.testing.assert_allclose(local.metrics["loss"], result.metrics["loss"], atol=1e-9)

@@ -130,12 +130,12 @@ raytf.fit(test_verify.build({"counts": True}), x, y, batch_size=16, num_workers=
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    ("seconds", "said"),
+    ("seconds", "message"),
     [(0, "is not known: the training has ended first"), (120, "12 on one device, 6 on two workers")],
 )
-def test_script_that_ends_before_the_comparison_waits_and_then_reports_it(seconds, said):
+def test_script_that_ends_before_the_comparison_waits_and_then_reports_it(seconds, message):
     environment = os.environ | {"PYTHONPATH": os.getcwd(), "RAY_ADDRESS": ray.get_runtime_context().gcs_address}
     command = [sys.executable, "-c", SHORT, str(seconds)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert said in done.stderr
+    assert message in done.stderr

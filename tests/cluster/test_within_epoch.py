@@ -61,11 +61,11 @@ def test_kills_and_a_new_start_within_epochs_change_nothing(tmp_path):
         notes = tmp_path / f"{name}_notes"
         notes.mkdir(exist_ok=True)
         inside = {"marker": str(tmp_path / f"{name}_killed"), "rank_": 1, "step": 19}
-        told = {"batch_size": 7, "notes": str(notes), "csv": str(tmp_path / f"{name}.csv"), "inside": inside}
+        arguments = {"batch_size": 7, "notes": str(notes), "csv": str(tmp_path / f"{name}.csv"), "inside": inside}
         made = trainer(
             tmp_path,
             name=name,
-            config=told | config,
+            config=arguments | config,
             callbacks=noted,
             build=divided,
             datasets={"train": filtered(), "validation": models.dataset(41, 1)},

@@ -125,9 +125,9 @@ def test_the_commands_of_a_run_that_is_there(folder):
 
 def test_the_command_plan(folder):
     out, err = command("plan", folder)
-    said = dict(re.split(r"  +", line, maxsplit=1) for line in out.splitlines())
-    assert said["strategy"] == "multi_worker_mirrored: as asked for" and said["workers"] == "2, 1 device(s) each"
-    assert said["rows of a step on a replica"] == "5" and said["parameters"] == "13" and "Traceback" not in err
+    fields = dict(re.split(r"  +", line, maxsplit=1) for line in out.splitlines())
+    assert fields["strategy"] == "multi_worker_mirrored: as asked for" and fields["workers"] == "2, 1 device(s) each"
+    assert fields["rows of a step on a replica"] == "5" and fields["parameters"] == "13" and "Traceback" not in err
     assert not (folder / "runs").exists()
 
 
@@ -170,10 +170,10 @@ def test_every_option_is_run():
     from raytf.cli import main
     from tests.jobs import test_formats
 
-    here = pathlib.Path(__file__).parent
+    folder = pathlib.Path(__file__).parent
     commands = [*COMMANDS.values(), *test_formats.COMMANDS.values()]
     texts = {name: " ".join(t for t in commands if t.startswith(name + " ")) for name in main.commands}
-    texts["run"] += (here / "test_run.py").read_text().replace('"', " ")
+    texts["run"] += (folder / "test_run.py").read_text().replace('"', " ")
     for name, made in main.commands.items():
         for option in made.params:
             if option.param_type_name == "option":
@@ -255,5 +255,5 @@ def test_wrong_sweeps_fail_with_the_reason(folder, arguments, message):
 
 def _wrong(command, message, folder):
     _, err = run(*command, cwd=folder, code=2, program=RAYTF)
-    usage, *_, said = err.splitlines()
-    assert usage.startswith("Usage: raytf ") and said.startswith("Error: ") and re.search(message, said), err
+    usage, *_, sentence = err.splitlines()
+    assert usage.startswith("Usage: raytf ") and sentence.startswith("Error: ") and re.search(message, sentence), err

@@ -167,8 +167,8 @@ def test_a_tfjob_with_parameter_servers(tmp_path):
 def test_one_worker_fails_and_is_named():
     began = time.monotonic()
     _, err = run("--num-workers", 2, "one_fails.py", code=1)
-    says = [line for line in err.splitlines() if line.startswith("raytf run:")]
-    assert len(says) == 1 and "worker 1 failed first: exit code 1" in says[0]
+    lines = [line for line in err.splitlines() if line.startswith("raytf run:")]
+    assert len(lines) == 1 and "worker 1 failed first: exit code 1" in lines[0]
     assert "batch is too large on this worker" in err and time.monotonic() - began < 120
 
 
@@ -263,11 +263,11 @@ def test_the_folder_travels(tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     found = re.search(r"\[worker 0\] beside the script in (\S+)", done.stdout)[1]
     assert found != str(hidden) and "working_dir" in found
-    says = rf"^raytf run: \S+ does not see the current folder; the script runs there in a copy, {found}, and what it"
-    assert len(re.findall(says, done.stderr, re.MULTILINE)) == 1
+    pattern = rf"^raytf run: \S+ does not see the current folder; the script runs there in a copy, {found}, and what it"
+    assert len(re.findall(pattern, done.stderr, re.MULTILINE)) == 1
 
 
-def here(folder, text, *, monkeypatch, **options):
+def run_locally(folder, text, *, monkeypatch, **options):
     """Runs a script in this process, as `run` does in one of its own; the exit code."""
     (folder / "script.py").write_text(text)
     monkeypatch.chdir(folder)
@@ -280,7 +280,7 @@ def here(folder, text, *, monkeypatch, **options):
 def test_a_script_that_hangs_is_named_with_its_stack(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(hangs, "_ENDS_LATE", 6.0)  # times the limit
     options = {"num_workers": 2, "hang_timeout": 2.0}
-    assert here(tmp_path, DEADLOCK, monkeypatch=monkeypatch, **options) == 128 + signal.SIGKILL
+    assert run_locally(tmp_path, DEADLOCK, monkeypatch=monkeypatch, **options) == 128 + signal.SIGKILL
     err = capfd.readouterr().err
     named = r"its process \d+ on \S+ is in Mine.on_train_batch_end after step 6 since \d+ s; "
     named += r"(worker 0|the run) waits for it since"
@@ -309,15 +309,15 @@ if rank == 0 and not os.path.exists("again"):
     signal.pause()
 """
     options = {"num_workers": 2, "max_restarts": 1, "frozen_after": 6.0}
-    assert here(tmp_path, text, monkeypatch=monkeypatch, **options) == 0
+    assert run_locally(tmp_path, text, monkeypatch=monkeypatch, **options) == 0
     out, err = capfd.readouterr()
     assert [out.count(f"[worker {rank}] went on") for rank in (0, 1)] == [2, 1]
-    said = [line for line in err.splitlines() if line.startswith("raytf run:")]
+    lines = [line for line in err.splitlines() if line.startswith("raytf run:")]
     assert re.fullmatch(
         r"raytf run: worker 1 failed first: frozen: its process \d+ on \S+ is stopped by .* s \(--frozen-after.*",
-        said[0],
+        lines[0],
     )
-    assert said[1:] == ["raytf run: restart 1 of 1: all tasks"]
+    assert lines[1:] == ["raytf run: restart 1 of 1: all tasks"]
 
 
 def test_a_runner_that_gives_no_answer_has_gone(tmp_path, monkeypatch, capfd, set_timeouts):
@@ -329,7 +329,7 @@ if json.loads(os.environ["TF_CONFIG"])["task"]["index"] == 1:
     os.kill(os.getppid(), signal.SIGSTOP)
 signal.pause()
 """
-    assert here(tmp_path, text, monkeypatch=monkeypatch, num_workers=2) == 128 + signal.SIGKILL
+    assert run_locally(tmp_path, text, monkeypatch=monkeypatch, num_workers=2) == 128 + signal.SIGKILL
     err = capfd.readouterr().err
     assert re.search(r"worker 1 failed first: its host \S+, or Ray's process there, gives no answer", err)
 
@@ -349,14 +349,14 @@ if json.loads(os.environ["TF_CONFIG"])["task"]["type"] == "evaluator":
 while not os.path.exists("ready"):
     time.sleep(0.01)
 """
-    assert here(tmp_path, text, monkeypatch=monkeypatch, evaluator=True) == 0
+    assert run_locally(tmp_path, text, monkeypatch=monkeypatch, evaluator=True) == 0
     out, err = capfd.readouterr()
     assert re.findall(r"^\[evaluator 0\] line (\d+)$", out, re.MULTILINE) == [str(i) for i in range(20_000)]
     assert "evaluator 0 is ended, 1 s after the training" in err
 
 
 @pytest.mark.parametrize(
-    "arguments, says",
+    "arguments, message",
     [
         (["nowhere.py"], "The script must be a file that exists; received: 'nowhere.py'"),
         (["--module", "nowhere"], "a module that can be imported from the current folder"),
@@ -367,9 +367,9 @@ while not os.path.exists("ready"):
         (["--max-restarts", -1, "one_fails.py"], "max_restarts must be an integer of at least 0"),
     ],
 )
-def test_wrong_calls_fail_with_the_reason(arguments, says):
-    _, err = run(*arguments, code=1 if "cluster must be able" in says else 2)
-    assert says in err and "Traceback" not in err
+def test_wrong_calls_fail_with_the_reason(arguments, message):
+    _, err = run(*arguments, code=1 if "cluster must be able" in message else 2)
+    assert message in err and "Traceback" not in err
 
 
 def test_variables_arguments_and_exit_code(tmp_path):

@@ -66,9 +66,9 @@ def environment(wheel, tmp_path_factory):
     options = ("--no-deps", "--no-index", "--disable-pip-version-check", "--quiet")
     run(sys.executable, "-m", "pip", "--python", python, "install", *options, wheel, cwd=place)
     (site,) = (place / "lib").glob("python*/site-packages")
-    ours = dict.fromkeys(sysconfig.get_path(name) for name in ("purelib", "platlib"))
+    places = dict.fromkeys(sysconfig.get_path(name) for name in ("purelib", "platlib"))
     # After the wheel on the path; the checkout's own .pth file is read in no folder that is added so.
-    (site / "dependencies.pth").write_text("".join(f"{path}\n" for path in ours))
+    (site / "dependencies.pth").write_text("".join(f"{path}\n" for path in places))
     return place / "bin"
 
 

@@ -35,9 +35,9 @@ def stages(folder, ids) -> list[list[dict]]:
     def group(place, stage, scenarios):
         path = folder_of(folder, stage, place)
         path.mkdir()
-        told = {"folder": str(path), "dtype": "float64", "place": place, "world": processes(place)}
-        told |= {"communication": "auto", "module": "tests.processes.resume_scenarios", "scenarios": scenarios}
-        return told | OPTIONS.get(place, {})
+        settings = {"folder": str(path), "dtype": "float64", "place": place, "world": processes(place)}
+        settings |= {"communication": "auto", "module": "tests.processes.resume_scenarios", "scenarios": scenarios}
+        return settings | OPTIONS.get(place, {})
 
     alone = {
         place: [f"{name}:{stage}" for name in names for stage in alone_of(name)] for place, names in PLACES.items()

@@ -267,9 +267,9 @@ def reordered(place: Place, name: str):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         out = train(place, case, begins=left(place, name, place.world))
-    told = [str(w.message) for w in caught if "starts again" in str(w.message)]
-    assert len(told) == 1 and "have seen 4 of its steps" in told[0], told
-    assert "(batch_size 25, was 20)" in told[0], told
+    messages = [str(w.message) for w in caught if "starts again" in str(w.message)]
+    assert len(messages) == 1 and "have seen 4 of its steps" in messages[0], messages
+    assert "(batch_size 25, was 20)" in messages[0], messages
     return {"epochs": out["n:last"][3:], "seen": out["n:last"][1], "steps": out["optimizer0"]}
 
 
@@ -302,8 +302,8 @@ def remeasured(place: Place, name: str):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         out = train(place, case, begins=begins)
-    told = [str(w.message) for w in caught if "count the steps after its first 4 alone" in str(w.message)]
-    assert len(told) == 1, told
+    messages = [str(w.message) for w in caught if "count the steps after its first 4 alone" in str(w.message)]
+    assert len(messages) == 1, messages
     return {key: value for key, value in out.items() if key.startswith("w")}
 
 
@@ -386,10 +386,10 @@ class Bare(keras.Model):
     def train_step(self, data):
         x, y = data
         with tf.GradientTape() as tape:
-            said = self(x, training=True)
-            loss = keras.ops.mean(keras.losses.sparse_categorical_crossentropy(y, said, from_logits=True))
+            predicted = self(x, training=True)
+            loss = keras.ops.mean(keras.losses.sparse_categorical_crossentropy(y, predicted, from_logits=True))
         self.optimizer.apply(tape.gradient(loss, self.trainable_weights), self.trainable_weights)
-        self.metric.update_state(keras.ops.one_hot(y, 4), keras.ops.softmax(said))
+        self.metric.update_state(keras.ops.one_hot(y, 4), keras.ops.softmax(predicted))
         return {"mine": loss}
 
     def test_step(self, data):

@@ -16,8 +16,8 @@ def outcome(behind):
 
     def found(stage, place, case):
         ranks = behind.results(folder_of(folder, stage, place), f"{case}:{stage}")
-        for told in ranks:
-            assert not isinstance(told, str), told
+        for result in ranks:
+            assert not isinstance(result, str), result
         return ranks
 
     return found
@@ -36,10 +36,10 @@ def test_as_many_workers_resume_to_the_bit(outcome, place, case):
         for key, value in right.items():
             tolerance = 1e-6 if key.startswith(("h:", "r:")) and place != "1" else 0
             np.testing.assert_allclose(left[key], value, rtol=0, atol=tolerance, err_msg=f"{key} of rank {rank}")
-    for mine in resumed[1:]:
+    for result in resumed[1:]:
         for key, value in resumed[0].items():
             if key.startswith(("w", "optimizer")):
-                np.testing.assert_array_equal(mine[key], value, err_msg=f"{key}: a worker differs")
+                np.testing.assert_array_equal(result[key], value, err_msg=f"{key}: a worker differs")
 
 
 @pytest.mark.slow
@@ -51,11 +51,13 @@ def test_other_numbers_of_workers_resume_alike(outcome, case):
         outcome(f"chain{link}", CHAIN[link][0], case)
     (one,), two = outcome("quiet", "1", case), outcome("quiet", "2", case)
     last = outcome(f"chain{len(CHAIN) - 1}", "2", case)
-    for mine in last:
+    for result in last:
         for key, value in one.items():
             if not key.startswith("n:"):
-                np.testing.assert_allclose(mine[key], value, rtol=0, atol=1e-6 if key[1] == ":" else 1e-9, err_msg=key)
-        np.testing.assert_array_equal(mine["n:last"], two[0]["n:last"])
+                np.testing.assert_allclose(
+                    result[key], value, rtol=0, atol=1e-6 if key[1] == ":" else 1e-9, err_msg=key
+                )
+        np.testing.assert_array_equal(result["n:last"], two[0]["n:last"])
 
 
 @pytest.mark.slow
@@ -73,8 +75,8 @@ def test_batch_normalization_over_a_workers_own_rows_is_the_exception(outcome):
 @pytest.mark.timeout(1600)
 def test_a_batch_and_a_rate_that_follow_the_workers(outcome):
     """elastic_batch="scale": as one process that takes the same rows, with the rate of their number."""
-    for told in outcome("scaled", "2", "plain"):
-        for key, far in told.items():
+    for result in outcome("scaled", "2", "plain"):
+        for key, far in result.items():
             np.testing.assert_allclose(far, 0, rtol=0, atol=1e-9, err_msg=key)
 
 
@@ -85,8 +87,8 @@ def test_state_that_no_longer_fits_is_reset_with_a_warning(outcome):
 
     The History knows the first epoch, and the second when the third ends.
     """
-    for told in outcome("reordered", "2", "plain"):
-        assert told["epochs"].tolist() == [0, 1] and told["seen"] == 9 and told["steps"] == 11 + 4 + 2 * 9
+    for result in outcome("reordered", "2", "plain"):
+        assert result["epochs"].tolist() == [0, 1] and result["seen"] == 9 and result["steps"] == 11 + 4 + 2 * 9
     for left, right in zip(outcome("remeasured", "2", "plain"), outcome("quiet", "2", "plain"), strict=True):
         for key, value in left.items():
             np.testing.assert_array_equal(value, right[key], err_msg="what is measured changes no weight")

@@ -33,9 +33,9 @@ def _run(folder, groups):
     made = []
     for name, dtype, world, shares, scenarios in groups:
         (folder / name).mkdir()
-        told = {"folder": str(folder / name), "dtype": dtype, "place": str(world), "world": world}
-        told |= {"communication": "auto", "module": "tests.processes.sharded_scenarios", "scenarios": scenarios}
-        made.append(told | {"config": {"shard_optimizer": shares, "bytes_per_pack": 40_000}})
+        settings = {"folder": str(folder / name), "dtype": dtype, "place": str(world), "world": world}
+        settings |= {"communication": "auto", "module": "tests.processes.sharded_scenarios", "scenarios": scenarios}
+        made.append(settings | {"config": {"shard_optimizer": shares, "bytes_per_pack": 40_000}})
     environment = {name: value for name, value in os.environ.items() if name != "TF_CONFIG"}
     subprocess.run(
         [sys.executable, "-m", "tests.processes.worker", json.dumps(made)], env=environment, check=True, timeout=1500
@@ -95,11 +95,11 @@ def test_shares_give_the_same_bits(alike, dtype, world, name):
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_shared_is_refused_by_name(alike, name):
-    for told in _found(alike, "float64_2_True", 2, f"refused_{name}"):
-        said = {"own": "Mine", "accumulation": "gradient_accumulation_steps", "loss_scale": "LossScaleOptimizer"}
-        assert "shard_optimizer is for" in told["refused"]
-        received = told["refused"].partition("received: ")[2].lower()
-        assert said.get(name, name).lower() in received
+    for result in _found(alike, "float64_2_True", 2, f"refused_{name}"):
+        texts = {"own": "Mine", "accumulation": "gradient_accumulation_steps", "loss_scale": "LossScaleOptimizer"}
+        assert "shard_optimizer is for" in result["refused"]
+        received = result["refused"].partition("received: ")[2].lower()
+        assert texts.get(name, name).lower() in received
 
 
 @pytest.mark.parametrize(("group", "begins"), RESUMED)
@@ -107,8 +107,8 @@ def test_checkpoints_are_for_any_number_of_workers(resumed, group, begins):
     """Sharded or not, to the bit where as many resume; plain Keras has read each of them as well."""
     (shares, world), quiet = group, _found(resumed, "first_True", 2, "quiet")[0]
     _found(resumed, f"first_{begins == 'sharded2'}", 2, f"stopped_{begins}")
-    for mine in _found(resumed, f"then_{shares}_{world}", world, f"resumed_{begins}"):
-        assert [key for key in mine if key.startswith("w")]
-        for key, value in mine.items():
+    for result in _found(resumed, f"then_{shares}_{world}", world, f"resumed_{begins}"):
+        assert [key for key in result if key.startswith("w")]
+        for key, value in result.items():
             tolerance = 0 if world == 2 and key.startswith("w") else 1e-6 if key.startswith("h") else 1e-9
             np.testing.assert_allclose(value, quiet[key], rtol=0, atol=tolerance, err_msg=key)

@@ -42,10 +42,10 @@ def test_processes_get_different_ports_even_between_release_and_bind():
         for _ in range(4)
     ]
     try:
-        said = [child.stdout.readline().strip() for child in children]
-        ports = [text for text in said if text.startswith("127.0.0.1:")]
-        assert len(ports) == 3 and len(set(ports)) == 3, said
-        assert sum("A worker needs a free port" in text for text in said) == 1
+        lines = [child.stdout.readline().strip() for child in children]
+        ports = [text for text in lines if text.startswith("127.0.0.1:")]
+        assert len(ports) == 3 and len(set(ports)) == 3, lines
+        assert sum("A worker needs a free port" in text for text in lines) == 1
         for child in children:
             child.stdin.write("\n")
             child.stdin.flush()

@@ -157,17 +157,17 @@ def test_callbacks_may_come_go_and_move(tmp_path):
         for number, callback in enumerate(callbacks, 1):
             callback.count = number
 
-    with pytest.warns(UserWarning) as told:
+    with pytest.warns(UserWarning) as caught:
         after = carried(tmp_path, [One(), One(), Two()], [keras.callbacks.TerminateOnNaN(), Two(), One()], during)
     assert [getattr(c, "count", None) for c in after] == [None, 3, 1]
-    assert [str(w.message) for w in told] == [
+    assert [str(w.message) for w in caught] == [
         "Callbacks that the checkpoint does not know start from scratch: TerminateOnNaN",
         "Callbacks of the checkpoint that the run has no longer: One",
     ]
 
 
 def test_callback_may_define_its_own_state(tmp_path):
-    class Says(keras.callbacks.Callback):
+    class OwnState(keras.callbacks.Callback):
         value = None
 
         def get_state(self):
@@ -179,13 +179,15 @@ def test_callback_may_define_its_own_state(tmp_path):
     def during(callback):
         callback.value = {"seen": {1, 2}, "at": "/tmp/x"}
 
-    assert carried(tmp_path, [Says()], [Says()], during)[0].value == {"seen": {1, 2}, "at": "/tmp/x"}
+    assert carried(tmp_path, [OwnState()], [OwnState()], during)[0].value == {"seen": {1, 2}, "at": "/tmp/x"}
 
     def wrong(callback):
         callback.value = {"file": [object()]}
 
-    with pytest.raises(ConfigError, match=r"get_state\(\).*Says: the value\['file'\]\[0\] is of type builtins.object"):
-        carried(tmp_path, [Says()], [Says()], wrong)
+    with pytest.raises(
+        ConfigError, match=r"get_state\(\).*OwnState: the value\['file'\]\[0\] is of type builtins.object"
+    ):
+        carried(tmp_path, [OwnState()], [OwnState()], wrong)
 
 
 @pytest.mark.parametrize(

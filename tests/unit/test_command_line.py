@@ -56,7 +56,7 @@ def test_help_has_an_example_that_the_command_takes(command, tmp_path, monkeypat
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["train", *TRAINING, "--strategy", "x"], "'multi_worker_mirrored'"),
         (["sweep", *TRAINING, "--mode", "x"], "'min', 'max'"),
@@ -78,10 +78,10 @@ def test_help_has_an_example_that_the_command_takes(command, tmp_path, monkeypat
         (["nothing"], "No such command"),
     ],
 )
-def test_wrong_value_is_reported_with_the_usage_and_exit_code_2(arguments, said, tmp_path, monkeypatch):
+def test_wrong_value_is_reported_with_the_usage_and_exit_code_2(arguments, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     outcome = invoke(*arguments)
-    assert outcome.exit_code == 2 and said in outcome.output and "Usage: " in outcome.output, outcome.output
+    assert outcome.exit_code == 2 and message in outcome.output and "Usage: " in outcome.output, outcome.output
 
 
 def test_version_and_completion():

@@ -124,8 +124,8 @@ def check(make, calls=1, **options):
     expected, without = trained(make, compiled=False, **options)
     found, its = trained(make, compiled=True, **options)
     assert (without, its) == (0, calls)
-    for mine, kerass in zip(found, expected, strict=True):
-        np.testing.assert_allclose(mine, kerass, rtol=0, atol=1e-9)
+    for result, kerass in zip(found, expected, strict=True):
+        np.testing.assert_allclose(result, kerass, rtol=0, atol=1e-9)
 
 
 FAST = ("adamw", "loss_scale_accumulation", "ema_overwrite", "subclass")

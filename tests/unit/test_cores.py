@@ -102,11 +102,11 @@ def test_two_processes_have_a_core_each_and_a_third_none_until_one_dies(start, t
     a, b, c = start(3)
     for child in (a, b, c):  # at the same time
         child.tell("claim 1")
-    said = [child.answer() for child in (a, b, c)]
-    assert sorted(said) == sorted([f"True [{two[0]}]", f"True [{two[1]}]", "False []"])
-    has = [child for child, text in zip((a, b, c), said, strict=True) if text.startswith("True")]
+    answers = [child.answer() for child in (a, b, c)]
+    assert sorted(answers) == sorted([f"True [{two[0]}]", f"True [{two[1]}]", "False []"])
+    has = [child for child, text in zip((a, b, c), answers, strict=True) if text.startswith("True")]
     (without,) = {a, b, c} - set(has)
-    own = [(int(text[6:-1]),) for text in said if text.startswith("True")]
+    own = [(int(text[6:-1]),) for text in answers if text.startswith("True")]
     for child, its in zip(has, own, strict=True):
         child.ask("keep")
         assert child.ask("mask") == str([its])

@@ -141,8 +141,8 @@ def test_the_import_path_of_build_model_is_not_imported(crafted, tmp_path, monke
     folder, exploded = crafted
     (tmp_path / "raytf_bomb.py").write_text(f"import os\nos.mkdir({str(exploded)!r})\ndef build(config): ...\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    said = json.loads((folder / "build.json").read_text()) | {"build_model": "raytf_bomb:build"}
-    (folder / "build.json").write_text(json.dumps(said))
+    record = json.loads((folder / "build.json").read_text()) | {"build_model": "raytf_bomb:build"}
+    (folder / "build.json").write_text(json.dumps(record))
     with_config(folder, {"class_name": "build", "module": "raytf_bomb", "config": {}})
     fit_manifest(folder)
     found = ways(folder)

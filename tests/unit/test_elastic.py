@@ -114,13 +114,13 @@ def test_a_rate_that_is_no_number_of_one_optimizer_is_refused():
 
 def job(batch, fewest):
     batch_spec = BatchSpec.parsed("id", None, None, None)
-    told = {"build_model": None, "callbacks": None, "batch": batch_spec, "datasets": {}, "board": None}
+    options = {"build_model": None, "callbacks": None, "batch": batch_spec, "datasets": {}, "board": None}
     return TrainJob(
         config={"batch_size": batch, "epochs": 1},
         sampling=Sampling(global_batch=batch),
         steps_per_execution=1,
         fewest=fewest,
-        **told,
+        **options,
     )
 
 

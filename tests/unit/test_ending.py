@@ -57,17 +57,17 @@ def test_workers_in_step_end_after_the_same_execution(seed):
     assert {worker.made for worker in workers} == {max(begun)}
 
 
-@pytest.mark.parametrize("told", [False, True])
-def test_one_that_joins_ends_after_the_same_execution(told):
+@pytest.mark.parametrize("known", [False, True])
+def test_one_that_joins_ends_after_the_same_execution(known):
     """It makes its first one with the third of the other, before or after that learned after which to end."""
     other, joins = StopBarrier(), StopBarrier()
     other.begin()
     assert not other.is_last() and not other.is_last()
-    if told:
+    if known:
         other.stop_after(other.ask(STOP))
     joins.reset()
     joins.begin(other.state())
-    if not told:
+    if not known:
         begun = max(gate.ask(STOP) for gate in (other, joins))
         for gate in (other, joins):
             gate.stop_after(begun)

@@ -149,11 +149,11 @@ def test_what_is_cut_off_or_crafted_is_left_out(tmp_path):
     record = events.Recorder(LOCAL, str(tmp_path))
     record(RunEvent(kind=Kind.WORKER_WENT_ON, ranks=(1,)))
     (good,) = (tmp_path / events.FOLDER).iterdir()
-    told = json.loads(good.read_text())
+    content = json.loads(good.read_text())
     crafted = [{"kind": "other"}, {"ranks": ["<script>"]}, {"ranks": 3}, {"why": 3}, {"time": "x"}, {"another": 1}]
     crafted += [{"kind": "worker_replaced", "seconds": None}, {"step": []}]
     for number, change in enumerate(crafted):
-        (good.parent / f"{number}.json").write_text(json.dumps(told | change))
+        (good.parent / f"{number}.json").write_text(json.dumps(content | change))
     (good.parent / "cut.json").write_text(good.read_text()[:20])
     (good.parent / "list.json").write_text("[1]")
     (good.parent / "bytes.json").write_bytes(b"\xff\xfe")

@@ -132,12 +132,12 @@ def test_damaged_checkpoint_is_skipped_with_a_warning(run, tmp_path):
     for name in ("step_000000000017", "checkpoint_2026-01-01_00-00-02"):
         part = tmp_path / "run" / name / "seeds.npz"
         part.write_bytes(part.read_bytes()[:-1])
-    for choice, value, said in [
+    for choice, value, warning in [
         ({}, 15, "Damaged: step_000000000017 .* Instead checkpoint_2026-01-01_00-00-03 is taken"),
         ({"which": "best"}, 15, "Damaged: checkpoint_2026-01-01_00-00-02 .* Instead checkpoint_2026-01-01_00-00-"),
         ({"average": 2}, 13.5, "Damaged: step_000000000017"),
     ]:
-        with pytest.warns(UserWarning, match=said), pytest.warns(UserWarning, match="cannot be used"):
+        with pytest.warns(UserWarning, match=warning), pytest.warns(UserWarning, match="cannot be used"):
             np.testing.assert_allclose(values(raytf.load_model(tmp_path / "run", **choice)), value)
     with pytest.raises(ConfigError, match="whole; received: average=5 with 3 in"), pytest.warns():
         raytf.load_model(tmp_path / "run", average=5)
@@ -287,7 +287,7 @@ def test_a_model_of_ones_own_classes_is_exported_by_its_inputs(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("mine", "its", "far"),
+    ("left", "right", "far"),
     [
         ([1.0, -4.0], [1.0, -4.0], 0),
         ([0.5, 0.0], [0.5, 1e-3], 1e-3),
@@ -300,8 +300,8 @@ def test_a_model_of_ones_own_classes_is_exported_by_its_inputs(tmp_path):
         ([], [], 0),
     ],
 )
-def test_how_far_outputs_are(mine, its, far):
-    np.testing.assert_allclose(export_module._distance(np.array(mine), np.array(its)), far)
+def test_how_far_outputs_are(left, right, far):
+    np.testing.assert_allclose(export_module._distance(np.array(left), np.array(right)), far)
 
 
 def noisy(config):
@@ -386,8 +386,8 @@ def test_errors_are_raised_before_ray_and_tensorflow_are_imported(run, tmp_path,
     (tmp_path / "empty").mkdir()
     (tmp_path / "first").symlink_to(run)
     done = typed(tmp_path, *command.split())
-    usage, *_, said = done.stderr.splitlines()
-    assert done.returncode == 2 and said.startswith("Error: ") and WRONG[command] in said, done.stderr
+    usage, *_, sentence = done.stderr.splitlines()
+    assert done.returncode == 2 and sentence.startswith("Error: ") and WRONG[command] in sentence, done.stderr
     assert usage.startswith("Usage: ") and not (tmp_path / "out").exists()
 
 

@@ -185,13 +185,13 @@ def test_the_worker_with_the_fault_is_the_one_that_is_named():
         source = random.Random(seed)
         workers, limit = source.randint(2, 6), source.randint(6, 20)
         (fault,) = FaultPlan.random(seed, workers=workers, steps=100, kinds=["Stop"]).faults
-        told = []
+        group = []
         for rank in range(workers):
             where = {"phase": source.choice(phases)} if rank == fault.rank else {}
             if rank != fault.rank:
                 where["meeting"] = (source.choice([activity.SUM, activity.COLLECTIVE]), 18, source.uniform(0, 2))
-            told.append(Worker(step=fault.step + 1, usual=source.uniform(0.001, 0.05), **where))
-        second, hang = seconds_until(HangDetector(limit, 60), told)
+            group.append(Worker(step=fault.step + 1, usual=source.uniform(0.001, 0.05), **where))
+        second, hang = seconds_until(HangDetector(limit, 60), group)
         assert hang.rank == fault.rank, f"seed {seed}: {fault}, {hang}"
         assert limit - 2 <= second <= limit + 1, f"seed {seed}: after {second} s, {hang}"
 

@@ -158,12 +158,12 @@ def test_images_are_decoded_and_resized():
     table = pa.table({"png": pa.array(files), "id": np.arange(ROWS)})
     for image, ids in feed(table, Column("png", image=(8, 6, 3)), "id").dataset():
         assert image.dtype == tf.uint8 and image.shape[1:] == (8, 6, 3)
-        for mine, i in zip(image.numpy(), ids.numpy(), strict=True):
+        for decoded, i in zip(image.numpy(), ids.numpy(), strict=True):
             if i % 2:
-                np.testing.assert_array_equal(mine, pixels[i])
+                np.testing.assert_array_equal(decoded, pixels[i])
             else:
                 its = tf.image.resize(pixels[i], (8, 6)).numpy()
-                assert np.abs(mine - its).max() <= 0.51
+                assert np.abs(decoded - its).max() <= 0.51
 
 
 def test_large_jpeg_files_are_decoded_at_a_smaller_size():

@@ -110,8 +110,8 @@ def test_a_storage_that_takes_no_more_ends_them_and_not_the_training(tmp_path):
     (tmp_path / "events" / "system").touch()
     with pytest.warns(UserWarning) as seen:
         trained(tmp_path, Events(str(tmp_path / "events"), write_graph=False))
-    ours = [str(warning.message) for warning in seen if str(warning.message).startswith("Figures")]
-    assert len(ours) == 2 and "raytf report" in ours[0] and "TensorBoard" in ours[1], ours
+    messages = [str(warning.message) for warning in seen if str(warning.message).startswith("Figures")]
+    assert len(messages) == 2 and "raytf report" in messages[0] and "TensorBoard" in messages[1], messages
 
 
 @pytest.mark.slow

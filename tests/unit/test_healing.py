@@ -49,17 +49,17 @@ def survivor():
     """(healer, holder, future of its sum): the other one of two has passed something on, and has died."""
     with ThreadPoolExecutor(2) as pool:
         listeners = [Listener("127.0.0.1") for _ in range(2)]
-        mine, other = pool.map(lambda rank: joined(listeners, rank), range(2))
-        healer, holder = Healer(), Holder(mine)
-        told = []
-        healer.arm(lambda: Listener("127.0.0.1"), lambda: None, lambda: told.append("lost"), step=0)
+        ring, other = pool.map(lambda rank: joined(listeners, rank), range(2))
+        healer, holder = Healer(), Holder(ring)
+        losses = []
+        healer.arm(lambda: Listener("127.0.0.1"), lambda: None, lambda: losses.append("lost"), step=0)
         with healer.execution():
             healer.stepped(holder, b"mine")
             other.pass_on(2, b"the other's")
             other.close()
             yield healer, holder, pool.submit(healer.make, holder, holder.add)
         holder.ring.close()
-        assert told, "the driver is told of a loss at once"
+        assert losses, "the driver is told of a loss at once"
 
 
 def ring_of(waiting, listener, generation):
@@ -82,9 +82,9 @@ def test_a_ring_that_will_not_be_is_left_at_once_and_the_next_one_joined(survivo
     second = standing(healer)
     assert second.held == first.held and second.address != first.address
     new = Listener("127.0.0.1")
-    told = ring_of(second, new, 2)
-    healer.command(told)
-    ring = new.join(1, told.addresses, TOKEN, 20.0, 20.0, generation=2)
+    rejoin = ring_of(second, new, 2)
+    healer.command(rejoin)
+    ring = new.join(1, rejoin.addresses, TOKEN, 20.0, 20.0, generation=2)
     ring.add(array := np.ones(2))
     assert array.tolist() == sum_.result(20).tolist() == [2, 2]
     assert ring.held == ((tag_of(1), b"mine"),), "this one may be lost next, and the new one is behind it"
@@ -114,15 +114,15 @@ def test_next_training_of_the_process_counts_its_rings_from_zero(survivor):
     healer.reset()
     with ThreadPoolExecutor(2) as pool:
         listeners = [Listener("127.0.0.1") for _ in range(2)]
-        mine, other = pool.map(lambda rank: joined(listeners, rank), range(2))
-        holder, new = Holder(mine), Listener("127.0.0.1")
+        first, other = pool.map(lambda rank: joined(listeners, rank), range(2))
+        holder, new = Holder(first), Listener("127.0.0.1")
         healer.arm(lambda: Listener("127.0.0.1"), lambda: None, lambda: None, step=0)
         with healer.execution():
             other.close()
             sum_ = pool.submit(healer.make, holder, holder.add)
-            told = ring_of(standing(healer), new, 1)
-            healer.command(told)
-            ring = new.join(1, told.addresses, TOKEN, 20.0, 20.0, generation=1)
+            rejoin = ring_of(standing(healer), new, 1)
+            healer.command(rejoin)
+            ring = new.join(1, rejoin.addresses, TOKEN, 20.0, 20.0, generation=1)
             ring.add(np.ones(2))
             assert sum_.result(20).tolist() == [2, 2]
         for one in (ring, holder.ring):
@@ -150,8 +150,8 @@ class Epoch:
 
     def __init__(self, pool):
         listeners = [Listener("127.0.0.1") for _ in range(2)]
-        mine, self.other = pool.map(lambda rank: joined(listeners, rank), range(2))
-        self.healer, self.holder, self.made, self.pool = Healer(), Holder(mine), [], pool
+        ring, self.other = pool.map(lambda rank: joined(listeners, rank), range(2))
+        self.healer, self.holder, self.made, self.pool = Healer(), Holder(ring), [], pool
         nothing = lambda: None
         self.healer.arm(lambda: Listener("127.0.0.1"), nothing, nothing, step=0, note=self.note)
         with self.healer.execution():
@@ -196,10 +196,10 @@ class Epoch:
     def goes_on(self, from_scratch):
         """The ring of the one that is new."""
         waiting, new = standing(self.healer), Listener("127.0.0.1")
-        told = Rejoin([waiting.address, (new.host, new.port)], TOKEN, 1, {}, from_scratch)
+        rejoin = Rejoin([waiting.address, (new.host, new.port)], TOKEN, 1, {}, from_scratch)
         self.made.clear()
-        self.healer.command(told)
-        return waiting, new.join(1, told.addresses, TOKEN, 20.0, 20.0, generation=1)
+        self.healer.command(rejoin)
+        return waiting, new.join(1, rejoin.addresses, TOKEN, 20.0, 20.0, generation=1)
 
 
 @pytest.fixture

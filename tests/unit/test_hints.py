@@ -37,7 +37,7 @@ from raytf.worker import fit
 
 
 @pytest.mark.parametrize(
-    ("nodes", "each", "count", "said", "unsaid"),
+    ("nodes", "each", "count", "message", "unsaid"),
     [
         (
             [{"CPU": 8}],
@@ -51,9 +51,9 @@ from raytf.worker import fit
         ([{"CPU": 8}], {"CPU": 1, "TPU": 4}, 1, ["less TPU", "nodes with TPU"], ["--cpus-per-worker", "GPU"]),
     ],
 )
-def test_advice_is_about_what_the_cluster_lacks(nodes, each, count, said, unsaid):
+def test_advice_is_about_what_the_cluster_lacks(nodes, each, count, message, unsaid):
     text = suggest_workers(nodes, each, count)
-    assert all(word.lower() in text.lower() for word in said), text
+    assert all(word.lower() in text.lower() for word in message), text
     assert not [word for word in unsaid if word.lower() in text.lower()], text
 
 
@@ -242,8 +242,8 @@ def test_what_makes_a_dataset_of_something_else(given, fix):
 
 def test_missing_column_of_the_validation_data_is_reported_as_such(tmp_path):
     pq.write_table(pa.table({"a": [1.0]}), tmp_path / "rows.parquet")
-    for name, said in (("train", "^labels must"), ("validation", "^In the dataset 'validation' labels must")):
-        with pytest.raises(ConfigError, match=said):
+    for name, message in (("train", "^labels must"), ("validation", "^In the dataset 'validation' labels must")):
+        with pytest.raises(ConfigError, match=message):
             cli_options.check_columns(name, str(tmp_path), {"labels": "y"})
 
 
@@ -256,8 +256,8 @@ def test_a_loss_or_metric_that_keras_does_not_know(wrong):
 
     table = pa.table({"x": np.arange(4.0, dtype=np.float32), "y": np.arange(4.0, dtype=np.float32)})
     pickled = cloudpickle.dumps((misspelt, {"batch_size": 2, "epochs": 1}, BatchSpec.parsed(["x"], "y"), [], None))
-    said = str(dry_run.inspect(pickled, StoredDataset([table], [4], ["x", "y"])))
-    assert re.match(r"compile must name losses and metrics that Keras has.*(msee|acuracy)", said), said
+    message = str(dry_run.inspect(pickled, StoredDataset([table], [4], ["x", "y"])))
+    assert re.match(r"compile must name losses and metrics that Keras has.*(msee|acuracy)", message), message
 
 
 @pytest.mark.slow

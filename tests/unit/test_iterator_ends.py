@@ -124,8 +124,8 @@ def test_slow_end_is_logged_and_has_a_limit(monkeypatch, capsys, set_timeouts):
     ends = iterator_ends._Ends()
     ends.begin([Held()])
     ends.close()
-    told = capsys.readouterr().err.splitlines()
-    assert "may take a minute" in told[0] and "has not freed 1 iterators" in told[1] and len(told) == 2, told
+    lines = capsys.readouterr().err.splitlines()
+    assert "may take a minute" in lines[0] and "has not freed 1 iterators" in lines[1] and len(lines) == 2, lines
     assert ends.closed and not ended.is_set()
     waits.set()
     assert ended.wait(60)

@@ -125,10 +125,10 @@ WRONG = [
 
 
 @pytest.mark.sampled(4)
-@pytest.mark.parametrize("name, path, value, says", WRONG, ids=[f"{name}-{path}" for name, path, *_ in WRONG])
-def test_a_wrong_field_is_refused(name, path, value, says):
+@pytest.mark.parametrize("name, path, value, message", WRONG, ids=[f"{name}-{path}" for name, path, *_ in WRONG])
+def test_a_wrong_field_is_refused(name, path, value, message):
     found = checks.refusals(patched(documents(f"{name}.yaml"), path, value))
-    assert any(says in text for text in found), found
+    assert any(message in text for text in found), found
 
 
 def test_the_pages_entrypoint_has_its_workers_where_kustomize_sets_them():

@@ -89,5 +89,5 @@ def test_missing_keras_2_is_reported_first(tmp_path):
         "raytf.TensorflowTrainer(lambda: None, tensorflow_config=raytf.TensorflowConfig(legacy_keras=True))\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=os.environ, timeout=120)
-    said = "Keras 2 is the package tf_keras; received: legacy_keras=True, and no tf_keras. Install it"
-    assert done.stderr.splitlines()[-1].startswith(f"raytf.errors.ConfigError: {said}"), done.stderr
+    message = "Keras 2 is the package tf_keras; received: legacy_keras=True, and no tf_keras. Install it"
+    assert done.stderr.splitlines()[-1].startswith(f"raytf.errors.ConfigError: {message}"), done.stderr

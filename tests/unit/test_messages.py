@@ -13,7 +13,7 @@ import raytf
 FOLDER = pathlib.Path(raytf.__file__).parent
 PAGE = FOLDER.parent / "docs" / "troubleshooting.md"
 # What is called with a message for the user.
-SAYS = {"_print", "_log", "warn", "print", "info", "warning", "error", "exception"}
+CALLS = {"_print", "_log", "warn", "print", "info", "warning", "error", "exception"}
 # What these print is the answer to a command, a table, or the output of others.
 ANSWERS = {
     "cli.py": "the output of commands",
@@ -48,7 +48,7 @@ def messages():
             if not isinstance(node, ast.Call):
                 continue
             called = getattr(node.func, "attr", getattr(node.func, "id", None))
-            if called not in SAYS:
+            if called not in CALLS:
                 continue
             parts = [part for argument in node.args for part in _literals(argument)]
             longest = max(parts, key=len, default="").strip(" .:;,()'\n")

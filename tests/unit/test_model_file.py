@@ -51,15 +51,15 @@ def arrays(content: bytes) -> dict:
     return found
 
 
-def assert_same(mine: dict[str, bytes], its: dict[str, bytes]) -> None:
-    assert list(mine) == list(its)
-    for name in its:
+def assert_same(left: dict[str, bytes], right: dict[str, bytes]) -> None:
+    assert list(left) == list(right)
+    for name in right:
         if name == "model.weights.h5":
-            assert arrays(mine[name]) == arrays(its[name])
+            assert arrays(left[name]) == arrays(right[name])
         elif name == "metadata.json":
-            assert json.loads(mine[name])["keras_version"] == json.loads(its[name])["keras_version"]
+            assert json.loads(left[name])["keras_version"] == json.loads(right[name])["keras_version"]
         else:
-            assert mine[name] == its[name], name
+            assert left[name] == right[name], name
 
 
 def build(model) -> None:

@@ -60,8 +60,8 @@ CASES = {
 def test_nulls_are_refused_or_filled(case):
     """Also where the block is a part of a larger array."""
     array, options, fill, expected = CASES[case]
-    around = pa.concat_arrays([array, array, array])
-    whole = pa.table({"x": around}).slice(len(array), len(array))
+    extended = pa.concat_arrays([array, array, array])
+    whole = pa.table({"x": extended}).slice(len(array), len(array))
     for tables in ([pa.table({"x": array})], [whole]):
         with pytest.raises(ConfigError, match=r"\d null\(s\).* of 'x'.*Column\('x', fill=\.\.\.\)"):
             gather.source(tables, Columns.of(Column("x", **options), "x"))

@@ -44,8 +44,8 @@ def test_commands_and_options_that_a_page_names_exist(page):
         name, *rest = command.split()
         assert name in main.commands and isinstance(main, click.Group), command
         known = {option for p in main.commands[name].params for option in (*p.opts, *p.secondary_opts)} | {"--help"}
-        ours = itertools.takewhile(lambda word: not word.endswith(".py"), rest)
-        assert {word for word in ours if word.startswith("--")} <= known, command
+        words_of_raytf = itertools.takewhile(lambda word: not word.endswith(".py"), rest)
+        assert {word for word in words_of_raytf if word.startswith("--")} <= known, command
 
 
 @pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md"])

@@ -155,8 +155,8 @@ def test_batches_of_another_size_are_reported():
     def make(context):
         return tf.data.Dataset.range(ROWS).batch(10)
 
-    told = pipeline.look(TFData(make), Sampling(global_batch=BATCH), "train")
-    assert "a batch has 10 rows, and batch_size is 24" in told.text and told.steps == 11
+    layout = pipeline.look(TFData(make), Sampling(global_batch=BATCH), "train")
+    assert "a batch has 10 rows, and batch_size is 24" in layout.text and layout.steps == 11
 
 
 @pytest.mark.slow
@@ -246,7 +246,7 @@ def test_ragged_and_sparse_rows_in_a_dict(sparse):
 
 
 @pytest.mark.parametrize(
-    ("make", "options", "said"),
+    ("make", "options", "message"),
     [
         (lambda context: np.arange(9), {}, "a numpy.ndarray; from '<lambda>', of 'train'. Return the dataset"),
         (
@@ -269,24 +269,24 @@ def test_ragged_and_sparse_rows_in_a_dict(sparse):
         (lambda context: tf.data.Dataset.range(0).batch(3), {}, "a dataset without a batch.*Check the files"),
     ],
 )
-def test_errors_name_the_function_and_the_fix(make, options, said):
-    with pytest.raises(ConfigError, match=said):
+def test_errors_name_the_function_and_the_fix(make, options, message):
+    with pytest.raises(ConfigError, match=message):
         pipeline.look(TFData(make, **options), Sampling(global_batch=BATCH), "train")
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "message"),
     [
         ((tf.data.Dataset.range(3),), "Pass the function"),
         ((numbers,), None),
         ((functools.partial(numbers),), None),
     ],
 )
-def test_what_a_tfdata_takes(given, said):
-    if said is None:
+def test_what_a_tfdata_takes(given, message):
+    if message is None:
         assert TFData(*given).name == "numbers"
         return
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         TFData(*given)
 
 

@@ -60,9 +60,9 @@ def test_other_numbers_of_workers_resume_together():
     read(position, stop=6)
     parts = []
     for worker in range(3):
-        mine = Position(rows(worker=worker, workers=3, **options))
-        mine.set_state(position.get_state())
-        parts.append(read(mine))
+        restored = Position(rows(worker=worker, workers=3, **options))
+        restored.set_state(position.get_state())
+        parts.append(read(restored))
     for epoch, batches in {1: alone[1][2:], 2: alone[2]}.items():
         assert [[*itertools.chain(*step)] for step in zip(*(part[epoch] for part in parts), strict=True)] == batches
 

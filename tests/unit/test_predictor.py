@@ -44,8 +44,8 @@ INPUTS = {"first": BATCH["a"], "second": np.stack([BATCH["b"], BATCH["c"]], 1)}
 
 def save(folder, model, features=None, loss=0.5, step=3, **more):
     folder.mkdir(parents=True)
-    told = {} if features is None else {"columns": {"features": fingerprint.columns_fingerprint(features)}, **more}
-    state = checkpoint.CheckpointState(1, step, 0, False, [{"epoch": 1, "val_loss": loss}], told)
+    recorded = {} if features is None else {"columns": {"features": fingerprint.columns_fingerprint(features)}, **more}
+    state = checkpoint.CheckpointState(1, step, 0, False, [{"epoch": 1, "val_loss": loss}], recorded)
     checkpoint.save(str(folder), model, state)
     return str(folder)
 
@@ -119,8 +119,8 @@ def test_a_model_of_a_notebook_is_sent_once_and_read_once():
             return x * 2.0
 
     model = keras.Sequential([keras.Input((3,)), Doubles()])
-    mine = raytf.Predictor(model, features="a", keep=[])
-    one, two = pickle.loads(cloudpickle.dumps(mine)), pickle.loads(cloudpickle.dumps(mine))
+    sender = raytf.Predictor(model, features="a", keep=[])
+    one, two = pickle.loads(cloudpickle.dumps(sender)), pickle.loads(cloudpickle.dumps(sender))
     found = [copy(BATCH)["predictions"] for copy in (one, two)]
     np.testing.assert_allclose(found[0], BATCH["a"] * 2.0)
     np.testing.assert_array_equal(*found)

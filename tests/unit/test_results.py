@@ -67,8 +67,8 @@ def test_ended_run_is_reported_before_anything_starts(tmp_path):
     epoch(tmp_path, "done", 3, loss=[3.0, 2.0, 1.0])
     epoch(tmp_path, "early", 1, stopped=True, loss=[3.0])
     run = lambda name: RunConfig(name=name, storage_path=str(tmp_path))
-    said = results.has_ended(run("done"), 3)
-    assert said == "done has trained 3 of 3 epochs, and is finished" and said in phases.starting_phase(said)
+    message = results.has_ended(run("done"), 3)
+    assert message == "done has trained 3 of 3 epochs, and is finished" and message in phases.starting_phase(message)
     assert results.has_ended(run("early"), 5) is not None
     assert results.has_ended(run("done"), 4) is None and results.has_ended(run("new"), 1) is None
 

@@ -51,11 +51,11 @@ def ring_of():
 
 def laid(place, array, shared=True):
     """An array, in memory that the next one reads where there is such and it is wanted."""
-    there = place.empty(array.size, array.dtype) if shared else None
-    if there is None:
+    shared_array = place.empty(array.size, array.dtype) if shared else None
+    if shared_array is None:
         return array
-    there[...] = array
-    return there
+    shared_array[...] = array
+    return shared_array
 
 
 def raised(function, places):
@@ -126,9 +126,9 @@ def test_gathers_and_broadcasts_any_sizes(ring_of, size, hosts):
 
 def test_different_exchanges_of_equal_size_raise(ring_of):
     places = ring_of(2)
-    told = together(lambda p: p.broadcast(np.zeros(16, np.uint8)) if p.rank else p.add(np.zeros(2)), places)
-    said = [str(error) for error in told if not isinstance(error, PeerLostError)]
-    assert said and "a sum of 16 bytes" in said[0] and "a broadcast of 16 bytes" in said[0]
+    errors = together(lambda p: p.broadcast(np.zeros(16, np.uint8)) if p.rank else p.add(np.zeros(2)), places)
+    messages = [str(error) for error in errors if not isinstance(error, PeerLostError)]
+    assert messages and "a sum of 16 bytes" in messages[0] and "a broadcast of 16 bytes" in messages[0]
 
 
 def test_all_have_the_same_bits_where_rounding_matters(ring_of):
@@ -267,8 +267,8 @@ def test_workers_that_sum_different_things_raise(ring_of):
     places = ring_of(2)
     first, second = together(lambda place: place.add(np.zeros(2 + 2 * place.rank)), places)
     assert isinstance(first, (RaytfError, PeerLostError)) and isinstance(second, (RaytfError, PeerLostError))
-    told = [str(e) for e in (first, second) if not isinstance(e, PeerLostError)]
-    assert told and "must sum the same sizes" in told[0]
+    messages = [str(e) for e in (first, second) if not isinstance(e, PeerLostError)]
+    assert messages and "must sum the same sizes" in messages[0]
 
 
 def test_a_neighbour_that_leaves_ends_the_sum_of_all(ring_of):
@@ -297,19 +297,19 @@ def test_a_member_that_left_after_the_last_sum_ends_no_sum_of_others(ring_of):
     assert not raised(lambda place: place.add(arrays[place.rank]), places)
     for place in places[:3]:
         place.close()
-    with pytest.raises(PeerLostError, match="worker . left the ring") as told:
+    with pytest.raises(PeerLostError, match="worker . left the ring") as error_info:
         places[3].add(arrays[3])
-    assert told.value.lost in (0, 1, 2)
+    assert error_info.value.lost in (0, 1, 2)
 
 
 def test_a_member_that_fails_is_named_to_all(ring_of):
     """Also to those that are far from it, after one that does not sum at all."""
     places = ring_of(5)
-    told = together(lambda place: place.add(np.zeros(5 + 5 * (place.rank == 1))), [places[i] for i in (0, 1, 2, 4)])
-    assert all(isinstance(error, RaytfError) for error in told)
-    failed = [error for error in told if not isinstance(error, PeerLostError)]
+    errors = together(lambda place: place.add(np.zeros(5 + 5 * (place.rank == 1))), [places[i] for i in (0, 1, 2, 4)])
+    assert all(isinstance(error, RaytfError) for error in errors)
+    failed = [error for error in errors if not isinstance(error, PeerLostError)]
     assert failed
-    for error in told:
+    for error in errors:
         if isinstance(error, PeerLostError):
             assert error.lost in (1, 2) and "failed: RaytfError: All workers must sum" in str(error)
 
@@ -404,11 +404,11 @@ def test_recorded_handshake_cannot_be_replayed():
         places = [join.result() for join in joins]
         for place in places:
             place.close()
-    said = [b"".join(notes) for notes in heard]
-    assert not any(TOKEN in text for text in said)
+    sent = [b"".join(notes) for notes in heard]
+    assert not any(TOKEN in text for text in sent)
     again = Listener("127.0.0.2")
     with socket.create_server(("127.0.0.1", 0)) as silent, contextlib.ExitStack() as parrots:
-        for text in said:
+        for text in sent:
             parrot = parrots.enter_context(socket.create_connection((again.host, again.port)))
             parrot.sendall(text)
         with pytest.raises(PeerLostError, match="worker 0 did not connect in time"):
@@ -418,16 +418,16 @@ def test_recorded_handshake_cannot_be_replayed():
 def test_bytes_of_another_generation_are_refused(ring_of):
     places = ring_of(2, generation=4)
     places[0].generation = 3  # as one that has not learnt of the new group
-    told = together(lambda place: place.add(np.ones(2)), places)
-    assert "worker 1 is of generation 4, received: bytes of generation 3 from worker 0" in str(told[1])
+    errors = together(lambda place: place.add(np.ones(2)), places)
+    assert "worker 1 is of generation 4, received: bytes of generation 3 from worker 0" in str(errors[1])
 
 
 def test_a_member_of_another_generation_does_not_join():
     listeners = [Listener("127.0.0.1") for _ in range(2)]
     addresses = [(one.host, one.port) for one in listeners]
-    told = together(lambda i: listeners[i].join(i, addresses, TOKEN, 1.0, None, generation=7 + i), list(range(2)))
-    assert all(isinstance(error, PeerLostError) for error in told)
-    assert "worker 0 came with generation 7 of the ring and was refused, as this is generation 8" in str(told[1])
+    errors = together(lambda i: listeners[i].join(i, addresses, TOKEN, 1.0, None, generation=7 + i), list(range(2)))
+    assert all(isinstance(error, PeerLostError) for error in errors)
+    assert "worker 0 came with generation 7 of the ring and was refused, as this is generation 8" in str(errors[1])
 
 
 def test_a_neighbour_that_never_comes():

@@ -52,8 +52,8 @@ def test_sum_has_the_bits_of_the_ring(size, hosts, monkeypatch):
             found = together(lambda place: place.add(arrays[place.rank].copy()))
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(ring_module.Ring, "trades", lambda self, size: False)
-                around = together(lambda place: place.add(arrays[place.rank].copy()))
-            assert len({one.tobytes() for one in (*found, *around)}) == 1
+                expected = together(lambda place: place.add(arrays[place.rank].copy()))
+            assert len({one.tobytes() for one in (*found, *expected)}) == 1
 
         check()
 

@@ -45,8 +45,8 @@ def test_the_cause_is_named_not_its_consequence():
 
 
 def test_words_of_tensorflow_in_the_message_of_another_are_no_sign():
-    said = "Traceback (most recent call last):\n  File 'x'\nRuntimeError: CancelledError in my own words"
-    assert not TaskExit(1, said).is_consequence()
+    message = "Traceback (most recent call last):\n  File 'x'\nRuntimeError: CancelledError in my own words"
+    assert not TaskExit(1, message).is_consequence()
     assert not TaskExit(-9, NOISE).is_consequence(), "TensorFlow's log also holds what is no error"
     assert TaskExit(-6, f"F{NOISE[1:]}").is_consequence()
 

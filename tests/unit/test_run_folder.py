@@ -142,8 +142,8 @@ def test_fate_of_a_begun_epoch_is_logged(folder):
     within(folder, 6, 2, seed=3)
     last = folder.last()
     assert keras_trainer._goes_on(last, {"seed": 3}) == "resumes after step 2 of epoch 3"
-    anew = "begins epoch 3, of which 2 step(s) were made, again, as they would have other rows now (seed 4, was 3)"
-    assert keras_trainer._goes_on(last, {"seed": 4}) == anew
+    expected = "begins epoch 3, of which 2 step(s) were made, again, as they would have other rows now (seed 4, was 3)"
+    assert keras_trainer._goes_on(last, {"seed": 4}) == expected
 
 
 def test_names_are_not_distinguished_by_a_clock():
@@ -152,8 +152,8 @@ def test_names_are_not_distinguished_by_a_clock():
     made = {run_folder.with_name(shared, "keras").name for _ in range(50)}
     assert len(made) == 50 and shared.name == given, "the user's RunConfig stays as it is"
     assert run_folder.with_name(RunConfig(name=""), "keras").name.startswith("keras_2")
-    mine = RunConfig(name="mine")
-    assert run_folder.with_name(mine, "keras") is mine
+    named = RunConfig(name="mine")
+    assert run_folder.with_name(named, "keras") is named
     assert run_folder.with_name(tune.RunConfig(), "sweep").name != run_folder.with_name(tune.RunConfig(), "sweep").name
     assert not run_folder.is_unnamed(RunConfig(name=made.pop())), "a run is found again by the name that it was given"
 
@@ -363,9 +363,9 @@ def test_what_is_put_aside_is_a_run_of_its_own(folder):
     before = names(folder, folder.path)
     aside = folder.archive()
     assert names(folder, folder.path) == [f"inner/{SNAPSHOT}", "run.lock"]
-    there = RunFolder(folder.filesystem, f"{folder.path.rpartition('/')[0]}/{aside}", aside)
-    assert sorted([*names(folder, there.path), f"inner/{SNAPSHOT}", "run.lock"]) == before
-    assert there.last().epoch == 2 and folder.last() is None
+    archived = RunFolder(folder.filesystem, f"{folder.path.rpartition('/')[0]}/{aside}", aside)
+    assert sorted([*names(folder, archived.path), f"inner/{SNAPSHOT}", "run.lock"]) == before
+    assert archived.last().epoch == 2 and folder.last() is None
     assert folder.archive() is None
 
 

@@ -36,7 +36,7 @@ WRONG = {
 
 
 # What ends the command afterwards, as Ray is not there.
-BEHIND = "run look.py --num-workers 2 --ports=1-2 --epochs 3"
+AFTER_SCRIPT = "run look.py --num-workers 2 --ports=1-2 --epochs 3"
 
 
 @pytest.fixture
@@ -62,8 +62,8 @@ def test_wrong_options_are_reported_before_ray_is_imported(folder, command):
         text=True,
         timeout=60,
     )
-    *usage, said = done.stderr.splitlines()
-    assert done.returncode == 2 and said.startswith("Error: ") and WRONG[command] in said, done.stderr
+    *usage, message = done.stderr.splitlines()
+    assert done.returncode == 2 and message.startswith("Error: ") and WRONG[command] in message, done.stderr
     assert usage[0].startswith(f"Usage: python -m raytf.cli {command.split()[0]} ")
 
 
@@ -79,7 +79,7 @@ def test_what_is_right_is_taken(folder, monkeypatch):
 
 def test_options_of_raytf_after_the_script_are_the_scripts_and_a_hint_is_printed(folder):
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)])}
-    command = [sys.executable, "-m", "raytf.cli", *BEHIND.split()]
+    command = [sys.executable, "-m", "raytf.cli", *AFTER_SCRIPT.split()]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60)
     first, *rest = done.stderr.splitlines()
     assert first.startswith("raytf: --num-workers, --ports after the script: given to it") and "epochs" not in first

@@ -126,10 +126,10 @@ def test_a_fault_happens_once_over_restarts(tmp_path):
 
 def test_a_checkpoint_does_not_bring_the_chiefs_faults_to_others(tmp_path, monkeypatch):
     """The chief has none; a worker that resumes from its checkpoint has its own still."""
-    plan, told = FaultPlan([Fail(rank=1, step=0)]), {"cluster": {"worker": ["a:1", "a:2"]}}
+    plan, config = FaultPlan([Fail(rank=1, step=0)]), {"cluster": {"worker": ["a:1", "a:2"]}}
     made = []
     for rank in (0, 1):
-        monkeypatch.setenv("TF_CONFIG", json.dumps(told | {"task": {"type": "worker", "index": rank}}))
+        monkeypatch.setenv("TF_CONFIG", json.dumps(config | {"task": {"type": "worker", "index": rank}}))
         made.append(plan.callback(tmp_path))
         made[-1].set_params({"steps": 4})
         states = CallbackStates(made[-1:])
@@ -178,12 +178,12 @@ def test_cut_off_ring_names_the_lost_worker_at_once():
 @pytest.mark.slow
 def test_silence_lasts_until_the_kernel_gives_up(tmp_path):
     """What one sends no longer arrives, and is not acknowledged; the other side learns it from its kernel."""
-    here = rings(2)
+    local_rings = rings(2)
     try:
         with pytest.raises(ConfigError, match="has a neighbour on its own host. Leave out silent, or use Stop"):
             CutOff(rank=0, step=0, silent=True).happen()
     finally:
-        for place in here:
+        for place in local_rings:
             place.close()
     places = rings(2, "tcp", host_gone=2)
     try:

@@ -90,10 +90,10 @@ def round_trip(model):
     return copy
 
 
-def assert_same(mine, its):
+def assert_same(left, right):
     import keras
 
-    for a, b in zip(keras.tree.flatten(mine), keras.tree.flatten(its), strict=True):
+    for a, b in zip(keras.tree.flatten(left), keras.tree.flatten(right), strict=True):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
 
@@ -323,8 +323,8 @@ def test_a_class_of_a_package_is_what_its_constructor_made_of_it(forgotten):
     data, sent = transport.serialize([net, plain])
     forgotten()
     (copy, doubles), _ = transport.deserialize(data, sent.values())
-    here = sys.modules["a_package.nets"]
-    assert type(copy) is here.Net is not nets.Net and here.Net.newest is copy
+    module = sys.modules["a_package.nets"]
+    assert type(copy) is module.Net is not nets.Net and module.Net.newest is copy
     assert copy.known() == wanted[0] and copy.get_config() == wanted[2]
     np.testing.assert_array_equal(np.asarray(copy(x)), wanted[1])
     np.testing.assert_array_equal(np.asarray(doubles(x)), x * 2)

@@ -17,7 +17,7 @@ from raytf.tune.sweep_end import SweepEnd, SweepStop
 from raytf.worker.session import TRIAL
 from raytf.worker.stop import MovedError
 
-HERE = pyarrow.fs.LocalFileSystem()
+LOCAL = pyarrow.fs.LocalFileSystem()
 NOTE = {TRIAL: json.dumps({"begun_with": "other/checkpoint_000003"}).encode()}
 
 
@@ -60,7 +60,7 @@ def keep(folder, step, reports):
 
 def test_newest_whole_checkpoint_after_tunes(tmp_path):
     folder = tmp_path / "trial" / "steps_a"
-    newest = lambda after: trial_steps.newest_checkpoint(HERE, str(folder), after)
+    newest = lambda after: trial_steps.newest_checkpoint(LOCAL, str(folder), after)
     assert newest(0) is None, "there is no folder"
     first, second = keep(folder, 4, 1), keep(folder, 6, 2)
     files, reports = newest(5)
@@ -84,11 +84,11 @@ def test_what_nobody_will_read_is_removed(tmp_path):
         for step in (4, 6, 8):
             keep(trial / "steps_a", step, 1)
     (trials[0] / "checkpoint_000000").mkdir()
-    trial_steps.remove_until(HERE, str(trials[0] / "steps_a"), 6)
+    trial_steps.remove_until(LOCAL, str(trials[0] / "steps_a"), 6)
     assert [path.name for path in (trials[0] / "steps_a").iterdir()] == [folder_name(8)]
-    assert trial_steps.is_finished(HERE, str(trials[0] / "steps_a"), 8)
-    assert not trial_steps.is_finished(HERE, str(trials[0] / "steps_a"), 6)
-    trial_steps.remove_all_trials(HERE, str(tmp_path))
+    assert trial_steps.is_finished(LOCAL, str(trials[0] / "steps_a"), 8)
+    assert not trial_steps.is_finished(LOCAL, str(trials[0] / "steps_a"), 6)
+    trial_steps.remove_all_trials(LOCAL, str(tmp_path))
     assert [path.name for path in trials[0].iterdir()] == ["checkpoint_000000"] and not list(trials[1].iterdir())
 
 
@@ -99,8 +99,8 @@ class Entries(dict):
 
 
 def test_a_sweep_waits_for_the_trials_that_make_steps_and_for_no_others(set_timeouts):
-    end, said, ends = SweepEnd(Entries()), [], []
-    asking = SweepStop(end, lambda: ends.append(True), said.append)
+    end, messages, ends = SweepEnd(Entries()), [], []
+    asking = SweepStop(end, lambda: ends.append(True), messages.append)
     running = lambda: ["one", "two", "three"]
     end.record_begun("one")
     end.record_begun("two")
@@ -109,7 +109,7 @@ def test_a_sweep_waits_for_the_trials_that_make_steps_and_for_no_others(set_time
     asking.request()
     for _ in range(2):
         asking.look(running)
-    assert end.is_requested() and len(said) == 1 and not ends
+    assert end.is_requested() and len(messages) == 1 and not ends
     set_timeouts(run_end=-1.0)
     with pytest.raises(sweep_end.NotReleasedError, match="its driver has not"):
         end.ended("one", 7, kept=True)

@@ -22,12 +22,12 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 def proofs_of(names, tmp_path) -> dict[str, dict]:
     """The proofs of models of `models_to_verify`, from a process that has run no TensorFlow."""
-    told = tmp_path / "proofs.json"
-    run = [sys.executable, "-m", "tests.unit.models_to_verify", str(told), *names]
+    path = tmp_path / "proofs.json"
+    run = [sys.executable, "-m", "tests.unit.models_to_verify", str(path), *names]
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "-1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(run, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(told.read_text())
+    return json.loads(path.read_text())
 
 
 @pytest.mark.slow
@@ -77,10 +77,10 @@ def test_what_differs_is_named_with_its_cause(tmp_path):
     }
     proofs = proofs_of(wanted, tmp_path)
     for name, texts in wanted.items():
-        said = " | ".join(proofs[name]["differences"])
+        differences = " | ".join(proofs[name]["differences"])
         assert proofs[name]["failed"] is None, (name, proofs[name])
         for text in texts:
-            assert text in said, (name, said)
+            assert text in differences, (name, differences)
 
 
 @pytest.mark.slow

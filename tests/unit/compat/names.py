@@ -71,17 +71,17 @@ def _of_nodes(nodes: list, lines: list[str], file: str, why: str = "") -> Iterat
             module = node.module or ""
             for alias in node.names:
                 if is_private(module) or is_private(f"{module}.{alias.name}") or _is_underscored(module, alias.name):
-                    said = _comment(lines, alias.lineno) or _comment(lines, node.lineno) or why
-                    yield Name(f"{module}:{alias.name}", said, f"{file}:{alias.lineno}")
+                    reason = _comment(lines, alias.lineno) or _comment(lines, node.lineno) or why
+                    yield Name(f"{module}:{alias.name}", reason, f"{file}:{alias.lineno}")
         elif isinstance(node, ast.If):
             holds = _holds(node.test)
             yield from _of_nodes(node.body if holds in (True, None) else [], lines, file, why)
             yield from _of_nodes(node.orelse if holds in (False, None) else [], lines, file, why)
         elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-            said = (ast.get_docstring(node) or "").partition("\n\n")[0].replace("\n", " ") or why
+            reason = (ast.get_docstring(node) or "").partition("\n\n")[0].replace("\n", " ") or why
             for decorator in node.decorator_list:
-                yield from _of_uses(decorator, said, f"{file}:{node.lineno}")
-            yield from _of_nodes(node.body, lines, file, said)
+                yield from _of_uses(decorator, reason, f"{file}:{node.lineno}")
+            yield from _of_nodes(node.body, lines, file, reason)
         elif isinstance(node, (ast.With, ast.Try, ast.For)):
             yield from _of_nodes(node.body, lines, file, why)
 

@@ -49,11 +49,11 @@ def test_functions_list_the_attributes_they_touch():
         for function in ast.parse(path.read_text()).body:
             if not isinstance(function, ast.FunctionDef):
                 continue
-            said = re.findall(r"\w+", " ".join(ast.unparse(d) for d in function.decorator_list))
+            listed = re.findall(r"\w+", " ".join(ast.unparse(d) for d in function.decorator_list))
             for node in ast.walk(function):
                 if isinstance(node, ast.Attribute) and re.match("_[a-z]", node.attr):
                     modules = ("_private", "_lock", "_initial_epoch", "_keras_history")  # the last is set on objects
-                    assert node.attr in said or node.attr in modules, (
+                    assert node.attr in listed or node.attr in modules, (
                         f"{path.name}: {function.name} touches {node.attr}"
                     )
 
@@ -88,8 +88,8 @@ def test_all_listed_replacements_are_installed_with_the_trainer():
     from raytf.parallel import trainer
 
     folder = pathlib.Path(trainer.__file__).parent
-    saying = {f"raytf.parallel.{path.stem}" for path in folder.glob("*.py") if "\n@patch(" in path.read_text()}
-    assert {module.__name__ for module in (trainer, *trainer.REPLACING)} == saying
+    replacing = {f"raytf.parallel.{path.stem}" for path in folder.glob("*.py") if "\n@patch(" in path.read_text()}
+    assert {module.__name__ for module in (trainer, *trainer.REPLACING)} == replacing
 
 
 def test_installed_versions_are_in_the_table():
