@@ -112,6 +112,14 @@ def test_words_of_tests_and_jobs(folder):
     assert not found, "\n".join(found)
 
 
+def test_names_of_tests():
+    found = []
+    for path in sorted((FOLDER.parent / "tests").rglob("test_*.py")):
+        names = [node.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)]
+        found += [n for n in names if n.startswith("test_") and PATTERN.search(n.replace("_", " "))]
+    assert not found, "\n".join(found)
+
+
 def test_names_name_something():
     found = {pair for path in FILES for pair in vague(path)}
     assert not found, f"pronouns, adverbs and prepositions: {sorted(found)}"
