@@ -1,9 +1,9 @@
-"""A train loop of your own that is killed within an epoch, started again, and goes on with the next batch.
+"""A train loop of your own that is killed within an epoch, restarted, and resumes with the next batch.
 
 python jobs/resume_loop.py --num-workers 2
 ray job submit --working-dir . -- python jobs/resume_loop.py --num-workers 2 --storage /shared/runs
 
-Rank 0 kills itself in the second epoch, once. What makes the loop go on are the lines that are marked.
+Rank 0 kills itself in the second epoch, once. The marked lines make the loop resume.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ def train_loop(config):
         optimizer = keras.optimizers.Adam(0.01)
         optimizer.build(model.trainable_variables)
     rows = raytf.get_dataset("train", batch_size=config["batch_size"], features=["a", "b", "c", "d"], labels="y")
-    position = raytf.Position(rows)  # goes on 1
-    saved = tf.train.Checkpoint(model=model, optimizer=optimizer, position=position)  # goes on 2
-    if last := ray.train.get_checkpoint():  # goes on 3
-        with last.as_directory() as folder:  # goes on 4
-            saved.read(os.path.join(folder, "state")).assert_existing_objects_matched()  # goes on 5
+    position = raytf.Position(rows)  # resumes 1
+    saved = tf.train.Checkpoint(model=model, optimizer=optimizer, position=position)  # resumes 2
+    if last := ray.train.get_checkpoint():  # resumes 3
+        with last.as_directory() as folder:  # resumes 4
+            saved.read(os.path.join(folder, "state")).assert_existing_objects_matched()  # resumes 5
     rank = ray.train.get_context().get_world_rank()
     began = f"step {position.step} of epoch {position.epoch}"
 
@@ -52,16 +52,16 @@ def train_loop(config):
 
         return strategy.reduce("SUM", strategy.run(replica, args=(x, y)), axis=None)
 
-    for batches in position.epochs(config["epochs"]):  # goes on 6
+    for batches in position.epochs(config["epochs"]):  # resumes 6
         for x, y in batches:
             loss = float(step(x, y))
             done = position.epoch * position.steps + position.step
             if done % config["every"] and position.step < position.steps:
                 continue
-            with tempfile.TemporaryDirectory() as folder:  # goes on 7
-                saved.write(os.path.join(folder, "state"))  # goes on 8
-                ours = Checkpoint.from_directory(folder) if rank == 0 else None  # goes on 9
-                ray.train.report({"loss": loss, "step": done}, checkpoint=ours)  # goes on 10
+            with tempfile.TemporaryDirectory() as folder:  # resumes 7
+                saved.write(os.path.join(folder, "state"))  # resumes 8
+                checkpoint = Checkpoint.from_directory(folder) if rank == 0 else None  # resumes 9
+                ray.train.report({"loss": loss, "step": done}, checkpoint=checkpoint)  # resumes 10
             if rank == 0 and done > position.steps + config["every"] and not os.path.exists(config["killed"]):
                 open(config["killed"], "w").close()
                 os.kill(os.getpid(), signal.SIGKILL)

@@ -40,7 +40,7 @@ def write_records(folder: str) -> None:
 
 
 def records(folder: str, training: bool, context):
-    """The pipeline; of what raytf tells it takes the rows of a batch alone."""
+    """Returns the pipeline; of `context` it uses only the batch size."""
     import tensorflow as tf
 
     features = {"image": tf.io.FixedLenFeature([8, 8, 1], tf.float32), "label": tf.io.FixedLenFeature([], tf.int64)}

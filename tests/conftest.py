@@ -1,4 +1,4 @@
-"""Fixtures of all tests: one Ray cluster for many, and a check that a test leaves nothing behind."""
+"""Fixtures of all tests: one Ray cluster for many, and a check that a test cleans up."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def _file(nodeid: str) -> str:
 
 
 def pytest_collection_finish(session):
-    """Starts what runs beside the other tests, but in one of several processes of pytest: their first one does."""
+    """Starts what runs next to the other tests, but in one of several processes of pytest: their first one does."""
     config = session.config
     gc.freeze()  # what was imported stays: nothing is to look through it again and again for what may go
     if not (hasattr(config, "workerinput") or config.option.collectonly):
@@ -87,7 +87,7 @@ def pytest_collection_finish(session):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node):
-    """Tells a process of pytest-xdist where that leaves its results."""
+    """Sends a process of pytest-xdist the folder of those results."""
     node.workerinput["behind"] = _behind(node.config).folder
 
 
@@ -116,7 +116,7 @@ def _start_behind(config, ids) -> None:
 
 
 def pytest_sessionfinish(session):
-    """Ends what runs beside the tests."""
+    """Ends what runs next to the tests."""
     if (behind := session.config.stash.get(_BEHIND_KEY, None)) is not None:
         behind.end()
 
@@ -130,7 +130,7 @@ def pytest_unconfigure(config):
 
 @pytest.fixture(autouse=True)
 def leaves_nothing_behind():
-    """Fails a test that leaves environment variables or threads behind; TF_CONFIG is the dangerous one."""
+    """Fails a test that leaks environment variables or threads; TF_CONFIG is the dangerous one."""
     before, running = dict(os.environ), set(threading.enumerate())
     if (keras := sys.modules.get("keras")) is not None:
         keras.config.set_floatx("float32")  # a model of an earlier test may have been built for float64 in this process

@@ -6,7 +6,7 @@ python jobs/benchmarks/checkpoint.py
 writes it unless the training's process ends, as with `KerasTrainer(memory_every="100 steps")`; "ModelCheckpoint"
 and "OrbaxCheckpoint" are Keras' callbacks with `save_freq=100`, the latter writing in the background; "none" writes
 nothing. All in turn, each in a process of its own, on local disk. A stall is the time in which the callback holds the
-training up; what a writer takes of the processors beside it shows in the steps a second. Orbax is measured where it is
+training up; what a writer takes of the processors meanwhile shows in the steps a second. Orbax is measured where it is
 installed (`pip install raytf[orbax]`).
 """
 
@@ -126,7 +126,7 @@ def _clock(times: list):
     import keras
 
     class Clock(keras.callbacks.Callback):
-        """Stands after the other one."""
+        """Comes after the other callback in the list."""
 
         def on_train_batch_begin(self, batch, logs=None):
             if not times:

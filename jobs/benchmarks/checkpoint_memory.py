@@ -3,7 +3,7 @@
 python jobs/benchmarks/checkpoint_memory.py
 
 Each worker notes its memory after some steps, and then the most of it while checkpoints are kept every few steps: as
-the kernel tells it of the process, with shared memory (`Rss`), and of its own alone (`Private_*`). "writer" is the
+the kernel reports it of the process, with shared memory (`Rss`), and of its own alone (`Private_*`). "writer" is the
 process that writes, without what it shares. "stall" is the time between a step's callbacks and the next step. The
 temporary folder of the workers is one of their own, whose most is noted.
 """
@@ -58,7 +58,7 @@ def _writer() -> int:
 
 
 def _watch(keras, folder: str, temporary: str, rank: int):
-    """A callback that notes what this benchmark tells, into a file for each worker."""
+    """Returns a callback that writes what this benchmark reports, into a file for each worker."""
 
     class Watch(keras.callbacks.Callback):
         def on_train_begin(self, logs=None):

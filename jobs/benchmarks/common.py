@@ -110,7 +110,7 @@ def measure(script: str, *arguments: str, environment: Mapping[str, str] | None 
     """Runs `script` with `arguments` in a new process, and gives back what it hands to `give`.
 
     Raises:
-        RuntimeError: the process failed; says the end of what it printed.
+        RuntimeError: the process failed; contains the end of its output.
     """
     return run_together([[sys.executable, script, *arguments]], [dict(environment or {})], timeout)[0]
 
@@ -196,7 +196,7 @@ def _cell(value: Any) -> str:
 
 
 def finish(options: argparse.Namespace, name: str, shown: str, figures: Any) -> None:
-    """Prints the table, and writes the figures where `--json` says."""
+    """Prints the table, and writes the figures to the file of `--json`."""
     print(shown)
     if options.json:
         with open(options.json, "w") as file:

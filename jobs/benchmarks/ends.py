@@ -3,12 +3,12 @@
 python jobs/benchmarks/ends.py
 python jobs/benchmarks/ends.py --smoke
 
-Python 3.11 ends a thread that asks for its lock while the interpreter ends. Where that thread stands in C++, the whole
-process is aborted: signal 6, "FATAL: exception not rethrown", behind a training that succeeded. Each process here is a
+Python 3.11 ends a thread that asks for its lock while the interpreter ends. Where that thread runs C++, the whole
+process is aborted: signal 6, "FATAL: exception not rethrown", after a training that succeeded. Each process here is a
 fork of one that has imported TensorFlow and raytf, trains for a moment, leaves something undone, and ends as a script
 does, by its last line:
 
-* `fit`: Keras' `fit` over a Python generator behind `prefetch`;
+* `fit`: Keras' `fit` over a Python generator with `prefetch`;
 * `left`: the same, and iterators over tuned pipelines that are in the middle;
 * `pair`: two workers of MultiWorkerMirroredStrategy, as `raytf run` starts them and the doctor tries them.
 
@@ -94,8 +94,8 @@ def main() -> None:
         figures[kind] = {"codes": codes, "seconds": seconds}
         others = [code for code in codes if code != 0]
         bad += len(others)
-        said = ", ".join(f"{code}: {others.count(code)}" for code in sorted(set(others))) or "none"
-        rows.append((kind, len(codes), codes.count(0), codes.count(-signal.SIGABRT), said, f"{seconds:.1f}"))
+        other_codes = ", ".join(f"{code}: {others.count(code)}" for code in sorted(set(others))) or "none"
+        rows.append((kind, len(codes), codes.count(0), codes.count(-signal.SIGABRT), other_codes, f"{seconds:.1f}"))
     head = ("kind", "processes", "ended with 0", "aborted", "other codes", "s in the median")
     common.finish(options, "ends", common.table("Ends of processes", head, rows), figures)
     if bad:
@@ -105,14 +105,14 @@ def main() -> None:
 def _ends(kind: str, wanted: int, at_once: int) -> tuple[list[int] | None, float]:
     """Exit codes of so many processes, a signal's as its negative number; None in one of them, when it is to end."""
     codes, took, running = [], [], {}
-    with tempfile.TemporaryFile() as said:
+    with tempfile.TemporaryFile() as errors:
         while len(codes) < wanted or running:
             while len(codes) + len(running) < wanted and len(running) < at_once:
                 addresses = common.free_addresses(KINDS[kind])
                 for rank in range(KINDS[kind]):
                     pid = os.fork()
                     if not pid:
-                        os.dup2(said.fileno(), 2)
+                        os.dup2(errors.fileno(), 2)
                         signal.alarm(int(LIMIT))
                         _work(kind, addresses, rank)
                         return None, 0.0
@@ -121,8 +121,8 @@ def _ends(kind: str, wanted: int, at_once: int) -> tuple[list[int] | None, float
             took.append(time.monotonic() - running.pop(pid))
             codes.append(os.waitstatus_to_exitcode(status))
         if any(codes):
-            said.seek(0)
-            sys.stderr.write(said.read().decode(errors="replace")[-5000:])
+            errors.seek(0)
+            sys.stderr.write(errors.read().decode(errors="replace")[-5000:])
     return codes, sorted(took)[len(took) // 2]
 
 

@@ -34,7 +34,7 @@ from raytf.testing import CutOff, Fail, FailWrite, FaultPlan, FillDisk, Kill, Sl
 EPOCHS, STEPS, BATCH, WIDTH = 3, 8, 12, 8
 WORKERS = 2
 DISK = "32m"
-# What ends a group of workers, and what is then to be said of it.
+# What ends a group of workers, and the cause that its error must name.
 CAUSES = {
     Kill: r"killed|SIGKILL|died",
     Stop: r"stopped by a signal",
@@ -137,14 +137,14 @@ def limited(seconds: float):
 
 
 def run(seed: int, calm: list[np.ndarray], limit: float, most: int) -> dict:
-    """How a plan ended: "end" is one of `RIGHT`, or says what is wrong."""
+    """Runs a plan and returns how it ended: "end" is one of `RIGHT`, or names what is wrong."""
     with storage() as (folder, own), tempfile.TemporaryDirectory(prefix="fault_plans_notes_") as notes:
         plan, restarts = plan_of(seed, folder if own else None, most)
         began = time.monotonic()
         try:
             with limited(limit):
                 found = weights(folder, plan, restarts, notes)
-            same = all(np.array_equal(mine, its) for mine, its in zip(found, calm, strict=True))
+            same = all(np.array_equal(left, right) for left, right in zip(found, calm, strict=True))
             end, text = ("same weights" if same else "OTHER WEIGHTS"), ""
         except LateError as error:
             end, text = "HANGS", str(error)
@@ -165,13 +165,13 @@ def run(seed: int, calm: list[np.ndarray], limit: float, most: int) -> dict:
 
 
 def judged(error: Exception, plan: FaultPlan, notes: str) -> str:
-    """Whether an error says what happened: its kind, the worker, the cause."""
+    """Returns whether an error names what happened: its kind, the worker, the cause."""
     when = {fault: os.path.getmtime(pathlib.Path(notes, name)) for fault, name in noted(plan, notes)}
     breaking = [fault for fault in when if type(fault) in CAUSES]
     if not breaking:
         return "AN ERROR WITHOUT CAUSE"
     last = max(breaking, key=when.get)
-    # of two workers that no longer hear each other each takes the other for lost
+    # of two workers that no longer reach each other each takes the other for lost
     ranks = range(WORKERS) if isinstance(last, CutOff) else [last.rank]
     if not isinstance(error, raytf.TrainingError):
         return "NOT RAYTF'S ERROR"
@@ -181,14 +181,14 @@ def judged(error: Exception, plan: FaultPlan, notes: str) -> str:
 
 
 def noted(plan: FaultPlan, notes: str):
-    """(fault, name of the file that says that it has happened)."""
+    """Returns (fault, name of the file that records it) of each fault that has happened."""
     names = {pathlib.Path(notes, name).read_text().strip(): name for name in os.listdir(notes)}
     return [(fault, names[str(fault)]) for fault in plan.happened(notes)]
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = common.parser(__doc__)
-    parser.add_argument("--plans", type=int, default=200, help="how many, of this seed and those behind it")
+    parser.add_argument("--plans", type=int, default=200, help="how many, of this seed and those after it")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--limit", type=float, default=180.0, help="seconds that a run may take")
     parser.add_argument("--seconds", type=float, help="begin no further plan after so many")

@@ -3,8 +3,8 @@
 python jobs/benchmarks/hangs.py
 
 A run of two workers for each seed, in which all six happen, one in each epoch, in an order, to a rank and before a step
-that the seed draws. After each the run is restarted from the last epoch, and the next one follows. "Said" are seconds
-from the fault to the sentence at the driver, "ended" to the end of the workers by it; what is stopped ends at once.
+that the seed draws. After each the run is restarted from the last epoch, and the next one follows. "Reported" are
+seconds from the fault to the driver's message, "ended" to the end of the workers by it; what is stopped ends at once.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import raytf
 
 STEPS = 10
 ROWS = 200
-# What is to be said of each.
+# The cause that the report of each must name.
 CAUSES = {
     "stop": r"is stopped by a signal \(SIGSTOP\?\)",
     "input": r"waits for rows of its input in step \d+",
@@ -37,7 +37,7 @@ CAUSES = {
     "deadlock": r"is in Planted.on_train_batch_end after step \d+",
     "disk": r"is in Planted.on_train_batch_end after step \d+",
 }
-# What the ring says of workers that make different exchanges.
+# The ring's error for workers that make different exchanges.
 _OTHER = "All workers must sum the same sizes in the same order"
 # And what its stack shows, but for those that stop somewhere.
 STACKS = {"input": "forever", "collective": "all_reduce", "deadlock": "lock", "disk": "open"}
@@ -158,7 +158,7 @@ class Heard:
 
 
 def run(seed: int, kinds: list[str], limit: float) -> list[dict]:
-    """What was said of each fault of a run."""
+    """Runs all faults of a seed and returns the report of each."""
     import ray
 
     folder = tempfile.mkdtemp(prefix="hangs_")
@@ -216,31 +216,31 @@ def _judged(fault: Planted, folder: pathlib.Path, ended: list, lines: list) -> d
     expected = re.escape(others) if fault.kind != "input" else f"worker {1 - fault.rank} waits for it since step"
     right = rank == fault.rank and re.search(CAUSES[fault.kind], text) and re.search(expected, text)
     right = bool(right) and STACKS.get(fault.kind, "") in stack
-    said = [at - began for at, line in lines if at > began and "the other workers wait for" in line]
+    reported = [at - began for at, line in lines if at > began and "the other workers wait for" in line]
     return {
         "kind": fault.kind,
         "right": right,
         "why": "" if right else f"{fault}: worker {rank} {text}\n{stack}",
-        "said": (when - began) if fault.kind == "stop" or not said else said[0],
+        "reported": (when - began) if fault.kind == "stop" or not reported else reported[0],
         "ended": when - began,
         "text": f"worker {rank}: {text}",
     }
 
 
 def _refused(fault: Planted, began: float, ended: list) -> dict:
-    """Of one that makes another exchange than the others: the ring refuses it at once, and says what each is at."""
+    """Judges a worker that makes another exchange: the ring raises at once, and names what each worker is at."""
     refused = next(((when, text) for when, _, _, text, _ in ended if when > began and _OTHER in text), None)
     if refused is None:
         return {"kind": fault.kind, "right": False, "why": "nobody was named"}
     seconds, text = refused[0] - began, refused[1]
     right = all(f"worker {rank}" in text for rank in range(2))
-    found = {"kind": fault.kind, "right": right, "why": "" if right else f"{fault}: {text}", "said": seconds}
+    found = {"kind": fault.kind, "right": right, "why": "" if right else f"{fault}: {text}", "reported": seconds}
     return found | {"ended": seconds, "text": text[text.index(_OTHER) :].splitlines()[0]}
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = common.parser(__doc__)
-    parser.add_argument("--seeds", type=int, default=10, help="how many, of this seed and those behind it")
+    parser.add_argument("--seeds", type=int, default=10, help="how many, of this seed and those after it")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--limit", type=float, default=10.0, help="hang_timeout_s")
     parser.add_argument("--kinds", nargs="+", default=list(CAUSES), choices=list(CAUSES))
@@ -261,10 +261,10 @@ def main(arguments: list[str] | None = None) -> None:
     rows = []
     for kind in options.kinds:
         its = [each for each in found if each["kind"] == kind]
-        said, ended = (sorted(each[name] for each in its if name in each) for name in ("said", "ended"))
+        reported, ended = (sorted(each[name] for each in its if name in each) for name in ("reported", "ended"))
         middle = lambda values: f"{values[len(values) // 2]:.1f} ({values[-1]:.1f})" if values else ""
-        rows.append([kind, f"{sum(each['right'] for each in its)} of {len(its)}", middle(said), middle(ended)])
-    head = ["fault", "right rank and cause", "said after, s (worst)", "ended after, s (worst)"]
+        rows.append([kind, f"{sum(each['right'] for each in its)} of {len(its)}", middle(reported), middle(ended)])
+    head = ["fault", "right rank and cause", "reported after, s (worst)", "ended after, s (worst)"]
     common.finish(options, "hangs", common.table(f"Hangs, hang_timeout_s={limit:g}", head, rows), found)
     for kind in options.kinds:
         print(next((its["text"] for its in found if its["kind"] == kind and "text" in its), f"{kind}: nothing"))

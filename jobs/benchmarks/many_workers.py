@@ -3,7 +3,7 @@
 python jobs/benchmarks/many_workers.py
 
 Times are those of the processor that this process has used, so that a busy machine gives the same. Nothing trains, and
-no process is asked: what a worker tells of itself is in Ray's object store already.
+no process is asked: what a worker reports of itself is in Ray's object store already.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ HOSTS = 125
 
 
 class _Ref:
-    """An object ref whose answer comes when the benchmark says so."""
+    """An object ref whose answer comes when the benchmark sets it."""
 
     def __init__(self):
         self._future: Future = Future()
@@ -41,7 +41,7 @@ def answers(count: int) -> float:
 
 
 def start(count: int) -> float:
-    """Milliseconds to lay a run out, and to settle and write what each worker is told."""
+    """Returns milliseconds to lay a run out, and to compute and serialize the settings of each worker."""
     from ray import cloudpickle
 
     from raytf.runtime import cores, reservation, resources
@@ -75,10 +75,10 @@ def looks(count: int, times: int) -> list[float]:
     def execute(rank: int, function) -> object:
         now = time.monotonic()
         steps = int(10 * (now - began)) + 100
-        told = first | {"phase": activity.STEP, "step": steps, "usual": 0.1, "clock": now}
+        status = first | {"phase": activity.STEP, "step": steps, "usual": 0.1, "clock": now}
         spent = {"step": 0.08 * steps, "sum": 0.01 * steps, "own": 0.07 * steps}
-        told |= {"seconds": 0.02, "spent": told["spent"] | spent}
-        return ray.put(told | {"processor": 0.09 * steps, "numbers": {activity.SUM: steps}})
+        status |= {"seconds": 0.02, "spent": status["spent"] | spent}
+        return ray.put(status | {"processor": 0.09 * steps, "numbers": {activity.SUM: steps}})
 
     node = ray.get_runtime_context().get_node_id()
     places = {rank: ProcessLocation(node, f"10.0.{rank % HOSTS}.1", 1, None) for rank in range(count)}

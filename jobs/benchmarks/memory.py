@@ -14,8 +14,8 @@ After each iteration every process below the driver is looked at. Growth is the 
 from iteration `SETTLED` on (Theil-Sen: the median of the slopes between all pairs, which single jumps do not move). A
 process counts if it has lived for at least half of those iterations. The exit code is 1 if one grows by more than
 `--most` MB an iteration, or gains more than one open file or thread in ten iterations. TensorFlow keeps some 0.3 MB of
-each step that is traced with an update that XLA compiled, and 3 MB of an update of another shape; what a model leaves
-behind is limited by `TensorflowConfig(renew_worker_mb=...)`.
+each step that is traced with an update that XLA compiled, and 3 MB of an update of another shape;
+`TensorflowConfig(renew_worker_mb=...)` limits what models leave in a process.
 """
 
 from __future__ import annotations
@@ -188,15 +188,15 @@ def losses(count: int, samples: Samples, folder: str) -> None:
     """Rank 1 is killed in every fourth epoch; rank 0 lives through all of it, and looks."""
     from raytf.testing import FaultPlan, Kill
 
-    steps, apart = ROWS // BATCH, 4
-    plan = FaultPlan([Kill(rank=1, step=(1 + i) * apart * steps + 1) for i in range(count)])
-    looks = _at_epoch_ends(samples, apart)
+    steps, distance = ROWS // BATCH, 4
+    plan = FaultPlan([Kill(rank=1, step=(1 + i) * distance * steps + 1) for i in range(count)])
+    looks = _at_epoch_ends(samples, distance)
 
     def callbacks(config):
         return [*looks(config), plan.callback(os.path.join(folder, "faults"), workers=WORKERS)]
 
     os.makedirs(os.path.join(folder, "faults"))
-    _trainer(folder, (count + 2) * apart, callbacks).fit()
+    _trainer(folder, (count + 2) * distance, callbacks).fit()
     if plan.happened(os.path.join(folder, "faults")) != list(plan.faults):
         raise RuntimeError("not all workers were killed")
 

@@ -1,4 +1,4 @@
-"""Seconds until a mistake is told, from the start of the command, where no Ray runs.
+"""Seconds until a mistake is reported, from the start of the command, where no Ray runs.
 
 python jobs/benchmarks/mistakes.py            # `raytf train` against a script with Ray's TensorflowTrainer (tf_keras)
 """
@@ -22,7 +22,7 @@ def build_model(config):
     model.compile("sgd", config["loss"])
     return model
 """
-# What is told to both, laid over what is right.
+# Arguments of both ways, and those of each mistake, which replace them.
 RIGHT = {"data": "data", "features": "a,b", "loss": "mse"}
 MISTAKES = {
     "a folder that is not there": {"data": "dtaa"},
@@ -32,14 +32,14 @@ MISTAKES = {
 _LONGEST_SECONDS = 600
 
 
-def _raytf(told: dict[str, str]) -> list[str]:
-    options = ["--data", told["data"], "--features", told["features"], "--set", f"loss={told['loss']}"]
+def _raytf(values: dict[str, str]) -> list[str]:
+    options = ["--data", values["data"], "--features", values["features"], "--set", f"loss={values['loss']}"]
     command = [sys.executable, "-m", "raytf.cli", "train", "mymodels:build_model", "--labels", "y"]
     return [*command, "--num-workers", "2", "--storage", os.path.abspath("runs"), *options]
 
 
-def _ray(told: dict[str, str]) -> list[str]:
-    return [sys.executable, str(pathlib.Path(__file__).resolve()), "--ray", *(told[name] for name in RIGHT)]
+def _ray(values: dict[str, str]) -> list[str]:
+    return [sys.executable, str(pathlib.Path(__file__).resolve()), "--ray", *(values[name] for name in RIGHT)]
 
 
 WAYS = {"raytf train": _raytf, "Ray TensorflowTrainer": _ray}

@@ -1,4 +1,4 @@
-"""A training as Ray's guide for TensorFlow writes it, beside which benchmarks measure raytf; workers import this file.
+"""A training as Ray's guide for TensorFlow writes it, the baseline of raytf's benchmarks; workers import this file.
 
 A checkpoint at the end of each epoch, and `ray.train.get_checkpoint()`, with tf_keras, which is its only way.
 """
@@ -79,8 +79,8 @@ def fit(
                 trained.save(os.path.join(saved, "model.keras"))
                 with open(os.path.join(saved, "checkpoint.json"), "w") as file:
                     json.dump({"epoch": epoch}, file)
-                ours = ray.train.Checkpoint.from_directory(saved) if rank == 0 else None
-                ray.train.report({"loss": history.history["loss"][0]}, checkpoint=ours)
+                reported = ray.train.Checkpoint.from_directory(saved) if rank == 0 else None
+                ray.train.report({"loss": history.history["loss"][0]}, checkpoint=reported)
 
     TensorflowTrainer(
         loop,

@@ -6,16 +6,16 @@ python jobs/benchmarks/recovery.py --kills 25 --memory
 A training of two workers, which are killed (SIGKILL) again and again, before steps that a seed has drawn. In turn:
 
 * raytf, where the lost worker is replaced in place and the other one keeps its process;
-* raytf with `TensorflowConfig(spares=1)`: a process that stands ready takes the place. The steps before a kill take
-  `--rest` seconds longer in all, in which the spare that follows a used one comes to be ready;
-* raytf with `TensorflowConfig(heal=False)`: both start anew from the last checkpoint within the epoch;
+* raytf with `TensorflowConfig(spares=1)`: a standby worker replaces the lost one. The steps before a kill take
+  `--rest` seconds longer in all, in which the next standby worker gets ready;
+* raytf with `TensorflowConfig(heal=False)`: both restart from the last checkpoint within the epoch;
 * Ray's TensorflowTrainer (with tf_keras, its only way), saved and loaded as Ray's guide does: a checkpoint at the end
   of each epoch, and `ray.train.get_checkpoint()`.
 
 That every step was made in the end is checked.
 
 With `--memory` worker 1 alone is killed, and what is printed is the memory of worker 0, which lives through all deaths:
-growth from the fifth death to the last one, beside that of a training in which nobody dies.
+growth from the fifth death to the last one, next to that of a training in which nobody dies.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def _watch(keras, folder: str, rank: int, kills: list[tuple[int, int | None]], r
     Args:
         rest: seconds that the steps before a kill take longer in all.
     """
-    mine = [step for step, its in kills if its == rank]
+    own = [step for step, its in kills if its == rank]
     after = {place + MARGIN - 1: number for number, (place, _) in enumerate(kills, 1)}
     slow = {place - i for place, _ in kills for i in range(2, MARGIN + 1)} if rest else ()
 
@@ -66,7 +66,7 @@ def _watch(keras, folder: str, rank: int, kills: list[tuple[int, int | None]], r
             if rank == 0 and step in after:
                 with open(os.path.join(folder, f"memory_{after[step]}"), "w") as file:
                     json.dump(_memory(), file)
-            if step in mine and not os.path.exists(marker):
+            if step in own and not os.path.exists(marker):
                 with open(marker, "w") as file:
                     file.write(repr(time.time()))
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -149,7 +149,7 @@ def _epochs(kills: list[tuple[int, int | None]]) -> int:
 
 
 def once(way: str, kills: list[tuple[int, int | None]], rest: float) -> tuple[list[dict], list[dict]]:
-    """A training with kills: what `figures` says, and worker 0's memory after each."""
+    """Runs a training with kills; returns its `figures`, and worker 0's memory after each kill."""
     with tempfile.TemporaryDirectory(prefix="raytf_recovery_", ignore_cleanup_errors=True) as folder:
         WAYS[way](folder, kills, **({"rest": rest} if way == SPARE else {}))
         made = []
@@ -169,7 +169,7 @@ def once(way: str, kills: list[tuple[int, int | None]], rest: float) -> tuple[li
 
 
 def figures(made: list[tuple[float, int]], killed: dict[int, float], steps: int) -> list[dict]:
-    """What a training says of each kill.
+    """Returns the figures of each kill of a training.
 
     Args:
         made: (when, step) of each step that ended on a worker, in order.
@@ -200,7 +200,7 @@ def main(arguments=None):
     parser.add_argument("--kills", type=int, default=20, help="of each way")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--rest", type=float, default=12.0, help="seconds before a kill, where there is a spare")
-    parser.add_argument("--memory", action="store_true", help="what deaths leave in the memory of who survives them")
+    parser.add_argument("--memory", action="store_true", help="what deaths leave in the memory of the survivor")
     options = parser.parse_args(arguments)
     kills = places(2 if options.smoke else options.kills, options.seed)
     found = {}

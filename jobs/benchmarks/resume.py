@@ -4,14 +4,14 @@ python jobs/benchmarks/resume.py
 
 A command trains; before a step in the middle of the second epoch its driver and its workers are killed (SIGKILL), and
 the same command is given again, at once. "Fresh" is the first command's time to the end of its first step. Nothing but
-the storage tells the second command what there was. In turn:
+the storage connects the second command with the first. In turn:
 
-* raytf, two workers: `checkpoint_every=` each step and every 8 steps; and with what it does by itself, its driver told
-  to end (SIGTERM), as by `ray job stop` or a machine that is taken away.
+* raytf, two workers: `checkpoint_every=` each step and every 8 steps; and with its defaults, where its driver gets
+  SIGTERM, as by `ray job stop` or a machine that is taken away.
 * Ray's TensorflowTrainer, two workers (with tf_keras, its only way), saved and loaded as Ray's guide does: a checkpoint
   at the end of each epoch, and `ray.train.get_checkpoint()`.
 * Keras' BackupAndRestore in one process without Ray: at the ends of epochs, and every 8 steps. The latter begins the
-  epoch anew with weights that hold most of it: those steps are not only made again, they count twice.
+  epoch again with weights that hold most of it: those steps are not only made again, they count twice.
 
 Ray runs already. A step is "repeated" if both commands made it; that all of them were made is checked.
 """

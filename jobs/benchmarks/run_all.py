@@ -45,7 +45,7 @@ def main(arguments=None):
     parser.add_argument("--output", default="figures", help="the files' name without its ending")
     parser.add_argument("--only", nargs="*", choices=ALL, default=ALL)
     options = parser.parse_args(arguments)
-    here = pathlib.Path(__file__).parent
+    benchmarks = pathlib.Path(__file__).parent
     found = []
     why_not = namespaces.available()
     if why_not is not None and "traffic" in options.only:
@@ -54,7 +54,7 @@ def main(arguments=None):
     for name in options.only:
         with tempfile.TemporaryDirectory(prefix="raytf_benchmark_") as folder:
             answer = pathlib.Path(folder, "answer.json")
-            command = [sys.executable, here / f"{name}.py", "--json", answer, "--repeats", str(options.repeats)]
+            command = [sys.executable, benchmarks / f"{name}.py", "--json", answer, "--repeats", str(options.repeats)]
             subprocess.run([*command, *(["--smoke"] if options.smoke else [])], check=True)
             found.append(json.loads(answer.read_text()))
     pathlib.Path(options.output + ".md").write_text("\n".join(entry["table"] for entry in found))

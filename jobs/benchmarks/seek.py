@@ -1,4 +1,4 @@
-"""Seconds to the first batch of an epoch that goes on at its step 1,000,000, against one that begins at its first step.
+"""Seconds to the first batch of an epoch that resumes at its step 1,000,000, against one that begins at its first step.
 
 python jobs/benchmarks/seek.py
 

@@ -4,8 +4,8 @@ python jobs/benchmarks/step.py
 
 "tf_keras" is Keras 2 under MultiWorkerMirroredStrategy, which is all that Ray's TensorflowTrainer offers; "by hand" a
 `strategy.run` loop with a hand-set TF_CONFIG, on Keras 3; "raytf" is Keras 3's `fit` as raytf's workers run it. Batches
-lie ready in memory. Models are trained by SGD with momentum, and those with "adam" behind their name by Adam. A number
-behind a way is its `steps_per_execution`, which is 20 for the tabular model and else 1; "grpc" is raytf with gradients
+are ready in memory. Models are trained by SGD with momentum, and those with "adam" after their name by Adam. A number
+after a way is its `steps_per_execution`, which is 20 for the tabular model and else 1; "grpc" is raytf with gradients
 summed by TensorFlow's own collectives instead of raytf's ring of sockets, "bfloat16" the ring with 16-bit gradients,
 "operations" raytf with the update by Keras' operations and not compiled, "shard" raytf with `shard_optimizer`,
 "unpinned" raytf without `pin_cpus`, which keeps each worker to a core of its own. Two processes that do not talk, each
@@ -107,7 +107,7 @@ def _seconds(strategy, name: str, kind: str, steps: int, execution: str) -> tupl
     began, computed = time.perf_counter(), time.process_time()
     run(steps)
     found = (time.perf_counter() - began) / steps, (time.process_time() - computed) / steps
-    run(steps)  # one that does not talk goes on while the other is measured
+    run(steps)  # one that does not talk continues while the other is measured
     return found
 
 
@@ -181,21 +181,21 @@ def main(arguments=None):
         for _ in range(repeats):
             for way in ways:
                 legacy = {"TF_USE_LEGACY_KERAS": "1"} if way.startswith("tf_keras") else {}
-                ours = allocator(1) if way in RAYTF else {}
+                variables = allocator(1) if way in RAYTF else {}
                 wall, cpu = zip(
                     *common.measure_group(
                         __file__,
                         *("--once", way, kind, str(steps)),
                         workers=1 if way == "one process" else 2,
-                        environment=legacy | ours,
+                        environment=legacy | variables,
                         together=way != APART,
                     ),
                     strict=True,
                 )
                 found[way]["wall"].append(max(wall))
                 found[way]["cpu"].append(sum(cpu) / len(cpu))
-                told = f"{1000 * max(wall):.2f} ms a step, {1000 * found[way]['cpu'][-1]:.2f} ms of CPU"
-                print(f"{kind} {way}: {told}", file=sys.stderr)
+                times = f"{1000 * max(wall):.2f} ms a step, {1000 * found[way]['cpu'][-1]:.2f} ms of CPU"
+                print(f"{kind} {way}: {times}", file=sys.stderr)
         rates = {way: common.spread(1 / wall for wall in its["wall"]) for way, its in found.items()}
         best = max((rates[way][0] for way in ways if way in RAYTF), default=0.0)
         for way in ways:

@@ -2,8 +2,8 @@
 
 python jobs/benchmarks/stream_scale.py
 
-The constants of the model in STREAMS.md beside this file. Pieces are one block in memory, read and mapped again and
-again: what is measured is not reading. "share" is what a worker fetches of blocks that all lie on other nodes, against
+The constants of the model in STREAMS.md in this folder. Pieces are one block in memory, read and mapped again and
+again: what is measured is not reading. "share" is what a worker fetches of blocks that are all on other nodes, against
 its part of the rows: 2 and 3 workers fetch through Ray, more are simulated by the same function.
 """
 
@@ -82,7 +82,8 @@ def requests(count: int, repeats: int) -> dict:
 
 
 def share(workers: int) -> dict:
-    """Bytes that the workers fetch of a chunk whose blocks lie elsewhere, the most against a worker's part."""
+    """Returns bytes that the workers fetch of a chunk whose blocks are on other nodes, the most against a worker's
+    part."""
     from raytf.data import columns, reader, sampling, streamed
 
     found, table = pieces_of(2 * WINDOW // ROWS)
@@ -93,16 +94,16 @@ def share(workers: int) -> dict:
     stream = streamed.open_stream(found, table.column_names, table, workers, "benchmark") if workers <= 3 else None
     fetched = []
     for worker in range(workers):
-        mine = sampling.worker_part(epoch.positions(0), BATCH, worker, workers, steps)
+        worker_rows = sampling.worker_part(epoch.positions(0), BATCH, worker, workers, steps)
         if stream is None:
-            blocks = np.sort(mine) // ROWS
-            parts = [np.sort(mine)[blocks == b] % ROWS for b in np.unique(blocks)]
+            blocks = np.sort(worker_rows) // ROWS
+            parts = [np.sort(worker_rows)[blocks == b] % ROWS for b in np.unique(blocks)]
             taken = reader._take(parts, table.column_names, *[table] * len(parts))
             fetched.append(sum(one.nbytes for one in taken))
             continue
         rows = reader.StreamReader(stream, [names], place, worker, workers).rows(epoch, 0, 0)
         rows._node_id = "elsewhere"
-        rows.fetch(mine)
+        rows.fetch(worker_rows)
         fetched.append(rows.fetched_bytes)
     if stream is not None:
         streamed.close({"train": stream})
@@ -111,7 +112,7 @@ def share(workers: int) -> dict:
 
 
 def near_data(repeats: int) -> float:
-    """Seconds of a task that takes rows out of a block where it lies."""
+    """Returns seconds of a task that takes rows out of a block on the block's own node."""
     import pyarrow as pa
     import ray
 

@@ -3,7 +3,7 @@
 python jobs/benchmarks/sweep.py
 
 "raytf" keeps its workers warm between trials; "raytf, cold" starts processes for each (`warm=False`); "Ray
-TensorflowTrainer" is Ray's own (with tf_keras, its only way), fitted in each trial as Ray's guide says. The time
+TensorflowTrainer" is Ray's own (with tf_keras, its only way), fitted in each trial as in Ray's guide. The time
 between two trials is that from the end of one's last epoch to the end of the next one's first step.
 """
 

@@ -3,7 +3,7 @@
 sudo python jobs/benchmarks/traffic.py               # needs root: the hosts are network namespaces of this machine
 
 "tensorflow" sums gradients by its own ring over gRPC; the others are raytf's. "sync_every 8" averages parameters every
-eight steps in the place of gradients in each. What a way costs is in the loss after the same number of steps, on
+eight steps instead of gradients in each. What a way costs is in the loss after the same number of steps, on
 the same rows: the last column.
 """
 
@@ -70,7 +70,7 @@ def once(way: str, steps: str) -> None:
 
 
 def _noting(keras, ring):
-    """A callback that counts from the first step to the last, without what workers exchange before and behind them."""
+    """Returns a callback that counts from the first step to the last, without exchanges before and after them."""
 
     class Noting(keras.callbacks.Callback):
         raytf_local_batches = True

@@ -1,11 +1,11 @@
-"""A training that is told to end, and leaves its weights: python -m tests.cluster.ended_job FOLDER NAME WORKERS [NODE]
+"""A training that is stopped, and saves its weights: python -m tests.cluster.ended_job FOLDER NAME WORKERS [NODE]
 
 With the name "trial" it is the trial of a sweep. WORKERS may be "1-3": as many as there is room for, without Dropout.
 NODE is Ray's id of the node that the trainer is to be on, or "head"; else it is on any node of this host. Each worker
 notes its node, steps and process in NAME_RANK.txt; a run that ends by itself leaves its metrics in NAME.json.
-FOLDER/NAME_hold may name an epoch and a batch in each line, behind which the last worker (of an elastic run: the chief)
-stands still until it is asked to end, so that others may be one step ahead; then it removes that line, and a file
-without others. It goes on when the file names others, too.
+FOLDER/NAME_hold may name an epoch and a batch in each line, after which the last worker (of an elastic run: the chief)
+waits until it is asked to end, so that others may be one step ahead; then it removes that line, and a file
+without others. It continues when the file names others, too.
 """
 
 from __future__ import annotations
@@ -42,18 +42,20 @@ def noting(config):
             with open(f"{config['place']}_{rank}.txt", "a") as file:
                 file.write(f"{node} {self.epoch} {batch} {os.getpid()}\n")
             hold = pathlib.Path(f"{config['place']}_hold")
-            here = f"{self.epoch} {batch}"
-            if rank == max(0, config["workers"] - 1) and hold.exists() and here in hold.read_text().splitlines():
+            position = f"{self.epoch} {batch}"
+            if rank == max(0, config["workers"] - 1) and hold.exists() and position in hold.read_text().splitlines():
                 until = time.monotonic() + _HELD_SECONDS
                 while (
-                    stop.stop_barrier.why is None and here in hold.read_text().splitlines() and time.monotonic() < until
+                    stop.stop_barrier.why is None
+                    and position in hold.read_text().splitlines()
+                    and time.monotonic() < until
                 ):
                     time.sleep(0.01)
                 lines = hold.read_text().splitlines()
-                if lines == [here]:
+                if lines == [position]:
                     hold.unlink()
-                elif here in lines:
-                    hold.write_text("\n".join(line for line in lines if line != here))
+                elif position in lines:
+                    hold.write_text("\n".join(line for line in lines if line != position))
 
         def on_train_end(self, logs=None):
             if not config["workers"] or models.rank() == 0:
@@ -72,14 +74,14 @@ def main(folder: str, name: str, workers: int, node: str | None = None) -> None:
     else:
         if node == "head":
             (node,) = (one["NodeID"] for one in ray.nodes() if "node:__internal_head__" in one["Resources"])
-        there = ray.remote(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False))(stopped)
-        code, said = ray.get(there.remote(folder, name, workers))
-        print(said, file=sys.stderr)
+        task = ray.remote(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False))(stopped)
+        code, output = ray.get(task.remote(folder, name, workers))
+        print(output, file=sys.stderr)
         sys.exit(code)
 
 
 def stopped(*arguments) -> tuple[int, str]:
-    """`train`, which is ended: (exit code, what it says)."""
+    """Runs `train`, which is ended; returns (exit code, output)."""
     import raytf
 
     try:

@@ -71,11 +71,13 @@ def train(folder: str, name: str, breaks: bool):
 def main(folder: str) -> None:
     ray.init(log_to_driver=False)
     quiet, broken = (train(folder, name, name == "broken") for name in ("quiet", "broken"))
-    mine, its = (raytf.load_model(result) for result in (quiet, broken))
-    told = {name: json.loads(pathlib.Path(folder, name).read_text()) for name in ("kept", "there", "goes_on")}
-    pairs = zip([*mine.variables, *mine.optimizer.variables], [*its.variables, *its.optimizer.variables], strict=True)
+    left, right = (raytf.load_model(result) for result in (quiet, broken))
+    results = {name: json.loads(pathlib.Path(folder, name).read_text()) for name in ("kept", "there", "goes_on")}
+    pairs = zip(
+        [*left.variables, *left.optimizer.variables], [*right.variables, *right.optimizer.variables], strict=True
+    )
     equal = all(np.array_equal(np.asarray(a), np.asarray(b)) for a, b in pairs)
-    answers.give({**told, "equal": equal, "epochs": list(broken.metrics_dataframe["epoch"])})
+    answers.give({**results, "equal": equal, "epochs": list(broken.metrics_dataframe["epoch"])})
 
 
 if __name__ == "__main__":

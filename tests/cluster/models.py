@@ -37,7 +37,7 @@ def dataset(count=97, seed=0, blocks=5):
 
 
 def mlp(config):
-    """A float64 classifier, so that a wrong gradient is told from rounding."""
+    """Returns a float64 classifier, which distinguishes a wrong gradient from rounding."""
     import keras
     from keras import layers
 
@@ -81,8 +81,8 @@ def kill_once(marker, rank_, epoch, batch, sig=signal.SIGKILL, behind=None, told
             self.die(b, True)
 
         def die(self, b, ended):
-            here = (rank(), self.epoch, b, ended) == (rank_, epoch, batch, told)
-            if here and not os.path.exists(marker):
+            reached = (rank(), self.epoch, b, ended) == (rank_, epoch, batch, told)
+            if reached and not os.path.exists(marker):
                 _die(marker, behind, sig)
 
     return Kill()
@@ -141,15 +141,15 @@ def tell_of_cluster(folder):
         def on_train_end(self, logs=None):
             place = context.context()
             task = json.loads(os.environ["TF_CONFIG"])
-            told = {
+            status = {
                 "servers": [repr(place.get_server_def()), repr(place._collective_ops_server_def)],
                 "coordination": repr(place.coordination_service),
                 "listens": ports.is_listening(task["cluster"]["worker"][task["task"]["index"]]),
                 "devices": sorted({device.name.split("/replica")[0] for device in tf.config.list_logical_devices()}),
                 "replicas": self.model.distribute_strategy.num_replicas_in_sync,
             }
-            with open(os.path.join(folder, f"cluster_{rank()}_of_{told['replicas']}"), "w") as file:
-                json.dump(told, file)
+            with open(os.path.join(folder, f"cluster_{rank()}_of_{status['replicas']}"), "w") as file:
+                json.dump(status, file)
 
     return Tell()
 
@@ -167,7 +167,7 @@ def tell_cores(folder):
                 return
             writers = [one.pid for one in gc.get_objects() if isinstance(one, SnapshotWriter) and one.pid]
             before = sorted(cores.cores_before() or os.sched_getaffinity(0))
-            told = {
+            status = {
                 "own": sorted(cores.own_cores()),
                 "before": before,
                 "claimed": sorted(cores.claimed_cores(before)),
@@ -175,7 +175,7 @@ def tell_cores(folder):
                 "writers": [sorted(os.sched_getaffinity(pid)) for pid in writers],
             }
             with open(os.path.join(folder, f"cores_{rank()}.json"), "w") as file:
-                json.dump(told, file)
+                json.dump(status, file)
 
     return Tell()
 
@@ -245,12 +245,12 @@ def kill_server_once(marker, epoch, batch):
 def death(marker, rank_, step):
     """A function that kills worker `rank_` at its call number `step` in a process, from 1, the first time of all."""
     # the model is tried outside of workers, too
-    mine = json.loads(os.environ.get("TF_CONFIG", "{}")).get("task", {}).get("index")
+    index = json.loads(os.environ.get("TF_CONFIG", "{}")).get("task", {}).get("index")
     calls = []
 
     def die():
         calls.append(None)
-        if mine == rank_ and len(calls) == step and not os.path.exists(marker):
+        if index == rank_ and len(calls) == step and not os.path.exists(marker):
             with open(marker, "w") as file:
                 file.write(str(os.getpid()))
             os.kill(os.getpid(), signal.SIGKILL)

@@ -29,12 +29,12 @@ def callbacks(config):
 
         def on_train_batch_begin(self, batch, logs=None):
             stuck = pathlib.Path(f"{config['place']}_stuck")
-            here = (
+            reached = (
                 models.rank() == config["workers"] - 1
                 and stuck.exists()
                 and stuck.read_text() == f"{self.epoch} {batch}"
             )
-            while here and stuck.exists():
+            while reached and stuck.exists():
                 time.sleep(0.05)
 
     return [*ended_job.noting(config), Stuck()]

@@ -68,14 +68,14 @@ def test_the_first_failure_ends_the_wait(actors, silent):
     assert isinstance(caught.value.__cause__, RayActorError)
 
 
-def test_a_deadline_names_who_is_late(actors, silent):
+def test_deadline_names_the_late_workers(actors, silent):
     refs = [actors[0].tell.remote(0), silent.wait.remote(0)]
-    said = "timeout after 0.5 s: worker 1 did not answer; waited for: the workers' addresses"
-    with pytest.raises(NoAnswerError, match=said):
+    message = "timeout after 0.5 s: worker 1 did not answer; waited for: the workers' addresses"
+    with pytest.raises(NoAnswerError, match=message):
         collect_answers(refs, 0.5, "the workers' addresses")
 
 
-def test_who_looks_meanwhile_may_end_the_wait(silent):
+def test_poll_function_may_end_the_wait(silent):
     calls = []
 
     def look():

@@ -60,7 +60,7 @@ def test_what_comes_before_sees_all_columns(dataset):
         read(counted, specs | {"labels": parse("nope", "labels")})
 
 
-def test_what_is_wrong_is_said_before_workers_start(dataset):
+def test_wrong_columns_are_reported_before_workers_start(dataset):
     with pytest.raises(ConfigError, match="features must name columns of the dataset, which has 'a'.*'junk'; received"):
         read(dataset, SPECS | {"features": parse(["a", "nope"], "features")})
     holes = dataset.map_batches(_holes, batch_format="pyarrow")

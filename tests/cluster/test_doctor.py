@@ -95,13 +95,13 @@ def test_planted_faults_are_all_found(tmp_path):
                 frozen.send_signal(signal.SIGCONT)
     place = {host.address: i for i, host in enumerate(hosts)}
     found = {(f["check"], tuple(place[node] for node in f["nodes"])) for f in report["findings"]}
-    told = "\n".join(f"{f['check']} {f['nodes']} {f['problem']}: {f['measured']}" for f in report["findings"])
+    text = "\n".join(f"{f['check']} {f['nodes']} {f['problem']}: {f['measured']}" for f in report["findings"])
     planted = {("answer", (4,)), ("files", (1,)), ("name", (1,)), ("storage", (1,))}
     planted |= {("shm", (2,)), ("disk", (2,)), ("versions", (2,)), ("ports", (0, 2)), ("mtu", (0, 1))}
     planted |= {("name", (3,)), ("storage", (3,)), ("loss", (0, 3)), ("bandwidth", (3, 0))}
-    assert planted <= found, f"{planted - found}\n{told}"
+    assert planted <= found, f"{planted - found}\n{text}"
     # and nothing of what is right: of the first host only ways to others
-    assert {check for check, nodes in found if nodes == (0,)} == set(), told
-    assert {check for check, _ in found} == {check for check, _ in planted}, told
+    assert {check for check, nodes in found if nodes == (0,)} == set(), text
+    assert {check for check, _ in found} == {check for check, _ in planted}, text
     assert report["seconds"] < 60
     assert list(storage.iterdir()) == []

@@ -1,4 +1,4 @@
-"""A run whose driver gets a signal ends after a step, keeps it, says so, and goes on at the next."""
+"""A run whose driver gets a signal ends after a step, checkpoints it, logs that, and resumes at the next."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ def driver_of(*arguments, environment=None):
 
 
 def finished(driver, code=0):
-    _, said = driver.communicate(timeout=240)
-    assert driver.returncode == code, said
-    return said
+    _, output = driver.communicate(timeout=240)
+    assert driver.returncode == code, output
+    return output
 
 
 def until(reached, driver, seconds=240):
@@ -59,7 +59,7 @@ def steps(tmp_path, name, rank):
 
 
 def told(tmp_path, name, rank):
-    """`steps`, of which one is once where a process in a lost one's place is told of its end once more."""
+    """Returns `steps`; a step whose end a replacement worker repeats to its callbacks is in it once."""
     made = steps(tmp_path, name, rank)
     return [place for before, place in zip([None, *made], made, strict=False) if place != before]
 
@@ -80,7 +80,7 @@ def noted(tmp_path, name, rank):
 
 
 def drain(cluster, node, environment):
-    """Tells Ray that a node will go."""
+    """Drains a node of Ray."""
     command = [pathlib.Path(sys.executable).with_name("ray"), "drain-node", "--address", cluster.address]
     command += ["--node-id", node, "--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "a test"]
     subprocess.run([*command, "--deadline-remaining-seconds", "120"], env=environment, check=True, timeout=60)
@@ -103,8 +103,8 @@ def quiet(ray_cluster, tmp_path_factory):
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("workers", [2, 0])
 def test_a_signal_to_the_driver_ends_the_run_after_a_step_that_is_kept(tmp_path, workers, request):
-    """14 steps an epoch. SIGTERM comes when worker 0 is in step 20, for which it waits for worker 1, which stands still
-    behind step 19; then, in the run that goes on, SIGINT; then nothing. No step is lost, and none is made twice."""
+    """14 steps an epoch. SIGTERM comes when worker 0 is in step 20, for which it waits for worker 1, which is held
+    after step 19; then, in the run that resumes, SIGINT; then nothing. No step is lost, and none is made twice."""
     if workers:
         expected = request.getfixturevalue("quiet")
     else:
@@ -136,8 +136,8 @@ def test_a_signal_to_the_driver_ends_the_run_after_a_step_that_is_kept(tmp_path,
     everything = [(epoch, batch) for epoch in range(3) for batch in range(14)]
     for rank in range(max(1, workers)):
         assert steps(tmp_path, "run", rank) == everything
-    for mine, its in zip(weights(tmp_path, "run"), expected, strict=True):
-        np.testing.assert_array_equal(mine, its)
+    for left, right in zip(weights(tmp_path, "run"), expected, strict=True):
+        np.testing.assert_array_equal(left, right)
     finished(started(tmp_path, "run", workers))  # nothing is left to do
 
 
@@ -149,7 +149,7 @@ def left(tmp_path):
     for process in psutil.process_iter(["pid", "cmdline"]):
         with contextlib.suppress(psutil.Error):
             line = " ".join(process.info["cmdline"] or ())
-            # a worker's log says whose it is; its environment is that of the process it is a fork of
+            # a worker's log file shows whose it is; its environment is that of the process it is a fork of
             worker = line.startswith("ray::") and any(file.path.startswith(logs) for file in process.open_files())
             if (worker or str(tmp_path) in line) and "IDLE" not in line:
                 found.add(("process", process.pid))
@@ -174,13 +174,13 @@ def test_of_a_driver_that_is_killed_nothing_is_left(tmp_path, quiet):
     for folder in (tempfile.gettempdir(), "/dev/shm"):
         assert not [name for name in os.listdir(folder) if any(owner in name for owner in owners)]
     (tmp_path / "run_hold").unlink()  # a worker that is killed leaves it
-    finished(started(tmp_path, "run", 2))  # it goes on
+    finished(started(tmp_path, "run", 2))  # it resumes
 
 
 @pytest.fixture
 def three_hosts(monkeypatch):
-    """A head that takes no workers, as heads of large clusters do, and three nodes with room for two each; made anew
-    for each try of a test, as a node that was drained takes nothing any more."""
+    """A head that takes no workers, as heads of large clusters do, and three nodes with room for two each; created
+    again for each try of a test, as a node that was drained takes nothing any more."""
     nodes = [["--num-cpus=0"], ["--node-name=one"], ["--node-name=two"], ["--node-name=three"]]
     with local.local_cluster(nodes=4, cpus=2, options=nodes) as cluster:
         yield cluster
@@ -203,8 +203,8 @@ assert len(found) == 6 and all(is_on == said for is_on, said in found), found
 
 @pytest.mark.timeout(900)
 def test_a_node_that_is_drained_costs_no_step(tmp_path, three_hosts, quiet):
-    """Processes that start before their run are where they are said to be. Then both workers are on the node that is
-    drained, behind step 19 and in step 20. They end after it, and start again on another node; FailureConfig allows no
+    """Processes that start before their run are on the nodes that it names. Then both workers are on the node that is
+    drained, after step 19 and in step 20. They end after it, and start again on another node; FailureConfig allows no
     failure, as this is none. So do those of a trial. Then the last node is drained, too, with the driver on it: its run
     ends as by SIGTERM."""
     environment = os.environ | three_hosts.environment | {"RAY_ADDRESS": three_hosts.address}
@@ -213,22 +213,22 @@ def test_a_node_that_is_drained_costs_no_step(tmp_path, three_hosts, quiet):
         (tmp_path / f"{name}_hold").write_text("1 4")
         driver = started(tmp_path, name, 2, environment, [node])
         until(lambda: steps(tmp_path, name, 1)[-1:] == [(1, 4)], driver)
-        (there,) = nodes(tmp_path, name)
-        drain(three_hosts, there, environment)
-        return driver, there
+        (chief_node,) = nodes(tmp_path, name)
+        drain(three_hosts, chief_node, environment)
+        return driver, chief_node
 
     finished(driver_of("-c", POOL, environment=environment))
     everything = [(epoch, batch) for epoch in range(3) for batch in range(14)]
     for name in ("trial", "run"):
         driver, left = drained_in_step_20(name)
-        said = finished(driver)
-        assert len(nodes(tmp_path, name)) == 2, (left, noted(tmp_path, name, 0), noted(tmp_path, name, 1), said)
+        output = finished(driver)
+        assert len(nodes(tmp_path, name)) == 2, (left, noted(tmp_path, name, 0), noted(tmp_path, name, 1), output)
         (last,) = nodes(tmp_path, name) - {left}
         assert steps(tmp_path, name, 0) == steps(tmp_path, name, 1) == everything
-        for mine, its in zip(weights(tmp_path, name), quiet, strict=True):
-            np.testing.assert_array_equal(mine, its)
-    driver, there = drained_in_step_20("own", last)
-    assert there == last, f"of the driver: {last}, of its workers: {there}"
+        for actual, reference in zip(weights(tmp_path, name), quiet, strict=True):
+            np.testing.assert_array_equal(actual, reference)
+    driver, chief_node = drained_in_step_20("own", last)
+    assert chief_node == last, f"of the driver: {last}, of its workers: {chief_node}"
     finished(driver, 143)
     end = stopped(tmp_path / "own")
     step = end.step
@@ -266,7 +266,7 @@ def build_model(config):
 
 @pytest.fixture
 def command_line(tmp_path):
-    """Starts a command of raytf in a folder with a model and data, as it is typed there; as a fork unless told."""
+    """Starts a command of raytf in a folder with a model and data, as it is typed there; as a fork by default."""
     (tmp_path / "slow.py").write_text(SLOW)
     pq.write_table(pa.table({"x": np.linspace(0, 1, 400), "y": np.linspace(0, 1, 400)}), tmp_path / "rows.parquet")
     environment = os.environ | {"RAY_ADDRESS": ray.get_runtime_context().gcs_address}
@@ -309,7 +309,7 @@ def whole(folder):
 
 @pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.timeout(900)
-def test_a_sweep_that_is_ended_goes_on_by_the_same_command(tmp_path, command_line):
+def test_stopped_sweep_resumes_by_the_same_command(tmp_path, command_line):
     arguments = ["learning_rate=choice([0.1,0.2])", "--num-samples", "2", "--max-concurrent-trials", "1"]
     driver = command_line("sweep", *arguments)
     until((tmp_path / "fast_not_yet").exists, driver)
@@ -318,11 +318,11 @@ def test_a_sweep_that_is_ended_goes_on_by_the_same_command(tmp_path, command_lin
     assert "the sweep has ended with 0 of" in stopped(tmp_path / "runs" / "sweep").more
     before = set(tmp_path.glob("runs/sweep/Trial_*"))
     assert before
-    said = finished(command_line("sweep", "learning_rate=choice([0.1,0.3])", *arguments[1:]), 2)
-    assert "A sweep of a name that exists resumes as it was" in said
+    output = finished(command_line("sweep", "learning_rate=choice([0.1,0.3])", *arguments[1:]), 2)
+    assert "A sweep of a name that exists resumes as it was" in output
     (tmp_path / "slow.py").write_text(SLOW.replace("layers.Dense(1)", "layers.Dense(1, 'tanh')"))
-    said = finished(command_line("sweep", *arguments), 2)
-    assert "A sweep of a name that exists resumes as it was" in said and "tanh" in said
+    output = finished(command_line("sweep", *arguments), 2)
+    assert "A sweep of a name that exists resumes as it was" in output and "tanh" in output
     (tmp_path / "slow.py").write_text(SLOW)
     (tmp_path / "fast").touch()
     finished(command_line("sweep", *arguments))

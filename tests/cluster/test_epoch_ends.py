@@ -1,4 +1,4 @@
-"""The checkpoint at the end of an epoch is written beside the next one, and found where its worker died meanwhile."""
+"""The checkpoint of an epoch's end is written during the next epoch, and found where its worker died meanwhile."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _WAIT_SECONDS = 120.0
 
 
 def wait_for_file(path: pathlib.Path, otherwise: str) -> None:
-    """Returns when a file is there; raises what is said otherwise where it does not come."""
+    """Blocks until a file exists; raises the given error after a deadline."""
     until = time.monotonic() + _WAIT_SECONDS
     while not path.exists():
         if time.monotonic() > until:
@@ -106,9 +106,9 @@ def test_a_controller_that_takes_no_reports_does_not_hold_the_training_up(tmp_pa
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.usefixtures("ray_cluster")
-def test_an_epochs_checkpoint_is_written_beside_the_next_and_outlives_its_worker(tmp_path):
+def test_epoch_checkpoint_is_written_during_the_next_epoch_and_outlives_its_worker(tmp_path):
     """14 steps an epoch. The storage takes the first epoch's checkpoint when the second has made five steps, in which
-    the chief dies before it can report it. The run goes on from it, and lists it; so does one that is started again
+    the chief dies before it can report it. The run resumes from it, and lists it; so does one that is started again
     after Ray's list has lost the last."""
     files = {"gate": str(tmp_path / "gate"), "notes": str(tmp_path / "notes")}
 

@@ -1,4 +1,4 @@
-"""What an evaluator says beside a run; it is started again when it dies, and no training is lost by that."""
+"""What an evaluator reports during a run; it is restarted when it dies, and no training is lost by that."""
 
 from __future__ import annotations
 
@@ -53,17 +53,17 @@ def trainer(folder, deaths, workers, **options):
     )
 
 
-def test_an_evaluator_beside_the_training_and_its_deaths(tmp_path):
+def test_evaluator_during_training_and_its_restarts(tmp_path):
     """Its metrics are those of validation within the training, for every epoch and in the result. It dies once of the
-    first checkpoint, which is evaluated again, and twice of the second: the training goes on without that one."""
-    within = trainer(tmp_path, {}, 0).fit()
+    first checkpoint, which is evaluated again, and twice of the second: the training continues without that one."""
+    in_training = trainer(tmp_path, {}, 0).fit()
     with pytest.warns(UserWarning, match=r"evaluation is missing of epoch 2 \(the evaluator's process was killed"):
-        beside = trainer(tmp_path, {1: 1, 2: 2}, 2, evaluator=True).fit()
-    history = beside.metrics_dataframe
+        with_evaluator = trainer(tmp_path, {1: 1, 2: 2}, 2, evaluator=True).fit()
+    history = with_evaluator.metrics_dataframe
     assert list(history["epoch"]) == [1, 2, 3] and history["loss"].notna().all()
     for name in ("loss", "accuracy"):
-        expected = within.metrics_dataframe[f"val_{name}"].where([True, False, True])
+        expected = in_training.metrics_dataframe[f"val_{name}"].where([True, False, True])
         np.testing.assert_allclose(history[f"eval_{name}"], expected, rtol=0, atol=1e-9)
-        assert beside.metrics[f"eval_{name}"] == pytest.approx(within.metrics[f"val_{name}"], abs=1e-9)
-    assert "val_loss" not in beside.metrics
+        assert with_evaluator.metrics[f"eval_{name}"] == pytest.approx(in_training.metrics[f"val_{name}"], abs=1e-9)
+    assert "val_loss" not in with_evaluator.metrics
     assert sorted(path.name for path in tmp_path.glob("died_*")) == ["died_1_0", "died_2_0", "died_2_1"]

@@ -118,10 +118,10 @@ def place():
 
 
 def assert_same(model, other, tolerance=1e-9):
-    for mine, its in zip(model.weights, other.weights, strict=True):
-        np.testing.assert_allclose(np.asarray(mine), np.asarray(its), rtol=0, atol=tolerance)
-    for mine, its in zip(model.optimizer.variables, other.optimizer.variables, strict=True):
-        np.testing.assert_allclose(np.asarray(mine), np.asarray(its), rtol=0, atol=tolerance)
+    for left, right in zip(model.weights, other.weights, strict=True):
+        np.testing.assert_allclose(np.asarray(left), np.asarray(right), rtol=0, atol=tolerance)
+    for left, right in zip(model.optimizer.variables, other.optimizer.variables, strict=True):
+        np.testing.assert_allclose(np.asarray(left), np.asarray(right), rtol=0, atol=tolerance)
 
 
 def assert_same_history(history, other):
@@ -130,7 +130,7 @@ def assert_same_history(history, other):
         np.testing.assert_allclose(history.history[name], values, rtol=0, atol=1e-9)
 
 
-def test_a_callback_may_compile_the_model_anew_and_the_next_one_that_is_alike_begins_as_it_came():
+def test_callback_may_recompile_the_model_and_the_next_equal_model_begins_as_it_came():
     import keras
 
     class FineTune(keras.callbacks.Callback):
@@ -148,8 +148,8 @@ def test_a_callback_may_compile_the_model_anew_and_the_next_one_that_is_alike_be
     for model in (named_alike(), named_alike()):
         with pytest.warns(UserWarning, match="The state of optimizer stays on the workers: a callback has compiled"):
             found = raytf.fit(model, X, Y, epochs=2, callbacks=[FineTune()], num_workers=2, verify=False, **ARGUMENTS)
-        for mine, its in zip(model.weights, alone.weights, strict=True):
-            np.testing.assert_allclose(np.asarray(mine), np.asarray(its), rtol=0, atol=1e-9)
+        for left, right in zip(model.weights, alone.weights, strict=True):
+            np.testing.assert_allclose(np.asarray(left), np.asarray(right), rtol=0, atol=1e-9)
         assert_same_history(found, history)
 
 
@@ -184,8 +184,8 @@ def test_what_a_training_changes_of_a_models_attributes_does_not_stay_for_the_ne
 def test_two_calls_with_two_workers_are_what_keras_does(alone, trained):
     model, calls, callback, (first, second) = trained
     assert_same(model, alone[0])
-    for mine, its in zip(calls, alone[1], strict=True):
-        assert_same_history(mine, its)
+    for left, right in zip(calls, alone[1], strict=True):
+        assert_same_history(left, right)
     assert callback.best == calls[0].history["loss"][-1] and callback.model is model
     assert model.history is calls[1]
     assert first == second and first[0] != os.getpid()  # nothing starts, and nothing is traced, for the second call
@@ -195,10 +195,10 @@ def test_evaluate_and_predict(alone, trained, tmp_path):
     import ray
 
     model, keras_model = trained[0], alone[0]
-    mine = raytf.evaluate(model, X, Y, batch_size=BATCH, return_dict=True, num_workers=2)
+    distributed = raytf.evaluate(model, X, Y, batch_size=BATCH, return_dict=True, num_workers=2)
     its = keras_model.evaluate(X, Y, batch_size=BATCH, return_dict=True, verbose=0)
-    assert mine.keys() == its.keys()
-    np.testing.assert_allclose(list(mine.values()), list(its.values()), atol=1e-9)
+    assert distributed.keys() == its.keys()
+    np.testing.assert_allclose(list(distributed.values()), list(its.values()), atol=1e-9)
     listed = raytf.evaluate(model, X, Y, batch_size=BATCH, num_workers=2)
     np.testing.assert_allclose(listed, keras_model.evaluate(X, Y, batch_size=BATCH, verbose=0), atol=1e-9)
     expected = keras_model.predict(X, verbose=0)
@@ -259,7 +259,7 @@ def test_an_error_and_an_interrupt_leave_the_last_epoch(alone, tmp_path):
         raytf.fit(model, X, Y, epochs=3, callbacks=[fails_at(2)], num_workers=2, **ARGUMENTS)
     assert_same(model, two)
     model, at = make(), []
-    # a shell that runs pytest behind has it ignored
+    # a shell that runs pytest in the background sets it to ignored
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def interrupt():
@@ -283,18 +283,18 @@ def test_an_error_and_an_interrupt_leave_the_last_epoch(alone, tmp_path):
 
 
 def test_weights_come_once_whatever_the_number_of_epochs(monkeypatch):
-    """What a worker tells of an epoch is of no model's size; the counting changes nothing of it."""
-    told, go_on = [], WorkerGroup.go_on
+    """A worker's report of an epoch is not of a model's size; the counting changes nothing of it."""
+    results, go_on = [], WorkerGroup.go_on
 
     def counted(group, why=None):
         reports = go_on(group, why)
-        told.extend(reports or ())
+        results.extend(reports or ())
         return reports
 
     monkeypatch.setattr(WorkerGroup, "go_on", counted)
     raytf.fit(make(), X, Y, epochs=3, num_workers=2, **ARGUMENTS)
-    assert sum(bool(report.get("values")) for report in told) == 1 and told[-2]["values"]
-    assert max(len(pickle.dumps(report)) for report in told if not report.get("ended")) < 1000
+    assert sum(bool(report.get("values")) for report in results) == 1 and results[-2]["values"]
+    assert max(len(pickle.dumps(report)) for report in results if not report.get("ended")) < 1000
 
 
 def test_the_death_of_a_chief_leaves_the_last_epoch(alone, monkeypatch):
@@ -357,10 +357,10 @@ np.savez(f"{place}.npz", *model.get_weights())
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_call_with_a_name_goes_on_at_the_next_step(tmp_path):
-    """14 steps an epoch. SIGTERM comes when worker 0 is in step 20, for which it waits for worker 1; the same call goes
-    on behind it. Worker 1 is killed before step 23, and the chief as it is told of step 24, where callbacks look at
-    batches: others take their places. In step 5 of the last epoch both live, and lose each other."""
+def test_named_call_resumes_at_the_next_step(tmp_path):
+    """14 steps an epoch. SIGTERM comes when worker 0 is in step 20, for which it waits for worker 1; the same call
+    resumes after it. Worker 1 is killed before step 23, and the chief in `on_train_batch_end` of step 24, where
+    callbacks look at batches: both are replaced. In step 5 of the last epoch both live, and lose each other."""
 
     def started(name):
         return driver_of("-c", KEPT, tmp_path, name)
@@ -380,12 +380,12 @@ def test_a_call_with_a_name_goes_on_at_the_next_step(tmp_path):
     assert Kind.WORKERS_RECONNECTED in {event.kind for event in found}
     everything = [(epoch, batch) for epoch in range(3) for batch in range(14)]
     assert told(tmp_path, "run", 0) == told(tmp_path, "run", 1) == everything
-    for mine, its in zip(*(weights(tmp_path, name) for name in ("run", "quiet")), strict=True):
-        np.testing.assert_array_equal(mine, its)
+    for left, right in zip(*(weights(tmp_path, name) for name in ("run", "quiet")), strict=True):
+        np.testing.assert_array_equal(left, right)
     assert not list(tmp_path.glob("*/fit"))
 
 
-def test_idle_workers_give_way(trained):
+def test_idle_workers_are_released_for_other_requests(trained):
     """To a task that needs every CPU, of which raytf knows nothing."""
     import ray
 
@@ -421,8 +421,8 @@ def test_tables_with_columns_and_many_workers(alone, tmp_path, capsys):
     named = {"features": ["u", "v"], "labels": "y", "sample_weight": "w", "shuffle": False, "verbose": 0}
     found = []
     board = keras.callbacks.TensorBoard(os.fspath(tmp_path / "events"), write_graph=False)
-    told = {"callbacks": [board], "name": "told", "storage": tmp_path, "verbose": 2}
-    for source, more in ((frame, told), (ray.data.from_pandas(frame), {})):
+    options = {"callbacks": [board], "name": "told", "storage": tmp_path, "verbose": 2}
+    for source, more in ((frame, options), (ray.data.from_pandas(frame), {})):
         model = build()
         raytf.fit(model, source, batch_size=BATCH, validation_data=source, num_workers=2, **named | more)
         found.append(model)
@@ -439,7 +439,7 @@ def test_tables_with_columns_and_many_workers(alone, tmp_path, capsys):
 
 
 def test_labels_of_another_rank_for_a_model_like_the_one_that_stays():
-    """A graph of both would know no rank; a fresh model is like the last one where names and seeds begin anew."""
+    """A graph of both would know no rank; a fresh model is like the last one where names and seeds begin again."""
     import keras
     import tensorflow as tf
 
@@ -465,5 +465,5 @@ def test_labels_of_another_rank_for_a_model_like_the_one_that_stays():
         options = {"batch_size": 7, "shuffle": False, "verbose": 0}
         raytf.fit(model, x, labels, num_workers=2, verify=False, **options)
         plain.fit(x, labels, **options)
-        for mine, its in zip(model.get_weights(), plain.get_weights(), strict=True):
-            np.testing.assert_allclose(mine, its, atol=1e-6)
+        for left, right in zip(model.get_weights(), plain.get_weights(), strict=True):
+            np.testing.assert_allclose(left, right, atol=1e-6)

@@ -1,4 +1,4 @@
-"""Idle workers of `raytf.fit` give way to whatever waits for resources, whoever asks for them and how."""
+"""Idle workers of `raytf.fit` are released for any pending request for resources."""
 
 import keras
 import numpy as np

@@ -23,12 +23,12 @@ ONE = {"batch_size": BATCH, "verbose": 0}
 
 def both(make, x, y=None, **more):
     """(the model of two workers, Keras' own) after two epochs, with equal weights and histories."""
-    mine, its = make(), make()
-    history = raytf.fit(mine, x, y, epochs=2, shuffle=False, **TWO, **more)
+    distributed, its = make(), make()
+    history = raytf.fit(distributed, x, y, epochs=2, shuffle=False, **TWO, **more)
     expected = its.fit(x, y, epochs=2, shuffle=False, **ONE)
-    assert_same(mine, its)
+    assert_same(distributed, its)
     assert_same_history(history, expected)
-    return mine, its
+    return distributed, its
 
 
 def transferred():
@@ -47,10 +47,10 @@ def transferred():
 def test_mobilenet_in_a_sequential():
     numbers = np.random.default_rng(0)
     x, y = numbers.uniform(size=(ROWS, 32, 32, 3)), numbers.integers(0, 3, ROWS)
-    mine, its = both(transferred, x, y)
-    found = raytf.evaluate(mine, x, y, batch_size=BATCH, num_workers=2)
+    distributed, its = both(transferred, x, y)
+    found = raytf.evaluate(distributed, x, y, batch_size=BATCH, num_workers=2)
     np.testing.assert_allclose(found, its.evaluate(x, y, **ONE), atol=1e-9)
-    found = raytf.predict(mine, x, batch_size=BATCH, num_workers=2)
+    found = raytf.predict(distributed, x, batch_size=BATCH, num_workers=2)
     np.testing.assert_allclose(found, its.predict(x, verbose=0), atol=1e-9)
 
 
@@ -154,13 +154,13 @@ def test_three_inputs_that_only_a_step_takes():
 
     numbers = np.random.default_rng(0)
     parts = tuple(numbers.normal(size=(ROWS, 3)) for _ in range(3))
-    mine, its = three_towers(), three_towers()
+    distributed, its = three_towers(), three_towers()
     batches = tf.data.Dataset.from_tensor_slices(parts).batch(BATCH)
-    raytf.fit(mine, batches, epochs=2, num_workers=2, verbose=0)
+    raytf.fit(distributed, batches, epochs=2, num_workers=2, verbose=0)
     its.fit(batches, epochs=2, verbose=0)
-    for a, b in zip(mine.get_weights(), its.get_weights(), strict=True):
+    for a, b in zip(distributed.get_weights(), its.get_weights(), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-9)
-    found = raytf.evaluate(mine, batches, num_workers=2)
+    found = raytf.evaluate(distributed, batches, num_workers=2)
     np.testing.assert_allclose(found, its.evaluate(batches, verbose=0), atol=1e-9)
 
 
@@ -199,13 +199,13 @@ def with_a_preprocessor():
 def test_a_model_whose_own_fit_prepares_its_rows():
     numbers = np.random.default_rng(0)
     x, y = numbers.normal(size=(ROWS, 1)).astype(str), numbers.normal(size=(ROWS, 1))
-    mine, its = with_a_preprocessor(), with_a_preprocessor()
-    raytf.fit(mine, x, y, epochs=2, shuffle=False, **TWO)
+    distributed, its = with_a_preprocessor(), with_a_preprocessor()
+    raytf.fit(distributed, x, y, epochs=2, shuffle=False, **TWO)
     its.fit(x, y, epochs=2, shuffle=False, **ONE)
-    assert_same(mine, its)
-    found = raytf.evaluate(mine, x, y, batch_size=BATCH, num_workers=2)
+    assert_same(distributed, its)
+    found = raytf.evaluate(distributed, x, y, batch_size=BATCH, num_workers=2)
     np.testing.assert_allclose(found, its.evaluate(x, y, **ONE), atol=1e-9)
-    found = raytf.predict(mine, x, batch_size=BATCH, num_workers=2)
+    found = raytf.predict(distributed, x, batch_size=BATCH, num_workers=2)
     np.testing.assert_allclose(found, its.predict(x, verbose=0), atol=1e-9)
 
 

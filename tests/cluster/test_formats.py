@@ -1,4 +1,4 @@
-"""Data of a command by its path: what formats are found, what columns they have, and what is said of bad files."""
+"""Data of a command by its path: what formats are found, what columns they have, and the errors for bad files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A worker that is stopped is named with its rank and host, and ended; the run goes on as FailureConfig says."""
+"""A worker that is stopped is named with its rank and host, and ended; the run restarts as FailureConfig allows."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def fit(tmp_path, rank, failures, **options):
 
 
 @pytest.mark.timeout(300)
-def test_a_stopped_worker_is_ended_the_run_goes_on_and_then_says_who_it_was(tmp_path):
-    """It is stopped in the first epoch, which is made anew, and its successor in the second: one failure too many."""
+def test_stopped_worker_is_ended_and_named_and_the_run_restarts(tmp_path):
+    """It is stopped in the first epoch, which is repeated, and its successor in the second: one failure too many."""
     with pytest.raises(
         raytf.TrainingError, match=r"worker 1 failed: WorkerFrozenError: its process (\d+) on"
     ) as caught:

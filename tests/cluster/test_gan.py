@@ -40,8 +40,8 @@ def build_gan(config):
             noise, real = tf.nest.map_structure(lambda x: tf.cast(x, "float64"), data)
             ones, zeros = tf.ones_like(real[:, :1]), tf.zeros_like(real[:, :1])
             with tf.GradientTape() as tape:
-                said = self.discriminator(tf.concat([self.generator(noise), real], 0))
-                d_loss = self.loss_fn(tf.concat([ones, zeros], 0), said)
+                predicted = self.discriminator(tf.concat([self.generator(noise), real], 0))
+                d_loss = self.loss_fn(tf.concat([ones, zeros], 0), predicted)
             weights = self.discriminator.trainable_weights
             self.d_optimizer.apply_gradients(zip(tape.gradient(d_loss, weights), weights, strict=True))
             with tf.GradientTape() as tape:
@@ -85,7 +85,7 @@ def saved(result) -> dict:
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_a_gan_trains_as_on_one_worker_and_goes_on_after_a_kill(tmp_path):
+def test_gan_trains_as_on_one_worker_and_resumes_after_a_kill(tmp_path):
     """97 rows in batches of 24: in the last step one worker has no row. A kill changes no bit of either optimizer."""
     import keras
 

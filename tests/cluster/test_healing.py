@@ -1,4 +1,4 @@
-"""A worker that is lost within a step is replaced, while the others keep their processes and go on in that step."""
+"""A worker that is lost within a step is replaced, while the others keep their processes and continue that step."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def noted(config):
     import keras
 
     class Others(keras.callbacks.Callback):
-        """Waits for so many spares before some batches; dies as an epoch begins or ends, behind a batch, as a
-        validation has ended, and when it is asked for what a checkpoint is to hold of it (before, what a process in its
-        place would need is noted). Notes how often it was told of an end."""
+        """Waits for so many spares before some batches; dies as an epoch begins or ends, after a batch, as a
+        validation has ended, and when a checkpoint takes its state (the state that a replacement worker would need is
+        noted before). Notes how often it was called at an end."""
 
         raytf_local_batches = True
         epoch = batch = ends = 0
@@ -112,7 +112,7 @@ def outcomes(result):
 
 
 def replaced(result):
-    """How often each rank was replaced, of a run that was not started anew."""
+    """Returns how often each rank was replaced, of a run that was not restarted."""
     assert {kind for kind, _ in outcomes(result)[1:]} <= {Kind.WORKER_REPLACED, Kind.WORKERS_RECONNECTED}
     return collections.Counter(rank for _, ranks in outcomes(result) for rank in ranks)
 
@@ -127,14 +127,14 @@ def assert_healed(notes, workers, lost):
 
 
 def test_a_worker_and_the_chief(tmp_path):
-    """Rank 1 dies before step 20, the chief before step 33; the chief's state of callbacks is another's then. Spares
-    take their places, which have made a step of the model before that. Before step 28 both live, and lose each
-    other: they are connected anew."""
+    """Rank 1 dies before step 20, the chief before step 33; the chief's state of callbacks is another's then. Standby
+    workers replace them, which have made a step of the model before that. Before step 28 both live, and lose each
+    other: they are reconnected."""
     expected, _ = run(tmp_path, "quiet")
     kills = Kill(rank=1, step=20), Kill(rank=0, step=33)
-    told = {"tensorflow": {"heal": True, "spares": 1}, "build": noting_spares}
+    options = {"tensorflow": {"heal": True, "spares": 1}, "build": noting_spares}
     result, notes = run(
-        tmp_path, "killed", *kills, CutOff(rank=1, step=28), config={"spares": {(1, 6): 1, (2, 5): 2}}, **told
+        tmp_path, "killed", *kills, CutOff(rank=1, step=28), config={"spares": {(1, 6): 1, (2, 5): 2}}, **options
     )
     assert_equal(result, expected, 0)
     assert_healed(notes, 2, [1, 0])
@@ -181,23 +181,23 @@ def ends(notes, rank):
 
 def test_three_workers_within_executions_a_validation_and_the_first_step(tmp_path):
     """Three steps are an execution, and four an update. The chief dies before the first step of all, and so does the
-    process that is to take its place; rank 1 in a step within an execution; the chief in the validation of the second
+    worker that is to replace it; rank 1 in a step within an execution; the chief in the validation of the second
     epoch, and as it copies what a checkpoint is to hold; rank 2 before the first step of the third.
 
-    Between two epochs rank 2 dies as its callbacks are told that the first has ended, rank 1 as the second begins for
-    it, when the others are within its first step, and the chief as the last one ends, behind its row of a log."""
-    told = {"build": dying_in_validation, "workers": 3, "steps_per_execution": 3, "checkpoint_every": "5 steps"}
-    told["failures"] = 9
+    Between two epochs rank 2 dies in `on_epoch_end` of the first, rank 1 as the second begins for it, when the others
+    are within its first step, and the chief as the last one ends, after its row of a log."""
+    options = {"build": dying_in_validation, "workers": 3, "steps_per_execution": 3, "checkpoint_every": "5 steps"}
+    options["failures"] = 9
     inside = {"marker": str(tmp_path / "killed"), "rank_": 1, "step": 19}
     validating = {"marker": str(tmp_path / "validating"), "rank_": 0, "step": 8}
     config = {"inside": inside, "validating": validating}
     for marker in ("killed", "validating"):
         (tmp_path / marker).touch()
-    expected, _ = run(tmp_path, "quiet", config=config, **told)
+    expected, _ = run(tmp_path, "quiet", config=config, **options)
     for marker in ("killed", "validating"):
         (tmp_path / marker).unlink()
     config |= {"copying": (0, 2, 6), "tested": (2, 0), "at_begin": (1, 1), "at_end": (0, 2)}
-    result, notes = run(tmp_path, "broken", Kill(rank=0, step=0), Kill(rank=2, step=28), config=config, **told)
+    result, notes = run(tmp_path, "broken", Kill(rank=0, step=0), Kill(rank=2, step=28), config=config, **options)
     assert all((notes / name).exists() for name in ("replacing", "copying", "tested", "at_begin", "at_end"))
     assert replaced(result) == {0: 4, 1: 2, 2: 2}
     assert_equal(result, expected, 0)
@@ -233,14 +233,14 @@ def with_a_moving_copy(config):
     return model
 
 
-def test_where_a_step_changes_weights_before_its_gradients_all_start_anew(tmp_path):
-    """In the one that takes a place these have moved twice, which is found out before a callback sees it.
+def test_all_workers_restart_where_a_step_changes_weights_before_its_gradients(tmp_path):
+    """In the replacement worker these have moved twice, which is found out before a callback sees it.
 
-    One that dies in a callback of the user's at the end of an epoch is replaced: all have the weights behind it. Where
-    the chief dies, and it alone knows which epoch was the best one so far, all start anew from what it has kept."""
+    One that dies in a callback of the user's at the end of an epoch is replaced: all have the weights after it. Where
+    the chief dies, and it alone knows which epoch was the best one so far, all restart from its last checkpoint."""
     expected, _ = run(tmp_path, "quiet", build=with_a_moving_copy)
-    told = {"build": with_a_moving_copy, "config": {"at_end": (1, 0), "best": str(tmp_path / "best.keras")}}
-    result, notes = run(tmp_path, "killed", Kill(rank=1, step=20), Kill(rank=0, step=33), **told)
+    options = {"build": with_a_moving_copy, "config": {"at_end": (1, 0), "best": str(tmp_path / "best.keras")}}
+    result, notes = run(tmp_path, "killed", Kill(rank=1, step=20), Kill(rank=0, step=33), **options)
     assert (notes / "at_end").exists()
     assert_equal(result, expected, 0)
     assert outcomes(result) == [
@@ -254,15 +254,15 @@ def test_where_a_step_changes_weights_before_its_gradients_all_start_anew(tmp_pa
 
 
 def test_two_at_once_and_two_neighbours_at_once(tmp_path):
-    """Of four workers ranks 0 and 2 die before step 20, and both are replaced in place: behind a checkpoint, which has
+    """Of four workers ranks 0 and 2 die before step 20, and both are replaced in place: after a checkpoint, which has
     averaged moving statistics, and so are rank 3 before the first checkpoint, and rank 1 as the second epoch ends. Then
-    ranks 1 and 2 do before step 33: what rank 1 had for itself is lost with rank 2, and all start anew from the last
+    ranks 1 and 2 do before step 33: what rank 1 had for itself is lost with rank 2, and all restart from the last
     checkpoint."""
-    told = {"workers": 4, "checkpoint_every": "5 steps", "config": {"normalized": True}}
-    expected, _ = run(tmp_path, "quiet", **told)
-    told["config"] |= {"at_end": (1, 1), "behind": (3, 0, 4)}
+    options = {"workers": 4, "checkpoint_every": "5 steps", "config": {"normalized": True}}
+    expected, _ = run(tmp_path, "quiet", **options)
+    options["config"] |= {"at_end": (1, 1), "behind": (3, 0, 4)}
     kills = [Kill(rank=0, step=20), Kill(rank=2, step=20), Kill(rank=1, step=33), Kill(rank=2, step=33)]
-    result, notes = run(tmp_path, "killed", *kills, **told)
+    result, notes = run(tmp_path, "killed", *kills, **options)
     assert_equal(result, expected, 0)
     assert outcomes(result) == [
         (Kind.WORKERS_STARTED, ()),
@@ -281,8 +281,8 @@ def test_two_at_once_and_two_neighbours_at_once(tmp_path):
 
 def looking(config):
     """`noted`, and a callback that looks at batches: it sums their losses, lowers the rate by them, notes both, and
-    dies before or behind that, or before a batch, in each of the places of `deaths`. Once it evaluates the model, which
-    begins metrics anew."""
+    dies before or after that, or before a batch, in each of the places of `deaths`. Once it evaluates the model, which
+    resets metrics."""
     import keras
     import numpy as np
 
@@ -318,23 +318,23 @@ def looking(config):
 
 
 def batches(notes, rank):
-    """What `looking` has noted, and noted again where it was told again."""
+    """Returns the notes of `looking`, with those of a batch that it was called for again."""
     return list(dict.fromkeys((notes / f"batches_{rank}").read_text().splitlines()))
 
 
 def test_between_two_steps_of_an_epoch_in_which_callbacks_look_at_batches_and_a_checkpoint_is_kept(tmp_path):
-    """Of three workers rank 1 dies as it is told of a batch, and so does the one in its place; the chief, behind what
-    it was told and before a checkpoint of that step; rank 2 before a batch, behind an evaluation, when the others are
-    in its step; rank 1 behind an epoch's last batch, and the chief before it is told of the first of the next one. All
-    are replaced in place."""
-    told = {"workers": 3, "checkpoint_every": "5 steps", "callbacks": looking, "failures": 9}
-    expected, before = run(tmp_path, "quiet", **told)
+    """Of three workers rank 1 dies in `on_train_batch_end`, and so does its replacement; the chief, after that callback
+    and before a checkpoint of that step; rank 2 before a batch, after an evaluation, when the others are in its step;
+    rank 1 after an epoch's last batch, and the chief before the callback of the next one's first batch. All are
+    replaced in place."""
+    options = {"workers": 3, "checkpoint_every": "5 steps", "callbacks": looking, "failures": 9}
+    expected, before = run(tmp_path, "quiet", **options)
     deaths = [("ends", 1, 0, 3), ("ends", 1, 0, 3), ("told", 0, 0, 9), ("begins", 2, 1, 4), ("told", 1, 1, 13)]
     deaths += [("ends", 0, 2, 0)]
-    result, notes = run(tmp_path, "broken", config={"deaths": deaths}, **told)
+    result, notes = run(tmp_path, "broken", config={"deaths": deaths}, **options)
     assert len(list(notes.glob("death_*"))) == len(deaths)
     found = replaced(result)
-    # the one in the place of rank 1 dies before it has taken it, or behind that
+    # the replacement of rank 1 dies before it has joined, or after that
     assert (found[0], found[2]) == (2, 1) and found[1] in (2, 3), found
     assert_equal(result, expected, 0)
     for rank in range(3):

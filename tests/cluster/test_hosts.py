@@ -65,18 +65,18 @@ def run(five_hosts, module: str, folder) -> tuple[str | None, dict]:
 
 
 def test_a_worker_whose_host_vanishes_is_replaced_on_another(tmp_path, five_hosts):
-    """Its connections are not closed; the others go on, and every step is made.
+    """Its connections are not closed; the others continue, and every step is made.
 
     Each worker has a host without a parameter server. As Ray may put the coordinator anywhere, one of the two has its
     host for itself.
     """
     victim, answer = run(five_hosts, "tests.cluster.host_job", tmp_path)
     assert victim not in {address.split(":")[0] for address in answer["workers"]}
-    # a step that a worker had made when it vanished, but not told of, is made again
+    # a step that a worker had made when it vanished, but not reported, is made again
     assert answer["epochs"] == 3 and 3 * 24 <= answer["steps"] <= 3 * 24 + 3
 
 
-def test_the_host_of_the_chief_vanishes_and_the_run_goes_on_from_another_hosts_memory(tmp_path, five_hosts):
+def test_run_resumes_from_another_hosts_memory_after_the_chiefs_host_vanishes(tmp_path, five_hosts):
     """Within the second epoch, of which no checkpoint is on a disk: no step is lost, and none made twice."""
     victim, answer = run(five_hosts, "tests.cluster.memory_job", tmp_path)
     assert victim is not None

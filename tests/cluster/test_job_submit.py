@@ -1,4 +1,4 @@
-"""`ray job submit` runs a training on a cluster started with cluster/local.py, as docs/guides/cluster.md says."""
+"""`ray job submit` runs a training on a cluster started with cluster/local.py, as in docs/guides/cluster.md."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ if __name__ == "__main__":
 
 @pytest.fixture(scope="module")
 def cluster():
-    # Two workers, and CPUs for Ray Data beside them.
+    # Two workers, and CPUs for Ray Data in addition.
     with local.local_cluster(nodes=1, cpus=4) as cluster:
         yield cluster
 
@@ -114,7 +114,7 @@ def test_a_job_has_the_python_and_the_files_of_its_submitter(cluster):
 def quiet(log):
     """Nothing is printed that is not for the user."""
     noise = [line for line in log.splitlines() if re.search(r"Traceback|Error|WARNING|INFO|pid=\d+", line)]
-    # Ray tells every driver, whatever its settings, that a busy machine of few cores starts many workers.
+    # Ray warns every driver, whatever its settings, that a busy machine of few cores starts many workers.
     return not [line for line in noise if "worker processes have been started on node" not in line]
 
 
@@ -130,7 +130,7 @@ def test_a_sweep_on_two_workers(cluster, tmp_path):
 
 @pytest.mark.slow
 def test_raytf_run_is_a_job(cluster):
-    """A script that knows nothing of Ray, with the module beside it, on two workers of the cluster."""
+    """A script that knows nothing of Ray, with the module next to it, on two workers of the cluster."""
     scripts = pathlib.Path(REPOSITORY) / "tests" / "jobs" / "scripts"
     code, log = submit(cluster, scripts, "python", "-m", "raytf.cli", "run", "--num-workers", "2", "custom_loop.py")
     assert code == 0, log
@@ -140,7 +140,7 @@ def test_raytf_run_is_a_job(cluster):
 
 
 @pytest.mark.slow
-def test_a_job_whose_training_fails_says_which_worker_and_why(cluster, tmp_path):
+def test_job_whose_training_fails_names_the_worker_and_the_cause(cluster, tmp_path):
     folder = tmp_path / "job"
     folder.mkdir()
     (folder / "broken.py").write_text(BROKEN)
@@ -160,8 +160,8 @@ def test_the_readmes_example_in_the_log_of_a_job(cluster, tmp_path):
     log = ray_job(cluster, "logs", "--log-color=false", *address, "example")
     # lines of Ray's before the job itself begins, and of the command around the log
     lines = [line for line in log.splitlines() if " job_manager.py:" not in line and " cli.py:" not in line]
-    said = ["Running entrypoint for job example: .*", *test_output.README]
-    test_output.check([line for line in lines if line], said)
+    patterns = ["Running entrypoint for job example: .*", *test_output.README]
+    test_output.check([line for line in lines if line], patterns)
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Keras 2 in the workers of a TensorflowTrainer, as Ray's own examples ask for it, and what is said without it."""
+"""Keras 2 in the workers of a TensorflowTrainer, as Ray's own examples ask for it, and the error without it."""
 
 from __future__ import annotations
 
@@ -81,8 +81,8 @@ def test_keras_2(tmp_path):
     assert {"loss", "sparse_categorical_crossentropy"} <= result.metrics.keys()
     model = raytf.load_model(result, legacy_keras=True)
     assert type(model).__module__.startswith("tf_keras")
-    for mine, theirs in zip(model.get_weights(), found["weights"], strict=True):
-        np.testing.assert_array_equal(mine, np.float32(theirs))
+    for left, right in zip(model.get_weights(), found["weights"], strict=True):
+        np.testing.assert_array_equal(left, np.float32(right))
 
 
 def uses_an_old_name():
@@ -91,7 +91,7 @@ def uses_an_old_name():
     return tf.keras.losses.mean_absolute_error
 
 
-def test_without_it_the_name_is_said(tmp_path):
+def test_error_without_legacy_keras_names_the_missing_name(tmp_path):
     with pytest.raises(raytf.TrainingError) as caught:
         trainer(tmp_path, uses_an_old_name).fit()
     cause = caught.value.cause

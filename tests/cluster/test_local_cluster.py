@@ -59,7 +59,7 @@ def processes_of(cluster):
 
 
 def alive(processes):
-    """Those that still run; whoever adopted an orphan may be slow to reap it."""
+    """Returns those that still run; the process that adopted an orphan may be slow to reap it."""
     running = psutil.wait_procs(processes, timeout=0)[1]
     return [process for process in running if process.status() != psutil.STATUS_ZOMBIE]
 
@@ -129,7 +129,7 @@ def down_of(folder, mark, node):
 
 
 def test_a_later_process_of_the_same_id_is_left_alone(tmp_path, sleeper):
-    """After a reboot, too: the mark tells a node from whatever has its id now."""
+    """After a reboot, too: the mark distinguishes a node from the process that has its id now."""
     down_of(tmp_path, "another", sleeper.pid)
     assert sleeper.poll() is None
 
@@ -139,7 +139,7 @@ def test_a_node_is_ended_by_another_process_than_its_parent(tmp_path, sleeper):
     assert sleeper.wait(30) == -signal.SIGTERM
 
 
-def test_a_node_that_has_gone_is_named_by_whoever_waits(tmp_path, sleeper):
+def test_wait_for_nodes_names_a_node_that_has_gone(tmp_path, sleeper):
     cluster = local.Cluster(
         folder=str(tmp_path), ray_folder=str(tmp_path), mark="its own", cpus=1, nodes=(sleeper.pid,)
     )
@@ -172,7 +172,7 @@ def test_a_long_temporary_folder_is_refused(tmp_path, monkeypatch):
         (["status"], "A cluster must be up in the folder"),
     ],
 )
-def test_the_command_line_says_what_is_wrong_in_a_sentence(tmp_path, arguments, sentence):
+def test_command_line_reports_an_error_in_a_sentence(tmp_path, arguments, sentence):
     run = run_script(*arguments, "--folder", str(tmp_path), timeout=60)
     assert run.returncode == 1
     assert sentence in run.stderr

@@ -100,9 +100,9 @@ def on_the_head(cluster, command: list[str], codes=(0,)) -> str:
 
 
 def train(cluster, network: str, folder):
-    """(what the driver says, what the workers note: their addresses, and NCCL's variable)."""
-    said = json.loads(on_the_head(cluster, [sys.executable, "-c", DRIVER, network, str(folder)]).splitlines()[-1])
-    return said, [json.loads(note.read_text()) for note in folder.glob("note.*")]
+    """Returns (the driver's output, what the workers note: their addresses, and NCCL's variable)."""
+    message = json.loads(on_the_head(cluster, [sys.executable, "-c", DRIVER, network, str(folder)]).splitlines()[-1])
+    return message, [json.loads(note.read_text()) for note in folder.glob("note.*")]
 
 
 def sent(host, interface: str) -> int:
@@ -133,11 +133,11 @@ def test_workers_exchange_by_the_network_that_is_named(tmp_path, cluster, named)
 
 def test_a_network_that_no_host_has_is_refused_before_workers_start(tmp_path, cluster):
     (_, *workers), _ = cluster
-    said, notes = train(cluster, "eth9", tmp_path)
-    assert "'eth9'" in said and notes == []
+    message, notes = train(cluster, "eth9", tmp_path)
+    assert "'eth9'" in message and notes == []
     for host in workers:
         own = f"{host.link.replace('rto', 'rti')} ({host.address}), net1 ({host.further[0]})"
-        assert f"{host.address} has lo (127.0.0.1" in said and own in said and "dead0 (192.168.77." in said
+        assert f"{host.address} has lo (127.0.0.1" in message and own in message and "dead0 (192.168.77." in message
 
 
 def test_scripts_and_the_doctor_take_the_network(tmp_path, cluster):

@@ -1,4 +1,4 @@
-"""Parameter servers on a real Ray cluster: what they compute, where rows lie, and what a death does."""
+"""Parameter servers on a real Ray cluster: what they compute, where rows are stored, and what a death does."""
 
 from __future__ import annotations
 
@@ -74,10 +74,10 @@ def test_one_worker_makes_the_steps_of_one_process(tmp_path, alone):
         tmp_path, "served", workers=1, strategy="parameter_server", num_ps=3, variable_partitioner=thirds
     ).fit()
     one, other = raytf.load_model(alone), raytf.load_model(served)
-    for mine, its in zip(other.variables, one.variables, strict=True):
-        np.testing.assert_allclose(mine, its, rtol=0, atol=1e-9, err_msg=its.path)
-    for mine, its in zip(other.optimizer.variables, one.optimizer.variables, strict=True):
-        np.testing.assert_allclose(mine, its, rtol=0, atol=1e-9, err_msg=its.path)
+    for left, right in zip(other.variables, one.variables, strict=True):
+        np.testing.assert_allclose(left, right, rtol=0, atol=1e-9, err_msg=right.path)
+    for left, right in zip(other.optimizer.variables, one.optimizer.variables, strict=True):
+        np.testing.assert_allclose(left, right, rtol=0, atol=1e-9, err_msg=right.path)
     assert list(served.metrics_dataframe) == list(alone.metrics_dataframe)
     np.testing.assert_allclose(served.metrics_dataframe, alone.metrics_dataframe, rtol=0, atol=1e-9)
     noted = [json.loads(line) for line in (tmp_path / "served/figures/worker_0.jsonl").read_text().splitlines()]
@@ -89,7 +89,7 @@ def test_one_worker_makes_the_steps_of_one_process(tmp_path, alone):
     assert list((tmp_path / "served/tensorboard/system").glob("events*"))
 
 
-def test_a_dead_worker_is_replaced_while_the_others_go_on(tmp_path):
+def test_dead_worker_is_replaced_while_the_others_continue(tmp_path):
     """Every step is made, and the last epoch's work is done by the one that came for the dead."""
 
     def callbacks(config):
@@ -109,13 +109,13 @@ def test_a_dead_worker_is_replaced_while_the_others_go_on(tmp_path):
     result = trainer(tmp_path, "killed", callbacks=callbacks, **options).fit()
     history = result.metrics_dataframe
     assert list(history["epoch"]) == [1, 2, 3, 4] and history["loss"].iloc[-1] < history["loss"].iloc[0]
-    # a step that a worker had made when it died, but not told of, is made again
+    # a step that a worker had made when it died, but not reported, is made again
     steps = int(raytf.load_model(result).optimizer.iterations)
     assert 4 * 25 <= steps <= 4 * 25 + 2 * 3
 
 
 def test_a_dead_server_ends_in_a_restore_and_the_next_one_in_an_error(tmp_path, alone):
-    """It dies behind step 26, in the third epoch, of which the coordinator holds step 24 in memory: the epoch is that
+    """It dies after step 26, in the third epoch, of which the coordinator holds step 24 in memory: the epoch is that
     of an undisturbed run. It dies again before the fourth."""
     folder = str(tmp_path)
 
@@ -137,7 +137,7 @@ def test_a_dead_server_ends_in_a_restore_and_the_next_one_in_an_error(tmp_path, 
                     self.kill("killed_3")
 
             def looked_at(self):
-                """As a copy is made, and before that, once its steps are: with 24 steps here behind step 26, too."""
+                """As a copy is made, and before that, once its steps are: with 24 steps here after step 26, too."""
                 if tf.executing_eagerly() and int(self.model.optimizer.iterations) == 24:
                     self.looks += 1
                     if self.looks == 2:
@@ -168,14 +168,14 @@ def test_a_dead_server_ends_in_a_restore_and_the_next_one_in_an_error(tmp_path, 
     assert sorted(path.name for path in tmp_path.glob("killed_*")) == ["killed_2", "killed_3"]
     with np.load(tmp_path / "third.npz") as third:
         found = [third[name] for name in third.files]
-    for mine, its in zip(found, raytf.load_model(alone).get_weights(), strict=True):
-        np.testing.assert_allclose(mine, its, rtol=0, atol=1e-9)
+    for left, right in zip(found, raytf.load_model(alone).get_weights(), strict=True):
+        np.testing.assert_allclose(left, right, rtol=0, atol=1e-9)
 
 
 def sums_model(config):
     """A regression on the numbers of rows, with metrics that are exact: each row counts, and counts once.
 
-    They are looked at after each checkpoint: behind that of step 36 the coordinator is killed, once 32 is kept.
+    They are looked at after each checkpoint: after that of step 36 the coordinator is killed, once 32 is saved.
     """
     import pathlib
     import signal
@@ -211,7 +211,7 @@ def sums_model(config):
 
 
 def disturbed(config):
-    """Says when the second epoch begins, and in the third one to end the run."""
+    """Returns callbacks that note when the second epoch begins, and stop the run in the third one."""
     import pathlib
 
     import keras
@@ -232,7 +232,7 @@ def disturbed(config):
 
 def test_within_an_epoch_every_row_counts_once(tmp_path):
     """25 steps an epoch, a checkpoint after every fourth. No row is lost and none is used twice: not in the epoch in
-    which the coordinator is killed, not in that in which the run is told to end and another one goes on."""
+    which the coordinator is killed, not in that in which the run is stopped and another one resumes."""
     import pyarrow as pa
     import ray
 
@@ -251,9 +251,9 @@ def test_within_an_epoch_every_row_counts_once(tmp_path):
         features=models.FEATURES,
         labels="number",
     )
-    with pytest.raises(raytf.StoppedError, match="a node that it cannot leave is drained.* of epoch 3") as told:
+    with pytest.raises(raytf.StoppedError, match="a node that it cannot leave is drained.* of epoch 3") as caught:
         made.fit()
-    assert told.value.code == 143 and 2 * 25 < told.value.step < 3 * 25 and (tmp_path / "killed").exists()
+    assert caught.value.code == 143 and 2 * 25 < caught.value.step < 3 * 25 and (tmp_path / "killed").exists()
     result = made.fit()
     history = result.metrics_dataframe
     for power in range(3):
@@ -277,7 +277,7 @@ def _where(config):
         json.dump(found, file)
 
 
-def test_a_table_lies_on_three_servers(tmp_path):
+def test_table_is_sharded_over_three_servers(tmp_path):
     file = tmp_path / "parts.json"
     raytf.TensorflowTrainer(
         _where,

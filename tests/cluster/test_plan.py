@@ -1,4 +1,4 @@
-"""What `raytf.plan` says against what a run does."""
+"""What `raytf.plan` reports against what a run does."""
 
 from __future__ import annotations
 
@@ -70,8 +70,8 @@ def test_a_plan_is_what_a_run_does(tmp_path):
 
         return [Measure()]
 
-    mine = trainer(tmp_path, callbacks=callbacks)
-    plan = raytf.plan(mine)
+    planned = trainer(tmp_path, callbacks=callbacks)
+    plan = raytf.plan(planned)
     assert plan.strategy == "multi_worker_mirrored" and "2 workers train in step" in plan.why
     assert plan.per_replica_batch == (13, 12) and plan.last_batch == 22 and plan.row_bytes == 6 * 4 + 8
     assert plan.step_seconds > 0 and plan.rows_per_second > 0
@@ -79,7 +79,7 @@ def test_a_plan_is_what_a_run_does(tmp_path):
     assert (
         shown["rows of a step on a replica"] == "13 or 12" and shown["steps of an epoch"] == "4, the last with 22 rows"
     )
-    mine.fit()
+    planned.fit()
     with open(file) as found:
         measured = json.load(found)
     assert measured["steps"] == plan.steps_per_epoch and measured["replicas"] == len(plan.per_replica_batch)

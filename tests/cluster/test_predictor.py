@@ -58,9 +58,9 @@ def test_actors_load_a_run_once_each(images, model, tmp_path):
     rows, pixels = images
     folder, notes = tmp_path / "run" / "checkpoint_2026-01-01_00-00-01", tmp_path / "notes"
     folder.mkdir(parents=True), notes.mkdir()
-    told = {"columns": {"features": "image"}}
+    recorded = {"columns": {"features": "image"}}
     checkpoint.save(
-        str(folder), model, checkpoint.CheckpointState(1, 3, 0, False, [{"epoch": 1, "val_loss": 0.5}], told)
+        str(folder), model, checkpoint.CheckpointState(1, 3, 0, False, [{"epoch": 1, "val_loss": 0.5}], recorded)
     )
     found = rows.map_batches(
         Noting,
@@ -87,6 +87,6 @@ def test_predict_and_evaluate_over_a_dataset(images, model):
     assert isinstance(found, ray.data.Dataset)
     np.testing.assert_allclose(np.stack([r["predictions"] for r in found.take_all()]), expected, rtol=1e-5, atol=1e-6)
     labelled = rows.map(lambda row: {**row, "label": row["id"] % 10})
-    mine = raytf.evaluate(model, labelled, features="image", labels="label", batch_size=16, num_workers=2)
+    metrics = raytf.evaluate(model, labelled, features="image", labels="label", batch_size=16, num_workers=2)
     its = model.evaluate(pixels, np.arange(ROWS) % 10, batch_size=16, verbose=0)
-    np.testing.assert_allclose(mine, its, rtol=1e-4)
+    np.testing.assert_allclose(metrics, its, rtol=1e-4)

@@ -1,4 +1,4 @@
-"""Rows of docs/reference/ray-compatibility.md that need a cluster: each of these runs stands for many of them."""
+"""Rows of docs/reference/ray-compatibility.md that need a cluster: each of these runs covers many of them."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ def lines(folder, name):
     return (folder / name).read_text().splitlines()
 
 
-def told(name):
-    """What Ray's dashboard is told of a run."""
+def dashboard_run(name):
+    """Returns what a run reports to Ray's dashboard."""
     from ray.train.v2._internal.state.state_actor import get_state_actor
 
     runs = ray.get(get_state_actor().get_train_runs.remote()).values()
@@ -79,7 +79,7 @@ def files_of(checkpoint, wanted):
         return {"files": float(sum(name.startswith(wanted) for name in os.listdir(folder)))}
 
 
-def test_a_keras_run_in_this_process_goes_on_with_what_workers_there_are(tmp_path, monkeypatch):
+def test_local_keras_run_resumes_with_available_workers(tmp_path, monkeypatch):
     """Two epochs here, and two on an elastic number of workers, are four epochs of one process."""
     monkeypatch.setenv("RAY_TRAIN_ENABLE_STATE_TRACKING", "1")
     first = keras_trainer(tmp_path, 2, ScalingConfig(num_workers=0)).fit()
@@ -98,7 +98,7 @@ def test_a_keras_run_in_this_process_goes_on_with_what_workers_there_are(tmp_pat
     assert lines(tmp_path, "tracker")[2:] == lines(tmp_path, "chief")[2:] == [f"epoch {e} of 2 on 0" for e in (2, 3)]
     assert sorted(lines(tmp_path, "all")[2:]) == [f"epoch {e} of 2 on {rank}" for e in (2, 3) for rank in (0, 1)]
 
-    run = told("run")
+    run = dashboard_run("run")
     settings = run.run_settings
     assert settings.backend_config.framework.value == "tensorflow" and {"keras", "tensorflow"} <= set(
         run.framework_versions
@@ -109,8 +109,8 @@ def test_a_keras_run_in_this_process_goes_on_with_what_workers_there_are(tmp_pat
     other = tmp_path / "other"
     other.mkdir()
     alone = keras_trainer(other, 4, ScalingConfig(num_workers=0)).fit()
-    for mine, its in zip(*(raytf.load_model(r).get_weights() for r in (result, alone)), strict=True):
-        np.testing.assert_allclose(mine, its, rtol=0, atol=1e-9)
+    for left, right in zip(*(raytf.load_model(r).get_weights() for r in (result, alone)), strict=True):
+        np.testing.assert_allclose(left, right, rtol=0, atol=1e-9)
 
 
 def trial(config):
@@ -118,24 +118,24 @@ def trial(config):
     raytf.get_strategy()
     context = ray.train.get_context()
     rank = context.get_world_rank()
-    said = {
+    seen = {
         name: getattr(context, f"get_{name}")()
         for name in ("world_size", "local_rank", "local_world_size", "node_rank", "experiment_name")
     }
     rows = sum(len(batch["x0"]) for batch in ray.train.get_dataset_shard("train").iter_batches())
-    said |= {"rows": rows, "folder": context.get_storage().experiment_fs_path}
-    said["preemption"] = ray.train.get_preemption_info()
+    seen |= {"rows": rows, "folder": context.get_storage().experiment_fs_path}
+    seen["preemption"] = ray.train.get_preemption_info()
     folder = tempfile.mkdtemp()
     pathlib.Path(folder, f"rank_{rank}").write_text(str(rank))
     named = {} if config["sweep"] else {"checkpoint_dir_name": "mine"}
     mode = CheckpointUploadMode.ASYNC
-    ray.train.report({"loss": 1.0, **said}, Checkpoint(folder), checkpoint_upload_mode=mode, **named)
+    ray.train.report({"loss": 1.0, **seen}, Checkpoint(folder), checkpoint_upload_mode=mode, **named)
     try:
         kept = [os.path.basename(one.checkpoint.path) for one in ray.train.get_all_reported_checkpoints()]
     except raytf.ConfigError as error:
         kept = str(error)
     assert not os.path.exists(folder), "ASYNC deletes the local files"
-    ray.train.report({"loss": 0.5, "kept": kept, **said})
+    ray.train.report({"loss": 0.5, "kept": kept, **seen})
 
 
 def tensorflow_trainer(folder, sweep):
@@ -155,12 +155,12 @@ def tensorflow_trainer(folder, sweep):
     )
 
 
-def test_a_loop_and_a_trial_are_told_the_same(tmp_path, monkeypatch):
+def test_loop_and_trial_get_the_same_context(tmp_path, monkeypatch):
     monkeypatch.setenv("RAY_TRAIN_ENABLE_STATE_TRACKING", "1")
     result = tensorflow_trainer(tmp_path / "fit", False).fit()
     assert os.path.basename(result.checkpoint.path) == "mine"
     assert sorted(os.listdir(result.checkpoint.path)) == ["rank_0", "rank_1"]
-    settings = told("tensorflow").run_settings
+    settings = dashboard_run("tensorflow").run_settings
     assert settings.backend_config.framework.value == "tensorflow" and settings.datasets == ["train"]
     assert settings.train_loop_config == {"sweep": False}
     grid = raytf.sweep(

@@ -79,9 +79,9 @@ class RayJob:
 
 
 def finished(job: subprocess.Popen) -> str:
-    said, _ = job.communicate(timeout=400)
-    assert job.returncode == 0, said[-6000:]
-    return said
+    output, _ = job.communicate(timeout=400)
+    assert job.returncode == 0, output[-6000:]
+    return output
 
 
 def wait_until(reached, job: subprocess.Popen) -> None:
@@ -117,8 +117,8 @@ def test_a_job_whose_cluster_is_killed_resumes_in_a_new_one_at_the_next_step(tmp
         assert "trained 3 epochs" in finished(rayjob.submit("digits"))
         finished(rayjob.submit("undisturbed"))
     assert steps(tmp_path, "digits") == steps(tmp_path, "digits", 1) == EVERYTHING
-    for mine, other in zip(weights(tmp_path, "digits"), weights(tmp_path, "undisturbed"), strict=True):
-        np.testing.assert_allclose(mine, other, rtol=0, atol=1e-9)
+    for left, right in zip(weights(tmp_path, "digits"), weights(tmp_path, "undisturbed"), strict=True):
+        np.testing.assert_allclose(left, right, rtol=0, atol=1e-9)
 
 
 def test_a_drain_that_is_cut_short_loses_the_steps_that_are_not_kept(tmp_path, started):
@@ -146,11 +146,11 @@ def test_a_drain_that_is_cut_short_loses_the_steps_that_are_not_kept(tmp_path, s
             raylet.kill()
         psutil.wait_procs(workers, 60)
         (tmp_path / "fifth_stuck").unlink()
-        said = finished(job)
+        output = finished(job)
     made = steps(tmp_path, "fifth")
     again = [place for i, place in enumerate(made) if place in made[:i]]
     # of the second epoch's steps those that no checkpoint has
     assert 0 < len(again) < 5 and again == [(1, batch) for batch in range(5 - len(again), 5)]
     assert sorted(set(made)) == EVERYTHING
     said_of = [event.steps for event in raytf.run_events(tmp_path / "fifth") if event.kind == Kind.STEPS_REPEATED]
-    assert said_of == [len(again)] and f"at least {len(again)} step(s) made since are repeated" in said
+    assert said_of == [len(again)] and f"at least {len(again)} step(s) made since are repeated" in output

@@ -74,7 +74,7 @@ def does_not_pickle():
 
 
 # Tried as elsewhere, in a process that starts sooner.
-HERE = {"scaling_config": ScalingConfig(num_workers=0)}
+LOCAL = {"scaling_config": ScalingConfig(num_workers=0)}
 
 CASES = {
     "servers without their strategy": (lambda: {"num_ps": 2}, "num_ps=2 with strategy='auto'"),
@@ -88,17 +88,17 @@ CASES = {
     "not a function": (lambda: {"build_model": 3}, "build_model must be a function of config; received: 3"),
     "not compiled": (lambda: {"build_model": not_compiled}, "not compiled with an optimizer"),
     "no model": (
-        lambda: {"build_model": returns_nothing, **HERE},
+        lambda: {"build_model": returns_nothing, **LOCAL},
         "must return a compiled keras.Model; received: builtins.None",
     ),
     "an error in build_model": (
-        lambda: {"build_model": needs_a_key, **HERE},
+        lambda: {"build_model": needs_a_key, **LOCAL},
         r"KeyError: 'lr' \(test_refused.py, line \d+\)",
     ),
     "no such column": (lambda: {"features": ["x0", "x9"]}, "features must name columns .* received: 'x9'"),
     "no such label": (lambda: {"labels": "lable"}, "labels must name columns .* received: 'lable'"),
-    "wrong shape": (lambda: {"build_model": takes_images, **HERE}, r"fit the model's inputs .* float32\(None, 6\)"),
-    "strings": (lambda: {"datasets": words(), "features": "text", **HERE}, "Features must be numbers .* string"),
+    "wrong shape": (lambda: {"build_model": takes_images, **LOCAL}, r"fit the model's inputs .* float32\(None, 6\)"),
+    "strings": (lambda: {"datasets": words(), "features": "text", **LOCAL}, "Features must be numbers .* string"),
     "empty": (lambda: {"datasets": {"train": models.dataset(16).filter(lambda r: False)}}, "'train' is empty"),
     "small batch": (
         lambda: {"config": {"batch_size": 1}, "scaling_config": ScalingConfig(num_workers=2)},
@@ -119,7 +119,7 @@ CASES = {
         "must be a ray.data.Dataset; received: 'train' of type list",
     ),
     "nulls": (
-        lambda: {"datasets": nulls(), "features": "x", **HERE},
+        lambda: {"datasets": nulls(), "features": "x", **LOCAL},
         r"must hold no nulls, .* received: 1 null\(s\) of 'x'",
     ),
     "seed": (lambda: {"seed": -1}, "seed must be an integer from 0"),

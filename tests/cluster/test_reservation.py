@@ -1,4 +1,4 @@
-"""All that a run holds of a cluster is taken at once: while it waits it holds nothing, and says so."""
+"""All that a run holds of a cluster is taken at once: while it waits it holds nothing, and logs that."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.waiting import until
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
-BESIDE = {"evaluator 0": {"CPU": 1.0}}
+EVALUATOR = {"evaluator 0": {"CPU": 1.0}}
 
 
 @contextlib.contextmanager
@@ -36,9 +36,9 @@ def groups():
     return [group for group in placement_group_table().values() if group["state"] != "REMOVED"]
 
 
-def test_a_run_that_waits_holds_nothing_says_what_for_and_goes_on(monkeypatch, capfd):
+def test_waiting_run_holds_nothing_logs_what_it_waits_for_and_starts_later(monkeypatch, capfd):
     monkeypatch.setattr(reservation, "_PATIENCE_INTERVAL", 0.0)
-    run = Reservation(BESIDE)
+    run = Reservation(EVALUATOR)
     with three_of_four_cpus() as other:
         run.ensure(1, {"CPU": 1.0}, "PACK", None)
         assert not run.wait(1.0)
@@ -47,16 +47,18 @@ def test_a_run_that_waits_holds_nothing_says_what_for_and_goes_on(monkeypatch, c
         assert run.wait(30.0) and run.places == {"evaluator 0": 1}
         assert run.ensure(1, {"CPU": 1.0}, "PACK", None) == run.group, "workers that start anew have it still"
     run.release()
-    said = capfd.readouterr().err
+    output = capfd.readouterr().err
     # what Ray counts as free may be a moment old
-    assert re.search(r"needs 2 CPU at once \(1 worker\(s\), evaluator 0\), and \d of 4 CPU are free; waiting for", said)
-    assert "the cluster has given the run its resources" in said
+    assert re.search(
+        r"needs 2 CPU at once \(1 worker\(s\), evaluator 0\), and \d of 4 CPU are free; waiting for", output
+    )
+    assert "the cluster has given the run its resources" in output
     until(lambda: not groups())
 
 
 @pytest.mark.parametrize("error", [None, KeyboardInterrupt])
 def test_a_wait_that_ends_badly_leaves_no_group(monkeypatch, error):
-    run = Reservation(BESIDE, seconds=1.0)
+    run = Reservation(EVALUATOR, seconds=1.0)
     with three_of_four_cpus():
         if error is not None:
             monkeypatch.setattr(Reservation, "_describe_missing", lambda _: (_ for _ in ()).throw(error()))
@@ -87,8 +89,8 @@ def test_a_process_that_is_stopped_is_ended_and_one_that_computes_is_not():
             process.wait()
 
 
-def test_who_answers_is_not_looked_at():
-    """A process that was stopped, went on and answered begins anew."""
+def test_answering_process_is_not_checked():
+    """The time of a process that was stopped, resumed and answered begins again."""
     node = ray.get_runtime_context().get_node_id()
     process = subprocess.Popen(["sleep", "1000"])
     try:

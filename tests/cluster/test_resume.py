@@ -1,4 +1,4 @@
-"""A run that goes on with what a user changed meanwhile, and with a checkpoint that is no longer whole."""
+"""A run that resumes with what a user changed meanwhile, and with a checkpoint that is no longer whole."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ def moved(config):
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_a_run_goes_on_from_what_is_whole_with_new_arguments(tmp_path):
+def test_run_resumes_from_the_last_whole_checkpoint_with_new_arguments(tmp_path):
     """Rank 1 dies in the second of three epochs. Then the last checkpoint is cut off, `build_model` is another one,
-    an argument of a callback is another, and a stranger has put pickles beside: the third epoch is made once more."""
+    an argument of a callback is another, and a stranger has added pickles: the third epoch is made once more."""
     kill = {"marker": str(tmp_path / "killed"), "rank_": 1, "epoch": 1, "batch": 2}
     notes, exploded = tmp_path / "notes", tmp_path / "exploded"
     notes.mkdir()
@@ -59,8 +59,8 @@ def test_a_run_goes_on_from_what_is_whole_with_new_arguments(tmp_path):
         assert int(raytf.load_model(run).optimizer.iterations) == 8
     again = trainer(tmp_path, config=config | {"patience": 50}, callbacks=watched, build=moved).fit()
     assert list(again.metrics_dataframe["epoch"]) == [1, 2, 3]
-    for mine, its in zip(weights(again), before, strict=True):
-        np.testing.assert_array_equal(mine, its)
+    for left, right in zip(weights(again), before, strict=True):
+        np.testing.assert_array_equal(left, right)
     for column in ("loss", "accuracy", "val_loss", "val_accuracy"):
         np.testing.assert_allclose(again.metrics_dataframe[column], first.metrics_dataframe[column], atol=1e-9)
     assert not exploded.exists()

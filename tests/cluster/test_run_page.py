@@ -1,4 +1,4 @@
-"""What a run says of itself: its folder and result, unread keys of its config, and a page about its workers."""
+"""What a run reports of itself: its folder and result, unread keys of its config, and a page about its workers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run is the run that was asked for: named anew, gone on with, refused, ended, or begun anew beside the old one."""
+"""A run is the run that was asked for: named, resumed, refused, ended, or started again from scratch."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def mlp_of(activation="relu", optimizer="adam"):
 
 
 def run(tmp_path, epochs=1, optimizer="adam", activation="relu", data=None, workers=0, **kwargs):
-    """A trainer; one that trains in this process unless told otherwise: what a run is does not depend on it."""
+    """Returns a trainer, by default one that trains in this process: what a run is does not depend on it."""
     config = {"epochs": epochs} | kwargs.pop("config", {})
     datasets = {"train": data or models.dataset()}
     return trainer(tmp_path, workers, build=mlp_of(activation, optimizer), config=config, datasets=datasets, **kwargs)
@@ -91,7 +91,7 @@ def test_a_name_that_exists(tmp_path, capsys, monkeypatch):
             run(tmp_path, 2, **changes).fit()
     assert sorted(os.listdir(folder)) == before
 
-    # goes on with what is new
+    # resumes with what is new
     with pytest.warns(UserWarning, match=r"run: resumes with learning_rate 1e-12, was 0\.01"):
         on = run(tmp_path, 2, config={"learning_rate": 1e-12}, resume=True, workers=1).fit()
     assert list(on.metrics_dataframe["epoch"]) == [1, 2] and on.path == folder
@@ -100,13 +100,13 @@ def test_a_name_that_exists(tmp_path, capsys, monkeypatch):
     with pytest.raises(raytf.ConfigError, match=r"learning_rate 0\.01, was 1e-12"):
         run(tmp_path, 3).fit()
 
-    # starts anew, and the old run is kept
+    # starts from scratch, and the old run is kept
     capsys.readouterr()
     kept = weights(on)
-    anew = run(tmp_path, optimizer="sgd", resume=False).fit()
+    restarted = run(tmp_path, optimizer="sgd", resume=False).fit()
     aside = next(n for n in os.listdir(tmp_path) if n.startswith("run_until_"))
     assert f"run: starts from scratch; the previous run is archived as '{aside}'" in capsys.readouterr().err
-    assert anew.path == folder and anew.metrics["epoch"] == 1 and len(anew.metrics_dataframe) == 1
+    assert restarted.path == folder and restarted.metrics["epoch"] == 1 and len(restarted.metrics_dataframe) == 1
     assert type(raytf.load_model(folder).optimizer).__name__ == "SGD"
     old = raytf.load_model(str(tmp_path / aside))
     assert type(old.optimizer).__name__ == "Adam" and int(old.optimizer.iterations) == 8
@@ -137,27 +137,27 @@ def test_what_a_dataset_holds(tmp_path):
             table.slice(7 * i, 7).to_pandas().to_csv(folder / f"{i}.csv")
         return str(folder)
 
-    def told(dataset):
+    def describe(dataset):
         return json.loads(json.dumps(fingerprint.dataset_fingerprint(dataset, 20)))
 
     one, copied = write(tmp_path / "one"), write(tmp_path / "copied")
     os.utime(f"{copied}/0.parquet", (0, 0))
     other = write(tmp_path / "other", 1.0)
     for read in (lambda path: ray.data.read_parquet(path, file_extensions=["parquet"]), read_csv):
-        assert told(read(one)) == told(read(copied)) != told(read(other))
-        assert told(read(one))["sources"][0]["files"] >= 3
+        assert describe(read(one)) == describe(read(copied)) != describe(read(other))
+        assert describe(read(one))["sources"][0]["files"] >= 3
 
     frame = pd.DataFrame({"x": np.arange(20.0), "y": 1})
-    memory = told(ray.data.from_pandas([frame[:5], frame[5:]]))
-    assert memory == told(ray.data.from_pandas([frame[:5], frame[5:]]))
-    assert memory == told(ray.data.from_pandas([frame[:9], frame[9:12], frame[12:]]))
-    assert memory != told(ray.data.from_pandas([frame[:9], frame[9:12] + 1, frame[12:]]))
-    assert told(ray.data.range(20)) == told(ray.data.range(20))
+    memory = describe(ray.data.from_pandas([frame[:5], frame[5:]]))
+    assert memory == describe(ray.data.from_pandas([frame[:5], frame[5:]]))
+    assert memory == describe(ray.data.from_pandas([frame[:9], frame[9:12], frame[12:]]))
+    assert memory != describe(ray.data.from_pandas([frame[:9], frame[9:12] + 1, frame[12:]]))
+    assert describe(ray.data.range(20)) == describe(ray.data.range(20))
 
     base = ray.data.from_pandas(frame)
-    twice = [told(base.map_batches(lambda b: {"x": b["x"] * 2})) for _ in range(2)]
-    assert twice[0] == twice[1] != told(base.map_batches(lambda b: {"x": b["x"] * 3}))
-    assert told(base.limit(3)) != told(base.limit(4))
+    twice = [describe(base.map_batches(lambda b: {"x": b["x"] * 2})) for _ in range(2)]
+    assert twice[0] == twice[1] != describe(base.map_batches(lambda b: {"x": b["x"] * 3}))
+    assert describe(base.limit(3)) != describe(base.limit(4))
 
 
 def read_csv(path):
@@ -175,7 +175,7 @@ def test_resume_must_find_something(tmp_path):
         run(tmp_path, name="../run")
 
 
-def test_a_storage_that_cannot_be_written_is_said_before_the_training(tmp_path):
+def test_unwritable_storage_is_reported_before_the_training(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(raytf.ConfigError, match="The storage of a run must be one that this process can write to"):
         run(tmp_path / "file", workers=1).fit()

@@ -1,6 +1,6 @@
 """A training in a container as Kubernetes may have it: 64 MB of /dev/shm, a read-only root, a user without a home.
 
-Namespaces and dropped rights stand in for the container. Files are read by the capability DAC_READ_SEARCH, as this
+Namespaces and dropped rights replace the container. Files are read by the capability DAC_READ_SEARCH, as this
 machine's Python may be in the home of root.
 """
 

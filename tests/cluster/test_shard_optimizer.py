@@ -52,7 +52,7 @@ def test_a_lost_worker_and_one_that_is_not(tmp_path):
         assert one.tobytes() == two.tobytes() == three.tobytes()
 
 
-def test_a_run_goes_on_without_shares_and_with_another_number_of_workers(tmp_path):
+def test_run_resumes_unsharded_and_with_another_number_of_workers(tmp_path):
     """The identity of a run does not have the option, as results are the same."""
     quiet = values(trainer(tmp_path, "quiet", epochs=3).fit())
     trainer(tmp_path, "run", epochs=1).fit()
@@ -62,7 +62,7 @@ def test_a_run_goes_on_without_shares_and_with_another_number_of_workers(tmp_pat
         np.testing.assert_allclose(one, two, rtol=0, atol=1e-9)
 
 
-def test_a_callback_that_saves_the_optimizer_is_told_why_it_cannot(tmp_path):
+def test_callback_that_saves_the_sharded_optimizer_gets_an_error_with_the_reason(tmp_path):
     def saves(config):
         import keras
 

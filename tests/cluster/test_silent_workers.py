@@ -21,7 +21,7 @@ WORKERS = 8
 
 @ray.remote(num_cpus=0, max_concurrency=4 * WORKERS)
 class Silent:
-    """Answers when it is told to."""
+    """Answers on request."""
 
     def __init__(self):
         self._told = threading.Event()
@@ -34,7 +34,7 @@ class Silent:
 
 
 def test_eight_silent_workers_are_asked_at_once_and_closing_waits_for_none(monkeypatch, set_timeouts):
-    silent, told = Silent.remote(), activity.snapshot()
+    silent, status = Silent.remote(), activity.snapshot()
     asked: list[int] = []
 
     def on(node, function, pid):
@@ -45,7 +45,7 @@ def test_eight_silent_workers_are_asked_at_once_and_closing_waits_for_none(monke
     set_timeouts(stack=3600.0)
     places = {rank: ProcessLocation("far", "far", rank, None) for rank in range(WORKERS)}
     clock = functools.partial(next, itertools.count())  # a second passes between two looks
-    first = [ray.put(told) for _ in places]  # each answers once, and then no more
+    first = [ray.put(status) for _ in places]  # each answers once, and then no more
     watch = HangMonitor(
         lambda rank, function: first.pop() if first else silent.answer.remote(),
         places,

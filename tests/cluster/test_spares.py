@@ -1,4 +1,4 @@
-"""Processes that stand ready: how many there are, which are handed out, and the step that they make ahead."""
+"""Standby workers: how many there are, which are handed out, and the step that they make ahead."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_one_that_was_used_or_died_is_followed_by_another_and_a_dead_one_is_not_
             ray.get(pid(other))
 
 
-def test_where_none_can_start_it_is_said_once_and_no_more_are_tried(happened):
+def test_failed_start_of_spares_is_logged_once_and_not_retried(happened):
     node, started, until = "a" * 56, Started(), time.monotonic() + 120
     kept = kept_of(1, started, nothing)
     while not count(happened, Kind.STANDBY_GIVEN_UP):
@@ -130,17 +130,17 @@ def left_behind():
 
 
 def test_a_step_ahead_of_a_model_that_gathers_and_of_one_that_cannot_be_built(tmp_path):
-    """The second is said, and the process is of use all the same."""
+    """The second is logged, and the process is of use all the same."""
     import pyarrow as pa
 
     table = pa.table(models.rows())
-    told = {}
+    reported = {}
     for loss in ("sparse_categorical_crossentropy", None):
         made = trainer(tmp_path, build=with_sparse_gradients, config={"loss": loss} if loss else {})
         task = made.task({"train": StoredDataset([ray.put(table)], [97], table.column_names)})
-        told[loss] = [ray.put((task, made.setup()))]
+        reported[loss] = [ray.put((task, made.setup()))]
     actor = processes.start_process(Process, ray.get_runtime_context().get_node_id(), {})
-    right, wrong = (actor.execute.remote(entry.rehearse, its, 3, 1) for its in told.values())
+    right, wrong = (actor.execute.remote(entry.rehearse, its, 3, 1) for its in reported.values())
     assert ray.get(right) is None
     assert ray.get(wrong) == "KeyError: 'loss'"
     assert ray.get(actor.execute.remote(left_behind)) == (None, False, None)

@@ -98,11 +98,11 @@ def test_what_is_large_streams_whatever_it_is_read_from(monkeypatch, capsys):
     monkeypatch.setattr(ingest, "_STORE_FRACTION", 1e-9)
     found = ingest.read_all({"train": ray.data.range(50).sort("id")}, "auto", ScalingConfig(num_workers=1))
     assert isinstance(found["train"], StoredDataset)
-    said = capsys.readouterr().err
-    assert "'train', of 0.0 GiB or more, is kept in the object store" in said and "Sort" in said
+    output = capsys.readouterr().err
+    assert "'train', of 0.0 GiB or more, is kept in the object store" in output and "Sort" in output
 
 
-def test_reading_goes_on_while_every_cpu_is_held(folder):
+def test_reading_continues_while_every_cpu_is_held(folder):
     """Parquet takes Ray Data 1 CPU for its list of files, more for their footers, and 1 for each task."""
 
     @ray.remote
@@ -123,7 +123,7 @@ def test_reading_goes_on_while_every_cpu_is_held(folder):
     ray.kill(holder)
 
 
-def test_what_waits_says_for_what(monkeypatch, capsys):
+def test_waiting_stream_logs_what_it_waits_for(monkeypatch, capsys):
     monkeypatch.setattr(streamed, "_REPORT_INTERVAL", 0.01)
     with streamed.watched("train"):
         signal.sigtimedwait([], 0.1)
@@ -148,7 +148,7 @@ def test_a_server_that_is_killed_comes_back_to_the_same_rows(stream):
         assert ids(stream, order, 1, epoch, start, stop) == expected(order, epoch, start, stop)
 
 
-def test_a_server_that_cannot_come_back_is_told_in_a_sentence(stream):
+def test_server_that_cannot_restart_is_reported_in_a_sentence(stream):
     ray.kill(stream.server)
     with pytest.raises(streamed.StreamError, match="^What reads 'train' has ended and cannot come back: [^\n]*$"):
         ids(stream, an_order(stream), 0, 0, 0, 60)
@@ -184,12 +184,12 @@ def test_of_other_nodes_blocks_only_a_workers_rows_are_fetched(stream, workers):
         rows._node_id = "elsewhere"
         positions = np.random.default_rng(0).permutation(np.arange(60, 120))
         assert rows.lengths(positions, 1).tolist() == near.lengths(positions, 1).tolist()
-        mine = positions[worker::workers]
-        rows.fetch(mine)
-        for far, close in zip(rows.gather(mine), near.gather(mine), strict=True):
+        part = positions[worker::workers]
+        rows.fetch(part)
+        for far, close in zip(rows.gather(part), near.gather(part), strict=True):
             assert far.tolist() == close.tolist()
         whole = near._sources and sum(table.nbytes for table in near._tables)
         assert rows.fetched_bytes < 1.5 * whole / workers + 500
-        assert (rows._table >= 0).sum() == len(mine)
-        seen += rows.gather(mine)[0].tolist()
+        assert (rows._table >= 0).sum() == len(part)
+        seen += rows.gather(part)[0].tolist()
     assert sorted(seen) == sorted(expected(order, 0, 60, 120))

@@ -1,4 +1,4 @@
-"""Sweeps on a real Ray: trials in warm groups equal trials alone, fail alone, stop, go on, and share the data."""
+"""Sweeps on a real Ray: trials in warm groups equal trials alone, fail alone, stop, resume, and share the data."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ def test_a_trial_is_the_same_first_later_and_alone(tmp_path, capfd):
     results = {r.config["point"]["place"]: r for r in grid}
     alone = trainer(tmp_path / "alone", build=build, config={"point": {"learning_rate": 0.01}}).fit()
     for place in (0, 2):
-        for mine, its in zip(weights(results[place]), weights(alone), strict=True):
-            np.testing.assert_allclose(mine, its, rtol=0, atol=1e-9)
+        for left, right in zip(weights(results[place]), weights(alone), strict=True):
+            np.testing.assert_allclose(left, right, rtol=0, atol=1e-9)
         for name in ("loss", "accuracy", "val_loss"):
             assert results[place].metrics[name] == pytest.approx(alone.metrics[name], abs=1e-9)
     assert results[1].metrics["val_loss"] != results[0].metrics["val_loss"]
@@ -112,8 +112,8 @@ def test_failures_stay_with_their_trial(tmp_path):
     assert "ValueError: units must be odd" in str(results["raises"].error)
     assert "at least one row for each replica" in str(results["small"].error)
     assert results["fine"].error is None and results["kills"].error is None and os.path.exists(marker)
-    for mine, its in zip(weights(results["kills"]), weights(results["fine"]), strict=True):
-        np.testing.assert_array_equal(mine, its)
+    for left, right in zip(weights(results["kills"]), weights(results["fine"]), strict=True):
+        np.testing.assert_array_equal(left, right)
 
 
 def test_population_based_training_hands_weights_and_optimizer_on(tmp_path):
@@ -171,7 +171,7 @@ def _loop(config):
     import ray.train.collective
     import tensorflow as tf
 
-    # what a group built before must not be in the way of a loop that builds its own, each time anew
+    # what a group built before must not be in the way of a loop that builds its own each time
     own = config["again"] and config["num_workers"] > 1
     strategy = tf.distribute.MultiWorkerMirroredStrategy() if own else raytf.get_strategy()
     context = ray.train.get_context()
@@ -292,7 +292,7 @@ print(json.dumps({r.config["dropout"]: r.metrics["training_iteration"] for r in 
 """
 
 
-def test_a_sweep_whose_driver_was_killed_goes_on(tmp_path, ray_cluster):
+def test_sweep_resumes_after_its_driver_was_killed(tmp_path, ray_cluster):
     def run(*arguments):
         address = ray_cluster.get_runtime_context().gcs_address
         root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
@@ -301,8 +301,8 @@ def test_a_sweep_whose_driver_was_killed_goes_on(tmp_path, ray_cluster):
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250)
         return (done.stdout, done.stderr), done.returncode
 
-    said, code = run()
-    assert code == -signal.SIGKILL, said
+    output, code = run()
+    assert code == -signal.SIGKILL, output
     state = tmp_path / "interrupted" / "tuner.pkl"
     state.chmod(0o646)
     with pytest.raises(raytf.ConfigError, match=r"kept as pickles, .*tuner.pkl', to which others than its owner"):
@@ -356,12 +356,12 @@ raytf.sweep(trainer, {"dropout": tune.grid_search([0.1, 0.2])}, metric="loss", p
 
 
 @pytest.mark.timeout(900)
-def test_trials_that_are_ended_or_killed_go_on_at_the_next_step(tmp_path):
-    """14 steps an epoch, two trials at a time. Worker 1 of one trial is killed before step 10, and another process
-    takes its place. SIGTERM comes when both are in step 20, for which worker 0 waits for worker 1; the same command
-    goes on behind it; there worker 1 of the other trial is killed between two epochs, which cannot be healed, and that
-    trial goes on behind step 24. Worker 0 of the first one is killed as it is told of a batch, and replaced. Weights
-    are those of an undisturbed sweep, to the bit."""
+def test_stopped_or_killed_trials_resume_at_the_next_step(tmp_path):
+    """14 steps an epoch, two trials at a time. Worker 1 of one trial is killed before step 10, and replaced.
+    SIGTERM comes when both are in step 20, for which worker 0 waits for worker 1; the same command resumes after it.
+    Then worker 1 of the other trial is killed between two epochs, which cannot be healed, and that trial resumes after
+    step 24. Worker 0 of the first one is killed in a callback of a batch, and replaced. Weights are those of an
+    undisturbed sweep, to the bit."""
 
     def started(name):
         return driver_of("-c", ENDED, tmp_path, name)
@@ -393,8 +393,8 @@ def test_trials_that_are_ended_or_killed_go_on_at_the_next_step(tmp_path):
     killed = told(tmp_path, "run_0.1", 1)
     assert killed == everything[:28] + everything[24:], killed
     for trial in ("0.1", "0.2"):
-        for mine, its in zip(*(noted_weights(tmp_path, f"{name}_{trial}") for name in ("run", "quiet")), strict=True):
-            np.testing.assert_array_equal(mine, its)
+        for left, right in zip(*(noted_weights(tmp_path, f"{name}_{trial}") for name in ("run", "quiet")), strict=True):
+            np.testing.assert_array_equal(left, right)
     for path in tmp_path.glob("run/*/progress.csv"):
         with path.open(newline="") as file:
             rows = list(csv.DictReader(file))
@@ -403,7 +403,7 @@ def test_trials_that_are_ended_or_killed_go_on_at_the_next_step(tmp_path):
 
 
 def test_rates_that_follow_the_batch_and_a_trial_of_one_worker_that_dies(tmp_path):
-    """In step 5 of 6; there is nobody from whom to heal it, and it goes on behind step 4, which it has kept."""
+    """In step 5 of 6; no survivor could heal it, and it resumes after step 4, of which it has a checkpoint."""
 
     def callbacks(config):
         import keras
@@ -420,9 +420,9 @@ def test_rates_that_follow_the_batch_and_a_trial_of_one_worker_that_dies(tmp_pat
 
         return [Rates(), *die]
 
-    told = {"callbacks": callbacks, "failures": 1, "checkpoint_every": "1 step"}
+    options = {"callbacks": callbacks, "failures": 1, "checkpoint_every": "1 step"}
     grid = sweep(
-        trainer(tmp_path, workers=1, config={"learning_rate": 0.01}, **told),
+        trainer(tmp_path, workers=1, config={"learning_rate": 0.01}, **options),
         {"batch_size": tune.grid_search([20, 40])},
         scale_learning_rate="linear",
         base_batch_size=20,
@@ -437,7 +437,7 @@ def test_rates_that_follow_the_batch_and_a_trial_of_one_worker_that_dies(tmp_pat
     assert (tmp_path / "40").read_text().split() == ["0.010000", *["0.020000"] * 5] and (tmp_path / "killed").exists()
 
 
-def test_wrong_sweeps_say_why(tmp_path):
+def test_wrong_sweeps_raise_with_the_reason(tmp_path):
     space = {"learning_rate": tune.loguniform(1e-4, 1e-1)}
     good = trainer(tmp_path, workers=1)
     for arguments, message in [

@@ -1,4 +1,4 @@
-"""A sweep of which no trial runs says what it waits for, and ends where the cluster can hold none any more."""
+"""A sweep of which no trial runs logs what it waits for, and ends where the cluster can hold none any more."""
 
 from types import SimpleNamespace
 
@@ -21,11 +21,11 @@ def table(monkeypatch):
     return table_module.SweepTable("loss", "min", 2, show=False)
 
 
-def test_it_says_so_once_and_again_later(table, capsys):
+def test_wait_is_logged_once_and_again_later(table, capsys):
     for _ in range(3):
         table.on_step_end(0, [waiting(2)])
-    said = capsys.readouterr().err.splitlines()
-    assert len(said) == 1 and said[0].startswith("raytf: 1 trial(s) wait to start; one needs 2 CPU, and ")
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1 and lines[0].startswith("raytf: 1 trial(s) wait to start; one needs 2 CPU, and ")
     for _ in range(3):
         table.on_step_end(0, [waiting(2), SimpleNamespace(status="RUNNING")])
     assert not capsys.readouterr().err and table.fatal is None

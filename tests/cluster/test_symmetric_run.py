@@ -136,7 +136,7 @@ def finished(process, code):
 
 
 def held(job, folder, name):
-    """Waits until a run stands still behind the step that its file names."""
+    """Blocks until a run waits after the step that its file names."""
     deadline = time.monotonic() + 300
     while steps(folder, name)[-1:] != [(1, 4)]:
         assert job.poll() is None and time.monotonic() < deadline, job.communicate()[0]
@@ -180,8 +180,8 @@ def test_a_requeued_slurm_job_resumes_at_the_next_step(started, nodes, request):
     assert steps(folder, name) == [(epoch, batch) for epoch in range(3) for batch in range(14)]
     assert not (folder / "requeued").exists()
     if nodes == 3:
-        for mine, other in zip(weights(folder, name), request.getfixturevalue("undisturbed"), strict=True):
-            np.testing.assert_allclose(mine, other, rtol=0, atol=1e-9)
+        for left, right in zip(weights(folder, name), request.getfixturevalue("undisturbed"), strict=True):
+            np.testing.assert_allclose(left, right, rtol=0, atol=1e-9)
 
 
 def test_a_cancelled_slurm_job_stops_after_its_step_and_is_not_queued_again(started):
@@ -195,7 +195,7 @@ def test_a_cancelled_slurm_job_stops_after_its_step_and_is_not_queued_again(star
 
 
 def test_a_slurm_node_whose_ray_ends_starts_it_again(started):
-    """The job goes on: the others train, and the node comes back."""
+    """The job continues: the others train, and the node comes back."""
     start, folder, hosts = started
     (folder / "lost_hold").write_text("1 4")
     job = start("slurm.sh", "lost", workers="1-3")

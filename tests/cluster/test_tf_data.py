@@ -1,4 +1,4 @@
-"""`raytf.TFData` on a real Ray: a tf.data function trains alike on any number of workers, goes on, and is refused."""
+"""`raytf.TFData` on a real Ray: a tf.data function trains alike on any number of workers, resumes, and is refused."""
 
 from __future__ import annotations
 
@@ -70,8 +70,8 @@ def kinds(result):
 
 
 def assert_equal(one, other):
-    for mine, its in zip(*(raytf.load_model(result).get_weights() for result in (one, other)), strict=True):
-        np.testing.assert_allclose(mine, its, rtol=0, atol=1e-9)
+    for left, right in zip(*(raytf.load_model(result).get_weights() for result in (one, other)), strict=True):
+        np.testing.assert_allclose(left, right, rtol=0, atol=1e-9)
     for column in ("loss", "accuracy", "val_loss", "val_accuracy"):
         np.testing.assert_allclose(one.metrics_dataframe[column], other.metrics_dataframe[column], atol=1e-9)
 
@@ -120,7 +120,7 @@ def drawn(rows, folder):
 
 
 @pytest.mark.slow
-def test_python_code_goes_on_at_an_epoch_and_all_workers_start_anew(tmp_path, capfd):
+def test_python_code_resumes_at_an_epoch_and_all_workers_restart(tmp_path, capfd):
     def kill(config):
         return [models.kill_once(str(tmp_path / "marker"), 1, 1, 2)] if "kill" in config else []
 
@@ -145,11 +145,11 @@ def test_what_cannot_be_trained_on_is_refused_before_workers_start(tmp_path):
         return rows(context).take(0).batch(context.batch)
 
     fine = raytf.TFData(pairs(97, 0))
-    for make, said in (
+    for make, message in (
         (rows, "rows=True.*|.*from 'rows', of 'validation'"),
         (nothing, "without a batch; from 'nothing'"),
     ):
-        with pytest.raises(raytf.ConfigError, match=said):
+        with pytest.raises(raytf.ConfigError, match=message):
             trainer(tmp_path, 2, "refused", datasets={"train": fine, "validation": raytf.TFData(make)}).fit()
     with pytest.raises(raytf.ConfigError, match="Leave it out, and do it in the function"):
         trainer(tmp_path, 2, "refused", features="x")
@@ -208,10 +208,10 @@ def test_a_loop_and_a_sweep(tmp_path):
 
 
 @pytest.mark.slow
-def test_what_runs_beside_the_workers_reads_functions_too(tmp_path):
+def test_evaluator_comparison_and_spare_read_functions_too(tmp_path):
     """An evaluator, a comparison of two workers with one process, and a spare that makes a step ahead."""
     run = {"verify": "error", "failures": 1, "tensorflow_config": raytf.TensorflowConfig(spares=1)}
     result = trainer(tmp_path, 2, "beside", evaluator=True, config={"epochs": 1}, **run).fit()
     assert result.metrics_dataframe["eval_loss"].notna().all()
-    here = trainer(tmp_path, 0, "here", config={"epochs": 1}).fit()
-    np.testing.assert_allclose(here.metrics["loss"], result.metrics["loss"], atol=1e-9)
+    local = trainer(tmp_path, 0, "here", config={"epochs": 1}).fit()
+    np.testing.assert_allclose(local.metrics["loss"], result.metrics["loss"], atol=1e-9)

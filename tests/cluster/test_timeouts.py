@@ -26,7 +26,7 @@ def note(folder, role):
 
 
 def noted(folder) -> set:
-    """(role of a process, what it waits for) of all that have told it."""
+    """Returns (role of a process, what it waits for) of all that have reported it."""
     return {(path.name.split()[0], path.read_text()) for path in pathlib.Path(folder).iterdir()}
 
 

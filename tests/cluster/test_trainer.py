@@ -41,7 +41,7 @@ def trainer(tmp_path, workers=2, *, name="run", build=models.mlp, failures=0, ca
         ),
         progress=False,
         verify=kwargs.pop("verify", False),  # which takes a few seconds, and has tests of its own
-        # a loss starts all workers anew, but in the tests of healing
+        # a loss restarts all workers, but in the tests of healing
         tensorflow_config=raytf.TensorflowConfig(**{"heal": False} | kwargs.pop("tensorflow", {})),
         **kwargs,
     )
@@ -52,15 +52,15 @@ def weights(result):
 
 
 def assert_equal(result, other, tolerance=1e-9):
-    for mine, its in zip(weights(result), weights(other), strict=True):
-        np.testing.assert_allclose(mine, its, rtol=0, atol=tolerance)
+    for left, right in zip(weights(result), weights(other), strict=True):
+        np.testing.assert_allclose(left, right, rtol=0, atol=tolerance)
     for column in ("loss", "accuracy", "val_loss", "val_accuracy"):
         np.testing.assert_allclose(result.metrics_dataframe[column], other.metrics_dataframe[column], atol=1e-9)
 
 
 @pytest.fixture(scope="module")
 def undisturbed(ray_cluster, tmp_path_factory):
-    """Two workers, four epochs, nothing happens; callbacks with a memory, and one that tells where it computes."""
+    """Two workers, four epochs, nothing happens; callbacks with a memory, and one that reports where it computes."""
     folder = tmp_path_factory.mktemp("undisturbed")
     config = {"epochs": 4, "dropout": 0.2, "told": str(folder)}
     return trainer(folder, config=config, callbacks=_plateau, tensorflow={"pin_cpus": "auto"}).fit()
@@ -70,8 +70,8 @@ def _plateau(config):
     import keras
 
     plateau = keras.callbacks.ReduceLROnPlateau("val_loss", factor=0.5, patience=1, min_delta=0.2)
-    told = [models.tell_cores(config["told"])] if "told" in config else []
-    return [plateau, *told, *(models.kill_once(**kill) for kill in config.get("kill", ()))]
+    reporting = [models.tell_cores(config["told"])] if "told" in config else []
+    return [plateau, *reporting, *(models.kill_once(**kill) for kill in config.get("kill", ()))]
 
 
 @pytest.mark.slow
@@ -95,9 +95,9 @@ def test_one_two_and_three_workers_train_alike(tmp_path):
         for n in (1, 2, 3)
     ]
     for rank, workers in ((0, 2), (1, 2), (0, 3), (1, 3), (2, 3)):
-        told = json.loads((tmp_path / f"cluster_{rank}_of_{workers}").read_text())
+        status = json.loads((tmp_path / f"cluster_{rank}_of_{workers}").read_text())
         nothing = {"servers": ["None", "None"], "coordination": "None", "listens": False, "replicas": workers}
-        assert told == nothing | {"devices": ["/device:CPU:0"]}
+        assert status == nothing | {"devices": ["/device:CPU:0"]}
     one = results[0]
     assert one.metrics["epoch"] == 3
     assert len(one.metrics_dataframe) == 3, "a row for each epoch, although one checkpoint is kept"
@@ -111,14 +111,14 @@ def test_one_two_and_three_workers_train_alike(tmp_path):
 @pytest.mark.slow
 def test_workers_of_a_host_have_cores_of_their_own_and_what_writes_checkpoints_has_all(undisturbed):
     folder = pathlib.Path(undisturbed.path).parent
-    told = [json.loads((folder / f"cores_{rank}.json").read_text()) for rank in range(2)]
-    others = {core for its in told for core in its["claimed"]} - {core for its in told for core in its["own"]}
-    if len(set(told[0]["before"]) - others) < 2:
+    statuses = [json.loads((folder / f"cores_{rank}.json").read_text()) for rank in range(2)]
+    others = {core for its in statuses for core in its["claimed"]} - {core for its in statuses for core in its["own"]}
+    if len(set(statuses[0]["before"]) - others) < 2:
         pytest.skip("this machine has no core for each of two workers, or others have claimed them")
-    for mine, its in (told, reversed(told)):
-        assert len(mine["own"]) == 1 and mine["own"] != its["own"]
-        assert all(set(mine["own"]) <= set(mask) <= set(mine["before"]) - set(its["own"]) for mask in mine["threads"])
-    assert all(writer == told[0]["before"] for writer in told[0]["writers"])
+    for left, right in (statuses, reversed(statuses)):
+        assert len(left["own"]) == 1 and left["own"] != right["own"]
+        assert all(set(left["own"]) <= set(mask) <= set(left["before"]) - set(right["own"]) for mask in left["threads"])
+    assert all(writer == statuses[0]["before"] for writer in statuses[0]["writers"])
 
 
 @pytest.mark.slow
@@ -206,8 +206,8 @@ def test_early_stopping_leaves_the_best_weights(tmp_path):
     result = trainer(tmp_path, config={"epochs": 9}, callbacks=callbacks).fit()
     assert result.metrics["epoch"] == 2
     with np.load(best) as expected:
-        for mine, name in zip(weights(result), expected.files, strict=True):
-            np.testing.assert_array_equal(mine, expected[name])
+        for weight, name in zip(weights(result), expected.files, strict=True):
+            np.testing.assert_array_equal(weight, expected[name])
 
 
 @pytest.mark.slow

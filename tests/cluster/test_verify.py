@@ -32,7 +32,7 @@ def build(config):
     import keras
 
     class Counter(keras.layers.Layer):
-        """Counts rows in a variable of which nothing says how workers join it."""
+        """Counts rows in a variable without a declared aggregation."""
 
         def build(self, shape):
             self.seen = self.add_weight(shape=(), initializer="zeros", trainable=False, name="seen")
@@ -82,7 +82,7 @@ def test_raytf_fit_refuses_it_too():
 
 
 @pytest.mark.timeout(300)
-def test_the_error_of_a_step_says_its_cause(tmp_path):
+def test_error_of_a_step_contains_its_cause(tmp_path):
     """The dry run has not seen the label, of the last row."""
     x, y = rows(3 * FIRST_ROWS)
     y[-1] = 74
@@ -100,7 +100,7 @@ def _held_comparison():
 
 
 @pytest.mark.parametrize("dies", [False, True])
-def test_a_training_that_ends_before_the_comparison_says_so(set_timeouts, capsys, dies):
+def test_training_that_ends_before_the_comparison_reports_it(set_timeouts, capsys, dies):
     set_timeouts(verify_end=0.1)
     process = ray.remote(Process).options(num_cpus=0).remote()
     running = ray.get(process.execute.remote(_held_comparison))
@@ -130,12 +130,12 @@ raytf.fit(test_verify.build({"counts": True}), x, y, batch_size=16, num_workers=
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    ("seconds", "said"),
+    ("seconds", "message"),
     [(0, "is not known: the training has ended first"), (120, "12 on one device, 6 on two workers")],
 )
-def test_a_script_that_ends_before_the_comparison_waits_and_then_says_so(seconds, said):
+def test_script_that_ends_before_the_comparison_waits_and_then_reports_it(seconds, message):
     environment = os.environ | {"PYTHONPATH": os.getcwd(), "RAY_ADDRESS": ray.get_runtime_context().gcs_address}
     command = [sys.executable, "-c", SHORT, str(seconds)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert said in done.stderr
+    assert message in done.stderr

@@ -1,4 +1,4 @@
-"""A run that is killed within an epoch, and a run that is started again there, go on at the next step."""
+"""A run that is killed within an epoch, and a run that is started again there, resume at the next step."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def divided(config):
 
 
 def filtered():
-    """97 rows of 120, whose number only an execution tells."""
+    """97 rows of 120, whose number is known after an execution only."""
     least = float(np.sort(models.rows(120)["x5"])[23])
     return models.dataset(120).filter(lambda row: row["x5"] >= least)
 
@@ -61,11 +61,11 @@ def test_kills_and_a_new_start_within_epochs_change_nothing(tmp_path):
         notes = tmp_path / f"{name}_notes"
         notes.mkdir(exist_ok=True)
         inside = {"marker": str(tmp_path / f"{name}_killed"), "rank_": 1, "step": 19}
-        told = {"batch_size": 7, "notes": str(notes), "csv": str(tmp_path / f"{name}.csv"), "inside": inside}
+        arguments = {"batch_size": 7, "notes": str(notes), "csv": str(tmp_path / f"{name}.csv"), "inside": inside}
         made = trainer(
             tmp_path,
             name=name,
-            config=told | config,
+            config=arguments | config,
             callbacks=noted,
             build=divided,
             datasets={"train": filtered(), "validation": models.dataset(41, 1)},
@@ -105,9 +105,9 @@ def test_kills_and_a_new_start_within_epochs_change_nothing(tmp_path):
     assert batches(notes, 1)[-1][0] == divmod(step, 14)
     assert_equal(result, expected, 0)
     assert list(result.metrics_dataframe["epoch"]) == [1, 2, 3]
-    for mine, its in zip(*(raytf.load_model(r).optimizer.variables for r in (result, expected)), strict=True):
-        np.testing.assert_array_equal(np.asarray(mine), np.asarray(its))
+    for left, right in zip(*(raytf.load_model(r).optimizer.variables for r in (result, expected)), strict=True):
+        np.testing.assert_array_equal(np.asarray(left), np.asarray(right))
     rows = [list(csv.DictReader((tmp_path / f"{name}.csv").open(newline=""))) for name in ("broken", "quiet")]
     assert [row["epoch"] for row in rows[0]] == ["0", "1", "2"]
-    for mine, its in zip(*rows, strict=True):
-        np.testing.assert_allclose([float(v) for v in mine.values()], [float(v) for v in its.values()], atol=1e-6)
+    for left, right in zip(*rows, strict=True):
+        np.testing.assert_allclose([float(v) for v in left.values()], [float(v) for v in right.values()], atol=1e-6)

@@ -1,4 +1,4 @@
-"""Worker groups whose workers die, stop, or only take their time; and the monitor that tells one from the other."""
+"""Worker groups whose workers die, stop, or only take their time; and the monitor that distinguishes these."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def takes_its_time(session, config):
 
 
 class Leader:
-    """Stands for a trial's actor."""
+    """A stub for a trial's actor."""
 
     def __init__(self):
         process_monitor._HEARD_INTERVAL, liveness.STOPPED_INTERVAL, liveness.LOOK_INTERVAL = 0.5, 2.0, 0.5
@@ -95,9 +95,9 @@ def test_a_worker_that_dies_while_its_group_opens(leader):
 
 def test_a_stopped_worker_is_named_and_one_that_is_busy_is_not(leader):
     assert ray.get(leader.open.remote(WorkerSetup()), timeout=120) == ""
-    metrics, said = ray.get(leader.train.remote(takes_its_time), timeout=120)
+    metrics, message = ray.get(leader.train.remote(takes_its_time), timeout=120)
     assert metrics == {"loss": 1.0}
-    assert re.fullmatch(r"worker 1 on \S+ is frozen: its process \d+ is stopped by a signal .*, for \d+ s", said)
+    assert re.fullmatch(r"worker 1 on \S+ is frozen: its process \d+ is stopped by a signal .*, for \d+ s", message)
 
 
 def one_does_not_come(session, config):
@@ -114,15 +114,15 @@ def one_does_not_come(session, config):
 def test_a_worker_that_does_not_come_to_an_exchange_is_named_with_its_stack(leader):
     config = raytf.TensorflowConfig(hang_timeout_s=2, first_step_timeout_s=2)
     assert ray.get(leader.open.remote(WorkerSetup(config=config)), timeout=120) == ""
-    _, said = ray.get(leader.train.remote(one_does_not_come), timeout=120)
+    _, message = ray.get(leader.train.remote(one_does_not_come), timeout=120)
     assert re.match(
         r"worker 1 hangs: its process \d+ on \S+ does not come to the exchange that others are in since \d+ s; "
         r"worker 0 waits for it since step 1\n",
-        said,
+        message,
     )
-    # told by the worker, or seen from outside where that takes long
+    # reported by the worker, or seen from outside where that takes long
     outside = r" Event\.wait \(threading\.py:\d+\)\n +one_does_not_come \((?:\S*/)?test_worker_group\.py:\d+\)"
-    assert "threading.Event().wait()" in said or re.search(outside, said), said
+    assert "threading.Event().wait()" in message or re.search(outside, message), message
 
 
 class Sleeper:

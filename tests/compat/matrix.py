@@ -28,7 +28,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 FOLDER = ROOT / "build" / "compat"
 PAGE, BEGIN, END = ROOT / "docs/reference/versions.md", "<!-- make compat writes this -->\n", "<!-- to here -->\n"
 SECONDS = 3000
-# Beside what raytf needs: what its tests do.
+# In addition to what raytf needs: what its tests do.
 ALSO = ("pytest", "pytest-timeout", "hypothesis")
 # A scenario of each kind: what all of Keras' replacements, and both ways of summing, are needed for.
 PARITY = (
@@ -117,10 +117,10 @@ def check_names(python: str, folder: str) -> str:
 
 
 def check_unit(python: str, folder: str) -> str:
-    """The tests of `raytf/compat`: overrides are called, replacements stand in place, a version is looked at."""
+    """Runs the tests of `raytf/compat`: overrides are called, replacements are installed, a version is checked."""
     options = ("-q", "-p", "no:cacheprovider", "--durations", "0", "-o", "timeout=600")
-    said = call(python, "-m", "pytest", *options, str(ROOT / "tests" / "unit" / "compat"))
-    return said.strip().splitlines()[-1].partition(" in ")[0].strip("= ")
+    output = call(python, "-m", "pytest", *options, str(ROOT / "tests" / "unit" / "compat"))
+    return output.strip().splitlines()[-1].partition(" in ")[0].strip("= ")
 
 
 def check_smoke(kind: str):
@@ -226,12 +226,12 @@ def main() -> None:
     parser.add_argument("--check", action="append", choices=CHECKS, help="all unless it is given")
     parser.add_argument("--environment", action="append", default=[], metavar="SET=FOLDER", help="a venv that is there")
     options = parser.parse_args()
-    there = dict(one.split("=", 1) for one in options.environment)
+    variables = dict(one.split("=", 1) for one in options.environment)
     FOLDER.mkdir(parents=True, exist_ok=True)
     notes = FOLDER / "found.json"
     failed = False
     for name in options.set or SETS:
-        python = os.path.join(there[name], "bin", "python") if name in there else environment(name)
+        python = os.path.join(variables[name], "bin", "python") if name in variables else environment(name)
         version = call(python, "-c", "import platform; print(platform.python_version())").strip()
         for kind in options.check or CHECKS:
             began = time.monotonic()

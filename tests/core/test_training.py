@@ -58,7 +58,7 @@ def test_recovery_of_a_killed_worker_changes_nothing(undisturbed, tmp_path):
 
 
 def held(folder):
-    """Callbacks that end step 6 when the run is told to end, and hold nothing in the run that resumes."""
+    """Callbacks that end step 6 when the run is stopped, and hold nothing in the run that resumes."""
 
     def callbacks(config):
         import keras

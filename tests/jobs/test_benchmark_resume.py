@@ -14,7 +14,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_raytf_repeats_no_step_where_keras_begins_the_epoch_anew(tmp_path):
+def test_raytf_repeats_no_step_where_keras_repeats_the_epoch(tmp_path):
     """Killed after 68 steps of the second epoch."""
     ways = ["raytf, each step", "BackupAndRestore, 8 steps"]
     command = [sys.executable, "jobs/benchmarks/resume.py", "--smoke", "--json", tmp_path / "found", "--ways", *ways]

@@ -31,8 +31,8 @@ def environment(cluster, tmp_path):
     users = {name: value for name, value in os.environ.items() if name not in left_out}
     path = os.pathsep.join([sysconfig.get_path("scripts"), os.path.dirname(sys.executable), users["PATH"]])
     places = os.pathsep.join(filter(None, [str(blocks.ROOT), users.get("PYTHONPATH")]))
-    ours = {"HOME": str(tmp_path), "PATH": path, "PYTHONPATH": places, "RAY_ADDRESS": cluster.address}
-    return users | cluster.environment | ours
+    variables = {"HOME": str(tmp_path), "PATH": path, "PYTHONPATH": places, "RAY_ADDRESS": cluster.address}
+    return users | cluster.environment | variables
 
 
 def run_page(page: str, folder: pathlib.Path, environment: dict[str, str]) -> None:

@@ -53,12 +53,12 @@ def test_every_public_name_has_an_example():
 @pytest.mark.timeout(600)
 def test_the_examples_run(ray_cluster, tmp_path):
     token = pathlib.Path.home() / ".ray" / "auth_token"
-    ours = {"RAY_ADDRESS": ray_cluster.get_runtime_context().gcs_address, "HOME": str(tmp_path)}
-    ours |= {"RAY_AUTH_TOKEN_PATH": str(token)} if token.exists() else {}
+    variables = {"RAY_ADDRESS": ray_cluster.get_runtime_context().gcs_address, "HOME": str(tmp_path)}
+    variables |= {"RAY_AUTH_TOKEN_PATH": str(token)} if token.exists() else {}
     done = subprocess.run(
         [sys.executable, "-c", RUN, *sorted(set(raytf.__all__) - WITHOUT)],
         cwd=tmp_path,
-        env=os.environ | ours,
+        env=os.environ | variables,
         capture_output=True,
         text=True,
         timeout=580,

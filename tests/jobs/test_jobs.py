@@ -22,7 +22,7 @@ RAYTF = shutil.which("raytf", path=os.path.dirname(sys.executable))
 
 
 def run(*command, cwd=ROOT, code=0, program=sys.executable):
-    """Runs a program, Python unless told otherwise, on the test session's cluster; returns what it printed."""
+    """Runs a program, by default Python, on the test session's cluster; returns its output."""
     address = ray.get_runtime_context().gcs_address
     environment = os.environ | {"RAY_ADDRESS": address, "COLUMNS": "140"}
     done = subprocess.run([program, *command], cwd=cwd, env=environment, capture_output=True, text=True, timeout=280)
@@ -125,9 +125,9 @@ def test_the_commands_of_a_run_that_is_there(folder):
 
 def test_the_command_plan(folder):
     out, err = command("plan", folder)
-    said = dict(re.split(r"  +", line, maxsplit=1) for line in out.splitlines())
-    assert said["strategy"] == "multi_worker_mirrored: as asked for" and said["workers"] == "2, 1 device(s) each"
-    assert said["rows of a step on a replica"] == "5" and said["parameters"] == "13" and "Traceback" not in err
+    fields = dict(re.split(r"  +", line, maxsplit=1) for line in out.splitlines())
+    assert fields["strategy"] == "multi_worker_mirrored: as asked for" and fields["workers"] == "2, 1 device(s) each"
+    assert fields["rows of a step on a replica"] == "5" and fields["parameters"] == "13" and "Traceback" not in err
     assert not (folder / "runs").exists()
 
 
@@ -170,10 +170,10 @@ def test_every_option_is_run():
     from raytf.cli import main
     from tests.jobs import test_formats
 
-    here = pathlib.Path(__file__).parent
+    folder = pathlib.Path(__file__).parent
     commands = [*COMMANDS.values(), *test_formats.COMMANDS.values()]
     texts = {name: " ".join(t for t in commands if t.startswith(name + " ")) for name in main.commands}
-    texts["run"] += (here / "test_run.py").read_text().replace('"', " ")
+    texts["run"] += (folder / "test_run.py").read_text().replace('"', " ")
     for name, made in main.commands.items():
         for option in made.params:
             if option.param_type_name == "option":
@@ -223,7 +223,7 @@ def test_every_option_is_run():
         ),
     ],
 )
-def test_wrong_commands_say_why_before_anything_starts(folder, arguments, message):
+def test_wrong_commands_fail_with_the_reason_before_anything_starts(folder, arguments, message):
     """Neither Ray nor the user's module is imported: the latter would end the command in another way."""
     (folder / "mymodels.py").write_text("raise SystemExit('imported')")
     (folder / "empty").mkdir()
@@ -249,11 +249,11 @@ def test_wrong_commands_say_why_before_anything_starts(folder, arguments, messag
         ("sweep mymodels:build_model units=1 --data data --features a --resume no", "resumed from a path that exists"),
     ],
 )
-def test_wrong_sweeps_say_why(folder, arguments, message):
+def test_wrong_sweeps_fail_with_the_reason(folder, arguments, message):
     _wrong(arguments.split(), message, folder)
 
 
 def _wrong(command, message, folder):
     _, err = run(*command, cwd=folder, code=2, program=RAYTF)
-    usage, *_, said = err.splitlines()
-    assert usage.startswith("Usage: raytf ") and said.startswith("Error: ") and re.search(message, said), err
+    usage, *_, sentence = err.splitlines()
+    assert usage.startswith("Usage: raytf ") and sentence.startswith("Error: ") and re.search(message, sentence), err

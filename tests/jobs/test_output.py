@@ -71,21 +71,21 @@ def environment(tmp_path):
     """A user's, whose home and temporary files are the test's; Ray's folder has a short name, for its sockets."""
     left_out = ("TF_CPP_MIN_LOG_LEVEL", "RAY_ADDRESS", "CI", "NO_COLOR", "FORCE_COLOR")
     users = {k: v for k, v in os.environ.items() if k not in left_out}
-    ours = {"HOME": str(tmp_path), "PYTHONPATH": str(ROOT), "COLUMNS": "200", "TERM": "xterm"}
-    # a notebook's kernel imports matplotlib, which lists the fonts for each home, and says so when that takes long
-    ours["MPLCONFIGDIR"] = str(pathlib.Path.home() / ".cache" / "matplotlib")
-    # beside other tests, which have niceness 0, a run of Ray's 15 has a hundredth of a processor for minutes
-    ours["RAY_worker_niceness"] = "0"
+    variables = {"HOME": str(tmp_path), "PYTHONPATH": str(ROOT), "COLUMNS": "200", "TERM": "xterm"}
+    # a notebook's kernel imports matplotlib, which lists the fonts for each home, and logs it when that takes long
+    variables["MPLCONFIGDIR"] = str(pathlib.Path.home() / ".cache" / "matplotlib")
+    # next to other tests, which have niceness 0, a run of Ray's 15 has a hundredth of a processor for minutes
+    variables["RAY_worker_niceness"] = "0"
     with tempfile.TemporaryDirectory(prefix="raytf", ignore_cleanup_errors=True) as short:
-        yield users | ours | {"RAY_TMPDIR": short}
+        yield users | variables | {"RAY_TMPDIR": short}
 
 
 @pytest.fixture
 def on_the_common_cluster(environment, ray_cluster):
-    """With its token, if it wants one, which may be below the home of whoever runs the tests."""
+    """With its token, if it wants one, which may be below the home of the user who runs the tests."""
     token = pathlib.Path.home() / ".ray" / "auth_token"
-    ours = {"RAY_AUTH_TOKEN_PATH": str(token)} if token.exists() else {}
-    return ours | environment | {"RAY_ADDRESS": ray_cluster.get_runtime_context().gcs_address}
+    variables = {"RAY_AUTH_TOKEN_PATH": str(token)} if token.exists() else {}
+    return variables | environment | {"RAY_ADDRESS": ray_cluster.get_runtime_context().gcs_address}
 
 
 def without_phases(text: str) -> str:
@@ -116,7 +116,7 @@ def in_a_terminal(command, environment, folder) -> str:
         try:
             while text := os.read(main, 1 << 16):
                 written += text
-        except OSError:  # Linux says so when the last process has closed the terminal
+        except OSError:  # Linux raises it when the last process has closed the terminal
             pass
         finally:
             os.close(main)
@@ -157,29 +157,29 @@ def test_the_example_in_a_terminal(example, environment):
 
 def test_the_example_in_a_notebook(example, on_the_common_cluster):
     command = [sys.executable, SCRIPTS / "notebook.py", example]
-    there = {"cwd": example.parent, "env": on_the_common_cluster}
-    done = subprocess.run(command, **there, capture_output=True, text=True, timeout=280)
+    place = {"cwd": example.parent, "env": on_the_common_cluster}
+    done = subprocess.run(command, **place, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
     outputs = json.loads(done.stdout)
     rays = re.compile("IProgress not found|import tqdm as notebook_tqdm|packages: .'ipywidgets'")  # of its data, first
-    said = "".join(text for _, stream, text in outputs if stream == "stderr").splitlines()
+    lines = "".join(text for _, stream, text in outputs if stream == "stderr").splitlines()
     known = lambda line: native_lines.is_native(line) or is_late(line) or rays.search(line)
-    assert not [line for line in said if line.strip() and not known(line)], said
+    assert not [line for line in lines if line.strip() and not known(line)], lines
     assert {kind for kind, _, _ in outputs} == {"stream"}, outputs
     check("".join(text for _, stream, text in outputs if stream == "stdout").splitlines(), README)
 
 
 def test_what_workers_print_is_shown_once_each_and_warnings_once_in_all(on_the_common_cluster, tmp_path):
     command = [sys.executable, SCRIPTS / "own_prints.py"]
-    there = {"cwd": tmp_path, "env": on_the_common_cluster}
-    done = subprocess.run(command, **there, capture_output=True, text=True, timeout=280)
+    place = {"cwd": tmp_path, "env": on_the_common_cluster}
+    done = subprocess.run(command, **place, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
-    said = [
+    expected = [
         rf"\[worker {i}\] {text}" for i in (0, 1) for text in ("the same of both", f"this is rank {i}", f"end of {i}")
     ]
     lines = [rf"epoch {epoch}/2  step 2/2  loss {NUMBER}(  \d:\d\d left)?" for epoch in (1, 2)]
     lines += [rf"\[worker 0\] 2/2 - \d+s - \d+\w+/step - loss: {NUMBER}", r"run     /\S+/tensorflow_\S+", "done"]
-    check_in_any_order(done.stdout, [*said, *lines])
+    check_in_any_order(done.stdout, [*expected, *lines])
     warned = [rf"\[worker \d\] .*own_prints.py:\d+: UserWarning: {text}" for text in ("be careful", "only here")]
     logged = [
         "be careful, too",
@@ -191,7 +191,7 @@ def test_what_workers_print_is_shown_once_each_and_warnings_once_in_all(on_the_c
 
 
 def test_a_process_that_is_a_worker_before_it_has_imported_is_shown_as_one(ray_cluster):
-    """The driver asks it for the import, and the controller makes it a worker: whose call comes first is not said."""
+    """The driver asks it for the import, and the controller makes it a worker: either call may come first."""
 
     def names(before):
         from raytf.console import output
@@ -199,9 +199,9 @@ def test_a_process_that_is_a_worker_before_it_has_imported_is_shown_as_one(ray_c
 
         if before:
             output.say_who("worker 1")
-        with contextlib.redirect_stdout(io.StringIO()) as told, contextlib.redirect_stderr(io.StringIO()):
+        with contextlib.redirect_stdout(io.StringIO()) as captured, contextlib.redirect_stderr(io.StringIO()):
             entry.import_raytf()
-        return re.findall("raytf (.*)", told.getvalue())
+        return re.findall("raytf (.*)", captured.getvalue())
 
     process = ray.remote(num_cpus=0)(Process).remote()
     asked = [process.execute.remote(names, before) for before in (False, False, True)]

@@ -26,7 +26,7 @@ from tests.jobs.test_output import without_phases
 
 pytestmark = pytest.mark.slow
 ROOT = pathlib.Path(__file__).parents[2]
-# Of the machine: two nodes on it, with few CPUs, and other clusters beside them.
+# Of the machine: two nodes on it, with few CPUs, and other clusters next to them.
 NODE = "--num-cpus=2 --num-gpus=0 --object-store-memory=300000000 --dashboard-agent-listen-port=0 --log-color=false"
 HEAD = "--port=0 --dashboard-port=0 --disable-usage-stats"
 MODULE = """
@@ -112,11 +112,11 @@ def test_the_section_as_written(hosts):
     head, port = None, None
     for command in found:
         if command.startswith("ray start --head"):
-            said = hosts.run(
+            output = hosts.run(
                 f"{command} {HEAD} {NODE} --temp-dir={hosts.folder}/ray --ray-client-server-port={_port()}"
             )
             head = (hosts.folder / "ray" / "ray_current_cluster").read_text()
-            port = re.search(r"RAY_API_SERVER_ADDRESS='http://[^:]+:(\d+)'", said)[1]
+            port = re.search(r"RAY_API_SERVER_ADDRESS='http://[^:]+:(\d+)'", output)[1]
             continue
         if head:
             command = command.replace("HEAD:6379", head).replace("HEAD:8265", f"{head.rpartition(':')[0]}:{port}")
@@ -124,29 +124,29 @@ def test_the_section_as_written(hosts):
         if command.startswith("ray start"):
             # a host of its own has folders of its own; in a shared one each node unpacks a job's files once more
             command = f"{command} {NODE} --temp-dir={hosts.folder}/ray2"
-        said = hosts.run(command)
+        output = hosts.run(command)
         if command.startswith("ray job"):
-            assert "raytf.load_model(" in said and "succeeded" in said, said
+            assert "raytf.load_model(" in output and "succeeded" in output, output
         if "jobs/digits.py" in command:
-            _digits(said)
+            _digits(output)
     _by_hand(hosts, head)
 
 
-def _digits(said):
+def _digits(output):
     """The accuracy of the example; the line that loads the model works; no line that is not for the user."""
-    log = said[re.search(r"^Running entrypoint for job .*\n", said, re.MULTILINE).end() :].splitlines()
+    log = output[re.search(r"^Running entrypoint for job .*\n", output, re.MULTILINE).end() :].splitlines()
     log = log[
         : next((i for i, line in enumerate(log) if " cli.py:" in line), len(log))
     ]  # what follows is the command's
     noise = [line for line in log if re.search(r"Traceback|Error|WARNING|INFO|pid=\d+", line)]
-    # Ray tells every driver, whatever its settings, that a busy machine of few cores starts many workers.
-    assert not [line for line in noise if "worker processes have been started on node" not in line], said
+    # Ray warns every driver, whatever its settings, that a busy machine of few cores starts many workers.
+    assert not [line for line in noise if "worker processes have been started on node" not in line], output
     lines = [line for line in log if line.startswith("epoch ")]
     assert re.match(r"epoch 2/\d+  step 12/12  .*loss \d.*examples/s  \d+% waiting for input  \d+:\d\d left", lines[1])
     assert float(re.search(r"val_accuracy\W+(0\.\d+)\W*$", "\n".join(log), re.MULTILINE)[1]) >= 0.97
-    model = raytf.load_model(re.search(r'raytf.load_model\("(.*)"\)', said)[1])
+    model = raytf.load_model(re.search(r'raytf.load_model\("(.*)"\)', output)[1])
     assert model.output_shape == (None, 10)
-    events = re.search(r"--logdir (\S+)", said)[1]
+    events = re.search(r"--logdir (\S+)", output)[1]
     assert any("tfevents" in f for f in os.listdir(os.path.join(events, "train")))
 
 
@@ -164,11 +164,13 @@ def _by_hand(hosts, head):
     run = "raytf run look.py"
     assert "[worker 0] here" in hosts.run(run, RAY_ADDRESS=head)
     for command in (train, run):
-        said = without_phases(hosts.run(command, code=1, RAY_ADDRESS=head, HOME=str(nobody)))
-        assert said.startswith(f"Error: The cluster at {head} wants a token; received: none where Ray looks"), said
-        said = without_phases(hosts.run(command, code=1, RAY_ADDRESS=head, RAY_AUTH_TOKEN_PATH=str(wrong)))
-        assert said.startswith(f"Error: The cluster at {head} lets in who has its token; received: another one"), said
-        assert str(wrong) in said and len(said.splitlines()) == 1
+        output = without_phases(hosts.run(command, code=1, RAY_ADDRESS=head, HOME=str(nobody)))
+        assert output.startswith(f"Error: The cluster at {head} wants a token; received: none where Ray looks"), output
+        output = without_phases(hosts.run(command, code=1, RAY_ADDRESS=head, RAY_AUTH_TOKEN_PATH=str(wrong)))
+        assert output.startswith(f"Error: The cluster at {head} lets in who has its token; received: another one"), (
+            output
+        )
+        assert str(wrong) in output and len(output.splitlines()) == 1
 
 
 def _port():

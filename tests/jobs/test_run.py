@@ -76,7 +76,7 @@ def test_mirrored_devices():
 
 
 def test_fit_with_callbacks(tmp_path):
-    """Prefixes, the same weights on all workers, files by the chief, options of the script behind it."""
+    """Prefixes, the same weights on all workers, files by the chief, options of the script after its name."""
     out, _ = run("--num-workers", 2, "--chief", "multi_worker_cnn.py", "--epochs", 5, "--output", tmp_path)
     ends = re.findall(r"^\[(chief 0|worker 0)\] +epochs: (\d) weights: (\S+)", out, re.MULTILINE)
     # nothing gets better by 10, so that EarlyStopping ends the run after epoch 3
@@ -101,7 +101,7 @@ def test_frozen_and_unfrozen_layers():
     assert out.count("frozen stayed: True") == out.count("unfrozen changed: True") == 2
 
 
-def test_a_restart_goes_on_from_the_scripts_checkpoint(tmp_path):
+def test_restart_resumes_from_the_scripts_checkpoint(tmp_path):
     arguments = ("checkpoint_manager.py", "--output", tmp_path, "--fail-at", 2)
     out, err = run("--num-workers", 2, "--max-restarts", 1, *arguments)
     assert "failed first: exit code 7" in err and "restart 1 of 1: all tasks" in err
@@ -143,7 +143,7 @@ REPLICA = """
 
 
 def test_a_tfjob_of_workers(tmp_path):
-    """Its command as it stands, with the output where the volume would be; what is not honoured is named."""
+    """Runs its command as written, with the output where the volume would be; what is not honoured is named."""
     script = SCRIPTS / "multi_worker_cnn.py"
     arguments = f"--epochs, '1', --output, {tmp_path}"
     (tmp_path / "job.yaml").write_text(TFJOB + REPLICA % ("Worker", 2, script, arguments, "workers"))
@@ -167,8 +167,8 @@ def test_a_tfjob_with_parameter_servers(tmp_path):
 def test_one_worker_fails_and_is_named():
     began = time.monotonic()
     _, err = run("--num-workers", 2, "one_fails.py", code=1)
-    says = [line for line in err.splitlines() if line.startswith("raytf run:")]
-    assert len(says) == 1 and "worker 1 failed first: exit code 1" in says[0]
+    lines = [line for line in err.splitlines() if line.startswith("raytf run:")]
+    assert len(lines) == 1 and "worker 1 failed first: exit code 1" in lines[0]
     assert "batch is too large on this worker" in err and time.monotonic() - began < 120
 
 
@@ -251,7 +251,7 @@ def test_a_driver_that_is_killed_leaves_nothing(tmp_path):
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="a folder that other processes do not see needs root")
 def test_the_folder_travels(tmp_path):
-    """Processes that do not see the current folder run in a copy, with the modules beside the script."""
+    """Processes that do not see the current folder run in a copy, with the modules of the script's folder."""
     (tmp_path / "beside.py").write_text("NAME = 'beside the script'\n")
     (tmp_path / "main.py").write_text("import os, beside\nprint(beside.NAME, 'in', os.getcwd())\n")
     hidden = tmp_path / "hidden"
@@ -263,11 +263,11 @@ def test_the_folder_travels(tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     found = re.search(r"\[worker 0\] beside the script in (\S+)", done.stdout)[1]
     assert found != str(hidden) and "working_dir" in found
-    says = rf"^raytf run: \S+ does not see the current folder; the script runs there in a copy, {found}, and what it"
-    assert len(re.findall(says, done.stderr, re.MULTILINE)) == 1
+    pattern = rf"^raytf run: \S+ does not see the current folder; the script runs there in a copy, {found}, and what it"
+    assert len(re.findall(pattern, done.stderr, re.MULTILINE)) == 1
 
 
-def here(folder, text, *, monkeypatch, **options):
+def run_locally(folder, text, *, monkeypatch, **options):
     """Runs a script in this process, as `run` does in one of its own; the exit code."""
     (folder / "script.py").write_text(text)
     monkeypatch.chdir(folder)
@@ -280,19 +280,19 @@ def here(folder, text, *, monkeypatch, **options):
 def test_a_script_that_hangs_is_named_with_its_stack(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(hangs, "_ENDS_LATE", 6.0)  # times the limit
     options = {"num_workers": 2, "hang_timeout": 2.0}
-    assert here(tmp_path, DEADLOCK, monkeypatch=monkeypatch, **options) == 128 + signal.SIGKILL
+    assert run_locally(tmp_path, DEADLOCK, monkeypatch=monkeypatch, **options) == 128 + signal.SIGKILL
     err = capfd.readouterr().err
     named = r"its process \d+ on \S+ is in Mine.on_train_batch_end after step 6 since \d+ s; "
     named += r"(worker 0|the run) waits for it since"
     at_first = named.replace(
         "in Mine.on_train_batch_end", r"(in Mine.on_train_batch_end|between two steps,)"
-    )  # told late
+    )  # reported late
     assert re.search(rf"raytf run: Hang: the other workers wait for worker 1: {at_first} step 7", err)
     assert "lock.acquire()" in err and re.search(rf"raytf run: worker 1 failed first: hangs: {named}", err)
 
 
-def test_a_stopped_process_is_named_and_a_restart_goes_on(tmp_path, monkeypatch, capfd):
-    """A stop that ends in time is none: worker 0 stops, too, and its child lets it go on."""
+def test_stopped_process_is_named_and_the_restart_resumes(tmp_path, monkeypatch, capfd):
+    """A stop that ends in time is none: worker 0 stops, too, and its child resumes it."""
     text = """
 import json, os, signal, subprocess
 rank = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
@@ -309,15 +309,15 @@ if rank == 0 and not os.path.exists("again"):
     signal.pause()
 """
     options = {"num_workers": 2, "max_restarts": 1, "frozen_after": 6.0}
-    assert here(tmp_path, text, monkeypatch=monkeypatch, **options) == 0
+    assert run_locally(tmp_path, text, monkeypatch=monkeypatch, **options) == 0
     out, err = capfd.readouterr()
     assert [out.count(f"[worker {rank}] went on") for rank in (0, 1)] == [2, 1]
-    said = [line for line in err.splitlines() if line.startswith("raytf run:")]
+    lines = [line for line in err.splitlines() if line.startswith("raytf run:")]
     assert re.fullmatch(
         r"raytf run: worker 1 failed first: frozen: its process \d+ on \S+ is stopped by .* s \(--frozen-after.*",
-        said[0],
+        lines[0],
     )
-    assert said[1:] == ["raytf run: restart 1 of 1: all tasks start again, as worker 1 failed"]
+    assert lines[1:] == ["raytf run: restart 1 of 1: all tasks start again, as worker 1 failed"]
 
 
 def test_a_runner_that_gives_no_answer_has_gone(tmp_path, monkeypatch, capfd, set_timeouts):
@@ -329,13 +329,13 @@ if json.loads(os.environ["TF_CONFIG"])["task"]["index"] == 1:
     os.kill(os.getppid(), signal.SIGSTOP)
 signal.pause()
 """
-    assert here(tmp_path, text, monkeypatch=monkeypatch, num_workers=2) == 128 + signal.SIGKILL
+    assert run_locally(tmp_path, text, monkeypatch=monkeypatch, num_workers=2) == 128 + signal.SIGKILL
     err = capfd.readouterr().err
     assert re.search(r"worker 1 failed first: timeout: its host \S+, or Ray's process there, does not answer", err)
 
 
-def test_an_evaluator_is_heard_to_its_last_line(tmp_path, monkeypatch, set_timeouts, capfd):
-    """Also what it prints when it is told to end, long after the training."""
+def test_evaluator_output_is_printed_to_its_last_line(tmp_path, monkeypatch, set_timeouts, capfd):
+    """Also what it prints when it is stopped, long after the training."""
     set_timeouts(last_evaluation=1.0)
     text = """
 import json, os, signal, sys, time
@@ -349,14 +349,14 @@ if json.loads(os.environ["TF_CONFIG"])["task"]["type"] == "evaluator":
 while not os.path.exists("ready"):
     time.sleep(0.01)
 """
-    assert here(tmp_path, text, monkeypatch=monkeypatch, evaluator=True) == 0
+    assert run_locally(tmp_path, text, monkeypatch=monkeypatch, evaluator=True) == 0
     out, err = capfd.readouterr()
     assert re.findall(r"^\[evaluator 0\] line (\d+)$", out, re.MULTILINE) == [str(i) for i in range(20_000)]
     assert "evaluator 0 is ended, 1 s after the training" in err
 
 
 @pytest.mark.parametrize(
-    "arguments, says",
+    "arguments, message",
     [
         (["nowhere.py"], "The script must be a file that exists; received: 'nowhere.py'"),
         (["--module", "nowhere"], "a module that can be imported from the current folder"),
@@ -367,9 +367,9 @@ while not os.path.exists("ready"):
         (["--max-restarts", -1, "one_fails.py"], "max_restarts must be an integer of at least 0"),
     ],
 )
-def test_wrong_calls_say_why(arguments, says):
-    _, err = run(*arguments, code=1 if "cluster must be able" in says else 2)
-    assert says in err and "Traceback" not in err
+def test_wrong_calls_fail_with_the_reason(arguments, message):
+    _, err = run(*arguments, code=1 if "cluster must be able" in message else 2)
+    assert message in err and "Traceback" not in err
 
 
 def test_variables_arguments_and_exit_code(tmp_path):

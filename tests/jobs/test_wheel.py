@@ -45,7 +45,7 @@ def files_of(folder):
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
-    """Built from a copy, as a build leaves files beside pyproject.toml; with this environment's setuptools."""
+    """Built from a copy, as a build leaves files next to pyproject.toml; with this environment's setuptools."""
     source = tmp_path_factory.mktemp("source")
     shutil.copytree(ROOT / "raytf", source / "raytf", ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
@@ -66,9 +66,9 @@ def environment(wheel, tmp_path_factory):
     options = ("--no-deps", "--no-index", "--disable-pip-version-check", "--quiet")
     run(sys.executable, "-m", "pip", "--python", python, "install", *options, wheel, cwd=place)
     (site,) = (place / "lib").glob("python*/site-packages")
-    ours = dict.fromkeys(sysconfig.get_path(name) for name in ("purelib", "platlib"))
-    # Behind the wheel on the path; the checkout's own .pth file is read in no folder that is added so.
-    (site / "dependencies.pth").write_text("".join(f"{path}\n" for path in ours))
+    places = dict.fromkeys(sysconfig.get_path(name) for name in ("purelib", "platlib"))
+    # After the wheel on the path; the checkout's own .pth file is read in no folder that is added so.
+    (site / "dependencies.pth").write_text("".join(f"{path}\n" for path in places))
     return place / "bin"
 
 

@@ -1,4 +1,4 @@
-"""All scenarios of the parity tests: what the modules `*_scenarios` beside this one have put together."""
+"""All scenarios of the parity tests: what the modules `*_scenarios` of this folder have put together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What runs beside the other tests, in processes of its own, and what it finds."""
+"""What runs in the background of the other tests, in processes of its own, and what it finds."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SECONDS = 4000.0
 
 
 class Behind:
-    """Groups of processes (`worker.py`) that run beside the tests; `Results` has what they find.
+    """Groups of processes (`worker.py`) that run in the background of the tests; `Results` has what they find.
 
     Attributes:
         folder: of the results.

@@ -159,7 +159,7 @@ class ArcFace(layers.Layer):
 
 
 class Configured(layers.Layer):
-    """Builds its parts from what its config says of the shapes."""
+    """Builds its parts from the shapes of its config."""
 
     def build(self, shape):
         self.width = shape[-1]

@@ -208,13 +208,13 @@ class TwoTapes(Own):
         x, y = data
         for layer, scale in ((self.hidden, 0.5), (self.head, 1.0)):
             with tf.GradientTape() as tape:
-                said = self(x, training=True)
-                loss = self.compute_loss(x, y, said) * scale + 1e-3 * ops.mean(ops.abs(said))
+                predicted = self(x, training=True)
+                loss = self.compute_loss(x, y, predicted) * scale + 1e-3 * ops.mean(ops.abs(predicted))
             grads = tape.gradient(loss, layer.trainable_variables)
             grads = [ops.clip(g, -0.02, 0.02) for g in grads]
             for variable, gradient in zip(layer.trainable_variables, grads, strict=True):
                 variable.assign_sub(0.1 * gradient)
-        return self.compute_metrics(x, y, said)
+        return self.compute_metrics(x, y, predicted)
 
 
 @scenario
@@ -237,8 +237,8 @@ class Tracking(Own):
     def train_step(self, data):
         x, y = data
         with tf.GradientTape() as tape:
-            said = self(x, training=True)
-            loss = ops.mean(ops.square(y - said))
+            predicted = self(x, training=True)
+            loss = ops.mean(ops.square(y - predicted))
         variables = self.trainable_variables
         grads = tape.gradient(loss, variables)
         self.optimizer.apply(grads, variables)
@@ -305,14 +305,14 @@ class GradNorm(Own):
     def train_step(self, data):
         x, y = data
         with tf.GradientTape(persistent=True) as tape:
-            said = self(x, training=True)
-            losses = [ops.mean(ops.square(y - said)), ops.mean(ops.abs(y - said))]
+            predicted = self(x, training=True)
+            losses = [ops.mean(ops.square(y - predicted)), ops.mean(ops.abs(y - predicted))]
             total = losses[0] * self.shares[0] + losses[1] * self.shares[1]
         norms = [ops.sqrt(ops.sum(ops.square(tape.gradient(one, self.hidden.kernel)))) for one in losses]
         variables = self.trainable_variables
         self.optimizer.apply(tape.gradient(total, variables), variables)
         self.shares.assign(2 * ops.stack(norms[::-1]) / (norms[0] + norms[1]))
-        return self.compute_metrics(x, y, said) | {"a": norms[0], "share": self.shares[0]}
+        return self.compute_metrics(x, y, predicted) | {"a": norms[0], "share": self.shares[0]}
 
 
 @scenario
@@ -700,10 +700,10 @@ class Translator(keras.Model):
         return self.kinds(known + self.attention(known, self.source(source)))
 
     def loss_of(self, batch):
-        said = self([batch["source"], batch["target"][:, :-1]])
+        predicted = self([batch["source"], batch["target"][:, :-1]])
         wanted = batch["target"][:, 1:]
-        one_hot = tf.one_hot(wanted, 9, dtype=said.dtype)
-        return self.compute_loss(None, one_hot, said, sample_weight=tf.not_equal(wanted, 0))
+        one_hot = tf.one_hot(wanted, 9, dtype=predicted.dtype)
+        return self.compute_loss(None, one_hot, predicted, sample_weight=tf.not_equal(wanted, 0))
 
     def train_step(self, batch):
         with tf.GradientTape() as tape:
@@ -816,7 +816,7 @@ class Attention(layers.Layer):
 
 
 class Nodes(keras.Model):
-    """The graph is the model's, and a batch says which nodes are looked at."""
+    """The graph is the model's, and a batch lists which nodes are looked at."""
 
     def __init__(self):
         super().__init__()
@@ -958,7 +958,7 @@ def fresh_labels_of_the_step(p):
 
 
 class Ensemble(Own):
-    """Keeps what it said of each row by the row's number; each row is one worker's, so changes add up."""
+    """Keeps its prediction of each row by the row's number; each row is one worker's, so changes add up."""
 
     def __init__(self):
         super().__init__()
@@ -973,11 +973,11 @@ class Ensemble(Own):
         place = inputs["place"]
         old = ops.take(self.kept, place[:, 0], axis=0)
         with tf.GradientTape() as tape:
-            said = self(inputs, training=True)
-            loss = ops.mean(ops.square(y - said)) + ops.mean(ops.square(old - said))
+            predicted = self(inputs, training=True)
+            loss = ops.mean(ops.square(y - predicted)) + ops.mean(ops.square(old - predicted))
         variables = self.trainable_variables
         self.optimizer.apply(tape.gradient(loss, variables), variables)
-        self.kept.assign(ops.scatter_update(self.kept, place, 0.6 * old + 0.4 * said))
+        self.kept.assign(ops.scatter_update(self.kept, place, 0.6 * old + 0.4 * predicted))
         return {"loss": loss}
 
 

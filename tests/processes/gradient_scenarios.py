@@ -19,7 +19,7 @@ UNEVEN = 3 * ODD + 1
 
 
 class Step(keras.Model):
-    """A `train_step` that changes gradients as `change(gradients, variables)` says; `loss(model, x, y)` is its loss."""
+    """A `train_step` that changes gradients by `change(gradients, variables)`; `loss(model, x, y)` is its loss."""
 
     def __init__(self, change=lambda gradients, variables: gradients, loss=None, body=None):
         super().__init__()
@@ -143,7 +143,7 @@ def gradients_with_noise(p):
 
 
 class Sharp(Step):
-    """Sharpness-aware minimization: the gradient where the weights stand a little uphill."""
+    """Sharpness-aware minimization: the gradient where the weights are a little uphill."""
 
     def train_step(self, data):
         x, y = data
@@ -223,8 +223,8 @@ class ClippedGAN(TwoOptimizers):
             d_loss = -g_loss - ops.mean(self.discriminator(real))
             with tf.GradientTape() as inner:
                 inner.watch(real)
-                said = self.discriminator(real)
-            d_loss += ops.mean(ops.square(inner.gradient(said, real)))
+                predicted = self.discriminator(real)
+            d_loss += ops.mean(ops.square(inner.gradient(predicted, real)))
         d_gradients, g_gradients = clip(tape, d_loss, d_variables), clip(tape, g_loss, g_variables)
         del tape
         self.d_optimizer.apply_gradients(zip(d_gradients, d_variables, strict=True))
@@ -581,11 +581,11 @@ def own_loop_with_clip(p):
 
 @scenario
 def own_loop_with_clip_run_eagerly(p):
-    """What is clipped there is each worker's own, as TensorFlow says; it is said once."""
-    with warnings.catch_warnings(record=True) as told:
+    """What is clipped there is each worker's own, as in TensorFlow; it is logged once."""
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         out = own_loop(p, _clipping_step, compiled=False)
-    texts = [str(w.message) for w in told if "before the optimizer sums them" in str(w.message)]
+    texts = [str(w.message) for w in caught if "before the optimizer sums them" in str(w.message)]
     assert bool(texts) == (p.strategy.num_replicas_in_sync > 1) and all("tf.function" in text for text in texts), texts
     return {f"bits:{k}": v for k, v in out.items()}
 

@@ -108,7 +108,7 @@ def python_generator_is_read_once(p):
 
 @scenario
 def python_generator_in_several_epochs(p):
-    """With `steps_per_epoch` an epoch goes on where the one before has stopped."""
+    """With `steps_per_epoch` an epoch continues where the one before has stopped."""
     model = sequence_model(p)
     batches = of_any_width(12)[:-1] * 2  # of one size: Keras must not reach the end
     return results(model, model.fit((batch for batch in batches), epochs=3, steps_per_epoch=4, verbose=0))
@@ -116,7 +116,7 @@ def python_generator_in_several_epochs(p):
 
 @scenario
 def datasets_that_know_how_often_they_are_read(p):
-    """A `PyDataset`, and a `tf.data` pipeline whose generator goes on, give each epoch what one process gets."""
+    """A `PyDataset`, and a `tf.data` pipeline whose generator continues, give each epoch what one process gets."""
     batches = of_any_width(6)
     counted = _Counted(batches)
     model = sequence_model(p)
@@ -295,7 +295,7 @@ class _WithWorkers(_Counted):
 
 @scenario
 def tf_data_of_a_py_dataset(p):
-    """Made anew in each epoch; its workers read ahead."""
+    """Made again in each epoch; its workers read ahead."""
     model = sequence_model(p)
     given = of_function(p, lambda context: _WithWorkers(of_any_width(6)))
     return results(model, model.fit(given, epochs=2, verbose=0, shuffle=False))
@@ -303,7 +303,7 @@ def tf_data_of_a_py_dataset(p):
 
 @scenario
 def tf_data_that_differs_between_workers(p):
-    """Each worker is told so, by an exchange before the first step, and none waits for another."""
+    """Each worker learns it by an exchange before the first step, and none waits for another."""
 
     def other_types(context):
         return tf.data.Dataset.range(ROWS).batch(context.batch).map(lambda x: tf.cast(x, f"int{32 << p.rank % 2}"))

@@ -254,8 +254,8 @@ def unreduced_loss_for_the_tape(p):
             def loss(x, y, predicted):
                 with tf.GradientTape() as inner:
                     inner.watch(x)
-                    said = self(x)
-                slope = inner.gradient(said, x)
+                    y_pred = self(x)
+                slope = inner.gradient(y_pred, x)
                 return per_row(y, predicted) + 0.1 * ops.sum(ops.square(slope), axis=-1)
 
             return {"value": ops.mean(self.stepped(data, loss))}
@@ -406,9 +406,9 @@ def own_compute_loss(p):
 
 
 def f1(y_true, y_pred):
-    said, true = ops.cast(y_pred > 0.5, y_pred.dtype), ops.cast(y_true, y_pred.dtype)
-    hits = ops.sum(said * true)
-    return 2 * hits / (ops.sum(said) + ops.sum(true) + 1e-7)
+    positive, true = ops.cast(y_pred > 0.5, y_pred.dtype), ops.cast(y_true, y_pred.dtype)
+    hits = ops.sum(positive * true)
+    return 2 * hits / (ops.sum(positive) + ops.sum(true) + 1e-7)
 
 
 def rmse(y_true, y_pred):
@@ -516,7 +516,7 @@ class Plain(Own):
 
 
 class Mixed(Plain):
-    """Tensors beside results of metrics, and what follows from these."""
+    """Tensors next to results of metrics, and what follows from these."""
 
     def train_step(self, data):
         loss = super().train_step(data)["loss"]

@@ -80,8 +80,11 @@ def odd_domain_adversary(p):
 
 
 def _f1(y_true, y_pred):
-    true, said = np.argmax(y_true, -1), np.argmax(y_pred, -1)
-    scores = [2 * np.sum((true == k) & (said == k)) / max(1, np.sum(true == k) + np.sum(said == k)) for k in range(3)]
+    true, predicted = np.argmax(y_true, -1), np.argmax(y_pred, -1)
+    scores = [
+        2 * np.sum((true == k) & (predicted == k)) / max(1, np.sum(true == k) + np.sum(predicted == k))
+        for k in range(3)
+    ]
     return np.float64(np.mean(scores))
 
 
@@ -163,16 +166,16 @@ class Predicting(keras.Model):
         return self.head(self.a(first["left"]) + self.b(second) * third)
 
     def predict_step(self, data):
-        said = self(data[0] if isinstance(data, tuple) and len(data) == 1 else data)
-        return {"best": ops.argmax(said, -1), "said": said - ops.mean(said, -1, keepdims=True)}
+        predicted = self(data[0] if isinstance(data, tuple) and len(data) == 1 else data)
+        return {"best": ops.argmax(predicted, -1), "said": predicted - ops.mean(predicted, -1, keepdims=True)}
 
 
 @scenario
 def odd_nested_features(p):
     x = {"left": floats(3, rows=UNEVEN)}, (floats(5, seed=1, rows=UNEVEN), floats(1, seed=2, rows=UNEVEN))
     model, out = p.fit(lambda: compiled(Predicting(), "mae"), (x, floats(2, seed=8, rows=UNEVEN)))
-    said = model.predict(tf.data.Dataset.from_tensor_slices((x,)).batch(8), verbose=0)
-    return out | said
+    predicted = model.predict(tf.data.Dataset.from_tensor_slices((x,)).batch(8), verbose=0)
+    return out | predicted
 
 
 @scenario

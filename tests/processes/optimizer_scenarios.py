@@ -74,8 +74,8 @@ class DCGAN(TwoOptimizers):
         fake = self.generator(noise)
         ones, zeros = ops.ones((ops.shape(real)[0], 1)), ops.zeros((ops.shape(real)[0], 1))
         with tf.GradientTape() as tape:
-            said = self.discriminator(ops.concatenate([fake, real]))
-            d_loss = self.loss_fn(ops.concatenate([ones, zeros]), said)
+            predicted = self.discriminator(ops.concatenate([fake, real]))
+            d_loss = self.loss_fn(ops.concatenate([ones, zeros]), predicted)
         apply(self.d_optimizer, tape, d_loss, self.discriminator.trainable_weights)
         with tf.GradientTape() as tape:
             g_loss = self.loss_fn(zeros, self.discriminator(self.generator(noise)))
@@ -125,8 +125,8 @@ class WGAN(TwoOptimizers):
         between = share * real + (1 - share) * fake
         with tf.GradientTape() as tape:
             tape.watch(between)
-            said = self.discriminator(between, training=True)
-        norm = ops.sqrt(ops.sum(ops.square(tape.gradient(said, between)), axis=1))
+            predicted = self.discriminator(between, training=True)
+        norm = ops.sqrt(ops.sum(ops.square(tape.gradient(predicted, between)), axis=1))
         return ops.mean(ops.square(norm - 1))
 
     def critic_step(self, noise, real):
@@ -151,7 +151,7 @@ class WGAN(TwoOptimizers):
 
 
 class ConditionalWGAN(WGAN):
-    """The same in TensorFlow's control flow; the generator follows every second step, as a count of steps says."""
+    """The same in TensorFlow's control flow; the generator follows every second step, by a count of steps."""
 
     def __init__(self, *args):
         super().__init__(*args)

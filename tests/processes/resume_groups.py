@@ -1,4 +1,4 @@
-"""Which trainings of `resume_scenarios.py` are stopped and go on, and with how many processes."""
+"""Which trainings of `resume_scenarios.py` are stopped and resumed, and with how many processes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from tests.processes.groups import processes
 from tests.processes.resume_scenarios import CASES, CHAIN, STOPPED
 
 ALIKE = [name for name, case in CASES.items() if case.alike]
-# Which cases go on where they were stopped. Three workers take their time on two cores.
+# Which cases resume where they were stopped. Three workers take their time on two cores.
 PLACES = {
     "1": [name for name in CASES if name != "local steps"],
     "2": [name for name in CASES if name != "local steps"],
@@ -14,7 +14,7 @@ PLACES = {
     "mirrored": ["dropout", "last step", "by time"],
     "local": ["local steps"],
 }
-# With raytf's ring unless it says "ring", which is TensorFlow's.
+# With raytf's ring unless it is "ring", which is TensorFlow's.
 OPTIONS = {"3": {"communication": "ring"}, "local": {"place": "2", "world": 2, "config": {"sync_every": 4}}}
 OTHERS = ["plain:reordered", "plain:scaled", "plain:remeasured"]
 
@@ -30,14 +30,14 @@ def folder_of(folder, stage: str, place: str):
 
 
 def stages(folder, ids) -> list[list[dict]]:
-    """What runs at once: all alone, and then each link of the chain behind the one before; all of it for any test."""
+    """Returns what runs at once: all alone, and then each link of the chain after the one before; all for any test."""
 
     def group(place, stage, scenarios):
         path = folder_of(folder, stage, place)
         path.mkdir()
-        told = {"folder": str(path), "dtype": "float64", "place": place, "world": processes(place)}
-        told |= {"communication": "auto", "module": "tests.processes.resume_scenarios", "scenarios": scenarios}
-        return told | OPTIONS.get(place, {})
+        settings = {"folder": str(path), "dtype": "float64", "place": place, "world": processes(place)}
+        settings |= {"communication": "auto", "module": "tests.processes.resume_scenarios", "scenarios": scenarios}
+        return settings | OPTIONS.get(place, {})
 
     alone = {
         place: [f"{name}:{stage}" for name in names for stage in alone_of(name)] for place, names in PLACES.items()

@@ -1,8 +1,8 @@
-"""What is stopped within an epoch and goes on, on one, two and three workers: `fit.train` as a KerasTrainer runs it.
+"""What is stopped within an epoch and resumes, on one, two and three workers: `fit.train` as a KerasTrainer runs it.
 
-A scenario is named "case:stage". "quiet" trains as if nothing happened; "stopped" ends at a step, behind a checkpoint;
-"resumed" goes on from it to the end, with as many workers; and "chain" goes on from one of another number of workers,
-and is stopped again where the next one is to go on. Most cases are not stopped before they are first resumed: "quiet"
+A scenario is named "case:stage". "quiet" trains as if nothing happened; "stopped" ends at a step, after a checkpoint;
+"resumed" continues from it to the end, with as many workers; and "chain" resumes from one of another number of workers,
+and is stopped again where the next one is to resume. Most cases are not stopped before they are first resumed: "quiet"
 has kept the same checkpoint there.
 """
 
@@ -35,20 +35,20 @@ from tests.processes import optimizer_scenarios
 from tests.processes.scenarios import Place
 
 FEATURES = [f"x{i}" for i in range(6)]
-# Who goes on with whose checkpoint, in the chain, and at which epoch and step it is stopped.
+# Which worker count resumes from whose checkpoint, in the chain, and at which epoch and step it is stopped.
 CHAIN = [("2", None), ("1", "2"), ("3", "1"), ("2", "3")]
 # Cases that are really stopped: at a step, and between an epoch's last step and its end.
 STOPPED = ["plain", "last step"]
-# Numbers of folders of checkpoints: of those that are stopped, that go on, and that run through; others of the chain.
+# Numbers of folders of checkpoints: of those that are stopped, that resume, and that run through; others of the chain.
 _STOPPED, _RESUMED, _QUIET = 0, 8, 9
 
 
 class Stopped(Exception):
-    """Ends a training where it stands, on all workers."""
+    """Ends a training at its current step, on all workers."""
 
 
 class Stop(keras.callbacks.Callback):
-    """Ends a training behind some step of an epoch."""
+    """Ends a training after some step of an epoch."""
 
     raytf_local_batches = True
 
@@ -65,11 +65,11 @@ class Stop(keras.callbacks.Callback):
 
     def on_test_begin(self, logs=None):
         if self.epoch == self.at[0] and self.at[1] == np.inf:
-            raise Stopped  # the last step is behind, and the epoch has not ended
+            raise Stopped  # the last step is made, and the epoch has not ended
 
 
 class Counts(keras.callbacks.Callback):
-    """A callback that begins to count anew with each epoch, and says what it has seen."""
+    """A callback that counts from 0 in each epoch, and reports what it has seen."""
 
     raytf_local_batches = True
 
@@ -239,7 +239,7 @@ def stopped(place: Place, name: str):
 
 
 def left(place: Place, name: str, world) -> str:
-    """The checkpoint behind which a training was stopped first, or would have been."""
+    """Returns the checkpoint after which a training was stopped first, or would have been."""
     if name in STOPPED:
         return newest(shared(place, name, world, _STOPPED))
     epoch, step = CASES[name].stops[0]
@@ -262,20 +262,20 @@ def chain(place: Place, name: str, link: int):
 
 
 def reordered(place: Place, name: str):
-    """Goes on with other batches and metrics than those of the checkpoint: the epoch begins anew."""
+    """Resumes with other batches and metrics than those of the checkpoint: the epoch begins again."""
     case = dataclasses.replace(CASES[name], batch=25, every="epoch")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         out = train(place, case, begins=left(place, name, place.world))
-    told = [str(w.message) for w in caught if "starts again" in str(w.message)]
-    assert len(told) == 1 and "have seen 4 of its steps" in told[0], told
-    assert "(batch_size 25, was 20)" in told[0], told
+    messages = [str(w.message) for w in caught if "starts again" in str(w.message)]
+    assert len(messages) == 1 and "have seen 4 of its steps" in messages[0], messages
+    assert "(batch_size 25, was 20)" in messages[0], messages
     return {"epochs": out["n:last"][3:], "seen": out["n:last"][1], "steps": out["optimizer0"]}
 
 
 def scaled(place: Place, name: str):
-    """Goes on with the batch, and the rate, of two workers where they were those of one, in an epoch of which 80 rows
-    were taken: behind these, with a step of the 10 that fill no whole one, all of which are the second worker's."""
+    """Resumes with the batch, and the rate, of two workers where they were those of one, in an epoch of which 80 rows
+    were taken: after these, with a step of the 10 that fill no whole one, all of which are the second worker's."""
     case = dataclasses.replace(CASES[name], batch=15, every="epoch", callbacks=list)
     begins = left(place, name, place.world)
     out = train(place, case, begins=begins, fewest=1)
@@ -294,7 +294,7 @@ def scaled(place: Place, name: str):
 
 
 def remeasured(place: Place, name: str):
-    """Goes on with metrics that the checkpoint does not know: they count from here on."""
+    """Resumes with metrics that the checkpoint does not know: they count from here on."""
     case = dataclasses.replace(
         CASES[name], build=mlp(metrics=lambda: ["sparse_categorical_crossentropy"]), every="epoch"
     )
@@ -302,8 +302,8 @@ def remeasured(place: Place, name: str):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         out = train(place, case, begins=begins)
-    told = [str(w.message) for w in caught if "count the steps after its first 4 alone" in str(w.message)]
-    assert len(told) == 1, told
+    messages = [str(w.message) for w in caught if "count the steps after its first 4 alone" in str(w.message)]
+    assert len(messages) == 1, messages
     return {key: value for key, value in out.items() if key.startswith("w")}
 
 
@@ -386,10 +386,10 @@ class Bare(keras.Model):
     def train_step(self, data):
         x, y = data
         with tf.GradientTape() as tape:
-            said = self(x, training=True)
-            loss = keras.ops.mean(keras.losses.sparse_categorical_crossentropy(y, said, from_logits=True))
+            predicted = self(x, training=True)
+            loss = keras.ops.mean(keras.losses.sparse_categorical_crossentropy(y, predicted, from_logits=True))
         self.optimizer.apply(tape.gradient(loss, self.trainable_weights), self.trainable_weights)
-        self.metric.update_state(keras.ops.one_hot(y, 4), keras.ops.softmax(said))
+        self.metric.update_state(keras.ops.one_hot(y, 4), keras.ops.softmax(predicted))
         return {"mine": loss}
 
     def test_step(self, data):

@@ -1,6 +1,6 @@
 """One process of a ring over several hosts: `ring_host ADDRESS RANK HOST_GONE`, then follows the lines of its input.
 
-"fork" leaves a forked process behind, whose number it prints, "fork and exit" waits for the end of one, and a number is
+"fork" leaves a forked process, whose number it prints, "fork and exit" waits for the end of one, and a number is
 that of float32 to sum.
 """
 

@@ -317,7 +317,7 @@ def aligned(values):
 
 @scenario
 def arrays_of_python_functions(p):
-    """Their memory is not written to, whoever hands parts of them to TensorFlow."""
+    """Their memory is not written to, also where Keras hands parts of them to TensorFlow."""
     before = floats(8, rows=32), (floats(8, rows=32) > 0).astype(keras.config.floatx())
     x, y = map(aligned, before)
     part = lambda i: (x[8 * i : 8 * i + 8], y[8 * i : 8 * i + 8])
@@ -371,8 +371,8 @@ def batch_normalization(p):
     path = os.path.join(p.folder, f"bn_{p.world}_{p.rank}.keras")
     model.save(path)
     saved = keras.saving.load_model(path, compile=False)
-    for mine, other in zip(model.non_trainable_variables, saved.non_trainable_variables, strict=True):
-        np.testing.assert_array_equal(np.asarray(mine), np.asarray(other))
+    for left, right in zip(model.non_trainable_variables, saved.non_trainable_variables, strict=True):
+        np.testing.assert_array_equal(np.asarray(left), np.asarray(right))
     first = np.asarray(model.evaluate(p.data(vectors()), verbose=0))
     return {f"bits:{k}": v for k, v in same.items()} | {"bits:evaluate": first}
 
@@ -423,9 +423,9 @@ def dropout(p):
     if p.world > 1:
         from raytf.collectives import communicator
 
-        mine = np.zeros((p.world, *first[0].shape))
-        mine[p.rank] = first[0]
-        (everyone,) = communicator.sum_over_workers(p.strategy, [mine])
+        own_mask = np.zeros((p.world, *first[0].shape))
+        own_mask[p.rank] = first[0]
+        (everyone,) = communicator.sum_over_workers(p.strategy, [own_mask])
         assert not any(np.array_equal(everyone[0], other) for other in everyone[1:]), "the same mask on two workers"
 
     def trained():
@@ -692,7 +692,7 @@ def mixed_bfloat16(p):
 
 @scenario
 def mixed_float16(p):
-    """An overflow on one worker alone: all skip the step, and go on."""
+    """An overflow on one worker alone: all skip the step, and continue."""
     optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.05), initial_scale=2.0**15)
     return _mixed(p, "mixed_float16", optimizer)
 
@@ -841,7 +841,7 @@ def files_by_the_chief(p):
 
 @scenario
 def backup_and_restore(p):
-    """A run that stops after two epochs and is started again goes on there, on every worker."""
+    """A run that stops after two epochs and is started again resumes there, on every worker."""
     backup = lambda: keras.callbacks.BackupAndRestore(
         os.path.join(p.folder, f"restore_{p.world}"), delete_checkpoint=False
     )
@@ -999,7 +999,7 @@ def losses(p):
 
 @scenario
 def one_own_loss(p):
-    """A loss that stands alone, and reduces by itself."""
+    """A loss that is the only one, and reduces by itself."""
     make = lambda: keras.optimizers.SGD(0.01)
     build = mlp(make, loss=_root_mean, outputs=2, activation=None, metrics=["mae"])
     return p.fit(build, (floats(6, rows=90), floats(2, seed=8, rows=90)))[1]
@@ -1062,29 +1062,29 @@ def what_a_loop_exchanges(p):
 
 def _exchanged(p, slices, rows):
     """What `what_a_loop_exchanges` expects, through the strategy."""
-    floatx, strategy, mine, sums = keras.config.floatx(), p.strategy, p.rank, tf.distribute.ReduceOp
-    at = lambda values: values[mine]
+    floatx, strategy, rank, sums = keras.config.floatx(), p.strategy, p.rank, tf.distribute.ReduceOp
+    at = lambda values: values[rank]
     with strategy.scope():
         first = tf.Variable(np.random.default_rng().normal(size=(3, 2)), dtype=floatx)  # each its own
-        flag = tf.Variable(mine == 0)
+        flag = tf.Variable(rank == 0)
         read = tf.Variable(
             0.0, synchronization=tf.VariableSynchronization.ON_READ, aggregation=tf.VariableAggregation.SUM
         )
-    strategy.run(lambda: read.assign(mine + 1.0))
+    strategy.run(lambda: read.assign(rank + 1.0))
 
     @tf.function
     def replica():
-        context, each = tf.distribute.get_replica_context(), tf.constant(mine + 1.0)
+        context, each = tf.distribute.get_replica_context(), tf.constant(rank + 1.0)
         with tf.GradientTape() as tape:
             tape.watch(each)
             total = context.all_reduce(sums.SUM, each)
-        sparse = context.all_reduce(sums.SUM, slices(mine))
+        sparse = context.all_reduce(sums.SUM, slices(rank))
         return {
             "sums": context.all_reduce(sums.SUM, [each, 10 * each]),
             "means": context.all_reduce(sums.MEAN, [each, 10 * each]),
             "sparse": sparse.values,
             "places": sparse.indices,
-            "all gathered": context.all_gather(tf.fill((2, 2 - mine), float(mine)), 1),
+            "all gathered": context.all_gather(tf.fill((2, 2 - rank), float(rank)), 1),
             "gradient": tape.gradient(total, each),
         }
 
@@ -1102,8 +1102,8 @@ def _exchanged(p, slices, rows):
     return {
         "bits:first": first.numpy(),
         "chiefs own": flag.numpy(),
-        "sum": strategy.reduce(sums.SUM, np.int64(mine + 1), axis=None),
-        "mean": strategy.reduce(sums.MEAN, np.int64(mine + 1), axis=None),
+        "sum": strategy.reduce(sums.SUM, np.int64(rank + 1), axis=None),
+        "mean": strategy.reduce(sums.MEAN, np.int64(rank + 1), axis=None),
         "sum of rows": strategy.reduce(sums.SUM, tf.constant(at(rows)), axis=0),
         "gathered": strategy.gather(tf.constant(at(rows)), 0),
         "gathered in a graph": graph(tf.constant(at(rows).T)),
@@ -1133,10 +1133,10 @@ def on_batch(p):
 
     model = p._built(build)
     rows = np.array_split(np.arange(7), p.world)[p.rank]
-    for i, mine in enumerate([rows, rows, rows[: p.rank == 0]]):
-        inputs, labels = {"a": x[mine], "b": floats(3)[mine]}, (y[mine] % 2)[:, None]
+    for i, chosen in enumerate([rows, rows, rows[: p.rank == 0]]):
+        inputs, labels = {"a": x[chosen], "b": floats(3)[chosen]}, (y[chosen] % 2)[:, None]
         logs = model.train_on_batch(inputs, labels, class_weight={0: 1.0, 1: 3.0}, return_dict=True)
-        tested = model.test_on_batch(inputs, labels, np.full(len(mine), 2.0), return_dict=True)
+        tested = model.test_on_batch(inputs, labels, np.full(len(chosen), 2.0), return_dict=True)
         out |= {f"counts:{i}:{k}": np.asarray([logs[k], tested[k]]) for k in logs}
     out["predicted"] = model.predict_on_batch({"a": x[rows], "b": floats(3)[rows]})
     return out | {f"counts:{k}": v for k, v in results(model).items()}

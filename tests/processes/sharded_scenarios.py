@@ -174,8 +174,8 @@ def _plain_keras_reads(file, model):
     assert [v.shape for v in read.optimizer.variables if len(v.shape)] == [
         v.shape for v in read.trainable_variables for _ in range(2)
     ]
-    for mine, its in zip(model.trainable_variables, read.trainable_variables, strict=True):
-        np.testing.assert_array_equal(np.asarray(mine), np.asarray(its))
+    for left, right in zip(model.trainable_variables, read.trainable_variables, strict=True):
+        np.testing.assert_array_equal(np.asarray(left), np.asarray(right))
 
 
 def _case():

@@ -99,10 +99,10 @@ def states_that_do_not_say(p):
         return model
 
     expected = ["centers", "rows"]
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         p.fit(build, rows(), batch=ODD, epochs=1)
-    texts = [str(w.message) for w in told if "add_weight" in str(w.message)]
+    texts = [str(w.message) for w in caught if "add_weight" in str(w.message)]
     if p.strategy.num_replicas_in_sync == 1 or p.rank:
         assert not texts, texts
     else:

@@ -124,17 +124,17 @@ def test_planted_faults_are_all_found_and_no_others(tmp_path, token):
         hosts = own(hosts, tmp_path, before, {1: "127.0.1.1 {name}", 3: ""})
         found = measured(hosts, storage, {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)})
     findings = find_problems(found)
-    told = "\n".join(finding.line() for finding in findings)
+    text = "\n".join(finding.line() for finding in findings)
     place = {host.address: i for i, host in enumerate(hosts)}
     seen = {(finding.check, tuple(place[node] for node in finding.nodes)) for finding in findings}
     planted = {("files", (1,)), ("name", (1,)), ("token", (1,)), ("storage", (1,)), ("mtu", (0, 1))}
     planted |= {("shm", (2,)), ("disk", (2,)), ("versions", (2,)), ("ports", (0, 2))}
     planted |= {("name", (3,)), ("storage", (3,)), ("token", (3,)), ("loss", (0, 3)), ("bandwidth", (0, 3))}
-    assert planted <= seen, f"{sorted(planted - seen)}\n{told}"
-    # of network faults those between other hosts follow; nothing else is said of anybody
+    assert planted <= seen, f"{sorted(planted - seen)}\n{text}"
+    # of network faults those between other hosts follow; nothing else is reported of any host
     network = {"ports", "mtu", "loss", "bandwidth"}
-    assert {one for one in seen if one[0] not in network} == {one for one in planted if one[0] not in network}, told
-    assert all(1 in nodes or 3 in nodes for check, nodes in seen if check in ("mtu", "loss", "bandwidth")), told
-    assert {nodes for check, nodes in seen if check == "mtu"} <= {(0, 1), (2, 1), (3, 1)}, told
-    assert "3.9.9" in told and "not tested with this keras" in told
+    assert {one for one in seen if one[0] not in network} == {one for one in planted if one[0] not in network}, text
+    assert all(1 in nodes or 3 in nodes for check, nodes in seen if check in ("mtu", "loss", "bandwidth")), text
+    assert {nodes for check, nodes in seen if check == "mtu"} <= {(0, 1), (2, 1), (3, 1)}, text
+    assert "3.9.9" in text and "not tested with this keras" in text
     assert list(storage.iterdir()) == []

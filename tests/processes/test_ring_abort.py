@@ -1,4 +1,4 @@
-"""A member of a ring of processes dies: all others are told which, at once, wherever they stand."""
+"""A member of a ring of processes dies: all others learn which, at once, wherever they are."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import sys
 import pytest
 
 SIZE = 5
-# Within which all are told: far more than a round trip, as the machine may be busy, and far less than any time limit.
-TOLD_SECONDS = 10
+# Within which all learn it: far more than a round trip, as the machine may be busy, and far less than any time limit.
+REPORT_SECONDS = 10
 
 
 @contextlib.contextmanager
@@ -31,10 +31,10 @@ def ring_of_processes(hosts):
         for rank, address in enumerate(addresses)
     ]
     try:
-        ports = [int(heard(process, 60)) for process in processes]
+        ports = [int(answer_of(process, 60)) for process in processes]
         for process in processes:
             say(process, json.dumps(list(zip(addresses, ports, strict=True))))
-        assert [heard(process, 60) for process in processes] == ["joined\n"] * SIZE
+        assert [answer_of(process, 60) for process in processes] == ["joined\n"] * SIZE
         yield processes
     finally:
         for process in processes:
@@ -47,44 +47,44 @@ def say(process, line):
     process.stdin.flush()
 
 
-def has_said(processes, seconds) -> bool:
+def has_answered(processes, seconds) -> bool:
     poll = select.poll()
     for process in processes:
         poll.register(process.stdout, select.POLLIN)
     return bool(poll.poll(1e3 * seconds))
 
 
-def heard(process, seconds):
-    assert has_said([process], seconds), f"process {process.args[-2]} said nothing"
+def answer_of(process, seconds):
+    assert has_answered([process], seconds), f"process {process.args[-2]} said nothing"
     return process.stdout.readline()
 
 
 @pytest.mark.parametrize("hosts", ["unix", "tcp"])
 @pytest.mark.parametrize("items", [10, 1 << 22])
-def test_all_are_told_who_died(hosts, items):
-    """Worker 0 waits for worker 4, which does something else and is told when it sums again."""
+def test_all_members_learn_who_died(hosts, items):
+    """Worker 0 waits for worker 4, which does something else and learns it when it sums again."""
     with ring_of_processes(hosts) as processes:
         for rank in (0, 1, 3):
             say(processes[rank], items)
         processes[2].send_signal(signal.SIGKILL)
-        told = [heard(processes[rank], TOLD_SECONDS) for rank in (0, 1, 3)]
+        answers = [answer_of(processes[rank], REPORT_SECONDS) for rank in (0, 1, 3)]
         say(processes[4], items)
-        told.append(heard(processes[4], TOLD_SECONDS))
-        assert all("worker 2 is lost" in text and "seen by worker" in text for text in told), told
+        answers.append(answer_of(processes[4], REPORT_SECONDS))
+        assert all("worker 2 is lost" in text and "seen by worker" in text for text in answers), answers
 
 
-def test_a_stopped_member_is_waited_for_and_its_death_then_told():
+def test_stopped_member_is_waited_for_and_its_death_then_reported():
     with ring_of_processes("tcp") as processes:
         processes[2].send_signal(signal.SIGSTOP)
         for process in processes:
             say(process, 10)
-        assert not has_said(processes, 1)
+        assert not has_answered(processes, 1)
         processes[2].send_signal(signal.SIGCONT)
-        assert [heard(process, TOLD_SECONDS) for process in processes] == [f"{SIZE}.0\n"] * SIZE
+        assert [answer_of(process, REPORT_SECONDS) for process in processes] == [f"{SIZE}.0\n"] * SIZE
         processes[2].send_signal(signal.SIGSTOP)
         say(processes[0], 10)
         processes[2].send_signal(signal.SIGKILL)
-        assert "worker 2 is lost" in heard(processes[0], TOLD_SECONDS)
+        assert "worker 2 is lost" in answer_of(processes[0], REPORT_SECONDS)
 
 
 @pytest.mark.parametrize("hosts", ["unix", "tcp"])
@@ -94,25 +94,25 @@ def test_two_deaths_at_once(hosts):
             say(processes[rank], 1 << 20)
         for rank in (2, 4):
             processes[rank].send_signal(signal.SIGKILL)
-        told = [heard(processes[rank], TOLD_SECONDS) for rank in (0, 1, 3)]
-        assert all("worker 2 is lost" in text or "worker 4 is lost" in text for text in told), told
+        answers = [answer_of(processes[rank], REPORT_SECONDS) for rank in (0, 1, 3)]
+        assert all("worker 2 is lost" in text or "worker 4 is lost" in text for text in answers), answers
 
 
 @pytest.mark.parametrize("hosts", ["unix", "tcp"])
 def test_a_fork_neither_hides_the_death_of_a_member_nor_leaves_for_it(hosts):
     with ring_of_processes(hosts) as processes:
         say(processes[2], "fork and exit")
-        heard(processes[2], TOLD_SECONDS)
+        answer_of(processes[2], REPORT_SECONDS)
         for process in processes:
             say(process, 10)
-        assert [heard(process, TOLD_SECONDS) for process in processes] == [f"{SIZE}.0\n"] * SIZE
+        assert [answer_of(process, REPORT_SECONDS) for process in processes] == [f"{SIZE}.0\n"] * SIZE
         say(processes[2], "fork")
-        fork = int(heard(processes[2], TOLD_SECONDS))
+        fork = int(answer_of(processes[2], REPORT_SECONDS))
         try:
             for rank in (0, 1, 3, 4):
                 say(processes[rank], 10)
             processes[2].send_signal(signal.SIGKILL)
-            told = [heard(processes[rank], TOLD_SECONDS) for rank in (0, 1, 3, 4)]
+            answers = [answer_of(processes[rank], REPORT_SECONDS) for rank in (0, 1, 3, 4)]
         finally:
             os.kill(fork, signal.SIGKILL)
-        assert all("worker 2 is lost" in text for text in told), told
+        assert all("worker 2 is lost" in text for text in answers), answers

@@ -1,4 +1,4 @@
-"""A ring over hosts, which are network namespaces: one that has vanished is told from a process that is slow."""
+"""A ring over hosts, which are network namespaces: a vanished host and a slow process are distinguished."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_a_host_that_vanishes_is_noticed(ring):
         say(process, 1 << 22)
     hosts[1].cut()
     found = [process.stdout.readline() for process in (first, last)]
-    assert all("lost a neighbour in the ring of workers" in told for told in found), found
-    assert all("its host does not answer any more" in told for told in found), found
-    assert all("worker 1 is lost" in told for told in found), found
-    assert all(float(told.split()[0]) < 10 * HOST_GONE for told in found), found
+    assert all("lost a neighbour in the ring of workers" in text for text in found), found
+    assert all("its host does not answer any more" in text for text in found), found
+    assert all("worker 1 is lost" in text for text in found), found
+    assert all(float(text.split()[0]) < 10 * HOST_GONE for text in found), found

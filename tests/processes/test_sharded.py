@@ -23,7 +23,7 @@ ALIKE = {
     ("float32", 3): ["adam", "deep", "nesterov"],
     ("float64", 3): ["adam"],
 }
-# Who goes on with whose checkpoint: (shares, workers) behind (shares, workers).
+# Which run resumes from which checkpoint: (shares, workers) from that of (shares, workers).
 RESUMED = [((True, 2), "sharded2"), ((False, 2), "sharded2"), ((True, 2), "whole2"), ((True, 3), "sharded2")]
 RESUMED += [((False, 1), "sharded2")]
 
@@ -33,9 +33,9 @@ def _run(folder, groups):
     made = []
     for name, dtype, world, shares, scenarios in groups:
         (folder / name).mkdir()
-        told = {"folder": str(folder / name), "dtype": dtype, "place": str(world), "world": world}
-        told |= {"communication": "auto", "module": "tests.processes.sharded_scenarios", "scenarios": scenarios}
-        made.append(told | {"config": {"shard_optimizer": shares, "bytes_per_pack": 40_000}})
+        settings = {"folder": str(folder / name), "dtype": dtype, "place": str(world), "world": world}
+        settings |= {"communication": "auto", "module": "tests.processes.sharded_scenarios", "scenarios": scenarios}
+        made.append(settings | {"config": {"shard_optimizer": shares, "bytes_per_pack": 40_000}})
     environment = {name: value for name, value in os.environ.items() if name != "TF_CONFIG"}
     subprocess.run(
         [sys.executable, "-m", "tests.processes.worker", json.dumps(made)], env=environment, check=True, timeout=1500
@@ -81,34 +81,34 @@ def test_shares_give_the_same_bits(alike, dtype, world, name):
     """Weights, history and what a checkpoint has of the optimizer; a worker has its part of that, and sends as much."""
     with_shares = _found(alike, f"{dtype}_{world}_True", world, name)
     without = _found(alike, f"{dtype}_{world}_False", world, name)
-    for mine, its in zip(with_shares, without, strict=True):
-        assert mine.keys() == its.keys()
-        for key in its.keys() - {"bytes", "sent"}:
-            assert mine[key].shape == its[key].shape and mine[key].dtype == its[key].dtype
+    for left, right in zip(with_shares, without, strict=True):
+        assert left.keys() == right.keys()
+        for key in right.keys() - {"bytes", "sent"}:
+            assert left[key].shape == right[key].shape and left[key].dtype == right[key].dtype
             tolerance = 1e-5 if name == "schedule" else 0  # XLA rounds differently with a schedule's rate
-            np.testing.assert_allclose(mine[key], its[key], rtol=0, atol=tolerance, err_msg=key)
+            np.testing.assert_allclose(left[key], right[key], rtol=0, atol=tolerance, err_msg=key)
     if name == "adam":  # the chief also sends variables to the others as `fit` begins, of which it has fewer
-        for mine, its in zip(with_shares, without, strict=True):
-            assert mine["bytes"] == pytest.approx(its["bytes"] / world, rel=0.02)
+        for left, right in zip(with_shares, without, strict=True):
+            assert left["bytes"] == pytest.approx(right["bytes"] / world, rel=0.02)
         assert with_shares[-1]["sent"] == pytest.approx(without[-1]["sent"], rel=0.02)
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_shared_is_refused_by_name(alike, name):
-    for told in _found(alike, "float64_2_True", 2, f"refused_{name}"):
-        said = {"own": "Mine", "accumulation": "gradient_accumulation_steps", "loss_scale": "LossScaleOptimizer"}
-        assert "shard_optimizer is for" in told["refused"]
-        received = told["refused"].partition("received: ")[2].lower()
-        assert said.get(name, name).lower() in received
+    for result in _found(alike, "float64_2_True", 2, f"refused_{name}"):
+        texts = {"own": "Mine", "accumulation": "gradient_accumulation_steps", "loss_scale": "LossScaleOptimizer"}
+        assert "shard_optimizer is for" in result["refused"]
+        received = result["refused"].partition("received: ")[2].lower()
+        assert texts.get(name, name).lower() in received
 
 
 @pytest.mark.parametrize(("group", "begins"), RESUMED)
 def test_checkpoints_are_for_any_number_of_workers(resumed, group, begins):
-    """Sharded or not, to the bit where as many go on; plain Keras has read each of them as well."""
+    """Sharded or not, to the bit where as many resume; plain Keras has read each of them as well."""
     (shares, world), quiet = group, _found(resumed, "first_True", 2, "quiet")[0]
     _found(resumed, f"first_{begins == 'sharded2'}", 2, f"stopped_{begins}")
-    for mine in _found(resumed, f"then_{shares}_{world}", world, f"resumed_{begins}"):
-        assert [key for key in mine if key.startswith("w")]
-        for key, value in mine.items():
+    for result in _found(resumed, f"then_{shares}_{world}", world, f"resumed_{begins}"):
+        assert [key for key in result if key.startswith("w")]
+        for key, value in result.items():
             tolerance = 0 if world == 2 and key.startswith("w") else 1e-6 if key.startswith("h") else 1e-9
             np.testing.assert_allclose(value, quiet[key], rtol=0, atol=tolerance, err_msg=key)

@@ -35,12 +35,12 @@ def test_a_host_with_chips(found):
 
 
 @pytest.mark.parametrize(
-    ("config", "says"),
+    ("config", "message"),
     [
         ("uneven", "batch_size must be a multiple of them; received: batch_size=15 for 2 replicas. Use 14 or 16"),
         ("small", "an epoch needs a whole one; received: 9 rows for batch_size=16"),
         ("ragged", "On TPUs every batch has the same shape"),
     ],
 )
-def test_what_cannot_be_compiled_is_refused(found, config, says):
-    assert says in found[config]["error"]
+def test_what_cannot_be_compiled_is_refused(found, config, message):
+    assert message in found[config]["error"]

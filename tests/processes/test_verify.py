@@ -21,10 +21,10 @@ SCENARIOS = [
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_scenarios_that_are_equal_raise_no_alarm(tmp_path):
-    told = tmp_path / "proofs.json"
-    run = [sys.executable, "-m", "tests.processes.verified", str(told), *SCENARIOS]
+    path = tmp_path / "proofs.json"
+    run = [sys.executable, "-m", "tests.processes.verified", str(path), *SCENARIOS]
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "-1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(run, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=880)
     assert done.returncode == 0, done.stderr[-3000:]
-    for name, proof in json.loads(told.read_text()).items():
+    for name, proof in json.loads(path.read_text()).items():
         assert not proof["differences"] and proof["failed"] is None and proof["skipped"] is None, (name, proof)

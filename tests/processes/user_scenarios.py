@@ -494,8 +494,8 @@ class MeanTeacher(Own):
     def train_step(self, data):
         x, y = data
         with tf.GradientTape() as tape:
-            said = self.student(x, training=True)
-            loss = ops.mean(per_row(y, said)) + ops.mean(ops.square(said - self.teacher(x, training=False)))
+            predicted = self.student(x, training=True)
+            loss = ops.mean(per_row(y, predicted)) + ops.mean(ops.square(predicted - self.teacher(x, training=False)))
         variables = self.student.trainable_variables
         self.optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
         for slow, fast in zip(self.teacher.variables, self.student.variables, strict=True):
@@ -517,7 +517,7 @@ class Adversarial(Own):
             inner.watch(x)
             loss = ops.mean(per_row(y, self(x, training=True)))
         moved = x + 0.1 * tf.sign(inner.gradient(loss, x))
-        return {"loss": self.stepped((moved, y), lambda x, y, said: ops.mean(per_row(y, said)))}
+        return {"loss": self.stepped((moved, y), lambda x, y, predicted: ops.mean(per_row(y, predicted)))}
 
 
 @scenario
@@ -529,11 +529,11 @@ class Saliency(Own):
     """The gradient of each row's own loss with respect to its inputs is penalized."""
 
     def train_step(self, data):
-        def loss(x, y, said):
+        def loss(x, y, predicted):
             with tf.GradientTape() as inner:
                 inner.watch(x)
                 values = ops.sum(per_row(y, self(x, training=True)))
-            return ops.mean(per_row(y, said)) + 0.1 * ops.mean(ops.square(inner.gradient(values, x)))
+            return ops.mean(per_row(y, predicted)) + 0.1 * ops.mean(ops.square(inner.gradient(values, x)))
 
         return {"loss": self.stepped(data, loss)}
 
@@ -549,15 +549,15 @@ class AsDocumented(Own):
     def train_step(self, data):
         x, y, weights = keras.utils.unpack_x_y_sample_weight(data)
         with tf.GradientTape() as tape:
-            said = self(x, training=True)
-            loss = self.compute_loss(x=x, y=y, y_pred=said, sample_weight=weights)
+            predicted = self(x, training=True)
+            loss = self.compute_loss(x=x, y=y, y_pred=predicted, sample_weight=weights)
         grads = tape.gradient(loss, self.trainable_variables)
         self.optimizer.apply(grads, self.trainable_variables)
         for metric in self.metrics:
             if metric.name == "loss":
                 metric.update_state(loss)
             else:
-                metric.update_state(y, said, sample_weight=weights)
+                metric.update_state(y, predicted, sample_weight=weights)
         return {m.name: m.result() for m in self.metrics}
 
 
@@ -786,14 +786,14 @@ class Grouped(Own):
     def train_step(self, data):
         x, y = data
         with tf.GradientTape() as tape:
-            said = self(x, training=True)
-            loss = self.compute_loss(x, y, said)
+            predicted = self(x, training=True)
+            loss = self.compute_loss(x, y, predicted)
         of = [*self.hidden.trainable_variables, *self.head.trainable_variables]
         grads = tape.gradient(loss, of)
         scaled = [g * (0.1 if i < 2 else 1.0) for i, g in enumerate(grads)]
         norm = ops.sqrt(sum(ops.sum(ops.square(g)) for g in scaled))
         self.optimizer.apply_gradients(zip(scaled, of, strict=True))
-        return self.compute_metrics(x, y, said) | {"norm": norm}
+        return self.compute_metrics(x, y, predicted) | {"norm": norm}
 
 
 @scenario

@@ -23,7 +23,7 @@ class _Recorded(Exception):
 
 
 class _Recorder:
-    """Stands for a `scenarios.Place`, up to the first `fit`."""
+    """A stub of `scenarios.Place`, up to the first `fit`."""
 
     strategy, rank, world, folder = None, 0, 2, ""
 

@@ -30,7 +30,7 @@ _PORTS = range(32_000, 32_700)
 _claims: list[socket.socket] = []
 
 
-# Where the scenarios of a group are, unless it says so.
+# Where the scenarios of a group are, unless it names another module.
 _SCENARIOS = "tests.processes.all_scenarios"
 
 

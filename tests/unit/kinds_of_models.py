@@ -175,7 +175,7 @@ KINDS = (
 
 
 def told(build, **arguments):
-    """What a model is, as it is after it was written beside a checkpoint."""
+    """Returns what a model is, as it is after it was written next to a checkpoint."""
     import json
 
     import keras

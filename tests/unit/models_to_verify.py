@@ -120,7 +120,7 @@ def for_graphs_alone():
 
 
 def counter():
-    """A layer that counts rows in a variable of which nothing says how workers join it."""
+    """A layer that counts rows in a variable without a declared aggregation."""
     import keras
 
     class Counter(keras.layers.Layer):

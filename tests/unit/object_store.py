@@ -64,7 +64,7 @@ class Storage:
         self.tell("reset-auth", b"0")
 
     def tell(self, command: str, value: bytes = b"") -> None:
-        """Tells moto's server something about itself."""
+        """Sends a setting to moto's server."""
         url = f"http://127.0.0.1:{self.port}/moto-api/{command}"
         urllib.request.urlopen(urllib.request.Request(url, value, {"Content-Type": "text/plain"}), timeout=30).close()
 

@@ -101,7 +101,7 @@ def takes_tensorflow(name: str) -> bool:
     return False
 
 
-def test_every_room_says_what_it_is_for():
+def test_every_room_documents_its_purpose():
     for path in FOLDER.rglob("__init__.py"):
         if path.parent != FOLDER:
             (only,) = ast.parse(path.read_text()).body
@@ -217,7 +217,7 @@ def test_a_name_of_another_module_exists():
 
 
 def test_programs_without_raytf_import_nothing_of_it():
-    """What filters lines runs beside each process that imports TensorFlow, by its path, without site-packages."""
+    """What filters lines runs next to each process that imports TensorFlow, by its path, without site-packages."""
     assert not own("raytf.console.native_lines", True)
 
 

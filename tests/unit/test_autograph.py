@@ -37,7 +37,7 @@ def _outer(x):
 
 def converted():
     """A function that AutoGraph has converted, another one at each call."""
-    return tf.autograph.to_graph(lambda x: _some(x), recursive=True)  # a lambda is converted anew
+    return tf.autograph.to_graph(lambda x: _some(x), recursive=True)  # a lambda is converted again
 
 
 def test_no_file_is_made(temporary):
@@ -54,7 +54,7 @@ def test_no_file_is_made(temporary):
     assert list(temporary.iterdir()), "without, TensorFlow makes one"
 
 
-def test_errors_are_told_by_the_users_lines(temporary):
+def test_errors_are_reported_with_the_users_lines(temporary):
     with autograph.in_memory(), pytest.raises(ValueError, match="broken on purpose") as raised:
         tf.function(_outer).get_concrete_function(tf.TensorSpec((), tf.int32))
     assert __file__ in str(raised.value) and 'raise ValueError("broken on purpose")' in str(raised.value)

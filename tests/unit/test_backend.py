@@ -14,7 +14,7 @@ from raytf.runtime.settings import TensorflowConfig
 from raytf.train import arguments, backend
 from raytf.train.tensorflow_trainer import TensorflowTrainer
 
-# Reserves a port, prints it, frees it at a word as TensorFlow's bind needs, and lives on until it is told to end.
+# Reserves a port, prints it, frees it at a line of input as TensorFlow's bind needs, and ends at the next one.
 CHILD = """
 import ray.util
 ray.util.get_node_ip_address = lambda: "127.0.0.1"
@@ -42,10 +42,10 @@ def test_processes_get_different_ports_even_between_release_and_bind():
         for _ in range(4)
     ]
     try:
-        said = [child.stdout.readline().strip() for child in children]
-        ports = [text for text in said if text.startswith("127.0.0.1:")]
-        assert len(ports) == 3 and len(set(ports)) == 3, said
-        assert sum("A worker needs a free port" in text for text in said) == 1
+        lines = [child.stdout.readline().strip() for child in children]
+        ports = [text for text in lines if text.startswith("127.0.0.1:")]
+        assert len(ports) == 3 and len(set(ports)) == 3, lines
+        assert sum("A worker needs a free port" in text for text in lines) == 1
         for child in children:
             child.stdin.write("\n")
             child.stdin.flush()
@@ -147,7 +147,7 @@ def test_shares_are_refused_where_workers_have_no_ring_or_save_for_themselves(sc
         ({"num_workers": 2, "use_gpu": True}, 3, "auto", "spares=1 with workers with GPUs"),
     ],
 )
-def test_spares_are_refused_where_none_could_take_a_place(scaling, failures, strategy, received):
+def test_spares_are_refused_where_none_could_replace_a_worker(scaling, failures, strategy, received):
     scaling, run = ScalingConfig(**scaling), RunConfig(failure_config=FailureConfig(max_failures=failures))
     with pytest.raises(ConfigError, match=received):
         arguments.check_spares(TensorflowConfig(spares=1), scaling, run, strategy)

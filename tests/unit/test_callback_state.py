@@ -1,4 +1,4 @@
-"""Counters and best values of callbacks go on; arguments, paths and what derives from them are the new run's own."""
+"""Counters and best values of callbacks continue; arguments, paths and what derives from them are the new run's own."""
 
 import collections
 import json
@@ -42,7 +42,7 @@ def monitored(callback, losses):
     return callback
 
 
-def test_a_changed_argument_holds_and_counters_go_on(tmp_path):
+def test_changed_argument_holds_and_counters_continue(tmp_path):
     def stop(patience, delta):
         return keras.callbacks.EarlyStopping("loss", patience=patience, min_delta=delta, restore_best_weights=True)
 
@@ -56,8 +56,8 @@ def test_a_changed_argument_holds_and_counters_go_on(tmp_path):
     before = [stop(5, 0.1), plateau(0.5)]
     early, reduce = carried(tmp_path, before, [stop(50, 0.2), plateau(0.1)], during)
     assert (early.patience, early.min_delta, early.wait, early.best, early.best_epoch) == (50, 0.2, 1, 0.5, 1)
-    for mine, its in zip(early.best_weights, before[0].best_weights, strict=True):
-        np.testing.assert_array_equal(mine, its)
+    for left, right in zip(early.best_weights, before[0].best_weights, strict=True):
+        np.testing.assert_array_equal(left, right)
     assert (reduce.factor, reduce.cooldown_counter, reduce.wait, reduce.best) == (0.1, 2, 0, 0.5)
     monitored(early, [0.55])
     assert early.wait == 2 and early.min_delta == -0.2, "the comparison is chosen anew, with the new difference"
@@ -126,7 +126,7 @@ def test_a_users_callback_keeps_its_values_with_their_types(tmp_path):
 
 
 def test_what_begins_as_derived_follows_changed_arguments_only(tmp_path):
-    """A base rate that the first run saw is kept by the second; with another argument it is derived anew."""
+    """A base rate that the first run saw is kept by the second; with another argument it is derived again."""
 
     class Base(keras.callbacks.Callback):
         def __init__(self, scale, rate_of_model, folder="/a"):
@@ -157,17 +157,17 @@ def test_callbacks_may_come_go_and_move(tmp_path):
         for number, callback in enumerate(callbacks, 1):
             callback.count = number
 
-    with pytest.warns(UserWarning) as told:
+    with pytest.warns(UserWarning) as caught:
         after = carried(tmp_path, [One(), One(), Two()], [keras.callbacks.TerminateOnNaN(), Two(), One()], during)
     assert [getattr(c, "count", None) for c in after] == [None, 3, 1]
-    assert [str(w.message) for w in told] == [
+    assert [str(w.message) for w in caught] == [
         "Callbacks that the checkpoint does not know start from scratch: TerminateOnNaN",
         "The state of callbacks that the run has no longer is dropped: One",
     ]
 
 
-def test_a_callback_may_say_for_itself(tmp_path):
-    class Says(keras.callbacks.Callback):
+def test_callback_may_define_its_own_state(tmp_path):
+    class OwnState(keras.callbacks.Callback):
         value = None
 
         def get_state(self):
@@ -179,13 +179,15 @@ def test_a_callback_may_say_for_itself(tmp_path):
     def during(callback):
         callback.value = {"seen": {1, 2}, "at": "/tmp/x"}
 
-    assert carried(tmp_path, [Says()], [Says()], during)[0].value == {"seen": {1, 2}, "at": "/tmp/x"}
+    assert carried(tmp_path, [OwnState()], [OwnState()], during)[0].value == {"seen": {1, 2}, "at": "/tmp/x"}
 
     def wrong(callback):
         callback.value = {"file": [object()]}
 
-    with pytest.raises(ConfigError, match=r"get_state\(\).*Says: the value\['file'\]\[0\] is of type builtins.object"):
-        carried(tmp_path, [Says()], [Says()], wrong)
+    with pytest.raises(
+        ConfigError, match=r"get_state\(\).*OwnState: the value\['file'\]\[0\] is of type builtins.object"
+    ):
+        carried(tmp_path, [OwnState()], [OwnState()], wrong)
 
 
 @pytest.mark.parametrize(
@@ -263,7 +265,7 @@ def test_what_is_not_plain_is_refused(value):
 
 
 class Counting(keras.callbacks.Callback):
-    """Counts within an epoch, and begins anew with each."""
+    """Counts within an epoch, and begins again with each."""
 
     def __init__(self):
         super().__init__()
@@ -274,7 +276,7 @@ class Counting(keras.callbacks.Callback):
 
 
 class Telling(keras.callbacks.Callback):
-    """Says for itself what it holds."""
+    """Returns its own state."""
 
     def __init__(self):
         super().__init__()
@@ -291,7 +293,7 @@ class Telling(keras.callbacks.Callback):
 
 
 def test_what_an_epochs_begin_changes_is_put_back():
-    """What is no plain value stays as the epoch made it, and so does what it has made anew."""
+    """What is no plain value stays as the epoch made it, and so does what it has made new."""
     counting, telling = Counting(), Telling()
     states = CallbackStates([counting, telling])
     counting.seen, counting.rows, telling.best = 7, [np.arange(3)], np.array([1.0, 2.0])

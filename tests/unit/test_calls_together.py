@@ -56,26 +56,26 @@ def test_a_chief_that_calls_evaluate_alone_is_named_with_it(workers, other):
     """Also where the sums have the same sizes: they would be added."""
     found = workers(["model.evaluate()", other], [add, add])
     assert all(isinstance(error, RaytfError) for error in found)
-    told = next(str(error) for error in found if not isinstance(error, PeerLostError))
-    assert "in model.evaluate()" in told and "worker 0" in told
-    assert "all workers make, or none" in told and "the chief alone" in told
+    message = next(str(error) for error in found if not isinstance(error, PeerLostError))
+    assert "in model.evaluate()" in message and "worker 0" in message
+    assert "all workers make, or none" in message and "the chief alone" in message
 
 
-def test_one_that_calls_evaluate_after_the_others_have_ended_is_told(workers):
+def test_worker_that_calls_evaluate_after_the_others_ended_gets_an_error(workers):
     _, error = workers(["", "model.evaluate()"], [lambda place: place.close(), add])
     assert isinstance(error, PeerLostError)
     assert "worker 0 left the ring" in str(error) and "this worker is in model.evaluate()" in str(error)
 
 
 @pytest.mark.parametrize("name", activity.CALLS)
-def test_a_call_of_all_goes_on(workers, name):
+def test_call_of_all_workers_continues(workers, name):
     assert workers([name] * 2, [add, add]) == [[2.0, 2.0]] * 2
 
 
 def test_the_outermost_call_counts():
-    here = PhaseTracker()
-    with here.calling("model.fit()"):
-        with here.calling("model.evaluate()"):  # a validation
-            assert activity.CALLS[here.call] == "model.fit()"
-        assert activity.CALLS[here.call] == "model.fit()"
-    assert here.call == 0
+    tracker = PhaseTracker()
+    with tracker.calling("model.fit()"):
+        with tracker.calling("model.evaluate()"):  # a validation
+            assert activity.CALLS[tracker.call] == "model.fit()"
+        assert activity.CALLS[tracker.call] == "model.fit()"
+    assert tracker.call == 0

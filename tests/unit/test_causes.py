@@ -1,4 +1,4 @@
-"""A Python function that TensorFlow calls raises, and its own error is what is said. No Ray."""
+"""A Python function that TensorFlow calls raises, and its own error is reported. No Ray."""
 
 import pickle
 
@@ -85,20 +85,20 @@ STEPS = {
 def test_an_error_of_a_step_begins_with_its_cause(kind, eagerly):
     """Operation and step with it; the whole text follows, and what it was pickles."""
     trainer.install()
-    between, label, said = STEPS[kind]
+    between, label, message = STEPS[kind]
     model = keras.Sequential([keras.Input((6,)), *between, keras.layers.Dense(3, "softmax")])
     model.compile("adam", "sparse_categorical_crossentropy", run_eagerly=eagerly)
     with pytest.raises(tf.errors.InvalidArgumentError) as caught:
         model.fit(np.zeros((8, 6), "float32"), np.full(8, label), batch_size=4, verbose=0)
     line = one_line(caught.value)
-    assert line.startswith(f"InvalidArgumentError: {said}") and ", in step " in line and "(operation " in line
+    assert line.startswith(f"InvalidArgumentError: {message}") and ", in step " in line and "(operation " in line
     assert "CheckNumerics" in line if kind == "layer" else "SparseSoftmaxCrossEntropyWithLogits" in line
     again = pickle.loads(pickle.dumps(caught.value))
     assert one_line(again) == line and "The whole text of TensorFlow: " in str(again)
     assert not is_consequence(caught.value)
 
 
-def test_an_error_of_python_in_a_step_says_its_own_type_and_the_step():
+def test_python_error_in_a_step_contains_its_own_type_and_the_step():
     trainer.install()
 
     def fails(x):

@@ -66,7 +66,7 @@ def test_values_over_decades_have_a_logarithmic_axis():
     assert abs((second - first) - (third - second)) < 0.2
 
 
-def test_a_curve_tells_its_name_and_its_legend_too():
+def test_curve_shows_its_name_and_so_does_its_legend():
     made = charts.line_chart([charts.Series(name=f"trial {i}", x=[1, 2], y=[i, i]) for i in range(3)], "report", "loss")
     for i in range(3):
         assert f"<title>trial {i}\nlast: {i}</title>" in made and f"</i>trial {i}</span>" in made

@@ -97,7 +97,7 @@ class Bomb:
         return os.mkdir, (self.path,)
 
 
-def test_training_goes_on_as_if_nothing_had_happened(tmp_path):
+def test_training_resumes_as_if_nothing_had_happened(tmp_path):
     """Weights, optimizer and the seeds of Dropout: three steps more are the same in a restored model."""
     model, x = saved(tmp_path, functional)
     checkpoint_files.check_folder(str(tmp_path))
@@ -107,8 +107,8 @@ def test_training_goes_on_as_if_nothing_had_happened(tmp_path):
     for m in (model, other):
         m.run_eagerly = True
         m.fit(x, x[:, :1], epochs=3, batch_size=8, shuffle=False, verbose=0)
-    for mine, its in zip(model.get_weights(), other.get_weights(), strict=True):
-        np.testing.assert_array_equal(mine, its)
+    for left, right in zip(model.get_weights(), other.get_weights(), strict=True):
+        np.testing.assert_array_equal(left, right)
 
 
 def test_a_rate_that_the_config_changed_holds_and_one_that_a_callback_changed_is_restored(tmp_path):
@@ -121,8 +121,8 @@ def test_a_rate_that_the_config_changed_holds_and_one_that_a_callback_changed_is
     assert float(model.optimizer.learning_rate) == np.float32(0.1)
 
 
-def test_the_global_seed_goes_on_whether_or_not_something_has_drawn_from_it_yet(tmp_path):
-    """A callback draws at the end of an epoch, behind which a process that goes on starts without such a draw."""
+def test_global_seed_is_resumed_whether_or_not_something_has_drawn_from_it_yet(tmp_path):
+    """A callback draws at the end of an epoch, after which a process that resumes starts without such a draw."""
     import keras
 
     for name in ("without", "with"):
@@ -203,7 +203,7 @@ def test_a_checkpoint_of_format_1_is_read_and_its_pickles_are_not(tmp_path):
 
 
 def small(config):
-    """The model of the checkpoints beside this file."""
+    """Returns the model of the checkpoints in `checkpoints`."""
     import keras
 
     dense, dropout = keras.layers.Dense, keras.layers.Dropout
@@ -216,7 +216,7 @@ def small(config):
 @pytest.mark.parametrize("version", [2, 3, 4])
 def test_a_checkpoint_that_an_older_raytf_wrote_is_still_read(version):
     """Format 2 was written by raytf of 2026-11-22, the others by that of 2026-11-24. Each weight holds its number
-    from 1 on, and each momentum its own from 10 on; both are behind two epochs, or one and a step."""
+    from 1 on, and each momentum its own from 10 on; both are after two epochs, or one and a step."""
     import keras
 
     folder = str(WRITTEN / f"format_{version}")

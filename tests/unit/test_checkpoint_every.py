@@ -25,7 +25,7 @@ from raytf.worker.checkpoint_every import CheckpointClock, CheckpointInterval, p
         ("2 h", CheckpointInterval(seconds=7200)),
     ],
 )
-def test_what_it_says(text, every):
+def test_checkpoint_every_is_parsed(text, every):
     assert parse_interval(text) == every
     assert every.is_within_epochs == (text != "epoch")
 

@@ -75,7 +75,7 @@ print(json.dumps(found))
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_large_one_takes_its_size_of_memory_and_its_layout_next_to_none(tmp_path):
-    """By the memory that the kernel says this process had at most, with what it shares."""
+    """By the kernel's figure of the most memory of this process, with what it shares."""
     done = subprocess.run([sys.executable, "-c", MEASURED, tmp_path], capture_output=True, text=True, timeout=550)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
@@ -157,7 +157,7 @@ def test_large_ones_that_grow_and_shrink_never_have_more_than_one(large, tmp_pat
         assert memory(large) <= one(max(sizes[: step + 1]))
 
 
-def test_a_pinned_one_takes_the_place_of_one_that_the_storage_does_not_take(large, tmp_path):
+def test_pinned_snapshot_replaces_one_that_the_storage_does_not_take(large, tmp_path):
     (tmp_path / "run").write_text("in the way")
     with pytest.warns(UserWarning, match="could not be written"):
         large.write(folder_name(1), parts_of(1, 100_000))
@@ -169,7 +169,7 @@ def test_a_pinned_one_takes_the_place_of_one_that_the_storage_does_not_take(larg
 
 
 @pytest.mark.slow
-def test_a_pinned_one_for_which_no_place_comes_says_so_and_the_writer_stays(tmp_path, monkeypatch, set_timeouts):
+def test_pinned_snapshot_without_a_free_buffer_raises_and_the_writer_stays(tmp_path, monkeypatch, set_timeouts):
     monkeypatch.setattr(snapshots, "_FEW_BYTES", 0)
     set_timeouts(checkpoint_write=0.5)
     model, _ = trained(functional)

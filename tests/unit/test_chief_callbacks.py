@@ -95,7 +95,7 @@ def test_orbax_is_the_chiefs(tmp_path):
     assert not list(_redirected([Stands("epoch")], lambda: str(tmp_path)))
 
 
-def test_what_the_user_says_is_the_chiefs(monkeypatch, tmp_path):
+def test_callbacks_that_the_user_declares_are_the_chiefs(monkeypatch, tmp_path):
     made = []
 
     class Writes(keras.callbacks.Callback):
@@ -118,7 +118,7 @@ def test_what_the_user_says_is_the_chiefs(monkeypatch, tmp_path):
             raytf.on_chief(wrong)
 
 
-def test_logs_of_validation_batches_are_said_to_be_a_workers_own():
+def test_callback_of_validation_batches_warns_that_logs_are_a_workers_own():
     class Progress(keras.callbacks.Callback):
         def on_test_batch_end(self, batch, logs=None):
             pass

@@ -8,7 +8,7 @@ from raytf.worker import clearing
 
 
 def test_settings_are_those_of_before_and_noting_them_settles_no_dtype():
-    """As a model's own `set_floatx` says it, each time, in a training's own thread."""
+    """As a model's own `set_floatx` sets it, each time, in a training's own thread."""
     found = []
 
     def train():

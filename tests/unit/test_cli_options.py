@@ -1,4 +1,4 @@
-"""Options of the commands that train: each says where its value goes, and arrives there."""
+"""Options of the commands that train: each states where its value goes, and arrives there."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_values_as_they_are_taken(tmp_path, monkeypatch):
 
 
 def test_a_key_of_the_config_that_no_option_gives(tmp_path, monkeypatch):
-    """Said before Ray is started: the model function is imported, and not called."""
+    """Raised before Ray is started: the model function is imported, and not called."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "readers.py").write_text("def build(config):\n    return config['learning_rate'], config['units']\n")
     arguments = ["train", "readers:build", "--data", "s3://a/b", "--features", "a"]

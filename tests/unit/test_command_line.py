@@ -56,7 +56,7 @@ def test_help_has_an_example_that_the_command_takes(command, tmp_path, monkeypat
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["train", *TRAINING, "--strategy", "x"], "'multi_worker_mirrored'"),
         (["sweep", *TRAINING, "--mode", "x"], "'min', 'max'"),
@@ -78,10 +78,10 @@ def test_help_has_an_example_that_the_command_takes(command, tmp_path, monkeypat
         (["nothing"], "No such command"),
     ],
 )
-def test_a_wrong_value_is_told_with_the_usage_and_exit_code_2(arguments, said, tmp_path, monkeypatch):
+def test_wrong_value_is_reported_with_the_usage_and_exit_code_2(arguments, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     outcome = invoke(*arguments)
-    assert outcome.exit_code == 2 and said in outcome.output and "Usage: " in outcome.output, outcome.output
+    assert outcome.exit_code == 2 and message in outcome.output and "Usage: " in outcome.output, outcome.output
 
 
 def test_version_and_completion():
@@ -148,7 +148,7 @@ def test_the_best_trial_of_a_sweep_follows_the_metric_that_is_asked_for(tmp_path
     assert run_list.best_of(without) == ("loss", 0.3, 2), "reports of a loop that name no epoch"
 
 
-def test_a_run_that_goes_on_is_running(tmp_path):
+def test_locked_run_is_listed_as_running(tmp_path):
     import pyarrow.fs
 
     epoch(tmp_path, "a", 1, loss=[1.0])

@@ -124,8 +124,8 @@ def check(make, calls=1, **options):
     expected, without = trained(make, compiled=False, **options)
     found, its = trained(make, compiled=True, **options)
     assert (without, its) == (0, calls)
-    for mine, kerass in zip(found, expected, strict=True):
-        np.testing.assert_allclose(mine, kerass, rtol=0, atol=1e-9)
+    for result, kerass in zip(found, expected, strict=True):
+        np.testing.assert_allclose(result, kerass, rtol=0, atol=1e-9)
 
 
 FAST = ("adamw", "loss_scale_accumulation", "ema_overwrite", "subclass")
@@ -165,7 +165,7 @@ def test_a_table_with_gradients_of_rows_is_left_to_keras():
     check(made("Adam", 0.05, global_clipnorm=0.5, weight_decay=0.1), draw=draw)
 
 
-def test_variables_that_it_was_not_built_for_are_told_as_by_keras():
+def test_variables_that_it_was_not_built_for_raise_as_in_keras():
     optimizer = optimizers.Adam(0.05)
     optimizer.build(variables()[:1])
     step = tf.function(lambda *its: optimizer.apply(list(its), variables()), autograph=False)
@@ -186,7 +186,7 @@ class ByChance(optimizers.SGD):
 
 
 class OfNoKnownShape(optimizers.SGD):
-    """XLA has the operations, and not for a shape that is a gradient's value: only a trial tells."""
+    """XLA has the operations, and not for a shape that is a gradient's value: only a trial shows it."""
 
     def update_step(self, gradient, variable, learning_rate):
         size = tf.cast(tf.reduce_sum(tf.abs(gradient)), tf.int32) * 0 + 1

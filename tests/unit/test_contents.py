@@ -45,7 +45,7 @@ def test_how_rows_are_divided_does_not_count(stride):
     assert digest(chunked, [77], stride) == whole
 
 
-def test_what_lies_under_nulls_does_not_count():
+def test_values_under_nulls_do_not_count():
     valid = np.arange(ROWS) % 3 == 0
     one, other = (pa.array(np.where(valid, 1.0, under), mask=~valid) for under in (5.0, 6.0))
     assert digest(table(whole=one)) == digest(table(whole=other))

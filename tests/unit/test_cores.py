@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(
     sys.platform != "linux" or len(os.sched_getaffinity(0)) < 2, reason="needs Linux and two cores"
 )
 
-# Claims cores, says which, and does what it is told: "keep", "mask" of its threads, "release".
+# Claims cores, prints which, and obeys its input: "keep", "mask" of its threads, "release".
 CHILD = """
 import os, sys, threading
 from raytf.runtime import cores
@@ -65,7 +65,7 @@ class Child:
         return self.answer()
 
     def sees(self, masks):
-        """Waits until its threads may use these, and says what they may."""
+        """Waits until its threads may use these, and returns what they may."""
         until = time.monotonic() + 20
         while (found := self.ask("mask")) != str(masks) and time.monotonic() < until:
             time.sleep(0.05)
@@ -102,11 +102,11 @@ def test_two_processes_have_a_core_each_and_a_third_none_until_one_dies(start, t
     a, b, c = start(3)
     for child in (a, b, c):  # at the same time
         child.tell("claim 1")
-    said = [child.answer() for child in (a, b, c)]
-    assert sorted(said) == sorted([f"True [{two[0]}]", f"True [{two[1]}]", "False []"])
-    has = [child for child, text in zip((a, b, c), said, strict=True) if text.startswith("True")]
+    answers = [child.answer() for child in (a, b, c)]
+    assert sorted(answers) == sorted([f"True [{two[0]}]", f"True [{two[1]}]", "False []"])
+    has = [child for child, text in zip((a, b, c), answers, strict=True) if text.startswith("True")]
     (without,) = {a, b, c} - set(has)
-    own = [(int(text[6:-1]),) for text in said if text.startswith("True")]
+    own = [(int(text[6:-1]),) for text in answers if text.startswith("True")]
     for child, its in zip(has, own, strict=True):
         child.ask("keep")
         assert child.ask("mask") == str([its])
@@ -118,10 +118,10 @@ def test_two_processes_have_a_core_each_and_a_third_none_until_one_dies(start, t
     assert has[1].sees([own[1]]) == str([own[1]])
     has[1].ask("release")
     assert has[1].ask("mask") == str([tuple(two)])
-    assert without.ask("claim 2") == f"True {two}"  # in the place of what it had
+    assert without.ask("claim 2") == f"True {two}"  # instead of what it had
 
 
-def test_who_wants_more_than_are_free_gets_none_and_leaves_none_behind(start, two):
+def test_claim_of_more_cores_than_are_free_gets_none_and_leaks_none(start, two):
     a, b = start(2)
     assert a.ask("claim 3") == "False []"
     assert a.ask("claim 1").startswith("True")
@@ -130,7 +130,7 @@ def test_who_wants_more_than_are_free_gets_none_and_leaves_none_behind(start, tw
 
 
 @pytest.mark.slow
-def test_one_that_stands_still_while_it_claims_is_not_waited_for_for_long(start, two):
+def test_process_that_hangs_within_a_claim_is_not_waited_for_for_long(start, two):
     (a,) = start(1)
     space = a.process.args[3]
     with cores.socket.socket(cores.socket.AF_UNIX) as door:
@@ -220,7 +220,7 @@ def test_cores_that_share_caches_are_for_one_worker(taken, count, chosen):
     assert set(cores.choose_cores(free, count, WIDE)) == chosen
 
 
-def test_what_linux_tells_of_a_core(tmp_path):
+def test_linux_description_of_a_core_is_read(tmp_path):
     files = {
         "topology/thread_siblings_list": "3,11\n",
         "cache/index0/shared_cpu_list": "3,11\n",

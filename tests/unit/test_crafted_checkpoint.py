@@ -1,4 +1,4 @@
-"""A crafted checkpoint runs nothing: whatever lies in it, and however it is read. No Ray."""
+"""A crafted checkpoint runs nothing: whatever is in it, and however it is read. No Ray."""
 
 import io
 import json
@@ -89,7 +89,7 @@ def test_the_bombs_of_these_tests_go_off(tmp_path):
 
 
 @pytest.mark.slow
-def test_pickles_beside_it_are_never_read(crafted, whole):
+def test_pickles_in_the_same_folder_are_never_read(crafted, whole):
     folder, exploded = crafted
     bomb = pickle.dumps(Bomb(str(exploded)))
     for name in ("build.pkl", "callbacks.pkl", "error.pkl", "state.pkl", "model.pkl", ".metadata.json", "x.npy"):
@@ -105,7 +105,7 @@ PARTS = ["model.keras", "state.json", "seeds.npz", "callbacks.json", "callbacks.
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("fits", [True, False], ids=["manifest fits", "manifest does not"])
-def test_a_pickle_in_the_place_of_a_part_is_refused(crafted, part, fits):
+def test_pickle_instead_of_a_part_is_refused(crafted, part, fits):
     folder, exploded = crafted
     (folder / part).write_bytes(pickle.dumps(Bomb(str(exploded))))
     if fits and part != "manifest.json":
@@ -141,8 +141,8 @@ def test_the_import_path_of_build_model_is_not_imported(crafted, tmp_path, monke
     folder, exploded = crafted
     (tmp_path / "raytf_bomb.py").write_text(f"import os\nos.mkdir({str(exploded)!r})\ndef build(config): ...\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    said = json.loads((folder / "build.json").read_text()) | {"build_model": "raytf_bomb:build"}
-    (folder / "build.json").write_text(json.dumps(said))
+    record = json.loads((folder / "build.json").read_text()) | {"build_model": "raytf_bomb:build"}
+    (folder / "build.json").write_text(json.dumps(record))
     with_config(folder, {"class_name": "build", "module": "raytf_bomb", "config": {}})
     fit_manifest(folder)
     found = ways(folder)

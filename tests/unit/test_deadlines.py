@@ -34,7 +34,7 @@ def test_a_large_model_has_the_time_that_a_slow_network_takes_for_it():
     assert pace.deadline(20.0) == 20.0, "what moves nothing has no more"
 
 
-def test_a_worker_tells_its_pace_and_waits_no_shorter_than_the_driver_does():
+def test_worker_reports_its_pace_and_waits_no_shorter_than_the_driver_does():
     its = Timeouts()
     nothing = lambda: None
     healer = Healer()
@@ -79,9 +79,9 @@ def test_no_deadline_is_looked_up_before_it_is_waited_for():
 
 
 def test_every_deadline_is_more_than_none_and_has_a_sentence():
-    said = Timeouts.__doc__ or ""
+    documentation = Timeouts.__doc__ or ""
     for name, seconds in vars(Timeouts()).items():
-        assert seconds > 0 and f"\n        {name}: " in said, name
+        assert seconds > 0 and f"\n        {name}: " in documentation, name
 
 
 def test_what_waits_for_another_wait_waits_longer():

@@ -90,7 +90,7 @@ class Run:
             self.restarts += counts or action.do is Do.RESIZE
             assert self.failures == self.state.failures_left
             if isinstance(event, Ended):
-                self.kept = self.step  # all keep the step behind which they end
+                self.kept = self.step  # all keep the step after which they end
             self.start(not isinstance(event, Ended), self.wanted or getattr(event, "workers", None))
             self.wanted = 0
         elif action.do is Do.FAIL:
@@ -142,7 +142,7 @@ class Run:
                 self.end_after_step(STOP)
 
     def end_after_step(self, why: str) -> None:
-        """All make one step more, unless that cannot be told, or one is lost meanwhile."""
+        """Makes one more step on all workers, unless one cannot be reached, or is lost meanwhile."""
         if not self.state.ends_after_step:  # the user's own loop
             return
         if self.source.random() < 0.2:

@@ -66,7 +66,7 @@ def test_the_parts_in_order_are_the_file_and_so_are_their_names(pieces, count):
     assert sorted(names) == names and len(set(names)) == len(names)
 
 
-files_of = functools.cache(files_of)  # a zip tells the second in which it was made
+files_of = functools.cache(files_of)  # a zip contains the second in which it was made
 
 
 def parts_of(step: int, count: int) -> list[list]:
@@ -156,7 +156,7 @@ def test_a_part_that_is_not_what_was_written_is_named(tmp_path, set_timeouts, da
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning:keras")
-def test_two_workers_keep_a_model_that_is_loaded_and_gone_on_from(tmp_path):
+def test_two_workers_save_a_model_that_is_loaded_and_resumed_from(tmp_path):
     """Each from its own copy of the weights, in processes of their own; the optimizer's are in it."""
     run = tmp_path / "run"
     model, x = trained(functional)

@@ -1,4 +1,4 @@
-"""The pages: every block of code is run or says why not, and calls what is there; every link leads somewhere."""
+"""The pages: every block of code is run or states why not, and calls what is there; every link leads somewhere."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_the_readme_fits_a_minute():
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=str)
-def test_a_block_runs_or_says_why_not(block):
+def test_block_runs_or_states_why_not(block):
     assert block.language in (*blocks.RUN, *blocks.SHOWN), f"{block} is of no known language"
     if block.not_run:
         assert block.language in blocks.RUN and len(block.not_run) > 10 and not block.title

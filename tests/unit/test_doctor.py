@@ -106,7 +106,7 @@ YAML = {
 
 
 @pytest.mark.parametrize("plant, check", [(f[0], f[1]) for f in FAULTS if f[1] in YAML])
-def test_what_a_pod_lacks_is_told_with_the_line_of_yaml_that_mends_it(plant, check):
+def test_what_a_pod_lacks_is_reported_with_the_line_of_yaml_that_fixes_it(plant, check):
     found = healthy()
     plant(found)
     (finding,) = find_problems(found)
@@ -216,7 +216,7 @@ def test_one_host_may_call_itself_by_a_loopback_address_and_filtered_datagrams_a
 # ------------------------------------------------------------------------------------------------------- sockets
 
 PORTS = (32000, 60000)
-HERE = "127.0.0.1"
+LOOPBACK = "127.0.0.1"
 
 
 @pytest.fixture
@@ -229,10 +229,10 @@ def probes():
 
 
 def test_a_probe_reaches_another_and_measures(probes):
-    at = probes[0].listen(HERE)
-    seen = probes[1].reach(HERE, at)
+    at = probes[0].listen(LOOPBACK)
+    seen = probes[1].reach(LOOPBACK, at)
     assert seen["error"] is None and seen["rtt"] < 1 and seen["large"] > 0.5 and seen["loss"] < 0.5
-    assert probes[1].bandwidth(HERE, at[0])["rate"] > 1e6
+    assert probes[1].bandwidth(LOOPBACK, at[0])["rate"] > 1e6
 
 
 class Missing:
@@ -240,7 +240,7 @@ class Missing:
 
     def __init__(self, first: int):
         self.socket, self.left, self.seen = socket.socket(socket.AF_INET, socket.SOCK_DGRAM), first, 0
-        self.socket.bind((HERE, 0))
+        self.socket.bind((LOOPBACK, 0))
 
     def recvfrom(self, size):
         while True:
@@ -259,42 +259,42 @@ def test_what_a_busy_host_misses_once_is_no_loss_of_its_link(probes, first, loss
     missing = Missing(first)
     probes[0]._sockets = [missing.socket]  # closed with the probe
     threading.Thread(target=probes[0]._echo, args=(missing,), daemon=True).start()
-    seen = probes[1]._datagrams(HERE, missing.socket.getsockname()[1])
+    seen = probes[1]._datagrams(LOOPBACK, missing.socket.getsockname()[1])
     assert seen["loss"] == pytest.approx(loss, abs=0.02)
 
 
-def test_who_has_another_token_is_told_nothing(probes):
-    at = probes[0].listen(HERE)
-    assert "closed the connection" in probes[2].reach(HERE, at)["error"]
-    assert probes[2]._datagrams(HERE, at[1]) == {}
+def test_peer_with_another_token_gets_no_answer(probes):
+    at = probes[0].listen(LOOPBACK)
+    assert "closed the connection" in probes[2].reach(LOOPBACK, at)["error"]
+    assert probes[2]._datagrams(LOOPBACK, at[1]) == {}
 
 
 @pytest.mark.slow
-def test_strangers_who_say_nothing_or_nonsense_hold_nobody_up(probes):
-    at = probes[0].listen(HERE)
+def test_silent_or_nonsensical_strangers_block_nobody(probes):
+    at = probes[0].listen(LOOPBACK)
     with contextlib.ExitStack() as stack:
         for _ in range(20):
-            stack.enter_context(socket.create_connection((HERE, at[0]), 5))
-        loud = stack.enter_context(socket.create_connection((HERE, at[0]), 5))
+            stack.enter_context(socket.create_connection((LOOPBACK, at[0]), 5))
+        loud = stack.enter_context(socket.create_connection((LOOPBACK, at[0]), 5))
         loud.sendall(b"GET / HTTP/1.1\r\n" * 100)
         probes[0]._step = 600.0  # so long each of them may take
-        assert probes[1].reach(HERE, at)["error"] is None
+        assert probes[1].reach(LOOPBACK, at)["error"] is None
 
 
 @pytest.mark.slow
-def test_a_program_that_accepts_and_says_nothing_is_an_error_in_time(probes):
-    with socket.create_server((HERE, 0)) as mute:
+def test_program_that_accepts_and_sends_nothing_is_an_error_in_time(probes):
+    with socket.create_server((LOOPBACK, 0)) as mute:
         probes[0]._step = 0.5
-        assert "timed out" in probes[0].reach(HERE, (mute.getsockname()[1], 9))["error"]
+        assert "timed out" in probes[0].reach(LOOPBACK, (mute.getsockname()[1], 9))["error"]
 
 
 def test_a_storage_that_is_not_there_is_an_error_and_not_made(tmp_path, probes):
     folder = str(tmp_path / "none" / "raytf-doctor-1")
     assert "FileNotFoundError" in probes[0].write(folder, "0", "x")
-    there = str(tmp_path / "raytf-doctor-1")
-    assert probes[0].write(there, "0", "x") is None and probes[1].read(there, "0", "x") is None
-    assert probes[1].read(there, "0", "y") == "the file has another content"
-    probes[0].remove(there)
+    missing = str(tmp_path / "raytf-doctor-1")
+    assert probes[0].write(missing, "0", "x") is None and probes[1].read(missing, "0", "x") is None
+    assert probes[1].read(missing, "0", "y") == "the file has another content"
+    probes[0].remove(missing)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -321,14 +321,14 @@ def test_no_cluster_exits_with_2():
     assert not done.stdout
 
 
-def test_a_cluster_that_does_not_answer_is_told_without_the_traceback_of_grpc():
+def test_unresponsive_cluster_is_reported_without_the_traceback_of_grpc():
     with pytest.raises(ConfigError, match=r"needs a Ray cluster that answers.*RAY_ADDRESS=local") as refused:
         connection._accepts("127.0.0.1:1", "127.0.0.1:1")
     assert refused.value.__suppress_context__
 
 
 @pytest.mark.parametrize("healthy", [True, False])
-def test_findings_are_lines_or_json_and_the_exit_code_tells(healthy, monkeypatch):
+def test_findings_are_lines_or_json_and_set_the_exit_code(healthy, monkeypatch):
     finding = Finding(check="disk", problem="it is full", nodes=(A,), measured="0 GiB", fix="Free some")
     report = examination.ExaminationReport(
         nodes=[A], findings=[] if healthy else [finding], left_out=[], interfaces={A: "eth0"}, seconds=1.0

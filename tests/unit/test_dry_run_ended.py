@@ -1,4 +1,4 @@
-"""A dry run that a signal ends says which one, and what the process had; it does not blame build_model. No Ray."""
+"""A dry run that a signal ends names the signal and the process's memory; it does not blame build_model. No Ray."""
 
 import os
 import signal
@@ -18,8 +18,8 @@ def test_the_signal_is_named(number):
     assert ("dmesg" in text) == (number == signal.SIGKILL)
 
 
-def test_what_had_been_said_in_part_is_no_answer():
-    """The process is ended while it tells."""
+def test_partial_answer_is_no_answer():
+    """The process is ended while it sends its answer."""
 
     class Halted:
         def __reduce__(self):

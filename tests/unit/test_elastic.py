@@ -114,13 +114,13 @@ def test_a_rate_that_is_no_number_of_one_optimizer_is_refused():
 
 def job(batch, fewest):
     batch_spec = BatchSpec.parsed("id", None, None, None)
-    told = {"build_model": None, "callbacks": None, "batch": batch_spec, "datasets": {}, "board": None}
+    options = {"build_model": None, "callbacks": None, "batch": batch_spec, "datasets": {}, "board": None}
     return TrainJob(
         config={"batch_size": batch, "epochs": 1},
         sampling=Sampling(global_batch=batch),
         steps_per_execution=1,
         fewest=fewest,
-        **told,
+        **options,
     )
 
 
@@ -157,7 +157,7 @@ def test_an_epoch_takes_each_row_once_however_its_batch_changes(rows, parts):
         was = now
 
 
-def test_where_the_order_of_rows_follows_the_batch_an_epoch_begins_anew():
+def test_epoch_begins_again_where_the_order_of_rows_follows_the_batch():
     assert sampling.regrouped(order(60, 10), order(60, 20), 3) == (1, 10)
     assert sampling.regrouped(order(60, 10), order(60, 20), 6) == (3, 0)
     assert sampling.regrouped(order(60, 10, "window"), order(60, 20, "window"), 3) is None
@@ -190,7 +190,7 @@ def test_the_first_step_of_the_rest_of_an_epoch(workers):
     assert shape[0] is None, "how many rows there are is no part of the graph"
 
 
-def test_what_a_checkpoint_says_of_its_batch():
+def test_checkpoint_records_its_batch():
     text = CheckpointState(1, 10, 0, False, [], batch_scale=1.5).to_json()
     assert CheckpointState.of(json.loads(text), "one").batch_scale == 1.5
     old = {name: value for name, value in json.loads(text).items() if name != "batch_scale"}

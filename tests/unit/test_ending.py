@@ -23,7 +23,7 @@ from raytf.worker.stop import DRAIN, RESIZE, STOP, MovedError, StopBarrier
 
 
 class Worker(threading.Thread):
-    """Makes executions in step with others, until its gate says that one was the last."""
+    """Makes executions in step with others, until its gate marks one as the last."""
 
     def __init__(self, together, most):
         super().__init__(daemon=True)
@@ -40,7 +40,7 @@ class Worker(threading.Thread):
 
 @pytest.mark.parametrize("seed", range(20))
 def test_workers_in_step_end_after_the_same_execution(seed):
-    """Each is asked at another time; a barrier stands for the collectives of a step."""
+    """Each is asked at another time; a barrier replaces the collectives of a step."""
     chance = random.Random(seed)
     together = threading.Barrier(3)
     workers = [Worker(together, 1_000_000) for _ in range(3)]
@@ -57,17 +57,17 @@ def test_workers_in_step_end_after_the_same_execution(seed):
     assert {worker.made for worker in workers} == {max(begun)}
 
 
-@pytest.mark.parametrize("told", [False, True])
-def test_one_that_joins_ends_after_the_same_execution(told):
-    """It makes its first one with the third of the other, before or after that was told after which to end."""
+@pytest.mark.parametrize("known", [False, True])
+def test_one_that_joins_ends_after_the_same_execution(known):
+    """It makes its first one with the third of the other, before or after that learned after which to end."""
     other, joins = StopBarrier(), StopBarrier()
     other.begin()
     assert not other.is_last() and not other.is_last()
-    if told:
+    if known:
         other.stop_after(other.ask(STOP))
     joins.reset()
     joins.begin(other.state())
-    if not told:
+    if not known:
         begun = max(gate.ask(STOP) for gate in (other, joins))
         for gate in (other, joins):
             gate.stop_after(begun)
@@ -88,13 +88,13 @@ def test_asked_between_epochs_the_first_execution_of_the_next_is_the_last():
     assert not gate.is_last()
     assert gate.ask(STOP) == 2 == gate.ask(STOP)
     gate.stop_after(2)
-    gate.stop_after(7)  # asked twice: what was said first holds
+    gate.stop_after(7)  # asked twice: the first answer holds
     assert not gate.is_over()
     assert gate.is_last()
 
 
 def test_a_word_for_the_training_before_ends_no_other_one():
-    """A process stays when its group ends, and is told late after which execution that was to end."""
+    """A process stays when its group ends, and learns late after which execution that was to end."""
     gate = StopBarrier()
     gate.ask(DRAIN)
     gate.reset()
@@ -103,7 +103,7 @@ def test_a_word_for_the_training_before_ends_no_other_one():
     assert not gate.is_last() and not gate.is_over()
 
 
-def test_a_worker_that_is_told_nothing_more_does_not_wait_for_ever(set_timeouts):
+def test_worker_that_gets_no_stop_step_does_not_wait_for_ever(set_timeouts):
     set_timeouts(stop_step=0.01)
     gate = StopBarrier()
     gate.begin()
@@ -197,7 +197,7 @@ def test_what_ray_makes_of_it_while_it_waits_is_a_stop_all_the_same(capfd):
     assert not isinstance(ended.value, StoppedError)
 
 
-def test_what_is_called_for_a_signal_may_hear_nothing_yet():
+def test_signal_raises_at_once_where_its_callback_returns_false():
     heard = []
     with Ending() as ending, ending.calls(lambda: heard.append(1)):
         itself(signal.SIGINT)

@@ -22,7 +22,7 @@ def test_errors_pickle_unchanged(error):
     assert type(again) is type(error) and str(again) == str(error)
 
 
-def test_an_error_says_rule_value_and_fix():
+def test_error_contains_rule_value_and_fix():
     assert str(ConfigError("A must be B", 3, "Use B")) == "A must be B; received: 3. Use B."
     assert str(TrainingError(1, "ValueError: x")) == "worker 1 failed: ValueError: x"
 

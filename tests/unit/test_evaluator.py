@@ -41,10 +41,10 @@ def test_a_checkpoint_is_tried_twice_and_after_two_in_a_row_none_is(monkeypatch,
         monkeypatch, tmp_path, [died, 1.0], [died, died], [died, 3.0], [died, died], [died, died], [6.0]
     )
     assert metrics == {1: {"eval_loss": 1.0}, 3: {"eval_loss": 3.0}} and left == [0, 0, 0, 0, 0, 1]
-    said = evaluator.sentence(why)
-    assert "of epoch 2, 4, 5 (the evaluator's process was killed" in said
-    assert "of epoch 6 (the evaluator was given up, as it died or did not start for 2 checkpoints in a row)" in said
-    assert said.endswith("The training itself is complete") and len(said.splitlines()) == 1
+    message = evaluator.sentence(why)
+    assert "of epoch 2, 4, 5 (the evaluator's process was killed" in message
+    assert "of epoch 6 (the evaluator was given up, as it died or did not start for 2 checkpoints in a row)" in message
+    assert message.endswith("The training itself is complete") and len(message.splitlines()) == 1
 
 
 def test_why_an_evaluation_is_missing(monkeypatch, tmp_path):
@@ -56,7 +56,7 @@ def test_why_an_evaluation_is_missing(monkeypatch, tmp_path):
     assert left == [0, 1, 1], "what would be the same again is not tried twice"
 
 
-def test_the_record_says_what_is_missing_and_forgets_all():
+def test_record_lists_what_is_missing_and_forgets_all():
     record = Record(Memory())
     record.found(1, {"eval_loss": 0.5})
     record.missing(2, "it rained")

@@ -128,7 +128,7 @@ def test_the_line_of_each_kind_which_is_printed_unless_it_is_silent(kind, capsys
         assert capsys.readouterr().err == ("" if kind in events._SILENT else f"raytf: {line}\n")
 
 
-def test_what_is_printed_stands_in_the_troubleshooting_page():
+def test_printed_messages_are_in_the_troubleshooting_page():
     """By its longest part that does not come from the event."""
     page = _plain(PAGE.read_text())
     for kind in set(Kind) - events._SILENT:
@@ -154,11 +154,11 @@ def test_what_is_cut_off_or_crafted_is_left_out(tmp_path):
     record = events.Recorder(LOCAL, str(tmp_path))
     record(RunEvent(kind=Kind.WORKER_CONTINUED, ranks=(1,)))
     (good,) = (tmp_path / events.FOLDER).iterdir()
-    told = json.loads(good.read_text())
+    content = json.loads(good.read_text())
     crafted = [{"kind": "other"}, {"ranks": ["<script>"]}, {"ranks": 3}, {"why": 3}, {"time": "x"}, {"another": 1}]
     crafted += [{"kind": "worker_replaced", "seconds": None}, {"step": []}]
     for number, change in enumerate(crafted):
-        (good.parent / f"{number}.json").write_text(json.dumps(told | change))
+        (good.parent / f"{number}.json").write_text(json.dumps(content | change))
     (good.parent / "cut.json").write_text(good.read_text()[:20])
     (good.parent / "list.json").write_text("[1]")
     (good.parent / "bytes.json").write_bytes(b"\xff\xfe")
@@ -184,7 +184,7 @@ def test_a_storage_that_takes_none_ends_that_and_not_the_run(tmp_path):
 
 
 def test_a_storage_that_hangs_holds_up_no_recovery(tmp_path, set_timeouts):
-    """Each event is written beside what follows, and is whole when the storage answers again."""
+    """Each event is written in the background, and is whole when the storage answers again."""
     set_timeouts(event_record=0.01)
     answers = threading.Event()
 

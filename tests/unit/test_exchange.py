@@ -1,4 +1,4 @@
-"""What workers exchange over the ring beside gradients, in graphs and outside; updates are made as a whole or not."""
+"""What workers exchange over the ring besides gradients, in graphs and outside; updates are made as a whole or not."""
 
 import contextlib
 from concurrent.futures import ThreadPoolExecutor
@@ -45,9 +45,9 @@ def test_arrays_of_any_types_and_shapes(workers):
     big = [np.full(1 << 21, rank, np.uint8) for rank in range(3)]
 
     def work(worker):
-        mine = [at(worker, one) for one in given]
+        part = [at(worker, one) for one in given]
         flags, words = np.bool_([worker.ring.rank == 0] * 3), at(worker, big)
-        return worker.add_arrays(mine), worker.chiefs_arrays([*mine, flags, words])
+        return worker.add_arrays(part), worker.chiefs_arrays([*part, flags, words])
 
     for sums, chiefs in together(work, workers(3)):
         for one, total, first in zip(given, sums, chiefs[:-2], strict=True):
@@ -65,9 +65,9 @@ def test_parts_of_different_lengths_along_any_axis(workers):
         np.testing.assert_array_equal(one, np.concatenate(parts, 1))
 
 
-def test_parts_that_do_not_fit_are_told(workers):
-    told = together(lambda w: w.gather_arrays([np.zeros((2, 3 + w.ring.rank))]), workers())
-    assert all(isinstance(error, RaytfError) and "rows of [[24], [32]] bytes" in str(error) for error in told)
+def test_parts_that_do_not_fit_raise(workers):
+    errors = together(lambda w: w.gather_arrays([np.zeros((2, 3 + w.ring.rank))]), workers())
+    assert all(isinstance(error, RaytfError) and "rows of [[24], [32]] bytes" in str(error) for error in errors)
 
 
 def test_what_is_no_number_is_refused(workers):

@@ -125,14 +125,14 @@ def test_the_checkpoint_that_is_chosen(run, choice, value):
     assert loaded.optimizer is not None
 
 
-def test_a_checkpoint_that_is_damaged_is_passed_over_and_said(run, tmp_path):
+def test_damaged_checkpoint_is_skipped_with_a_warning(run, tmp_path):
     import shutil
 
     shutil.copytree(run, tmp_path / "run")
     for name in ("step_000000000017", "checkpoint_2026-01-01_00-00-02"):
         part = tmp_path / "run" / name / "seeds.npz"
         part.write_bytes(part.read_bytes()[:-1])
-    for choice, value, said in [
+    for choice, value, warning in [
         ({}, 15, "Damaged: step_000000000017 .* Using the checkpoint checkpoint_2026-01-01_00-00-03 instead"),
         (
             {"which": "best"},
@@ -141,7 +141,7 @@ def test_a_checkpoint_that_is_damaged_is_passed_over_and_said(run, tmp_path):
         ),
         ({"average": 2}, 13.5, "Damaged: step_000000000017"),
     ]:
-        with pytest.warns(UserWarning, match=said), pytest.warns(UserWarning, match="cannot be used"):
+        with pytest.warns(UserWarning, match=warning), pytest.warns(UserWarning, match="cannot be used"):
             np.testing.assert_allclose(values(raytf.load_model(tmp_path / "run", **choice)), value)
     with pytest.raises(ConfigError, match="whole; received: average=5 with 3 in"), pytest.warns():
         raytf.load_model(tmp_path / "run", average=5)
@@ -291,7 +291,7 @@ def test_a_model_of_ones_own_classes_is_exported_by_its_inputs(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("mine", "its", "far"),
+    ("left", "right", "far"),
     [
         ([1.0, -4.0], [1.0, -4.0], 0),
         ([0.5, 0.0], [0.5, 1e-3], 1e-3),
@@ -304,8 +304,8 @@ def test_a_model_of_ones_own_classes_is_exported_by_its_inputs(tmp_path):
         ([], [], 0),
     ],
 )
-def test_how_far_outputs_are(mine, its, far):
-    np.testing.assert_allclose(export_module._distance(np.array(mine), np.array(its)), far)
+def test_how_far_outputs_are(left, right, far):
+    np.testing.assert_allclose(export_module._distance(np.array(left), np.array(right)), far)
 
 
 def noisy(config):
@@ -383,15 +383,15 @@ if WITHOUT_ONNX:
 
 @pytest.mark.sampled(7)
 @pytest.mark.parametrize("command", WRONG)
-def test_told_before_ray_and_tensorflow_are_imported(run, tmp_path, command):
+def test_errors_are_raised_before_ray_and_tensorflow_are_imported(run, tmp_path, command):
     for name in ("ray", "tensorflow", "keras"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text(f"raise SystemExit('{name} was imported')")
     (tmp_path / "empty").mkdir()
     (tmp_path / "first").symlink_to(run)
     done = typed(tmp_path, *command.split())
-    usage, *_, said = done.stderr.splitlines()
-    assert done.returncode == 2 and said.startswith("Error: ") and WRONG[command] in said, done.stderr
+    usage, *_, sentence = done.stderr.splitlines()
+    assert done.returncode == 2 and sentence.startswith("Error: ") and WRONG[command] in sentence, done.stderr
     assert usage.startswith("Usage: ") and not (tmp_path / "out").exists()
 
 

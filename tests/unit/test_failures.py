@@ -34,7 +34,7 @@ def test_the_cause_is_named_and_not_its_consequence():
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
 )
-def test_a_consequence_is_told_by_the_type_and_words_count_in_those_of_tensorflow_only(error, consequence):
+def test_consequence_is_known_by_its_type_and_words_count_in_those_of_tensorflow_only(error, consequence):
     assert failures.is_consequence(error) == consequence
 
 

@@ -44,7 +44,7 @@ def global_batch(epochs, order, epoch, step, workers):
 
 @pytest.mark.slow
 def test_a_run_makes_each_step_of_the_undisturbed_one_once_whatever_happens():
-    """Before a fault's step the run breaks: it goes on from its last checkpoint, with another number of workers."""
+    """Before a fault's step the run breaks: it resumes from its last checkpoint, with another number of workers."""
     for seed in PLANS:
         source = random.Random(seed)
         pieces = (1, *(source.randint(0, 12) for _ in range(source.randint(0, 5))))
@@ -66,7 +66,7 @@ def test_a_run_makes_each_step_of_the_undisturbed_one_once_whatever_happens():
         kept = latest
         while len(made) < steps:
             if faults and faults[0].step <= len(made):
-                # one that fails in its own code keeps the step that it was in, as one does that is told to end
+                # one that fails in its own code keeps the step that it was in, as one does that is stopped
                 saved = latest if type(faults.pop(0)) is Fail else kept
                 state = CheckpointState.of(json.loads(saved), "checkpoint")
                 made, workers = made[: state.step], source.randint(1, 5)
@@ -125,7 +125,7 @@ class Group:
 
 
 def test_all_orders_of_messages_end_two_workers_after_the_same_step():
-    """Model-checked: every order in which two workers step, are asked and are told, within three steps before."""
+    """Model-checked: every order in which two workers step, are asked and get the stop step, within three steps."""
     ways = 0
     left = [[]]
     while left:
@@ -159,7 +159,7 @@ def test_any_order_of_messages_ends_all_workers_after_the_same_step():
         group.check(way)
 
 
-def test_one_that_is_asked_twice_ends_as_it_was_told_first():
+def test_worker_asked_twice_keeps_the_first_answer_and_cause():
     gate = StopBarrier()
     gate.begin()
     assert (gate.ask(DRAIN), gate.ask(STOP), gate.why) == (1, 1, DRAIN)
@@ -179,19 +179,19 @@ def test_a_cause_reaches_its_own_generation_alone():
 
 
 def test_the_worker_with_the_fault_is_the_one_that_is_named():
-    """It stands still somewhere in its step, and all others come to wait for it, one after the other."""
+    """It hangs somewhere in its step, and all others come to wait for it, one after the other."""
     phases = [activity.INPUT, activity.CALLBACKS, activity.CHECKPOINT, activity.STEP]
     for seed in PLANS:
         source = random.Random(seed)
         workers, limit = source.randint(2, 6), source.randint(6, 20)
         (fault,) = FaultPlan.random(seed, workers=workers, steps=100, kinds=["Stop"]).faults
-        told = []
+        group = []
         for rank in range(workers):
             where = {"phase": source.choice(phases)} if rank == fault.rank else {}
             if rank != fault.rank:
                 where["meeting"] = (source.choice([activity.SUM, activity.COLLECTIVE]), 18, source.uniform(0, 2))
-            told.append(Worker(step=fault.step + 1, usual=source.uniform(0.001, 0.05), **where))
-        second, hang = seconds_until(HangDetector(limit, 60), told)
+            group.append(Worker(step=fault.step + 1, usual=source.uniform(0.001, 0.05), **where))
+        second, hang = seconds_until(HangDetector(limit, 60), group)
         assert hang.rank == fault.rank, f"seed {seed}: {fault}, {hang}"
         assert limit - 2 <= second <= limit + 1, f"seed {seed}: after {second} s, {hang}"
 
@@ -249,7 +249,7 @@ def mended(files, torn):
 
 
 def is_manifest_alike(path, content):
-    """Whether a bit that turned in a manifest, or nothing at all, has left what it says the same."""
+    """Returns whether a bit that turned in a manifest, or nothing at all, has left its contents the same."""
     try:
         with open(path, "rb") as file:
             return json.loads(file.read()) == json.loads(content)
@@ -259,7 +259,7 @@ def is_manifest_alike(path, content):
 
 @pytest.mark.slow
 def test_of_torn_checkpoints_the_newest_whole_one_is_taken(run):
-    """By the driver, by a worker that goes on, and by `load_model`; whichever files of the run are damaged."""
+    """By the driver, by a worker that resumes, and by `load_model`; whichever files of the run are damaged."""
     folder, files = run
     local = LocalFileSystem()
     names = sorted({os.path.dirname(path) for path in files})
@@ -289,7 +289,7 @@ def test_of_torn_checkpoints_the_newest_whole_one_is_taken(run):
 
 
 def by_driver(folder):
-    """The step from which it says that the run goes on, with every byte compared."""
+    """Returns the step from which it resumes the run, with every byte compared."""
     made = RunFolder(LocalFileSystem(), folder, "run")
     try:
         last = made.last(finished=lambda last: True)

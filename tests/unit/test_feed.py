@@ -62,7 +62,7 @@ def test_workers_together_give_every_row_once(shuffle, superbatch, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("bucket", [False, True])
 def test_step_one_million_is_not_looked_for(shuffle, bucket):
-    """An epoch that goes on there takes as much of the processors as its rows do, and not what is before them."""
+    """An epoch that resumes there takes as much of the processors as its rows do, and not what is before them."""
     rows, step = 1_001_000, 1_000_000
     table = pa.table({"id": np.arange(rows)})
     if bucket:
@@ -85,7 +85,7 @@ def test_step_one_million_is_not_looked_for(shuffle, bucket):
 
 
 @pytest.mark.sampled(3)
-def test_a_run_goes_on_at_any_step(shuffle):
+def test_run_resumes_at_any_step(shuffle):
     one = feed(numbers(), "id", shuffle=shuffle, window=50)
     one.set_epoch(3)
     whole = [b.tolist() for b in one.dataset().as_numpy_iterator()]
@@ -158,12 +158,12 @@ def test_images_are_decoded_and_resized():
     table = pa.table({"png": pa.array(files), "id": np.arange(ROWS)})
     for image, ids in feed(table, Column("png", image=(8, 6, 3)), "id").dataset():
         assert image.dtype == tf.uint8 and image.shape[1:] == (8, 6, 3)
-        for mine, i in zip(image.numpy(), ids.numpy(), strict=True):
+        for decoded, i in zip(image.numpy(), ids.numpy(), strict=True):
             if i % 2:
-                np.testing.assert_array_equal(mine, pixels[i])
+                np.testing.assert_array_equal(decoded, pixels[i])
             else:
                 its = tf.image.resize(pixels[i], (8, 6)).numpy()
-                assert np.abs(mine - its).max() <= 0.51
+                assert np.abs(decoded - its).max() <= 0.51
 
 
 def test_large_jpeg_files_are_decoded_at_a_smaller_size():
@@ -212,14 +212,14 @@ def test_augmentation_depends_on_seed_epoch_and_row_alone():
     assert alone != values(3) and alone != values(2, seed=1)
 
 
-def test_two_columns_cannot_both_say_which_rows_share_a_batch():
+def test_two_columns_cannot_both_define_which_rows_share_a_batch():
     table = pa.table({"a": pa.array(LISTS), "b": pa.array(LISTS)})
     with pytest.raises(ConfigError, match="One column at most"):
         feed(table, {n: Column(n, pad="batch", bucket=True) for n in "ab"})
 
 
-def test_the_order_tells_which_rows_steps_have():
-    """What changes no step's rows is not told: seeds without a shuffle, windows with a full one, how rows are cut."""
+def test_order_identifies_the_rows_of_steps():
+    """What changes no step's rows is not in it: seeds without a shuffle, windows with a full one, how rows are cut."""
 
     def order(cuts=(10, 60), **options):
         batch = BatchSpec.parsed("id", None, None, None)

@@ -91,7 +91,7 @@ def test_what_a_coordinator_of_parameter_servers_cannot_know_is_none(tmp_path):
     assert line["input_wait"] is None and line["communication"] is None and line["examples_per_second"] > 0
 
 
-def test_tensorboard_shows_them_beside_losses(tmp_path):
+def test_tensorboard_shows_them_next_to_losses(tmp_path):
     trained(tmp_path, Events(str(tmp_path / "events"), write_graph=False), waited=lambda: 0.0)
     tags = {}
     for file in (tmp_path / "events").rglob("events*"):
@@ -110,8 +110,8 @@ def test_a_storage_that_takes_no_more_ends_them_and_not_the_training(tmp_path):
     (tmp_path / "events" / "system").touch()
     with pytest.warns(UserWarning) as seen:
         trained(tmp_path, Events(str(tmp_path / "events"), write_graph=False))
-    ours = [str(warning.message) for warning in seen if str(warning.message).startswith("Figures")]
-    assert len(ours) == 2 and "raytf report" in ours[0] and "TensorBoard" in ours[1], ours
+    messages = [str(warning.message) for warning in seen if str(warning.message).startswith("Figures")]
+    assert len(messages) == 2 and "raytf report" in messages[0] and "TensorBoard" in messages[1], messages
 
 
 @pytest.mark.slow

@@ -47,13 +47,13 @@ def test_batches_are_those_of_keras(name):
     from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 
     x, y, w = GIVEN[name]
-    theirs = [
+    expected = [
         tree.map_structure(lambda part: np.asarray(part), batch)
         for batch in ArrayDataAdapter(_texts(x), _texts(y), w, batch_size=4).get_tf_dataset()
     ]
-    mine = batches(arrays.check_rows(x, y, w, None, None, None))
-    assert len(mine) == len(theirs)
-    for one, other in zip(mine, theirs, strict=True):
+    found = batches(arrays.check_rows(x, y, w, None, None, None))
+    assert len(found) == len(expected)
+    for one, other in zip(found, expected, strict=True):
         other = _as_given(other, y, w)
         tree.assert_same_structure(tree.map_structure(np.asarray, one), other)
         for part, its in zip(tree.flatten(one), tree.flatten(other), strict=True):

@@ -119,6 +119,6 @@ def test_refused(name):
 
 
 @pytest.mark.parametrize("call", [raytf.fit, raytf.evaluate])
-def test_what_lacks_y_is_told_so(call):
+def test_missing_y_is_reported(call):
     with pytest.raises(ConfigError, match=r"x \(None, 3\) \w+ without y \(.*a loss compares with y"):
         call(model(), X, num_workers=2)

@@ -1,4 +1,4 @@
-"""What a run writes besides its checkpoints, and goes on without: Ray's list of them, events for TensorBoard."""
+"""What a run writes besides its checkpoints, and continues without: Ray's list of them, events for TensorBoard."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_metrics_of_numpy_are_listed_as_python_has_them(tmp_path):
     checkpoint = Checkpoint(str(tmp_path / "run" / "one"), manager._storage_context.storage_filesystem)
     report = types.SimpleNamespace(checkpoint=checkpoint, metrics=metrics, validation=False)
 
-    async def register():  # it tells who waits in a loop
+    async def register():  # it needs a running event loop
         manager.register_checkpoint(report)
 
     asyncio.run(register())

@@ -68,7 +68,7 @@ def test_tensors_lists_booleans_and_times():
 
 
 def gathered(array, spec, rows=(1, 0, 1)):
-    """Rows of a column that lies in two tables."""
+    """Returns rows of a column that is stored in two tables."""
     cut = len(array) // 2
     tables = [table(x=array[:cut]), table(x=array[cut:])]
     rows = np.array(rows, int)
@@ -98,7 +98,7 @@ def test_lists_of_different_lengths_in_any_order(lists, data):
     assert [part.tolist() for part in np.split(values, np.cumsum(lengths))[:-1]] == [lists[row] for row in rows]
 
 
-def test_nulls_are_filled_where_it_is_said_with_what():
+def test_nulls_are_filled_where_a_fill_value_is_given():
     column = pa.array([1, None, 3], pa.int64())
     filled = gathered(column, Column("x", fill=-1), (0, 1, 2))[0]
     assert filled.tolist() == [1, -1, 3] and filled.dtype == np.int64
@@ -142,7 +142,7 @@ def test_options_that_do_not_go_together(options, rule):
 
 
 def test_blocks_are_never_handed_out():
-    """What is gathered lies in memory of its own, as TensorFlow may write into what it is given."""
+    """What is gathered is stored in memory of its own, as TensorFlow may write into what it is given."""
     block = table(x=np.arange(64.0))
     view = gather.column_array(block, Column("x"))
     (copied,) = gather.source([block], Columns.of("x", "x")).gather(gather.Places(np.zeros(64, int), np.arange(64)))

@@ -34,9 +34,9 @@ def sums(on_each):
 
     def make(gradients, rows, wire):
         def work(place):
-            mine = None if rows is None else tf.constant(rows[place.rank])
+            own = None if rows is None else tf.constant(rows[place.rank])
             ring = GradientRing(place, wire_dtype=None if wire is None else tf.as_dtype(wire))
-            found, _ = ring.sum([tf.constant(g) for g in gradients[place.rank]], mine)
+            found, _ = ring.sum([tf.constant(g) for g in gradients[place.rank]], own)
             return [g.numpy() for g in found]
 
         return on_each(work)
@@ -55,7 +55,7 @@ def test_gradients_larger_and_smaller_than_float16_can_be(sums, wire):
     together = np.concatenate([big, small])
     exact = together.astype(np.float64) * (2 - 2 + 8) / 8
     got = np.concatenate(found[0][:2])
-    if wire == "float16":  # what is small beside 2e30 is lost, and nothing is infinite
+    if wire == "float16":  # what is small next to 2e30 is lost, and nothing is infinite
         assert np.isfinite(got).all()
         np.testing.assert_allclose(got, exact, atol=2e30 * 2.0**-24, rtol=2e-3)
     else:
@@ -71,12 +71,12 @@ def rows_of_tables(on_each):
 
     def make(tables, rows, merge, fixed=None):
         def work(place):
-            mine = None if rows is None else tf.constant(rows[place.rank])
+            own = None if rows is None else tf.constant(rows[place.rank])
             slices = [tf.IndexedSlices(tf.constant(v), tf.constant(i), (9, 2)) for i, v in tables[place.rank]]
             ring = GradientRing(place)
             return [
                 (g.indices.numpy(), g.values.numpy())
-                for g in ring.sum_rows(slices, mine, merge, fixed or len(slices) * [False])
+                for g in ring.sum_rows(slices, own, merge, fixed or len(slices) * [False])
             ]
 
         return on_each(work)
@@ -163,7 +163,7 @@ def test_float16_gradients_whose_sum_passes_its_end_on_the_way(sums, copies):
     assert [set(one[0].tolist()) for one in found] == [{60000}] * 3
 
 
-def test_workers_without_a_token_are_told():
+def test_missing_token_warns_or_raises():
     from raytf.collectives.gradient_ring import check_without
 
     with pytest.warns(UserWarning, match="no token for raytf's ring"):
@@ -185,12 +185,12 @@ def test_the_halves_of_a_sum_give_its_bits(on_each, dtype):
 
     def work(place):
         ring = GradientRing(place, pack_bytes=9000)
-        mine = [tf.cast(g, dtype) for g in gradients[place.rank]]
+        own = [tf.cast(g, dtype) for g in gradients[place.rank]]
         rows, before = tf.constant([2, 3, 4][place.rank]), place.sent
-        whole, total = ring.sum(mine, rows)
+        whole, total = ring.sum(own, rows)
         both, before = place.sent - before, place.sent
-        shares, total_of_shares = ring.sum(mine, rows, shares=True)
-        joined = ring.join(shares, [tf.TensorSpec(g.shape, g.dtype) for g in mine])
+        shares, total_of_shares = ring.sum(own, rows, shares=True)
+        joined = ring.join(shares, [tf.TensorSpec(g.shape, g.dtype) for g in own])
         halves = place.sent - before
         gathered = [ring.whole(share.numpy()) for share in shares]
         assert total == total_of_shares == 9

@@ -162,7 +162,7 @@ def test_what_has_no_rows_is_given_as_it_is():
     assert halves.outcome(call, (tf.TensorSpec((None, 3)), weights), None).rows
 
 
-def test_noise_and_what_cannot_be_tried_are_told_apart():
+def test_noise_is_distinguished_from_what_cannot_be_tried():
     trainer.install()
     noisy = tried(lambda y, p: ops.mean(p + keras.random.normal((3,))), 3)
     assert noisy.unknown and not noisy.why

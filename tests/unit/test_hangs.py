@@ -1,4 +1,4 @@
-"""Who waits for whom is judged from what workers tell: no false alarm, the right one, in the limit."""
+"""Which worker waits for which is judged from their reports: no false alarm, the right one, in the limit."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from raytf.runtime.hangs import HangDetector
 
 
 class Worker:
-    """What a worker tells, second by second."""
+    """What a worker reports, second by second."""
 
-    def __init__(self, **told):
+    def __init__(self, **status):
         self.told = {
             "phase": activity.STEP,
             "seconds": 0.0,
@@ -39,7 +39,7 @@ class Worker:
             "switches": 5,
             "failing": "",
             "clock": 0.0,
-        } | told
+        } | status
         self.works = self.moves = False
 
     def second(self):
@@ -51,8 +51,8 @@ class Worker:
         self.told["switches"] += self.moves
 
 
-def waits(**told):
-    return Worker(meeting=(activity.SUM, 18, 0.0), **told)
+def waits(**status):
+    return Worker(meeting=(activity.SUM, 18, 0.0), **status)
 
 
 def seconds_until(judge, workers, most=1000, ends=False):
@@ -67,7 +67,7 @@ def seconds_until(judge, workers, most=1000, ends=False):
 
 
 @pytest.mark.parametrize(
-    ("told", "words"),
+    ("status", "words"),
     [
         ({"phase": activity.INPUT}, "waits for rows of its input in step 18"),
         ({"phase": activity.CALLBACKS, "hook": "Mine.on_epoch_end"}, "is in Mine.on_epoch_end after step 17"),
@@ -78,20 +78,20 @@ def seconds_until(judge, workers, most=1000, ends=False):
         ({"phase": activity.END}, "has left the training after step 17"),
     ],
 )
-def test_the_one_that_does_not_come_is_named_and_ended_later(told, words):
-    workers = [waits(), Worker(**told), waits()]
+def test_the_one_that_does_not_come_is_named_and_ended_later(status, words):
+    workers = [waits(), Worker(**status), waits()]
     second, hang = seconds_until(HangDetector(10, 60), workers)
     assert 10 <= second <= 11 and hang.rank == 1 and words in str(hang) and not hang.ends
     assert "worker 0 and worker 2 wait for it since step 18" in str(hang)
     second, _ = seconds_until(HangDetector(10, 60), workers, ends=True)
-    slow = told["phase"] not in (activity.STEP, activity.END)
+    slow = status["phase"] not in (activity.STEP, activity.END)
     assert 30 < second <= 300 if slow else second <= 30
 
 
-def test_another_number_of_steps_is_that_of_the_one_that_is_behind():
-    behind = Worker(meeting=(activity.COLLECTIVE, 4, 0.0))
+def test_worker_with_fewer_steps_is_named():
+    late = Worker(meeting=(activity.COLLECTIVE, 4, 0.0))
     ahead = waits(numbers={activity.SUM: 18, activity.COLLECTIVE: 3, activity.REPORT: 0})
-    _, hang = seconds_until(HangDetector(10, 60), [ahead, behind])
+    _, hang = seconds_until(HangDetector(10, 60), [ahead, late])
     assert hang.rank == 1 and "another number of steps" in str(hang) and "worker 0 waits" in str(hang)
 
 
@@ -139,7 +139,7 @@ finally:
 
 
 @pytest.mark.slow
-def test_a_process_tells_that_it_was_ready_to_run_and_had_no_processor():
+def test_process_reports_that_it_was_ready_to_run_and_had_no_processor():
     done = subprocess.run([sys.executable, "-c", STARVES], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
 
@@ -161,7 +161,7 @@ def test_the_first_step_has_a_limit_of_its_own():
     assert 60 <= seconds_until(HangDetector(10, 60), workers)[0] <= 61
 
 
-def test_an_input_that_gives_nothing_to_anybody_is_told_and_ends_late():
+def test_input_that_yields_nothing_on_any_worker_is_reported_and_ended_late():
     workers = [Worker(phase=activity.INPUT), Worker(phase=activity.INPUT)]
     second, hang = seconds_until(HangDetector(10, 60), workers)
     assert 10 <= second <= 11 and "waits for rows" in str(hang) and "the run waits for it" in str(hang)
@@ -176,7 +176,7 @@ def test_what_took_long_once_may_take_twice_as_long():
 
 
 def test_no_false_alarm_in_steps_that_take_20_times_as_long():
-    """An hour of steps of each length; one worker, drawn anew each time, sleeps meanwhile, and the others wait."""
+    """An hour of steps of each length; one worker, drawn each time, sleeps meanwhile, and the others wait."""
     source = random.Random(5)
     for usual in (0.05, 0.45, 2.0):
         judge, clock = HangDetector(8.5, 60), 0.0
@@ -189,26 +189,26 @@ def test_no_false_alarm_in_steps_that_take_20_times_as_long():
                     met = None if rank == slow else (activity.SUM, 18, float(now))
                     phase = activity.CALLBACKS if rank == slow else activity.STEP
                     worker.told = dict(worker.told, phase=phase, meeting=met, seconds=float(now), clock=clock + now)
-                told = {rank: worker.told for rank, worker in enumerate(workers)}
-                assert judge.look(told, {}) is None, (usual, clock, now)
+                reports = {rank: worker.told for rank, worker in enumerate(workers)}
+                assert judge.look(reports, {}) is None, (usual, clock, now)
             clock += took
 
 
 def test_a_silent_one_is_named():
-    told = {0: waits().told, 1: Worker().told}
-    assert HangDetector(10, 60).look(told, {1: 9.0}) is None
-    hang = HangDetector(10, 60).look(told, {1: 10.0})
-    assert hang.rank == 1 and not hang.ends and HangDetector(10, 60).look(told, {1: 30.0}).ends
+    reports = {0: waits().told, 1: Worker().told}
+    assert HangDetector(10, 60).look(reports, {1: 9.0}) is None
+    hang = HangDetector(10, 60).look(reports, {1: 10.0})
+    assert hang.rank == 1 and not hang.ends and HangDetector(10, 60).look(reports, {1: 30.0}).ends
     assert "holds Python's lock" in str(hang)
-    hang = HangDetector(10, 60).look(told, {1: 10.0}, {1: "stopped by a signal (SIGSTOP?)"})
+    hang = HangDetector(10, 60).look(reports, {1: 10.0}, {1: "stopped by a signal (SIGSTOP?)"})
     assert (
         not hang.ends and "is stopped by a signal" in str(hang) and "worker 0 waits for it since step 18" in str(hang)
     )
 
 
-def test_activity_tells_where_the_training_is_and_what_its_callback_is():
+def test_activity_reports_the_phase_and_the_callback():
     now = [0.0]
-    here, inside, go_on = PhaseTracker(lambda: now[0]), threading.Event(), threading.Event()
+    tracker, inside, go_on = PhaseTracker(lambda: now[0]), threading.Event(), threading.Event()
 
     class Mine:
         def on_epoch_end(self):
@@ -216,25 +216,30 @@ def test_activity_tells_where_the_training_is_and_what_its_callback_is():
             go_on.wait(60)
 
     def train():
-        here.register_thread()
-        here.at(activity.STEP)
-        with here.collective(activity.SUM):
+        tracker.register_thread()
+        tracker.at(activity.STEP)
+        with tracker.collective(activity.SUM):
             pass
-        here.executed(4)
+        tracker.executed(4)
         Mine().on_epoch_end()
-        here.at(activity.END)
+        tracker.at(activity.END)
 
     thread = threading.Thread(target=train)
     thread.start()
     inside.wait(60)
     now[0] += 3
-    told = here.snapshot()
-    assert (told["phase"], told["hook"], told["step"], told["meeting"]) == ("callbacks", "Mine.on_epoch_end", 4, None)
-    assert told["seconds"] == 3 and told["numbers"]["sum"] == 1
-    assert "go_on.wait(60)" in here.stack() and told["switches"] >= 0
+    status = tracker.snapshot()
+    assert (status["phase"], status["hook"], status["step"], status["meeting"]) == (
+        "callbacks",
+        "Mine.on_epoch_end",
+        4,
+        None,
+    )
+    assert status["seconds"] == 3 and status["numbers"]["sum"] == 1
+    assert "go_on.wait(60)" in tracker.stack() and status["switches"] >= 0
     go_on.set()
     thread.join()
-    assert here.snapshot()["phase"] == "end"
+    assert tracker.snapshot()["phase"] == "end"
 
 
 def test_a_stopped_process_shows_its_stack():
@@ -253,13 +258,13 @@ def test_a_stopped_process_shows_its_stack():
 @pytest.mark.slow
 def test_the_cost_of_a_step():
     """Its part of a step of a millisecond, measured against a loop of this machine's own."""
-    here = PhaseTracker()
+    tracker = PhaseTracker()
 
-    def told():
-        here.at(activity.STEP)
-        here.begin_collective(activity.SUM)
-        here.leave()
-        here.executed(1)
+    def step():
+        tracker.at(activity.STEP)
+        tracker.begin_collective(activity.SUM)
+        tracker.leave()
+        tracker.executed(1)
 
     def per_call(function):
         began = time.perf_counter()
@@ -268,7 +273,7 @@ def test_the_cost_of_a_step():
         return (time.perf_counter() - began) / 2000
 
     # a function that does nothing takes 0.03 to 0.1 us
-    assert min(per_call(told) for _ in range(5)) < 150 * min(per_call(lambda: None) for _ in range(5))
+    assert min(per_call(step) for _ in range(5)) < 150 * min(per_call(lambda: None) for _ in range(5))
 
 
 @pytest.mark.parametrize(
@@ -279,12 +284,12 @@ def test_limits_out_of_range_are_refused(options):
         raytf.TensorflowConfig(**options)
 
 
-def test_restarted_workers_tell_how_many_steps_are_made_again():
-    said = []
-    watch = HangMonitor(lambda rank, function: None, {}, 1.0, 1.0, emit=said.append, made=19)
+def test_restarted_workers_report_how_many_steps_are_repeated():
+    messages = []
+    watch = HangMonitor(lambda rank, function: None, {}, 1.0, 1.0, emit=messages.append, made=19)
     watch.close()
     for began, step in (None, 0), (15, 16), (15, 18):
         watch._snapshots = {0: Worker(began=began, step=step).told}
         watch._look_for_repeats()
         assert watch.made == 19
-    assert [(event.step, event.steps) for event in said] == [(15, 4)]
+    assert [(event.step, event.steps) for event in messages] == [(15, 4)]

@@ -49,17 +49,17 @@ def survivor():
     """(healer, holder, future of its sum): the other one of two has passed something on, and has died."""
     with ThreadPoolExecutor(2) as pool:
         listeners = [Listener("127.0.0.1") for _ in range(2)]
-        mine, other = pool.map(lambda rank: joined(listeners, rank), range(2))
-        healer, holder = Healer(), Holder(mine)
-        told = []
-        healer.arm(lambda: Listener("127.0.0.1"), lambda: None, lambda: told.append("lost"), step=0)
+        ring, other = pool.map(lambda rank: joined(listeners, rank), range(2))
+        healer, holder = Healer(), Holder(ring)
+        losses = []
+        healer.arm(lambda: Listener("127.0.0.1"), lambda: None, lambda: losses.append("lost"), step=0)
         with healer.execution():
             healer.stepped(holder, b"mine")
             other.pass_on(2, b"the other's")
             other.close()
             yield healer, holder, pool.submit(healer.make, holder, holder.add)
         holder.ring.close()
-        assert told, "the driver is told of a loss at once"
+        assert losses, "the driver is told of a loss at once"
 
 
 def ring_of(waiting, listener, generation):
@@ -68,7 +68,7 @@ def ring_of(waiting, listener, generation):
 
 @pytest.mark.slow
 def test_a_ring_that_will_not_be_is_left_at_once_and_the_next_one_joined(survivor, set_timeouts):
-    """Its new member died behind the driver's word: an hour would be its. What was passed on is had by the next."""
+    """Its new member died after the driver's command: an hour would be its. What was passed on is had by the next."""
     set_timeouts(ring_join=3600.0)
     healer, holder, sum_ = survivor
     first = standing(healer)
@@ -82,9 +82,9 @@ def test_a_ring_that_will_not_be_is_left_at_once_and_the_next_one_joined(survivo
     second = standing(healer)
     assert second.held == first.held and second.address != first.address
     new = Listener("127.0.0.1")
-    told = ring_of(second, new, 2)
-    healer.command(told)
-    ring = new.join(1, told.addresses, TOKEN, 20.0, 20.0, generation=2)
+    rejoin = ring_of(second, new, 2)
+    healer.command(rejoin)
+    ring = new.join(1, rejoin.addresses, TOKEN, 20.0, 20.0, generation=2)
     ring.add(array := np.ones(2))
     assert array.tolist() == sum_.result(20).tolist() == [2, 2]
     assert ring.held == ((tag_of(1), b"mine"),), "this one may be lost next, and the new one is behind it"
@@ -92,7 +92,7 @@ def test_a_ring_that_will_not_be_is_left_at_once_and_the_next_one_joined(survivo
     ring.close()
 
 
-def test_a_word_that_comes_behind_its_end_is_not_followed(survivor):
+def test_command_for_an_abandoned_generation_is_ignored(survivor):
     healer, _, sum_ = survivor
     healer.leave(3)
     first = standing(healer)
@@ -104,7 +104,7 @@ def test_a_word_that_comes_behind_its_end_is_not_followed(survivor):
         sum_.result(20)
 
 
-def test_another_training_of_the_process_counts_its_rings_anew(survivor):
+def test_next_training_of_the_process_counts_its_rings_from_zero(survivor):
     healer, _, sum_ = survivor
     healer.leave(3)
     standing(healer)
@@ -114,22 +114,22 @@ def test_another_training_of_the_process_counts_its_rings_anew(survivor):
     healer.reset()
     with ThreadPoolExecutor(2) as pool:
         listeners = [Listener("127.0.0.1") for _ in range(2)]
-        mine, other = pool.map(lambda rank: joined(listeners, rank), range(2))
-        holder, new = Holder(mine), Listener("127.0.0.1")
+        first, other = pool.map(lambda rank: joined(listeners, rank), range(2))
+        holder, new = Holder(first), Listener("127.0.0.1")
         healer.arm(lambda: Listener("127.0.0.1"), lambda: None, lambda: None, step=0)
         with healer.execution():
             other.close()
             sum_ = pool.submit(healer.make, holder, holder.add)
-            told = ring_of(standing(healer), new, 1)
-            healer.command(told)
-            ring = new.join(1, told.addresses, TOKEN, 20.0, 20.0, generation=1)
+            rejoin = ring_of(standing(healer), new, 1)
+            healer.command(rejoin)
+            ring = new.join(1, rejoin.addresses, TOKEN, 20.0, 20.0, generation=1)
             ring.add(np.ones(2))
             assert sum_.result(20).tolist() == [2, 2]
         for one in (ring, holder.ring):
             one.close()
 
 
-def test_a_join_is_ended_before_and_while_it_goes_on():
+def test_join_is_cancelled_before_it_begins_and_while_it_runs():
     for early in (True, False):
         one = Listener("127.0.0.1")
         with ThreadPoolExecutor(1) as pool:
@@ -144,14 +144,14 @@ def test_a_join_is_ended_before_and_while_it_goes_on():
 
 
 class Epoch:
-    """A survivor of two behind the last step of an epoch: two exchanges were made since, and the third fails."""
+    """A survivor of two after the last step of an epoch: two exchanges were made since, and the third fails."""
 
-    foreseen = False  # whether workers are known to meet behind other steps
+    foreseen = False  # whether workers are known to meet after other steps
 
     def __init__(self, pool):
         listeners = [Listener("127.0.0.1") for _ in range(2)]
-        mine, self.other = pool.map(lambda rank: joined(listeners, rank), range(2))
-        self.healer, self.holder, self.made, self.pool = Healer(), Holder(mine), [], pool
+        ring, self.other = pool.map(lambda rank: joined(listeners, rank), range(2))
+        self.healer, self.holder, self.made, self.pool = Healer(), Holder(ring), [], pool
         nothing = lambda: None
         self.healer.arm(lambda: Listener("127.0.0.1"), nothing, nothing, step=0, note=self.note)
         with self.healer.execution():
@@ -164,7 +164,7 @@ class Epoch:
         self.made.clear()
 
     def make_a_step(self):
-        """One behind which workers are known to meet."""
+        """Makes a step after which workers are known to meet."""
         self.foreseen = True
         with self.healer.execution():
             self.healer.stepped(self.holder, b"mine")
@@ -196,10 +196,10 @@ class Epoch:
     def goes_on(self, from_scratch):
         """The ring of the one that is new."""
         waiting, new = standing(self.healer), Listener("127.0.0.1")
-        told = Rejoin([waiting.address, (new.host, new.port)], TOKEN, 1, {}, from_scratch)
+        rejoin = Rejoin([waiting.address, (new.host, new.port)], TOKEN, 1, {}, from_scratch)
         self.made.clear()
-        self.healer.command(told)
-        return waiting, new.join(1, told.addresses, TOKEN, 20.0, 20.0, generation=1)
+        self.healer.command(rejoin)
+        return waiting, new.join(1, rejoin.addresses, TOKEN, 20.0, 20.0, generation=1)
 
 
 @pytest.fixture
@@ -211,7 +211,7 @@ def ended():
 
 
 def test_what_followed_an_epoch_is_exchanged_again(ended):
-    """Also within the first step of the next one, with a process that begins behind the last step."""
+    """Also within the first step of the next one, with a process that begins after the last step."""
     with ended.lost_in_the_next(from_scratch=True) as (sum_, waiting, ring):
         assert (waiting.since, waiting.tag, waiting.between) == (tag_of(1), tag_of(1) + 2, False)
         assert ended.healer.image(True) == "the end"
@@ -226,7 +226,7 @@ def test_what_followed_an_epoch_is_exchanged_again(ended):
 
 
 def test_what_callbacks_left_of_what_each_has_for_itself_is_passed_on_again(ended):
-    """Before the step that follows them; what it was behind the step before them is kept, for one that begins there."""
+    """Before the step that follows them; what it was after the step before them is kept, for one that begins there."""
     ended.make_a_step()
     ended.healer.resumes(ended.holder, b"mine")
     assert ended.healer.tag == tag_of(2), "nothing has changed"
@@ -243,7 +243,7 @@ def test_what_callbacks_left_of_what_each_has_for_itself_is_passed_on_again(ende
 
 
 def test_what_followed_an_execution_is_exchanged_again_where_that_was_foreseen(ended):
-    """Of three workers' exchanges behind a step the second breaks; the third is within the next step."""
+    """Of three workers' exchanges after a step the second breaks; the third is within the next step."""
     ended.foreseen = True
     with ended.healer.execution():
         ended.healer.stepped(ended.holder, b"mine")
@@ -293,8 +293,8 @@ def test_a_process_that_comes_to_something_else_at_the_end_of_an_epoch_is_not_fo
     ring.close()
 
 
-def test_what_was_exchanged_as_callbacks_were_told_of_the_steps_batch_is_exchanged_again(ended):
-    """As where one evaluates the model then: the process in the place of one that is lost in that step does, too."""
+def test_exchanges_within_batch_callbacks_are_made_again(ended):
+    """As where one evaluates the model then: the replacement of one that is lost in that step does, too."""
     ended.make_a_step()
     ended.healer.begin_batch()
     both = ended.pool.submit(ended.add, ended.other, 1), ended.pool.submit(ended.make, "evaluation")
@@ -336,7 +336,7 @@ def test_what_is_made_again(waiting, lost, expected):
     assert is_to_be_made_anew(waiting, lost, size) is expected
 
 
-def test_what_a_worker_refuses_is_said_in_its_own_words():
+def test_refusal_of_a_worker_is_reported_with_its_own_text():
     """And not as Ray wraps it, whose first line names the actor."""
     refused = RaytfError("what ModelCheckpoint held was the chief's alone")
     wrapped = ray.exceptions.RayTaskError("execute", "of a worker", refused).as_instanceof_cause()

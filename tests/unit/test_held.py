@@ -32,7 +32,7 @@ def gone(writer) -> None:
     until(lambda: is_gone(writer.pid))
 
 
-def test_what_is_held_is_written_when_it_is_asked_for_or_nobody_says_goodbye(tmp_path):
+def test_held_snapshot_is_written_on_request_or_when_its_process_dies(tmp_path):
     ends = {
         "released": (SnapshotWriter.release, [folder_name(2)]),
         "promoted": (SnapshotWriter.flush, [folder_name(2), folder_name(5)]),
@@ -119,7 +119,7 @@ def test_the_note_of_a_host_that_has_gone_is_waited_for_once(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_writer_whose_worker_is_killed_while_its_storage_is_slow_says_so(tmp_path, monkeypatch):
+def test_writer_of_a_killed_worker_reports_a_slow_storage(tmp_path, monkeypatch):
     code = (
         "import raytf.storage.snapshot_writer as w, sys, time; put = w.SnapshotStore.put; "
         "w.SnapshotStore.put = lambda *a: (time.sleep(3), put(*a))[1]; w.main(sys.argv[1:])"

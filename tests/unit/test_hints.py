@@ -1,4 +1,4 @@
-"""What is said of a mistake names what is wrong with it, and a way that leads on."""
+"""The error for a mistake names what is wrong with it, and a fix."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from raytf.worker import fit
 
 
 @pytest.mark.parametrize(
-    ("nodes", "each", "count", "said", "unsaid"),
+    ("nodes", "each", "count", "message", "unsaid"),
     [
         (
             [{"CPU": 8}],
@@ -51,9 +51,9 @@ from raytf.worker import fit
         ([{"CPU": 8}], {"CPU": 1, "TPU": 4}, 1, ["less TPU", "nodes with TPU"], ["--cpus-per-worker", "GPU"]),
     ],
 )
-def test_advice_is_about_what_the_cluster_lacks(nodes, each, count, said, unsaid):
+def test_advice_is_about_what_the_cluster_lacks(nodes, each, count, message, unsaid):
     text = suggest_workers(nodes, each, count)
-    assert all(word.lower() in text.lower() for word in said), text
+    assert all(word.lower() in text.lower() for word in message), text
     assert not [word for word in unsaid if word.lower() in text.lower()], text
 
 
@@ -179,8 +179,8 @@ def test_a_relative_storage_path_is_below_the_current_folder(tmp_path, monkeypat
     assert trainer.run_config.storage_path == str(tmp_path / "runs")
 
 
-def test_a_metric_that_no_trial_reports_is_told_without_a_traceback_of_rays():
-    """Where a loop is the user's, the first report tells; Tune shows the traceback of each trial that fails."""
+def test_metric_that_no_trial_reports_is_an_error_without_rays_traceback():
+    """Where a loop is the user's, the first report shows it; Tune shows the traceback of each trial that fails."""
 
     def record(error):
         return logging.LogRecord("tune", logging.ERROR, "", 0, "Trial task failed", (), (type(error), error, None))
@@ -240,10 +240,10 @@ def test_what_makes_a_dataset_of_something_else(given, fix):
     assert fix in arguments.as_dataset(given)
 
 
-def test_a_column_that_the_validation_lacks_is_said_to_be_its(tmp_path):
+def test_missing_column_of_the_validation_data_is_reported_as_such(tmp_path):
     pq.write_table(pa.table({"a": [1.0]}), tmp_path / "rows.parquet")
-    for name, said in (("train", "^labels must"), ("validation", "^In the dataset 'validation' labels must")):
-        with pytest.raises(ConfigError, match=said):
+    for name, message in (("train", "^labels must"), ("validation", "^In the dataset 'validation' labels must")):
+        with pytest.raises(ConfigError, match=message):
             cli_options.check_columns(name, str(tmp_path), {"labels": "y"})
 
 
@@ -256,8 +256,8 @@ def test_a_loss_or_metric_that_keras_does_not_know(wrong):
 
     table = pa.table({"x": np.arange(4.0, dtype=np.float32), "y": np.arange(4.0, dtype=np.float32)})
     pickled = cloudpickle.dumps((misspelt, {"batch_size": 2, "epochs": 1}, BatchSpec.parsed(["x"], "y"), [], None))
-    said = str(dry_run.inspect(pickled, StoredDataset([table], [4], ["x", "y"])))
-    assert re.match(r"compile must name losses and metrics that Keras has.*(msee|acuracy)", said), said
+    message = str(dry_run.inspect(pickled, StoredDataset([table], [4], ["x", "y"])))
+    assert re.match(r"compile must name losses and metrics that Keras has.*(msee|acuracy)", message), message
 
 
 @pytest.mark.slow

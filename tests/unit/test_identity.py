@@ -1,4 +1,4 @@
-"""What tells one run from another: the same in every process, and what differs is named."""
+"""What distinguishes one run from another: the same in every process, and what differs is named."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from raytf.identity import same_run
 from tests.unit import kinds_of_models as kinds
 from tests.unit.kinds_of_models import told
 
-# What version 2 of identities says of some models.
+# Identities of some models in version 2.
 OLD = pathlib.Path(__file__).parent / "checkpoints" / "identities_2.json"
 
 
@@ -126,7 +126,7 @@ SOFT = {
 
 
 @pytest.mark.parametrize("case", SOFT)
-def test_what_differs_around_the_model_is_named(base, case):
+def test_differences_outside_the_model_are_named(base, case):
     changes, expected = SOFT[case]
     assert texts(run_of(base), run_of(base, **changes)) == [(text, False) for text in expected]
 
@@ -140,7 +140,7 @@ def test_another_python_and_another_keras_are_not_differences(base):
     assert texts(run_of(base), newer) == []
 
 
-def test_what_is_refused_and_what_is_said(base):
+def test_what_is_refused_and_its_message(base):
     was, rate = run_of(base), run_of(told(kinds.functional, rate=0.1))
     with pytest.raises(ConfigError, match=r"if it is the same run; received: 'it' with learning_rate 0\.1, was 0\.01"):
         same_run.check_same_run(was, rate, "auto", "it")
@@ -165,6 +165,6 @@ def test_a_checkpoint_of_an_earlier_version_is_compared_by_what_both_have(build)
         same_run.check_same_run(was, run_of(told(kinds.sequential)), True, "it")
 
 
-def test_a_checkpoint_that_says_nothing_is_gone_on_with(base):
+def test_checkpoint_without_an_identity_is_resumed(base):
     with pytest.warns(UserWarning, match="of another version of raytf"):
         same_run.check_same_run({}, run_of(base), "auto", "it")

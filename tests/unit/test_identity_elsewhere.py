@@ -1,4 +1,4 @@
-"""What tells one run from another is the same in every process; and which values of the config are part of it.
+"""What distinguishes one run from another is the same in every process; and which values of the config are part of it.
 
 One process runs all that needs another one.
 """
@@ -94,7 +94,7 @@ EXPECTED = {
 
 @pytest.fixture(scope="module")
 def elsewhere(tmp_path_factory):
-    """What each program says: READS, and the two modules of models, one of them from a copy in another place."""
+    """Returns the output of each program: READS, and the two modules of models, one from a copy in another place."""
     folder = tmp_path_factory.mktemp("moved")
     reads, copy = folder / "reads.py", folder / "moved_and_renamed.py"
     reads.write_text(READS)
@@ -103,16 +103,16 @@ def elsewhere(tmp_path_factory):
     command = [sys.executable, "-c", RUN, reads, changes.__file__, copy]
     run = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stderr
-    said = map(json.loads, run.stdout.splitlines()[-3:])
-    return dict(zip(("reads", "changes", "kinds"), said, strict=True))
+    answers = map(json.loads, run.stdout.splitlines()[-3:])
+    return dict(zip(("reads", "changes", "kinds"), answers, strict=True))
 
 
 @pytest.mark.parametrize("build", kinds.KINDS, ids=lambda build: build.__name__)
 def test_a_model_is_the_same_in_every_process(elsewhere, build):
-    here = kinds.told(build)
-    assert here == elsewhere["kinds"][build.__name__]
-    text = json.dumps(here)
-    assert " at 0x" not in text and "unit" not in json.dumps(here["model"]["class"]) and len(text) < 30_000
+    local = kinds.told(build)
+    assert local == elsewhere["kinds"][build.__name__]
+    text = json.dumps(local)
+    assert " at 0x" not in text and "unit" not in json.dumps(local["model"]["class"]) and len(text) < 30_000
 
 
 @pytest.mark.parametrize("case", ALL)

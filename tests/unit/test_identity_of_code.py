@@ -12,7 +12,7 @@ from tests.unit import changes_of_models as changes
 from tests.unit.test_identity import run_of, texts
 
 ALL = {**changes.SEEN, **changes.EQUAL}
-# What a layer says in its config, and how layers hang together.
+# What a layer lists in its config, and how layers are connected.
 REFUSED = ("wiring of a model within", "offset, the seventh digit", "an argument called as a method")
 
 

@@ -105,13 +105,13 @@ def test_iterators_are_what_they_were():
 
 
 @pytest.mark.slow
-def test_python_ends_behind_all_of_them():
+def test_python_exits_after_all_iterators_are_freed():
     """A thread that asks for Python's lock within a destructor while Python ends would abort the process."""
     done = subprocess.run([sys.executable, "-c", ENDS_WITH_PYTHON], capture_output=True, text=True, timeout=200)
     assert (done.returncode, done.stdout) == (0, "freed before Python ends: True\n"), done.stderr[-3000:]
 
 
-def test_an_end_that_takes_long_is_told_and_has_a_limit(monkeypatch, capsys, set_timeouts):
+def test_slow_end_is_logged_and_has_a_limit(monkeypatch, capsys, set_timeouts):
     monkeypatch.setattr(iterator_ends, "_QUIET_INTERVAL", 0.0)
     set_timeouts(iterator_end=0.1)
     waits, ended = threading.Event(), threading.Event()
@@ -124,8 +124,8 @@ def test_an_end_that_takes_long_is_told_and_has_a_limit(monkeypatch, capsys, set
     ends = iterator_ends._Ends()
     ends.begin([Held()])
     ends.close()
-    told = capsys.readouterr().err.splitlines()
-    assert "may take a minute" in told[0] and "has not freed 1 iterators" in told[1] and len(told) == 2, told
+    lines = capsys.readouterr().err.splitlines()
+    assert "may take a minute" in lines[0] and "has not freed 1 iterators" in lines[1] and len(lines) == 2, lines
     assert ends.closed and not ended.is_set()
     waits.set()
     assert ended.wait(60)

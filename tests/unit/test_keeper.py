@@ -57,11 +57,11 @@ def test_what_is_kept_is_restored_to_the_bit(tmp_path, keeper, build):
     assert checkpoint.read_state(folder).step == 6
     other, _ = trained(build, steps=1)
     checkpoint.restore(folder, other)
-    for mine, its in zip([*other.variables, *other.optimizer.variables], kept, strict=True):
-        np.testing.assert_array_equal(np.asarray(mine), its)
+    for left, right in zip([*other.variables, *other.optimizer.variables], kept, strict=True):
+        np.testing.assert_array_equal(np.asarray(left), right)
     other.fit(x, x[:, :1], epochs=3, batch_size=8, shuffle=False, verbose=0)
-    for mine, its in zip(other.get_weights(), model.get_weights(), strict=True):
-        np.testing.assert_array_equal(mine, its)
+    for left, right in zip(other.get_weights(), model.get_weights(), strict=True):
+        np.testing.assert_array_equal(left, right)
 
 
 def has_hung_up(writer) -> bool:
@@ -87,7 +87,7 @@ def test_a_process_that_was_killed_is_followed_by_another(tmp_path, keeper):
 
 
 @pytest.mark.slow
-def test_what_cannot_be_kept_at_the_end_is_said(tmp_path, keeper, set_timeouts):
+def test_failed_checkpoint_at_the_end_is_reported(tmp_path, keeper, set_timeouts):
     set_timeouts(checkpoint_last=0.5)
     (tmp_path / "run").write_text("in the way")
     model, _ = trained(functional)
@@ -103,7 +103,7 @@ def test_what_cannot_be_kept_at_the_end_is_said(tmp_path, keeper, set_timeouts):
 
 
 @pytest.mark.slow
-def test_an_epochs_checkpoint_is_waited_for_apart_and_newer_ones_take_its_place_once_it_failed(
+def test_epoch_checkpoint_is_waited_for_separately_and_replaced_by_newer_ones_once_it_failed(
     tmp_path, keeper, set_timeouts
 ):
     set_timeouts(checkpoint_failing=0.5)
@@ -128,7 +128,7 @@ def test_an_epochs_checkpoint_is_waited_for_apart_and_newer_ones_take_its_place_
 
 
 @pytest.mark.slow
-def test_whoever_waits_for_an_epochs_checkpoint_hears_that_the_training_has_ended(tmp_path, keeper, set_timeouts):
+def test_wait_for_an_epoch_checkpoint_ends_with_the_training(tmp_path, keeper, set_timeouts):
     set_timeouts(checkpoint_last=0.5)
     (tmp_path / "run").write_text("in the way")
     model, _ = trained(functional)

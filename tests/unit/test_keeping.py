@@ -1,4 +1,4 @@
-"""What tells one training of `raytf.fit` from another, and which checkpoint a call by name goes on from. No Ray."""
+"""What distinguishes trainings of `raytf.fit`, and which checkpoint a call by name resumes from. No Ray."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from raytf.storage.step_folders import folder_name
 X = np.arange(12.0).reshape(6, 2)
 
 
-def told(x=X, units=3, batch=2, **more):
+def sent(x=X, units=3, batch=2, **more):
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(units), keras.layers.Dense(1)])
     model.compile("sgd", "mse")
     model.optimizer.build(model.trainable_variables)
@@ -36,28 +36,28 @@ def keep(folder, step, state_of):
     checkpoint_files.write_manifest(str(path))
 
 
-def test_the_same_call_goes_on_and_another_one_is_named(tmp_path, capsys):
+def test_same_call_resumes_and_another_one_is_named(tmp_path, capsys):
     keeping = NamedFitCheckpoints.of("digits", tmp_path, "4 steps", "auto")
-    assert keeping.newest(told()) == (None, None) and keeping.last() == 0
+    assert keeping.newest(sent()) == (None, None) and keeping.last() == 0
     with pytest.raises(ConfigError, match="resumes from a checkpoint"):
-        NamedFitCheckpoints.of("digits", tmp_path, "auto", True).newest(told())
-    keep(tmp_path / "digits" / "fit", 4, told())
-    keep(tmp_path / "digits" / "fit", 6, json.loads(json.dumps(told())))
-    files, state = keeping.newest(told())
+        NamedFitCheckpoints.of("digits", tmp_path, "auto", True).newest(sent())
+    keep(tmp_path / "digits" / "fit", 4, sent())
+    keep(tmp_path / "digits" / "fit", 6, json.loads(json.dumps(sent())))
+    files, state = keeping.newest(sent())
     assert state.step == keeping.last() == 6 and checkpoint_files.STATE in files
     assert "digits: resuming from step 6 (step 2 of epoch 2)" in capsys.readouterr().err
     for other, message in [
-        (told(units=4), "units"),
-        (told(x=X + 1), "other contents of datasets"),
-        (told(x=X[:5]), "5 rows, was 6"),
-        (told(batch=3), "batch_size 3, was 2"),
-        (told(shuffle="none"), "shuffle"),
+        (sent(units=4), "units"),
+        (sent(x=X + 1), "other contents of datasets"),
+        (sent(x=X[:5]), "5 rows, was 6"),
+        (sent(batch=3), "batch_size 3, was 2"),
+        (sent(shuffle="none"), "shuffle"),
     ]:
         with pytest.raises(ConfigError, match=message):
             keeping.newest(other)
     with pytest.warns(UserWarning, match="resumes with batch_size 3, was 2"):
-        assert NamedFitCheckpoints.of("digits", tmp_path, "auto", True).newest(told(batch=3))[1].step == 6
-    assert NamedFitCheckpoints.of("digits", tmp_path, "auto", False).newest(told(batch=3)) == (None, None)
+        assert NamedFitCheckpoints.of("digits", tmp_path, "auto", True).newest(sent(batch=3))[1].step == 6
+    assert NamedFitCheckpoints.of("digits", tmp_path, "auto", False).newest(sent(batch=3)) == (None, None)
     assert not (tmp_path / "digits" / "fit").exists()
     keeping.forget()  # of nothing
 

@@ -82,7 +82,7 @@ WRONG = [
         {"deletionRules": [{"policy": "DeleteSelf", "condition": {}}]},
         "the deletion condition requires either the JobStatus",
     ),
-    # of pods, policies and claims, by Kubernetes' schemas and what it checks beside them
+    # of pods, policies and claims, by Kubernetes' schemas and what it checks in addition to them
     ("train", f"{POD}/terminationGracePeriodSeconds", "1m", "terminationGracePeriodSeconds: '1m' is not of type"),
     ("train", f"{RAY}/volumeMounts/0/name", "data", "ray mounts 'data', which is no volume of the pod"),
     ("train", f"{RAY}/resources/requests/cpu", "8", "ray requests 8 cpu, more than its limit 4"),
@@ -125,10 +125,10 @@ WRONG = [
 
 
 @pytest.mark.sampled(4)
-@pytest.mark.parametrize("name, path, value, says", WRONG, ids=[f"{name}-{path}" for name, path, *_ in WRONG])
-def test_a_wrong_field_is_refused(name, path, value, says):
+@pytest.mark.parametrize("name, path, value, message", WRONG, ids=[f"{name}-{path}" for name, path, *_ in WRONG])
+def test_a_wrong_field_is_refused(name, path, value, message):
     found = checks.refusals(patched(documents(f"{name}.yaml"), path, value))
-    assert any(says in text for text in found), found
+    assert any(message in text for text in found), found
 
 
 def test_the_pages_entrypoint_has_its_workers_where_kustomize_sets_them():
@@ -211,7 +211,7 @@ def test_image_and_scripts_are_linted(tmp_path):
 @pytest.mark.skipif(os.geteuid() != 0, reason="processes of its own need root")
 @pytest.mark.parametrize("ends", [True, False])
 def test_a_pod_waits_until_its_ray_node_has_ended_or_its_time_is_over(tmp_path, ends):
-    """The script finds the raylet of its container and tells Ray of it, in words that Ray's command takes."""
+    """The script finds the raylet of its container and drains it, by options that Ray's command takes."""
     (tmp_path / "ray").write_text(f'#!/bin/sh\necho "$*" > {tmp_path}/told; {"kill $RAYLET" if ends else ":"}\n')
     (tmp_path / "ray").chmod(0o755)
     raylet = "import signal; signal.signal(15, lambda *_: exit()); signal.pause()"

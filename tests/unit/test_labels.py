@@ -42,8 +42,8 @@ REFUSED = {
 
 @pytest.mark.parametrize("kind", REFUSED)
 def test_what_a_loss_cannot_take_is_refused(kind):
-    loss, values, said = REFUSED[kind]
-    with pytest.raises(ConfigError, match=said):
+    loss, values, message = REFUSED[kind]
+    with pytest.raises(ConfigError, match=message):
         check(model_of(loss), values)
 
 

@@ -42,7 +42,7 @@ def test_hosts_of_ones_own_all_stay():
 
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize(
-    ("path", "value", "said"),
+    ("path", "value", "message"),
     [
         ("max_worker", 3, "'max_worker' was unexpected"),
         ("max_workers", "3", "'3' is not of type 'integer'"),
@@ -51,13 +51,13 @@ def test_hosts_of_ones_own_all_stay():
         ("file_mounts", ["raytf"], r"\['raytf'\] is not of type 'object'"),
     ],
 )
-def test_ray_refuses_a_wrong_field(name, path, value, said):
+def test_ray_refuses_a_wrong_field(name, path, value, message):
     wrong = at = copy.deepcopy(prepare_config(config(name)))
     *way, last = path.split("/")
     for part in way:
         at = at[part]
     at[last] = value
-    with pytest.raises(jsonschema.ValidationError, match=said):
+    with pytest.raises(jsonschema.ValidationError, match=message):
         validate_config(wrong)
 
 

@@ -1,4 +1,4 @@
-"""A file that says that Keras 2 has written it runs nothing, and is loaded only where that is said. No Ray."""
+"""A file that names Keras 2 as its writer runs nothing, and is loaded only where that is given. No Ray."""
 
 import json
 import zipfile
@@ -43,7 +43,7 @@ def crafted(whole, path, change):
 
 
 @pytest.mark.slow
-def test_it_is_loaded_where_that_is_said_alone(whole):
+def test_legacy_file_is_loaded_only_on_request(whole):
     path, model = whole
     with pytest.raises(ConfigError, match="legacy_keras=True"):
         raytf.load_model(path)
@@ -76,7 +76,7 @@ def test_a_layer_that_could_run_code_is_refused(whole, tmp_path, name):
 
 @pytest.mark.parametrize("place", ["activation", "kernel_initializer", "kernel_regularizer", "loss", "optimizer"])
 @pytest.mark.parametrize("module", ["os", "builtins", "posix", "keras_others", "tf_keras.src.utils.io_utils", None])
-def test_a_function_of_others_is_refused_wherever_it_stands(whole, tmp_path, place, module):
+def test_function_of_others_is_refused_anywhere_in_the_file(whole, tmp_path, place, module):
     def change(config):
         layer = config["config"]["layers"][1]["config"]
         (layer if place in layer else config["compile_config"])[place] = {**BOMB, "module": module}

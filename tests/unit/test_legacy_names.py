@@ -1,4 +1,4 @@
-"""An error that comes of a name that only Keras 2 has says so, and how to go on; other errors are left alone."""
+"""An error that comes of a name that only Keras 2 has contains that, and the fix; other errors are left alone."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_where_keras_2_is_asked_for(monkeypatch):
 
 
 @pytest.mark.slow
-def test_without_keras_2_that_is_said_first(tmp_path):
+def test_missing_keras_2_is_reported_first(tmp_path):
     """Before Ray has started; the package is hidden in a process of its own."""
     code = (
         "import sys; sys.modules['tf_keras'] = None\n"
@@ -89,5 +89,5 @@ def test_without_keras_2_that_is_said_first(tmp_path):
         "raytf.TensorflowTrainer(lambda: None, tensorflow_config=raytf.TensorflowConfig(legacy_keras=True))\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=os.environ, timeout=120)
-    said = "Keras 2 is the package tf_keras; received: legacy_keras=True, and no tf_keras. Install it"
-    assert done.stderr.splitlines()[-1].startswith(f"raytf.errors.ConfigError: {said}"), done.stderr
+    message = "Keras 2 is the package tf_keras; received: legacy_keras=True, and no tf_keras. Install it"
+    assert done.stderr.splitlines()[-1].startswith(f"raytf.errors.ConfigError: {message}"), done.stderr

@@ -1,4 +1,4 @@
-"""A stopped process is told from one that works, by what Linux says of it."""
+"""A stopped process is distinguished from one that works, by what Linux reports of it."""
 
 import os
 import signal
@@ -13,14 +13,14 @@ from raytf.procfs import ProcessState
 
 
 def at(*looks):
-    """What `StopWatch` says to looks, each (seconds, Look)."""
+    """Returns what `StopWatch` returns for looks, each (seconds, Look)."""
     now = [0.0]
     judge = StopWatch(15, lambda: now[0]).update
-    said = []
+    answers = []
     for seconds, seen in looks:
         now[0] = seconds
-        said.append(judge(seen))
-    return said
+        answers.append(judge(seen))
+    return answers
 
 
 def test_a_line_of_proc():
@@ -30,13 +30,13 @@ def test_a_line_of_proc():
 
 @pytest.mark.parametrize("state, word", [("T", "by a signal"), ("t", "by a debugger"), ("Z", "dead")])
 def test_a_stop_that_lasts(state, word):
-    said = at(
+    answers = at(
         (0, ProcessState("R", 7, 1)),
         (2, ProcessState(state, 7, 1)),
         (10, ProcessState(state, 7, 1)),
         (18, ProcessState(state, 7, 1)),
     )
-    assert said[:3] == [None] * 3 and word in said[3] and "for 16 s" in said[3]
+    assert answers[:3] == [None] * 3 and word in answers[3] and "for 16 s" in answers[3]
 
 
 def test_a_stop_that_ends_in_time_is_none():
@@ -52,7 +52,7 @@ def test_long_work_and_slow_disks_are_no_stop():
     assert "file system" in at(*((s, ProcessState("D", 7, 1)) for s in (0, 10, 400)))[2]
 
 
-def test_who_has_gone():
+def test_ended_process_is_reported():
     assert at((0, ProcessState("S", 7, 1)), (1, None), (16, None)) == [None, None, "gone, for 15 s"]
     other = ProcessState("S", 8, 0)
     assert at((0, ProcessState("S", 7, 1)), (1, other), (10, other), (16, other))[3] == "gone, for 15 s", (
@@ -60,7 +60,7 @@ def test_who_has_gone():
     )
 
 
-def test_a_real_process_is_stopped_goes_on_and_ends():
+def test_real_process_is_stopped_resumed_and_ended():
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     try:
         process.send_signal(signal.SIGSTOP)
@@ -81,10 +81,10 @@ def test_how_long_a_thread_waited_for_a_processor(tmp_path):
     assert procfs.queued_seconds(os.getpid()) >= 0.0
     with pytest.raises(OSError):
         procfs.queued_seconds(2**22 + 1)
-    told = tmp_path / "self" / "task" / "7" / "schedstat"
-    told.parent.mkdir(parents=True)
-    told.write_text("5 2500000000 9\n")
+    path = tmp_path / "self" / "task" / "7" / "schedstat"
+    path.parent.mkdir(parents=True)
+    path.write_text("5 2500000000 9\n")
     assert procfs.queued_seconds(7, proc=str(tmp_path)) == 2.5
-    told.write_text("")
+    path.write_text("")
     with pytest.raises(OSError, match="has 0 numbers"):
         procfs.queued_seconds(7, proc=str(tmp_path))

@@ -1,4 +1,4 @@
-"""Metrics under a strategy: what need not be said to other workers is not."""
+"""Metrics under a strategy: what need not be sent to other workers is not."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from raytf.parallel import step as step_module
 
 
 def test_what_workers_have_together_for_one_that_cannot_reach_the_others():
-    """Sums of metrics, means of moving statistics, and of all else what the first has that is not behind."""
+    """Sums of metrics, means of moving statistics, and of all else the values of the first that is not older."""
     model = keras.Sequential([keras.Input((2,)), keras.layers.BatchNormalization(), keras.layers.Dropout(0.5)])
     model.compile("sgd", "mse", metrics=["mae"])
     model.train_on_batch(np.ones((3, 2)), np.ones((3, 2)))
@@ -71,7 +71,7 @@ def test_replicas_draw_from_the_global_seed_that_a_checkpoint_holds():
     np.testing.assert_array_equal(seed, after)
 
 
-def test_what_a_step_assigns_beside_its_update_is_noted():
+def test_what_a_step_assigns_besides_its_update_is_noted():
     trainer.install()
     layer = keras.layers.Dense(1)
     layer.build((None, 1))

@@ -51,15 +51,15 @@ def arrays(content: bytes) -> dict:
     return found
 
 
-def assert_same(mine: dict[str, bytes], its: dict[str, bytes]) -> None:
-    assert list(mine) == list(its)
-    for name in its:
+def assert_same(left: dict[str, bytes], right: dict[str, bytes]) -> None:
+    assert list(left) == list(right)
+    for name in right:
         if name == "model.weights.h5":
-            assert arrays(mine[name]) == arrays(its[name])
+            assert arrays(left[name]) == arrays(right[name])
         elif name == "metadata.json":
-            assert json.loads(mine[name])["keras_version"] == json.loads(its[name])["keras_version"]
+            assert json.loads(left[name])["keras_version"] == json.loads(right[name])["keras_version"]
         else:
-            assert mine[name] == its[name], name
+            assert left[name] == right[name], name
 
 
 def build(model) -> None:
@@ -208,10 +208,10 @@ def test_keras_alone_loads_it_with_its_optimizer(tmp_path, kind):
     path = tmp_path / "model.keras"
     path.write_bytes(b"".join(gather_io.zip_pieces(written(file.content()).items())))
     loaded = keras.saving.load_model(path)
-    for mine, its in zip(model.variables, loaded.variables, strict=True):
-        np.testing.assert_array_equal(mine, its)
-    for mine, its in zip(model.optimizer.variables, loaded.optimizer.variables, strict=True):
-        np.testing.assert_array_equal(mine, its)
+    for left, right in zip(model.variables, loaded.variables, strict=True):
+        np.testing.assert_array_equal(left, right)
+    for left, right in zip(model.optimizer.variables, loaded.optimizer.variables, strict=True):
+        np.testing.assert_array_equal(left, right)
 
 
 def test_what_a_training_changes_of_the_config_is_in_it(tmp_path):
@@ -243,7 +243,7 @@ def test_an_array_that_grows_is_laid_out_each_time(tmp_path):
     import keras
 
     class Counted(keras.layers.Layer):
-        """Writes as many numbers as it was told."""
+        """Writes as many numbers as it was given."""
 
         def call(self, x):
             return x

@@ -28,7 +28,7 @@ def gathered(tables, spec):
     return source.gather(gather.Places(table, row))
 
 
-# (column with nulls, options, what stands for them, what comes then)
+# (column with nulls, options, what replaces them, what comes then)
 CASES = {
     "ragged": (pa.array([[6, None, 8], [9]]), {"ragged": True}, -1, [[6, -1, 8, 9], [3, 1]]),
     "pad": (pa.array([[6, None, 8], [9]]), {"pad": 3}, -1, [[6, -1, 8, 9], [3, 1]]),
@@ -60,8 +60,8 @@ CASES = {
 def test_nulls_are_refused_or_filled(case):
     """Also where the block is a part of a larger array."""
     array, options, fill, expected = CASES[case]
-    around = pa.concat_arrays([array, array, array])
-    whole = pa.table({"x": around}).slice(len(array), len(array))
+    extended = pa.concat_arrays([array, array, array])
+    whole = pa.table({"x": extended}).slice(len(array), len(array))
     for tables in ([pa.table({"x": array})], [whole]):
         with pytest.raises(ConfigError, match=r"\d null\(s\).* of 'x'.*Column\('x', fill=\.\.\.\)"):
             gather.source(tables, Columns.of(Column("x", **options), "x"))

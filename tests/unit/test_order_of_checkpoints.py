@@ -44,7 +44,7 @@ def test_the_newest_is_that_of_most_steps_for_the_driver_and_for_load_model(run)
     assert made.last(finished=lambda last: False).step == 30
 
 
-def test_one_that_tells_no_step_stands_before_the_next_older_one(run):
+def test_checkpoint_without_a_step_comes_before_the_next_older_one(run):
     (run / NAMES[20] / "state.json").write_text(json.dumps([]))
     assert [one.name for one in list_checkpoints(LOCAL, str(run))] == [NAMES[20], NAMES[30], NAMES[10]]
 

@@ -22,9 +22,9 @@ def test_each_number_is_one_workers(kinds, workers, most):
         assert len(pack.indices) == 1 or sum(pack.sizes) * pack.itemsize <= most
         owners = [np.zeros(size, int) for size in pack.sizes]
         for rank in range(workers):
-            for mine, (begin, end) in zip(owners, pack.shares(rank, workers), strict=True):
-                mine[begin:end] += 1
-        assert all((mine == 1).all() for mine in owners)
+            for count, (begin, end) in zip(owners, pack.shares(rank, workers), strict=True):
+                count[begin:end] += 1
+        assert all((count == 1).all() for count in owners)
 
 
 @settings(deadline=None)

@@ -90,7 +90,7 @@ def test_workers_pad_to_the_longest_list_of_the_global_batch(shuffle, bucket, su
 
 @pytest.mark.slow
 def test_rows_that_were_taken_before_still_count():
-    """A step that goes on behind its first rows is as wide as the whole step."""
+    """A step that resumes after its first rows is as wide as the whole step."""
     lengths = [7, 1, 2, 3, 1, 2]
     spec = BatchSpec.parsed(Column("tokens", pad="batch"))
     parts = [

@@ -21,7 +21,7 @@ EXAMPLES = {"train.py", "mymodels.py", "model_def.py", "run.py", "dist_mnist.py"
 
 
 def tracked():
-    """Files of the checkout by name, without what was built or installed next to them."""
+    """Returns files of the checkout by name, without what was built or installed next to them."""
     return {path.name for folder in FOLDERS for path in (ROOT / folder).rglob("*")} | {p.name for p in ROOT.iterdir()}
 
 
@@ -44,8 +44,8 @@ def test_commands_and_options_that_a_page_names_exist(page):
         name, *rest = command.split()
         assert name in main.commands and isinstance(main, click.Group), command
         known = {option for p in main.commands[name].params for option in (*p.opts, *p.secondary_opts)} | {"--help"}
-        ours = itertools.takewhile(lambda word: not word.endswith(".py"), rest)
-        assert {word for word in ours if word.startswith("--")} <= known, command
+        words_of_raytf = itertools.takewhile(lambda word: not word.endswith(".py"), rest)
+        assert {word for word in words_of_raytf if word.startswith("--")} <= known, command
 
 
 @pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md"])

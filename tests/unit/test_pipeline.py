@@ -1,4 +1,4 @@
-"""A `tf.data` function on one worker of several: parts, steps, chance, and where it goes on."""
+"""A `tf.data` function on one worker of several: parts, steps, chance, and where it resumes."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_an_epoch_that_ends_early_is_an_error_and_no_wait():
 
 
 @pytest.mark.slow
-def test_epochs_follow_the_seed_and_go_on_at_any_step():
+def test_epochs_follow_the_seed_and_resume_at_any_step():
     def make(context):
         noise = lambda x: (x, tf.random.uniform([]), np.random.random())
         rows = tf.data.Dataset.range(ROWS).shuffle(ROWS, reshuffle_each_iteration=True).map(noise)
@@ -151,12 +151,12 @@ def test_a_cache_within_a_function_is_one_for_each_dataset_that_it_makes():
     assert [epoch(one, number) for number in range(2)] == [[[0, 1, 10, 11, 20, 21]]] * 2
 
 
-def test_batches_of_another_size_are_told_of():
+def test_batches_of_another_size_are_reported():
     def make(context):
         return tf.data.Dataset.range(ROWS).batch(10)
 
-    told = pipeline.look(TFData(make), Sampling(global_batch=BATCH), "train")
-    assert "a batch has 10 rows, and batch_size is 24" in told.text and told.steps == 11
+    layout = pipeline.look(TFData(make), Sampling(global_batch=BATCH), "train")
+    assert "a batch has 10 rows, and batch_size is 24" in layout.text and layout.steps == 11
 
 
 @pytest.mark.slow
@@ -182,7 +182,7 @@ def test_batches_that_are_not_known_are_counted(capsys):
     assert "so they were counted: 3 in" in capsys.readouterr().err
 
 
-def test_order_is_kept_whatever_the_function_says():
+def test_order_is_kept_whatever_options_the_function_sets():
     def make(context):
         slow = lambda x: tf.py_function(lambda x: x, [x], tf.int64)
         rows = tf.data.Dataset.range(ROWS).map(slow, num_parallel_calls=8, deterministic=False)
@@ -246,7 +246,7 @@ def test_ragged_and_sparse_rows_in_a_dict(sparse):
 
 
 @pytest.mark.parametrize(
-    ("make", "options", "said"),
+    ("make", "options", "message"),
     [
         (lambda context: np.arange(9), {}, "a numpy.ndarray; from '<lambda>', of 'train'. Return the dataset"),
         (
@@ -269,24 +269,24 @@ def test_ragged_and_sparse_rows_in_a_dict(sparse):
         (lambda context: tf.data.Dataset.range(0).batch(3), {}, "a dataset without a batch.*Check the files"),
     ],
 )
-def test_errors_name_the_function_and_the_fix(make, options, said):
-    with pytest.raises(ConfigError, match=said):
+def test_errors_name_the_function_and_the_fix(make, options, message):
+    with pytest.raises(ConfigError, match=message):
         pipeline.look(TFData(make, **options), Sampling(global_batch=BATCH), "train")
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "message"),
     [
         ((tf.data.Dataset.range(3),), "Pass the function"),
         ((numbers,), None),
         ((functools.partial(numbers),), None),
     ],
 )
-def test_what_a_tfdata_takes(given, said):
-    if said is None:
+def test_what_a_tfdata_takes(given, message):
+    if message is None:
         assert TFData(*given).name == "numbers"
         return
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         TFData(*given)
 
 

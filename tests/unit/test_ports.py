@@ -19,13 +19,13 @@ from raytf.runtime.settings import Listening
 def test_hanging_up_ends_a_connection_and_leaves_no_descriptor():
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_server(("127.0.0.1", 0)) as other:
         address = f"127.0.0.1:{server.getsockname()[1]}"
-        ours, kept = socket.create_connection(server.getsockname()), socket.create_connection(other.getsockname())
-        with ours, kept, server.accept()[0] as theirs, other.accept()[0] as its:
+        closed, kept = socket.create_connection(server.getsockname()), socket.create_connection(other.getsockname())
+        with closed, kept, server.accept()[0] as accepted, other.accept()[0] as its:
             open_before = len(os.listdir("/proc/self/fd"))
             for _ in range(5):
                 ports.close_connections(address)
             assert len(os.listdir("/proc/self/fd")) == open_before
-            assert ours.recv(1) == b"" and theirs.recv(1) == b""
+            assert closed.recv(1) == b"" and accepted.recv(1) == b""
             its.sendall(b"x")
             assert kept.recv(1) == b"x"
 
@@ -53,7 +53,7 @@ def test_a_worker_listens_at_the_address_that_was_kept_for_it(monkeypatch):
                 one.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # nothing is left of it
         with ports.own_socket(
             f"192.0.2.1:{ports.split_address(first)[1]}"
-        ) as translated:  # not this host's, as behind NAT
+        ) as translated:  # not this host's, as with NAT
             assert translated.getsockname() == ("0.0.0.0", ports.split_address(first)[1])
     finally:
         ports.end_claims()
@@ -69,7 +69,7 @@ def takes_filters():
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a filter of Linux")
-def test_a_filter_that_the_kernel_refuses_is_said(monkeypatch, caplog):
+def test_filter_that_the_kernel_refuses_is_reported(monkeypatch, caplog):
     def refused(*_):
         raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
 
@@ -81,9 +81,9 @@ def test_a_filter_that_the_kernel_refuses_is_said(monkeypatch, caplog):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a filter of Linux")
 @pytest.mark.parametrize(
-    ("everywhere", "here", "elsewhere"), [("", "127.0.0.2", "127.0.0.1"), ("::", "127.0.0.2", "::1")]
+    ("everywhere", "host", "elsewhere"), [("", "127.0.0.2", "127.0.0.1"), ("::", "127.0.0.2", "::1")]
 )
-def test_what_listens_everywhere_is_kept_to_an_address(everywhere, here, elsewhere):
+def test_what_listens_everywhere_is_kept_to_an_address(everywhere, host, elsewhere):
     """As TensorFlow's server listens, and gRPC with a socket for both kinds of addresses."""
     if not takes_filters():
         pytest.skip("the kernel takes no packet filter of this user")
@@ -94,10 +94,10 @@ def test_what_listens_everywhere_is_kept_to_an_address(everywhere, here, elsewhe
         ports.listen_only_at(f"192.0.2.1:{port}")  # not this host's: nothing happens
         assert ports.is_listening(f"127.0.0.1:{port}")
         server.accept()[0].close()
-        ports.listen_only_at(f"{here}:{port}")
+        ports.listen_only_at(f"{host}:{port}")
         assert not ports.is_listening(f"[{elsewhere}]:{port}" if both else f"{elsewhere}:{port}", 0.2)
         assert not ports.is_listening(f"127.0.0.1:{port}", 0.2)
-        with socket.create_connection((here, port), 5) as one, server.accept()[0] as other:
+        with socket.create_connection((host, port), 5) as one, server.accept()[0] as other:
             other.sendall(bytes(100_000))
             assert len(one.recv(100_000, socket.MSG_WAITALL)) == 100_000
 
@@ -118,7 +118,7 @@ def test_ports_of_a_command():
 
 
 def test_a_port_takes_nothing_from_the_users_random_numbers(monkeypatch):
-    """Keras draws seeds from Python's own: a loop that builds its strategy had other weights than its seed says."""
+    """Keras draws seeds from Python's own: a loop that builds its strategy had other weights than those of its seed."""
     monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "127.0.0.1")
     before = random.getstate()
     ports.reserve_address(Listening())

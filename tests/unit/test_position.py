@@ -1,4 +1,4 @@
-"""Where a train loop of a user's stands in its rows: saved and restored at any batch, for any number of workers."""
+"""The position of a user's train loop in its rows: saved and restored at any batch, for any number of workers."""
 
 import itertools
 import json
@@ -34,7 +34,7 @@ def read(position, epochs=3, stop=None):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shuffle", ["full", "window", "none"])
-def test_a_loop_goes_on_behind_any_batch(shuffle, tmp_path):
+def test_loop_resumes_after_any_batch(shuffle, tmp_path):
     options = {"shuffle": shuffle, "window": 50}
     whole = read(Position(rows(**options)))
     assert [len(batches) for batches in whole.values()] == [5, 5, 5]
@@ -53,22 +53,22 @@ def test_a_loop_goes_on_behind_any_batch(shuffle, tmp_path):
 
 
 @pytest.mark.slow
-def test_other_numbers_of_workers_go_on_together():
+def test_other_numbers_of_workers_resume_together():
     options = {"global_batch": 34, "shuffle": "full"}
     alone = read(Position(rows(**options)))
     position = Position(rows(**options))
     read(position, stop=6)
     parts = []
     for worker in range(3):
-        mine = Position(rows(worker=worker, workers=3, **options))
-        mine.set_state(position.get_state())
-        parts.append(read(mine))
+        restored = Position(rows(worker=worker, workers=3, **options))
+        restored.set_state(position.get_state())
+        parts.append(read(restored))
     for epoch, batches in {1: alone[1][2:], 2: alone[2]}.items():
         assert [[*itertools.chain(*step)] for step in zip(*(part[epoch] for part in parts), strict=True)] == batches
 
 
 def test_an_epoch_that_ended_ends_once_more_without_a_batch():
-    """The last batch was kept, and what comes behind an epoch was not done."""
+    """The last batch was kept, and what comes after an epoch was not done."""
     position = Position(rows())
     read(position, stop=5)
     again = Position(rows())

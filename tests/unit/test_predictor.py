@@ -1,4 +1,4 @@
-"""`raytf.Predictor` as a function of batches: columns in, predictions beside them, equal to `model.predict`. No Ray."""
+"""`raytf.Predictor` as a function of batches: columns in, predictions added, equal to `model.predict`. No Ray."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ INPUTS = {"first": BATCH["a"], "second": np.stack([BATCH["b"], BATCH["c"]], 1)}
 
 def save(folder, model, features=None, loss=0.5, step=3, **more):
     folder.mkdir(parents=True)
-    told = {} if features is None else {"columns": {"features": fingerprint.columns_fingerprint(features)}, **more}
-    state = checkpoint.CheckpointState(1, step, 0, False, [{"epoch": 1, "val_loss": loss}], told)
+    recorded = {} if features is None else {"columns": {"features": fingerprint.columns_fingerprint(features)}, **more}
+    state = checkpoint.CheckpointState(1, step, 0, False, [{"epoch": 1, "val_loss": loss}], recorded)
     checkpoint.save(str(folder), model, state)
     return str(folder)
 
@@ -119,8 +119,8 @@ def test_a_model_of_a_notebook_is_sent_once_and_read_once():
             return x * 2.0
 
     model = keras.Sequential([keras.Input((3,)), Doubles()])
-    mine = raytf.Predictor(model, features="a", keep=[])
-    one, two = pickle.loads(cloudpickle.dumps(mine)), pickle.loads(cloudpickle.dumps(mine))
+    sender = raytf.Predictor(model, features="a", keep=[])
+    one, two = pickle.loads(cloudpickle.dumps(sender)), pickle.loads(cloudpickle.dumps(sender))
     found = [copy(BATCH)["predictions"] for copy in (one, two)]
     np.testing.assert_allclose(found[0], BATCH["a"] * 2.0)
     np.testing.assert_array_equal(*found)
@@ -162,7 +162,7 @@ def test_a_run_that_only_build_model_builds_is_known_where_it_was_made(tmp_path,
     np.testing.assert_allclose(found, model.predict(BATCH["a"], verbose=0), rtol=1e-5)
 
 
-def test_what_is_wrong_is_said(tmp_path):
+def test_wrong_arguments_raise(tmp_path):
     import keras
 
     model = keras.Sequential([keras.Input((3,), name="other"), keras.layers.Dense(1, name="d")])
@@ -181,7 +181,7 @@ def test_what_is_wrong_is_said(tmp_path):
             call()
 
 
-def test_a_run_with_a_map_of_its_own_is_told_of(tmp_path):
+def test_run_with_a_map_of_its_own_is_reported(tmp_path):
     folder = save(tmp_path / "mapped", build({}), columns.parse(FEATURES, "features"), map="a function")
     with pytest.warns(UserWarning, match="trained with map="):
         raytf.Predictor(folder)(BATCH)

@@ -28,7 +28,7 @@ def judged():
     return Judged()
 
 
-def test_a_stop_that_lasts_is_told_of_its_process_alone(judged):
+def test_lasting_stop_is_reported_of_its_process_alone(judged):
     assert judged.after(0, "a", p100=STOPPED, p101=STOPPED) == []
     assert judged.after(5, "a", p100=STOPPED, p101=RUNS) == [] and judged.standing().keys == (0,)
     assert judged.after(5, "a", p100=STOPPED, p101=STOPPED) == [(0,)]
@@ -36,7 +36,7 @@ def test_a_stop_that_lasts_is_told_of_its_process_alone(judged):
     assert judged.after(1, "a", p101=STOPPED) == [(1,)]
 
 
-def test_who_has_ended_or_has_another_s_number_is_no_stopped_process(judged):
+def test_ended_or_reused_pid_is_no_stopped_process(judged):
     others = ProcessState("T", 8, 1)
     assert judged.after(0, "a", p100=others, p101=RUNS) == [], "another process by its start, as the place tells"
     assert judged.after(9, "a", p100=ProcessState("Z", 7, 1), p101=others) == [], "or as it was seen first"
@@ -44,7 +44,7 @@ def test_who_has_ended_or_has_another_s_number_is_no_stopped_process(judged):
     assert judged.after(99, "a", p100=None, p101=ProcessState("X", 7, 1)) == [] and judged.standing() is None
 
 
-def test_who_was_heard_is_not_due_and_begins_anew(judged):
+def test_process_that_answered_is_not_due_and_its_time_begins_again(judged):
     assert judged.due() == {"a": [100, 101], "b": [102]}
     judged.after(0, "a", p100=STOPPED)
     judged.now = 9.0
@@ -57,7 +57,7 @@ def test_who_was_heard_is_not_due_and_begins_anew(judged):
     assert judged.due() == {}
 
 
-def test_another_place_begins_anew_and_the_same_does_not(judged):
+def test_time_begins_again_at_another_location_only(judged):
     judged.after(0, "a", p101=STOPPED)
     judged.watch(1, ProcessLocation("a", "host a", 101, None))
     assert judged.after(10, "a", p101=STOPPED) == [(1,)]

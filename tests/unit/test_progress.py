@@ -78,7 +78,7 @@ def test_each_end_of_an_epoch_has_one_line_through_restarts_and_slow_reads(attem
     assert [line.partition("  3%")[0].split("  ")[:3] for line in shown] == [e.split("  ") for e in expected]
 
 
-class Said(list):
+class Output(list):
     """A console without a terminal, or with one."""
 
     is_terminal, encoding = False, "utf-8"
@@ -89,27 +89,27 @@ class Said(list):
 
 def test_a_phase_that_lasts_has_one_line_where_lines_stay(monkeypatch):
     monkeypatch.setattr(phases_module, "_WORTH_A_LINE", 0.05)
-    said = Said()
-    with Phases(said, "first") as phases:
-        until(lambda: said == ["first ..."])
+    output = Output()
+    with Phases(output, "first") as phases:
+        until(lambda: output == ["first ..."])
         phases.begin("second")
-        until(lambda: said == ["first ...", "second ..."])
+        until(lambda: output == ["first ...", "second ..."])
         phases.begin(None)
         phases.begin("second")
         phases.begin("third")
-        until(lambda: said[-1] == "third ...")
-    assert said == ["first ...", "second ...", "third ..."]
+        until(lambda: output[-1] == "third ...")
+    assert output == ["first ...", "second ...", "third ..."]
     assert not [thread for thread in threading.enumerate() if thread.name == "raytf_phases"]
 
 
 def test_a_short_phase_has_none_and_nothing_is_shown_without_a_console():
-    said = Said()
-    for console in (said, None):
+    output = Output()
+    for console in (output, None):
         with Phases(console, "first") as phases:
             phases.begin("second")
             phases.close()
             phases.close()
-    assert said == []
+    assert output == []
 
 
 def test_a_phase_in_a_terminal_moves_and_goes():

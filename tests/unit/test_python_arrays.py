@@ -12,8 +12,8 @@ from raytf.parallel import python_arrays
 def test_only_arrays_that_tensorflow_would_take_are_copied():
     taken = empty(16, np.dtype("float32"))
     taken[:] = 7.0
-    mine = python_arrays._own(taken)
-    assert not np.shares_memory(mine, taken) and mine.tolist() == taken.tolist()
+    copied = python_arrays._own(taken)
+    assert not np.shares_memory(copied, taken) and copied.tolist() == taken.tolist()
     taken.flags.writeable = False  # as of a file that is mapped
     assert python_arrays._own(taken).flags.writeable
     for other in (taken[1:], np.array(["a"], object), tf.constant([1.0]), 5, None):

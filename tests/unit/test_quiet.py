@@ -19,7 +19,7 @@ NOISE = [
     "E0000 00:00:1795383185.880987   11552 cuda_platform.cc:52] failed call to cuInit: INTERNAL: CUDA error: "
     "Failed call to cuInit: UNKNOWN ERROR (303)",
 ]
-TOLD = [
+SHOWN = [
     "E0000 00:00:1795383185.880987   11552 cuda_platform.cc:52] failed call to cuInit: INTERNAL: CUDA error: "
     "Failed call to cuInit: CUDA_ERROR_SYSTEM_DRIVER_MISMATCH (803)",
     "F0000 00:00:1795383185.880987   11552 cpu_feature.cc:1] The TensorFlow library was compiled to use AVX",
@@ -47,14 +47,14 @@ def test_start_up_lines_are_known(line):
 
 @pytest.mark.parametrize(("how", "last"), [("lives", "and afterwards"), ("dies", "its last words")])
 def test_all_other_lines_go_through_the_last_one_of_a_crash_too(how, last):
-    lines = [line for pair in zip(NOISE, [*TOLD, "more"], strict=True) for line in pair]
+    lines = [line for pair in zip(NOISE, [*SHOWN, "more"], strict=True) for line in pair]
     text = "\n".join(lines) + "\n"
     done = subprocess.run([sys.executable, "-c", WRITES, text, how], capture_output=True, text=True, timeout=60)
-    assert done.stderr == "\n".join([*TOLD, "more", "from Python", last])
+    assert done.stderr == "\n".join([*SHOWN, "more", "from Python", last])
     assert (done.returncode == 0) == (how == "lives")
 
 
-def test_who_asks_for_all_lines_gets_them():
+def test_all_lines_are_shown_on_request():
     command = [sys.executable, "-c", WRITES, NOISE[1] + "\n", "lives"]
     environment = os.environ | {"TF_CPP_MIN_LOG_LEVEL": "0"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
@@ -72,12 +72,12 @@ class Taken:
 
 
 def test_a_warning_is_shown_by_the_first_of_several_workers(capsys):
-    """As often as one worker alone says it; an error of each is shown."""
+    """As often as one worker alone logs it; an error of each is shown."""
     handler = logging.StreamHandler(sys.stderr)
     logging.getLogger().addHandler(handler)
     entries = Taken()
     try:
-        with warnings.catch_warnings(record=True) as told:
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             for rank in (0, 1):
                 with once.shown_once(entries):
@@ -89,8 +89,8 @@ def test_a_warning_is_shown_by_the_first_of_several_workers(capsys):
                     logging.getLogger("theirs").error("an error")
     finally:
         logging.getLogger().removeHandler(handler)
-    said = ["careful", "careful", "only rank 0", "an <object at 0x7f0>", "only rank 1"]
-    assert [str(warning.message) for warning in told] == said
+    expected = ["careful", "careful", "only rank 0", "an <object at 0x7f0>", "only rank 1"]
+    assert [str(warning.message) for warning in caught] == expected
     assert capsys.readouterr().err.splitlines() == ["logged", "an error", "an error"]
 
 
@@ -105,15 +105,15 @@ def test_a_warning_of_a_logger_without_handlers_is_shown_by_the_first_worker(cap
 
 
 def test_a_line_of_source_is_shown_of_warnings_of_others_alone():
-    """What stands in raytf says nothing to who reads the warning."""
+    """A line of raytf does not help the reader of the warning."""
     for entries in (None, Taken()):
-        with warnings.catch_warnings(record=True) as told, once.shown_once(entries):
+        with warnings.catch_warnings(record=True) as caught, once.shown_once(entries):
             warnings.simplefilter("always")
             for name in (once.__file__, __file__):
                 warnings.warn_explicit("careful", UserWarning, name, 1)
-        ours, theirs = (warnings.formatwarning(w.message, w.category, w.filename, w.lineno, w.line) for w in told)
-        assert ours.splitlines() == [f"{once.__file__}:1: UserWarning: careful"]
-        assert theirs.splitlines()[1].strip().strip('"') == __doc__
+        first, second = (warnings.formatwarning(w.message, w.category, w.filename, w.lineno, w.line) for w in caught)
+        assert first.splitlines() == [f"{once.__file__}:1: UserWarning: careful"]
+        assert second.splitlines()[1].strip().strip('"') == __doc__
 
 
 IMPORTS = """

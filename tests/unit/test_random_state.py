@@ -1,4 +1,4 @@
-"""Where the random numbers of Python and NumPy stand, as arrays."""
+"""The states of the random numbers of Python and NumPy, as arrays."""
 
 import random
 
@@ -14,7 +14,7 @@ def drawn():
 
 
 @pytest.mark.parametrize("draws", [0, 1, 2, 1000])
-def test_numbers_go_on(draws):
+def test_random_numbers_continue(draws):
     """Also between the two numbers that a normal distribution gives at a time."""
     random.seed(3)
     np.random.seed(4)

@@ -1,4 +1,4 @@
-"""The page of Ray compatibility has a row for all that Ray takes in public, and what it says is refused is."""
+"""The page of Ray compatibility has a row for all that Ray takes in public, and what it lists as refused is refused."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CLASSES = [
 
 
 def rows():
-    """What each column says, by the name of the row."""
+    """Returns the text of each column, by the name of the row."""
     found = {}
     for line in PAGE.read_text().splitlines():
         cells = [cell.strip() for cell in line.strip("|").split(" | ")]
@@ -98,7 +98,7 @@ def reports(folder, **given):
     trial(folder / "trial").report({"loss": 1.0}, **given)
 
 
-def here(folder, function, **run):
+def run_locally(folder, function, **run):
     """Runs a loop in this process, as a run of a folder."""
     made = trainer(workers=0, storage_path=str(folder), name="here", **run)
     return local.run(function, made.train_run_context, {}, lambda: False)
@@ -150,7 +150,10 @@ REFUSED = {
         r"datasets_to_split=\['train'\]",
     ),
     ("RAY_TRAIN_CALLBACKS", "sweep"): (lambda f: sweep(), "RAY_TRAIN_CALLBACKS=some.module.Callback"),
-    ("RAY_TRAIN_CALLBACKS", "num_workers=0"): (lambda f: here(f, print), "RAY_TRAIN_CALLBACKS=some.module.Callback"),
+    ("RAY_TRAIN_CALLBACKS", "num_workers=0"): (
+        lambda f: run_locally(f, print),
+        "RAY_TRAIN_CALLBACKS=some.module.Callback",
+    ),
     ("report(checkpoint_dir_name)", "sweep"): (lambda f: reports(f, checkpoint_dir_name="a"), "dir_name='a'"),
     ("report(checkpoint_upload_mode)", "sweep"): (
         lambda f: reports(f, checkpoint_upload_mode=CheckpointUploadMode.NO_UPLOAD),
@@ -159,7 +162,7 @@ REFUSED = {
     ("report(checkpoint_upload_fn)", "sweep"): (lambda f: reports(f, checkpoint_upload_fn=print), "upload_fn"),
     ("report(validation)", "sweep"): (lambda f: reports(f, validation=True), r"report\(validation=...\)"),
     ("report(validation)", "num_workers=0"): (
-        lambda f: here(f, lambda: ray.train.report({}, Checkpoint(str(f)), validation=True)),
+        lambda f: run_locally(f, lambda: ray.train.report({}, Checkpoint(str(f)), validation=True)),
         r"report\(validation=...\)",
     ),
 }
@@ -179,12 +182,12 @@ REFUSED |= {
 
 
 def test_what_is_refused_has_a_case():
-    said = {(name, column) for name, row in rows().items() for column, cell in row.items() if cell == "refused"}
-    assert said == REFUSED.keys()
+    refused = {(name, column) for name, row in rows().items() for column, cell in row.items() if cell == "refused"}
+    assert refused == REFUSED.keys()
 
 
 @pytest.mark.parametrize("case", REFUSED, ids="-".join)
-def test_refused_with_the_way_to_go_on(case, tmp_path, monkeypatch):
+def test_refused_with_an_alternative(case, tmp_path, monkeypatch):
     if case[0] in ENVIRONMENT:
         monkeypatch.setenv(case[0], ENVIRONMENT[case[0]])
     action, named = REFUSED[case]
@@ -229,15 +232,18 @@ def test_what_depends_on_more_is_refused_too(tmp_path):
             "legacy_keras=True.*TF_USE_LEGACY_KERAS=1 before Python starts",
         ),
         (lambda: trainer(workers=(0, 2)), "num_workers must be at least 1"),
-        (lambda: here(tmp_path, print, callbacks=[ray.train.v2.api.callback.RayTrainCallback()]), "RayTrainCallback"),
-        (lambda: here(tmp_path, lambda: report_elsewhere(tmp_path)), "must lie in the run's folder"),
+        (
+            lambda: run_locally(tmp_path, print, callbacks=[ray.train.v2.api.callback.RayTrainCallback()]),
+            "RayTrainCallback",
+        ),
+        (lambda: run_locally(tmp_path, lambda: report_elsewhere(tmp_path)), "must lie in the run's folder"),
     )
     for action, named in cases:
         with pytest.raises(raytf.ConfigError, match=named):
             action()
 
 
-def test_what_stands_beside_workers_stands_where_they_do():
+def test_tasks_next_to_workers_are_placed_with_them():
     zone, other = {"zone": "a"}, {"zone": "b"}
     scaling = ScalingConfig(num_workers=2, placement_strategy="SPREAD", label_selector=zone)
     coordinator, _ = arguments.servers(1, scaling, {})
@@ -278,7 +284,7 @@ def test_what_ray_refuses(name, tmp_path):
             kind(**{parameter: {"CPU": 1}})
 
 
-def test_where_a_worker_of_a_trial_stands():
+def test_local_and_node_ranks_of_a_trials_workers():
     """As Ray Train counts: nodes in the order of their first ranks."""
     nodes = ("b", "a", "b", "c", "a")
     places = [place_of(rank, nodes) for rank in range(5)]
@@ -294,31 +300,31 @@ def test_where_a_worker_of_a_trial_stands():
 def test_a_trials_context_and_report(tmp_path):
     filesystem, folder = ray.train.v2._internal.execution.storage.get_fs_and_path(str(tmp_path / "sweep" / "trial_1"))
     session = TrialSession(1, 2, None, "trial_1")
-    around = Surroundings(nodes=("a", "a"), filesystem=filesystem, folder=folder)
-    functions = TrialTrainFnUtils(session, around, lambda value: value, str(tmp_path / "scratch"))
+    surroundings = Surroundings(nodes=("a", "a"), filesystem=filesystem, folder=folder)
+    functions = TrialTrainFnUtils(session, surroundings, lambda value: value, str(tmp_path / "scratch"))
     assert functions.get_context().get_storage().experiment_fs_path == folder
     with pytest.raises(KeyError, match=r"one that the trainer was given \(none\); received: 'train'"):
         functions.get_dataset_shard(ray.train.v2._internal.data_integration.interfaces.DatasetShardMetadata("train", 1))
-    mine = tmp_path / "mine"
-    mine.mkdir()
-    (mine / "rank_1").write_text("1")
+    uploaded = tmp_path / "mine"
+    uploaded.mkdir()
+    (uploaded / "rank_1").write_text("1")
     session.commands.put("save")
     session.commands.put("go")
-    functions.report({"loss": 1.0}, Checkpoint(str(mine)), delete_local_checkpoint_after_upload=True)
+    functions.report({"loss": 1.0}, Checkpoint(str(uploaded)), delete_local_checkpoint_after_upload=True)
     assert session.events.get() == ("report", {"loss": 1.0})
     assert session.events.get() == ("saved", {"rank_1": b"1"}), "each worker's files belong to the checkpoint"
-    assert not mine.exists()
+    assert not uploaded.exists()
 
 
 def test_a_run_in_this_process_is_kept_as_one_with_workers(tmp_path, caplog):
-    told = []
+    called = []
 
     class Tells(ray.train.UserCallback):
         def after_report(self, run_context, metrics, checkpoint):
-            told.append((run_context.run_config.name, metrics, checkpoint and pathlib.Path(checkpoint.path).name))
+            called.append((run_context.run_config.name, metrics, checkpoint and pathlib.Path(checkpoint.path).name))
 
         def after_exception(self, run_context, worker_exceptions):
-            told.append(worker_exceptions)
+            called.append(worker_exceptions)
 
     def train():
         before = ray.train.get_checkpoint()
@@ -341,21 +347,21 @@ def test_a_run_in_this_process_is_kept_as_one_with_workers(tmp_path, caplog):
 
     keep = {"callbacks": [Tells()], "checkpoint_config": ray.train.CheckpointConfig(num_to_keep=2)}
     with caplog.at_level("INFO"):
-        result = here(tmp_path, train, **keep)
+        result = run_locally(tmp_path, train, **keep)
     assert not [one for one in caplog.records if "Checkpoint" in one.getMessage()], "Ray Train's levels hold here, too"
     assert result.return_value == (None, ["epoch_1", "epoch_2"]) and result.metrics == {"epoch": 2}
-    assert told[0] == ("here", [{"epoch": 0}], "epoch_0") and len(told) == 3
+    assert called[0] == ("here", [{"epoch": 0}], "epoch_0") and len(called) == 3
     assert ray.train.Result.from_path(result.path).checkpoint.path == result.checkpoint.path
-    assert here(tmp_path, train, **keep).return_value[0] == "epoch_2", "the run goes on"
-    told.clear()
+    assert run_locally(tmp_path, train, **keep).return_value[0] == "epoch_2", "the run goes on"
+    called.clear()
     with pytest.raises(ZeroDivisionError):
-        here(tmp_path, lambda: 1 / 0, **keep)
-    assert isinstance(told[0][0], ZeroDivisionError)
+        run_locally(tmp_path, lambda: 1 / 0, **keep)
+    assert isinstance(called[0][0], ZeroDivisionError)
     with pytest.raises(RuntimeError, match="cannot be used outside"):
         ray.train.get_context()
 
 
-def test_what_the_dashboard_is_told():
+def test_what_the_dashboard_gets():
     from ray.train.v2._internal.util import TrainingFramework
 
     made = trainer()

@@ -9,7 +9,7 @@ from raytf.train.decisions import Decisions, Lost, Phase, RunState
 
 
 class Tried:
-    """A `Healing` that ends at once, as a test says."""
+    """A `Healing` that ends at once, with the outcome of its arguments."""
 
     done = True
 
@@ -69,7 +69,7 @@ def test_one_that_cannot_be_done_is_followed_by_none(losing):
     assert lost.value.why == "no node has room"
 
 
-def test_workers_that_lost_each_other_form_a_ring_anew(losing):
+def test_workers_that_lost_each_other_reconnect_the_ring(losing):
     made = losing({"healed": True}, {"healed": True})
     made._connect()
     assert made.tried[-1].lost == frozenset() and made.tried[-1].generation == 2

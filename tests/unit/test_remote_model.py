@@ -1,4 +1,4 @@
-"""What a model on parameter servers trains with is the user's own optimizer, with all that was said to it."""
+"""What a model on parameter servers trains with is the user's own optimizer, with all its arguments."""
 
 import keras
 import numpy as np
@@ -64,5 +64,5 @@ def test_steps_are_those_of_one_process(name, partitioner):
         step()
         other.train_on_batch(X, Y)
     remote.pull()
-    for mine, its in zip(model.get_weights(), other.get_weights(), strict=True):
-        np.testing.assert_allclose(mine, its, atol=1e-6)
+    for left, right in zip(model.get_weights(), other.get_weights(), strict=True):
+        np.testing.assert_allclose(left, right, atol=1e-6)

@@ -1,4 +1,4 @@
-"""What a process gets that begins behind the last step of an epoch, when callbacks have changed the model since."""
+"""What a process gets that begins after the last step of an epoch, when callbacks have changed the model since."""
 
 import types
 import weakref
@@ -31,7 +31,7 @@ def model():
 
 
 def note(model, epoch_ends):
-    """(the note behind an epoch's last step, or another one, a callback's attribute of then)."""
+    """Returns (the note after an epoch's last step, or another one, a callback's attribute of then)."""
     callback = keras.callbacks.Callback()
     states = CallbackStates([callback])
     callback.counts = np.arange(3)
@@ -66,8 +66,8 @@ def test_a_new_process_gets_what_was_there_before_callbacks_and_this_one_keeps_w
     assert other.counts.tolist() == [0, 1, 2]
     checkpoint.restore(str(tmp_path), model)
     assert float(model.optimizer.learning_rate) == rate
-    for mine, its in zip(model.get_weights(), before, strict=True):
-        np.testing.assert_array_equal(mine, its)
+    for left, right in zip(model.get_weights(), before, strict=True):
+        np.testing.assert_array_equal(left, right)
 
 
 @pytest.mark.sampled(3)
@@ -96,15 +96,15 @@ def test_what_is_no_longer_asked_for_is_not_noted(model):
     model.layers[0].kernel.assign(model.layers[0].kernel + 1)
 
 
-def test_what_is_assigned_in_a_graph_or_in_a_replica_is_said_to_be_changed(model, noted):
+def test_assignment_in_a_graph_or_in_a_replica_is_reported_as_a_change(model, noted):
     bias = model.layers[1].bias
     tf.function(lambda: bias.assign(bias + 1))()
     with pytest.raises(RaytfError, match="a callback has changed .*bias in a graph or a replica since the last step"):
         noted[0]()
 
 
-def test_behind_other_steps_it_is_seen_what_a_compiled_function_assigns_that_was_traced_before(model):
-    """The call that traces it is seen behind its own step, and the others behind theirs."""
+def test_assignments_of_a_traced_function_are_seen_after_other_steps(model):
+    """The call that traces it is seen after its own step, and the others after theirs."""
     bias = model.layers[1].bias
     halve = tf.function(lambda: bias.assign(bias * 0.5 + 1))
     first, _ = note(model, epoch_ends=False)
@@ -118,7 +118,7 @@ def test_behind_other_steps_it_is_seen_what_a_compiled_function_assigns_that_was
         second()
 
 
-def test_a_callback_that_needs_to_be_told_of_a_batch_from_its_begin_is_named(model):
+def test_callback_that_needs_the_begin_of_a_batch_is_named(model):
     class Timing(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):
             return self.began + batch
@@ -138,7 +138,7 @@ def test_a_callback_that_needs_to_be_told_of_a_batch_from_its_begin_is_named(mod
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(("begun", "made"), [(True, 4), (False, 5)])
 def test_what_callbacks_did_at_the_begin_of_a_step_is_not_done_twice(model, tmp_path, begun, made):
-    """A process within the step that the others are in gets what their callbacks held behind its begin."""
+    """A process within the step that the others are in gets what their callbacks held after its begin."""
 
     class Counting(keras.callbacks.Callback):
         made = 0

@@ -7,13 +7,13 @@ from raytf.runtime.reservation import bundle_layout
 EVALUATOR = {"evaluator 0": {"CPU": 1.0, "GPU": 1.0}}
 
 
-def test_workers_come_first_and_each_task_beside_them_has_a_bundle():
+def test_workers_come_first_and_each_other_task_has_a_bundle():
     bundles, places = bundle_layout(2, {"CPU": 2.0}, {"worker 0": {"CPU": 2.0}, "ps 0": {"CPU": 1.0}}, "PACK", 1)
     assert bundles == [{"CPU": 2.0}, {"CPU": 2.0}, {"CPU": 2.0}, {"CPU": 1.0}]
     assert places == {"worker 0": 2, "ps 0": 3}
 
 
-def test_where_each_bundle_needs_a_node_of_its_own_an_evaluator_stands_on_a_workers():
+def test_evaluator_shares_a_workers_node_where_each_bundle_needs_its_own():
     assert bundle_layout(2, {"CPU": 1.0}, EVALUATOR, "STRICT_SPREAD", 3)[1] == {"evaluator 0": 2}
     bundles, places = bundle_layout(2, {"CPU": 1.0}, EVALUATOR, "STRICT_SPREAD", 2)
     assert bundles == [{"CPU": 2.0, "GPU": 1.0}, {"CPU": 1.0}] and places == {"evaluator 0": 0}

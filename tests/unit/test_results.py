@@ -26,7 +26,7 @@ def trial(rate: float, scaled: float | None):
 
 
 @pytest.mark.parametrize(("scaled", "times"), [(0.01, 1), (0.02, 1), (None, 1)])
-def test_a_trial_tells_its_rate_once(scaled, times):
+def test_trial_prints_its_rate_once(scaled, times):
     text = table._config(trial(0.01, scaled))
     assert text.count("0.01") == times and text.count("0.02") == (scaled == 0.02) and "4 steps an epoch" in text
 
@@ -63,12 +63,12 @@ def test_the_table_of_a_result_has_a_whole_head():
     assert out.getvalue().splitlines()[0] == "result of the last epoch"
 
 
-def test_a_run_that_has_ended_is_told_before_anything_starts(tmp_path):
+def test_ended_run_is_reported_before_anything_starts(tmp_path):
     epoch(tmp_path, "done", 3, loss=[3.0, 2.0, 1.0])
     epoch(tmp_path, "early", 1, stopped=True, loss=[3.0])
     run = lambda name: RunConfig(name=name, storage_path=str(tmp_path))
-    said = results.has_ended(run("done"), 3)
-    assert said == "done has trained 3 of 3 epochs, and is finished" and said in phases.starting_phase(said)
+    message = results.has_ended(run("done"), 3)
+    assert message == "done has trained 3 of 3 epochs, and is finished" and message in phases.starting_phase(message)
     assert results.has_ended(run("early"), 5) is not None
     assert results.has_ended(run("done"), 4) is None and results.has_ended(run("new"), 1) is None
 

@@ -1,4 +1,4 @@
-"""The ring of sockets: sums are right for any number of processes, sizes and types, and a lost neighbour is told."""
+"""The ring of sockets: sums are right for any number of processes, sizes and types; a lost neighbour is reported."""
 
 import contextlib
 import gc
@@ -51,11 +51,11 @@ def ring_of():
 
 def laid(place, array, shared=True):
     """An array, in memory that the next one reads where there is such and it is wanted."""
-    there = place.empty(array.size, array.dtype) if shared else None
-    if there is None:
+    shared_array = place.empty(array.size, array.dtype) if shared else None
+    if shared_array is None:
         return array
-    there[...] = array
-    return there
+    shared_array[...] = array
+    return shared_array
 
 
 def raised(function, places):
@@ -124,11 +124,11 @@ def test_gathers_and_broadcasts_any_sizes(ring_of, size, hosts):
     check()
 
 
-def test_different_exchanges_of_equal_size_are_told(ring_of):
+def test_different_exchanges_of_equal_size_raise(ring_of):
     places = ring_of(2)
-    told = together(lambda p: p.broadcast(np.zeros(16, np.uint8)) if p.rank else p.add(np.zeros(2)), places)
-    said = [str(error) for error in told if not isinstance(error, PeerLostError)]
-    assert said and "a sum of 16 bytes" in said[0] and "a broadcast of 16 bytes" in said[0]
+    errors = together(lambda p: p.broadcast(np.zeros(16, np.uint8)) if p.rank else p.add(np.zeros(2)), places)
+    messages = [str(error) for error in errors if not isinstance(error, PeerLostError)]
+    assert messages and "a sum of 16 bytes" in messages[0] and "a broadcast of 16 bytes" in messages[0]
 
 
 def test_all_have_the_same_bits_where_rounding_matters(ring_of):
@@ -159,7 +159,7 @@ def around_the_ring(arrays):
 @pytest.mark.parametrize("hosts", ["unix", "tcp", "both"])
 @pytest.mark.parametrize("size", [2, 3])
 def test_the_bits_do_not_depend_on_how_the_values_travel(ring_of, size, hosts, shared):
-    """Whether all go to all or around the ring, and where they lie; each is there before it is sent, added, or both."""
+    """Whether all go to all or around the ring, and where they are; each is there before it is sent, added, or both."""
     places = ring_of(size, hosts)
     for items in (0, 6, 1200, 600_000, 2_400_006):
         values = [np.random.default_rng(i).normal(size=items).astype(np.float32) for i in range(size)]
@@ -179,7 +179,7 @@ def test_the_bits_do_not_depend_on_how_the_values_travel(ring_of, size, hosts, s
 
 
 def test_what_each_has_comes_to_all_while_sockets_are_full(ring_of):
-    """Also behind what was passed on and nobody has read."""
+    """Also after what was passed on and nobody has read."""
     places = ring_of(5)
     most = max(size for size in range(0, 1 << 16, 64) if places[0].trades(size))
     content = [np.random.default_rng(i).integers(0, 256, most, np.uint8) for i in range(5)]
@@ -195,7 +195,7 @@ def test_what_each_has_comes_to_all_while_sockets_are_full(ring_of):
 
 def test_sums_in_float16_with_scales_pass_its_end(ring_of):
     places = ring_of(3)
-    count = 3 * 700  # too many for a socket to tell of one after the other
+    count = 3 * 700  # too many for a socket to send one after the other
     wide = [np.random.default_rng(i).normal(0, 6e4, (count, scaled_float16.ITEMS)).astype(np.float32) for i in range(3)]
     exact = np.sum([a.astype(np.float64) for a in wide], axis=0)
     coded = [laid(place, np.zeros(count, scaled_float16.BLOCK)) for place in places]
@@ -263,12 +263,12 @@ def test_without_shared_memory_sockets_carry_all(ring_of, monkeypatch, fails):
             assert all((total == 3).all() for total in sums)
 
 
-def test_workers_that_sum_different_things_are_told(ring_of):
+def test_workers_that_sum_different_things_raise(ring_of):
     places = ring_of(2)
     first, second = together(lambda place: place.add(np.zeros(2 + 2 * place.rank)), places)
     assert isinstance(first, (RaytfError, PeerLostError)) and isinstance(second, (RaytfError, PeerLostError))
-    told = [str(e) for e in (first, second) if not isinstance(e, PeerLostError)]
-    assert told and "must sum the same sizes" in told[0]
+    messages = [str(e) for e in (first, second) if not isinstance(e, PeerLostError)]
+    assert messages and "must sum the same sizes" in messages[0]
 
 
 def test_a_neighbour_that_leaves_ends_the_sum_of_all(ring_of):
@@ -291,30 +291,30 @@ def test_a_neighbour_that_leaves_ends_the_sum_of_all(ring_of):
 
 
 def test_a_member_that_left_after_the_last_sum_ends_no_sum_of_others(ring_of):
-    """All leave one after the other; none takes that for a death, and who sums again is told who left."""
+    """All leave one after the other; none takes that for a death, and a worker that sums again learns who left."""
     places = ring_of(4)
     arrays = [np.ones(4) for _ in places]
     assert not raised(lambda place: place.add(arrays[place.rank]), places)
     for place in places[:3]:
         place.close()
-    with pytest.raises(PeerLostError, match="worker . left the ring") as told:
+    with pytest.raises(PeerLostError, match="worker . left the ring") as error_info:
         places[3].add(arrays[3])
-    assert told.value.lost in (0, 1, 2)
+    assert error_info.value.lost in (0, 1, 2)
 
 
 def test_a_member_that_fails_is_named_to_all(ring_of):
-    """Also to those that are far from it, behind one that does not sum at all."""
+    """Also to those that are far from it, after one that does not sum at all."""
     places = ring_of(5)
-    told = together(lambda place: place.add(np.zeros(5 + 5 * (place.rank == 1))), [places[i] for i in (0, 1, 2, 4)])
-    assert all(isinstance(error, RaytfError) for error in told)
-    failed = [error for error in told if not isinstance(error, PeerLostError)]
+    errors = together(lambda place: place.add(np.zeros(5 + 5 * (place.rank == 1))), [places[i] for i in (0, 1, 2, 4)])
+    assert all(isinstance(error, RaytfError) for error in errors)
+    failed = [error for error in errors if not isinstance(error, PeerLostError)]
     assert failed
-    for error in told:
+    for error in errors:
         if isinstance(error, PeerLostError):
             assert error.lost in (1, 2) and "failed: RaytfError: All workers must sum" in str(error)
 
 
-def test_a_silent_neighbour_is_waited_for_as_long_as_was_said(ring_of):
+def test_silent_neighbour_is_waited_for_until_the_timeout(ring_of):
     places = ring_of(2, timeout=0.2)
     with pytest.raises(
         PeerLostError, match=r"worker 0 lost a neighbour .*timeout after 0.2 s: a neighbour sent nothing"
@@ -369,7 +369,7 @@ def test_many_strangers_are_turned_away_at_once(ring_of, set_timeouts):
 
 
 def test_one_that_does_not_know_the_token_is_no_neighbour():
-    """Neither by what it says, nor by saying again what it heard."""
+    """Neither by what it sends, nor by a replay of what it received."""
     listeners = [Listener("127.0.0.1") for _ in range(2)]
     addresses = [(one.host, one.port) for one in listeners]
     tokens = [TOKEN, bytes(TOKEN_BYTES)]
@@ -380,8 +380,8 @@ def test_one_that_does_not_know_the_token_is_no_neighbour():
     assert any("does not know the token of this ring" in str(error) for error in found)
 
 
-def test_a_conversation_that_was_heard_is_of_no_use_again():
-    """Between neighbours stands one that passes on what they say and notes it; later it says the same."""
+def test_recorded_handshake_cannot_be_replayed():
+    """Between neighbours is one that passes on what they send and notes it; later it sends the same."""
     listeners = [Listener("127.0.0.1"), Listener("127.0.0.2")]
     heard = []
     with socket.create_server(("127.0.0.3", 0)) as between, ThreadPoolExecutor(8) as pool:
@@ -406,11 +406,11 @@ def test_a_conversation_that_was_heard_is_of_no_use_again():
         places = [join.result() for join in joins]
         for place in places:
             place.close()
-    said = [b"".join(notes) for notes in heard]
-    assert not any(TOKEN in text for text in said)
+    sent = [b"".join(notes) for notes in heard]
+    assert not any(TOKEN in text for text in sent)
     again = Listener("127.0.0.2")
     with socket.create_server(("127.0.0.1", 0)) as silent, contextlib.ExitStack() as parrots:
-        for text in said:
+        for text in sent:
             parrot = parrots.enter_context(socket.create_connection((again.host, again.port)))
             parrot.sendall(text)
         with pytest.raises(PeerLostError, match="timeout: worker 0 did not connect"):
@@ -420,16 +420,16 @@ def test_a_conversation_that_was_heard_is_of_no_use_again():
 def test_bytes_of_another_generation_are_refused(ring_of):
     places = ring_of(2, generation=4)
     places[0].generation = 3  # as one that has not learnt of the new group
-    told = together(lambda place: place.add(np.ones(2)), places)
-    assert "worker 1 is of generation 4, received: bytes of generation 3 from worker 0" in str(told[1])
+    errors = together(lambda place: place.add(np.ones(2)), places)
+    assert "worker 1 is of generation 4, received: bytes of generation 3 from worker 0" in str(errors[1])
 
 
 def test_a_member_of_another_generation_does_not_join():
     listeners = [Listener("127.0.0.1") for _ in range(2)]
     addresses = [(one.host, one.port) for one in listeners]
-    told = together(lambda i: listeners[i].join(i, addresses, TOKEN, 1.0, None, generation=7 + i), list(range(2)))
-    assert all(isinstance(error, PeerLostError) for error in told)
-    assert "worker 0 came with generation 7 of the ring and was refused, as this is generation 8" in str(told[1])
+    errors = together(lambda i: listeners[i].join(i, addresses, TOKEN, 1.0, None, generation=7 + i), list(range(2)))
+    assert all(isinstance(error, PeerLostError) for error in errors)
+    assert "worker 0 came with generation 7 of the ring and was refused, as this is generation 8" in str(errors[1])
 
 
 def test_a_neighbour_that_never_comes():

@@ -40,7 +40,7 @@ def ring_of(size, hosts="unix"):
 
 
 @pytest.mark.parametrize(("size", "hosts"), [(4, "tcp"), (5, "unix"), (8, "unix"), (11, "unix")])
-def test_a_sum_has_the_bits_that_it_has_around_the_ring(size, hosts, monkeypatch):
+def test_sum_has_the_bits_of_the_ring(size, hosts, monkeypatch):
     with ring_of(size, hosts) as (places, together):
 
         @settings(max_examples=15, deadline=None)
@@ -52,8 +52,8 @@ def test_a_sum_has_the_bits_that_it_has_around_the_ring(size, hosts, monkeypatch
             found = together(lambda place: place.add(arrays[place.rank].copy()))
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(ring_module.Ring, "trades", lambda self, size: False)
-                around = together(lambda place: place.add(arrays[place.rank].copy()))
-            assert len({one.tobytes() for one in (*found, *around)}) == 1
+                expected = together(lambda place: place.add(arrays[place.rank].copy()))
+            assert len({one.tobytes() for one in (*found, *expected)}) == 1
 
         check()
 

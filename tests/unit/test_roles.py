@@ -45,8 +45,8 @@ def test_the_cause_is_named_not_its_consequence():
 
 
 def test_words_of_tensorflow_in_the_message_of_another_are_no_sign():
-    said = "Traceback (most recent call last):\n  File 'x'\nRuntimeError: CancelledError in my own words"
-    assert not TaskExit(1, said).is_consequence()
+    message = "Traceback (most recent call last):\n  File 'x'\nRuntimeError: CancelledError in my own words"
+    assert not TaskExit(1, message).is_consequence()
     assert not TaskExit(-9, NOISE).is_consequence(), "TensorFlow's log also holds what is no error"
     assert TaskExit(-6, f"F{NOISE[1:]}").is_consequence()
 
@@ -58,7 +58,7 @@ def test_a_reason_is_a_line_and_a_code_that_of_a_shell():
     assert TaskExit(3).status == 3
 
 
-def test_who_ends_by_himself():
+def test_roles_that_end_by_themselves():
     plain, servers = roles.run_tasks(2, evaluator=True), roles.run_tasks(2, num_ps=1)
     assert roles.ends_run(plain) == {Task("worker", 0), Task("worker", 1)}
     assert roles.ends_run(servers) == {Task("chief", 0)}

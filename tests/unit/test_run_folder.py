@@ -73,7 +73,7 @@ def within(folder, step, epoch_step, **order):
     whole(folder, f"step_{step:012d}", state | {"history": [], "identity": {"seed": "step"}, "order": order})
 
 
-def test_a_run_stands_where_its_newest_checkpoint_is(folder):
+def test_run_is_at_its_newest_checkpoint(folder):
     within(folder, 2, 2)
     assert folder.last() == run_folder.LastCheckpoint(2, 2, 2, False, {"seed": "step"}), (
         "it ended within its first epoch"
@@ -103,7 +103,7 @@ def test_a_run_stands_where_its_newest_checkpoint_is(folder):
     )
 
 
-def test_what_is_told_of_a_damaged_end_of_an_epoch_is_where_the_run_goes_on(folder, capsys):
+def test_warning_about_a_damaged_epoch_end_names_where_the_run_resumes(folder, capsys):
     within(folder, 6, 2)
     write(folder, "checkpoint_2026-01-01_00-00-00.000001/state.json", "torn")
     with pytest.warns(UserWarning, match="Damaged: checkpoint_2026.*Using the checkpoint step_000000000006 instead"):
@@ -133,30 +133,30 @@ def read(folder, name):
 
 
 def epoch(folder, **arguments):
-    """Where the run stands, whatever is warned of."""
+    """Returns the run's epoch, whatever is warned of."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return folder.last(**arguments).epoch
 
 
-def test_what_becomes_of_an_epoch_that_was_begun_is_said(folder):
+def test_fate_of_a_begun_epoch_is_logged(folder):
     within(folder, 6, 2, seed=3)
     last = folder.last()
     assert keras_trainer._goes_on(last, {"seed": 3}) == "resuming from step 6 (step 2 of epoch 3)"
-    anew = "resuming from step 6; epoch 3 restarts at its first step, as its 2 step(s) would have other rows now"
-    assert keras_trainer._goes_on(last, {"seed": 4}) == f"{anew} (seed 4, was 3)"
+    again = "resuming from step 6; epoch 3 restarts at its first step, as its 2 step(s) would have other rows now"
+    assert keras_trainer._goes_on(last, {"seed": 4}) == f"{again} (seed 4, was 3)"
     complete = dataclasses.replace(last, epoch_step=0, order={})
     assert keras_trainer._goes_on(complete, {}) == "resuming from step 6 (epoch 2 complete)"
 
 
-def test_names_are_not_told_apart_by_a_clock():
+def test_names_are_not_distinguished_by_a_clock():
     shared = RunConfig()
     given = shared.name
     made = {run_folder.with_name(shared, "keras").name for _ in range(50)}
     assert len(made) == 50 and shared.name == given, "the user's RunConfig stays as it is"
     assert run_folder.with_name(RunConfig(name=""), "keras").name.startswith("keras_2")
-    mine = RunConfig(name="mine")
-    assert run_folder.with_name(mine, "keras") is mine
+    named = RunConfig(name="mine")
+    assert run_folder.with_name(named, "keras") is named
     assert run_folder.with_name(tune.RunConfig(), "sweep").name != run_folder.with_name(tune.RunConfig(), "sweep").name
     assert not run_folder.is_unnamed(RunConfig(name=made.pop())), "a run is found again by the name that it was given"
 
@@ -172,12 +172,12 @@ def test_names_below_the_storage_are_taken(name):
     validation.check_run_name(name)
 
 
-def test_a_storage_that_is_not_known_is_said():
+def test_unknown_storage_is_reported():
     with pytest.raises(ConfigError, match="storage_path must be a path, or the URI of a storage that pyarrow knows"):
         RunFolder.of(RunConfig(name="run", storage_path="nowhere://bucket"))
 
 
-def test_where_a_run_stands(folder):
+def test_last_checkpoint_of_a_run(folder):
     assert folder.last() is None
     trained(folder)
     assert folder.last() == run_folder.LastCheckpoint(2, 4, 0, False, {"seed": 1})
@@ -199,7 +199,7 @@ def test_checkpoints_within_the_first_epoch_that_are_all_damaged_are_named(folde
         folder.last()
 
 
-def test_a_newer_format_at_the_end_of_an_epoch_is_refused_beside_one_that_is_read(folder):
+def test_newer_format_of_an_epoch_end_is_refused_next_to_a_readable_one(folder):
     trained(folder)
     within(folder, 6, 2)
     whole(folder, "checkpoint_1", {"version": 99})
@@ -251,7 +251,7 @@ def test_a_manifest_that_names_nothing_right_is_a_damaged_checkpoint(folder, fil
     assert epoch(folder) == 1
 
 
-def test_a_folder_in_the_place_of_a_file_is_a_damaged_checkpoint(folder):
+def test_folder_instead_of_a_file_is_a_damaged_checkpoint(folder):
     for part in ("state.json", "manifest.json", "model.keras"):
         trained(folder)
         folder.filesystem.delete_file(f"{folder.path}/checkpoint_1/{part}")
@@ -316,7 +316,7 @@ def test_a_train_loops_own_checkpoints_are_missed_where_ray_has_lost_its_list(fo
         folder.check_list()
 
 
-def test_a_folder_in_the_place_of_the_list_is_said(tmp_path):
+def test_folder_instead_of_the_list_is_reported(tmp_path):
     folder = RunFolder(pyarrow.fs.LocalFileSystem(), str(tmp_path / "run"), "run")
     trained(folder)
     (tmp_path / "run" / SNAPSHOT).unlink()
@@ -347,7 +347,7 @@ def test_a_damaged_newest_checkpoint_leaves_the_list(folder):
     assert folder.last() == run_folder.LastCheckpoint(1, 4, 0, False, {"seed": 0})
 
 
-def test_what_ended_within_its_first_checkpoint_starts_anew(folder, capsys):
+def test_run_that_ended_within_its_first_checkpoint_starts_from_scratch(folder, capsys):
     write(folder, "checkpoint_0/model.keras", "wei")
     assert folder.last() is None
     assert "none of its checkpoints is whole" in capsys.readouterr().err
@@ -366,13 +366,13 @@ def test_what_is_put_aside_is_a_run_of_its_own(folder):
     before = names(folder, folder.path)
     aside = folder.archive()
     assert names(folder, folder.path) == [f"inner/{SNAPSHOT}", "run.lock"]
-    there = RunFolder(folder.filesystem, f"{folder.path.rpartition('/')[0]}/{aside}", aside)
-    assert sorted([*names(folder, there.path), f"inner/{SNAPSHOT}", "run.lock"]) == before
-    assert there.last().epoch == 2 and folder.last() is None
+    archived = RunFolder(folder.filesystem, f"{folder.path.rpartition('/')[0]}/{aside}", aside)
+    assert sorted([*names(folder, archived.path), f"inner/{SNAPSHOT}", "run.lock"]) == before
+    assert archived.last().epoch == 2 and folder.last() is None
     assert folder.archive() is None
 
 
-def test_ray_has_no_advice_for_who_only_reads_a_run(tmp_path, caplog):
+def test_ray_prints_no_advice_when_a_run_is_only_read(tmp_path, caplog):
     """It would say that the folder should be deleted, if a new run was meant."""
     from raytf.worker import model_loading
 

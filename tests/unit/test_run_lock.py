@@ -34,12 +34,12 @@ def owner(place):
 
 
 def left_by(place, **changes):
-    """A lock that somebody has left behind."""
+    """A stale lock of another process."""
     filesystem, folder = place
-    there = RunLock(filesystem, folder)._owner | {"id": "another"} | changes
+    stored = RunLock(filesystem, folder)._owner | {"id": "another"} | changes
     filesystem.create_dir(folder)
     with filesystem.open_output_stream(f"{folder}/{LOCK}") as file:
-        file.write(json.dumps(there).encode())
+        file.write(json.dumps(stored).encode())
 
 
 def test_one_driver_has_the_folder(place):
@@ -156,16 +156,16 @@ def test_an_owner_whose_store_has_no_times_is_watched_for_as_long_as_it_may_be_s
 
 
 def test_a_driver_that_was_frozen_ends(place):
-    """Its lock was taken over meanwhile: it says so, and neither writes to it nor removes it."""
-    told = []
-    lock = RunLock(*place, on_lost=lambda: told.append(1))
+    """Its lock was taken over meanwhile: it reports that, and neither writes to it nor removes it."""
+    calls = []
+    lock = RunLock(*place, on_lost=lambda: calls.append(1))
     with pytest.raises(TrainingError, match="process .* on far .* has taken over .*run' while this driver"):
         with lock:
             lock.confirm()
             if isinstance(place[0], pyarrow.fs.LocalFileSystem):
                 os.unlink(f"{place[1]}/{LOCK}")
             left_by(place, host="far")
-            until(lambda: told)
+            until(lambda: calls)
             lock.check()
     assert owner(place)["host"] == "far"
 
@@ -187,7 +187,7 @@ def test_what_cannot_be_read_is_held_until_it_is_old(tmp_path, text):
         pass
 
 
-def test_a_storage_that_cannot_be_written_is_said(tmp_path):
+def test_unwritable_storage_is_reported(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="The storage of a run must be one that this process can write to"):
         RunLock(pyarrow.fs.LocalFileSystem(), str(tmp_path / "file" / "run")).acquire()

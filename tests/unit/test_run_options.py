@@ -1,4 +1,4 @@
-"""What is wrong with the options of `raytf run` and `raytf report` is said before Ray is imported."""
+"""What is wrong with the options of `raytf run` and `raytf report` is reported before Ray is imported."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ WRONG = {
 
 
 # What ends the command afterwards, as Ray is not there.
-BEHIND = "run look.py --num-workers 2 --ports=1-2 --epochs 3"
+AFTER_SCRIPT = "run look.py --num-workers 2 --ports=1-2 --epochs 3"
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def folder(tmp_path):
 
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("command", WRONG)
-def test_told_before_ray_is_imported(folder, command):
+def test_wrong_options_are_reported_before_ray_is_imported(folder, command):
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)])}
     done = subprocess.run(
         [sys.executable, "-m", "raytf.cli", *command.split()],
@@ -62,8 +62,8 @@ def test_told_before_ray_is_imported(folder, command):
         text=True,
         timeout=60,
     )
-    *usage, said = done.stderr.splitlines()
-    assert done.returncode == 2 and said.startswith("Error: ") and WRONG[command] in said, done.stderr
+    *usage, message = done.stderr.splitlines()
+    assert done.returncode == 2 and message.startswith("Error: ") and WRONG[command] in message, done.stderr
     assert usage[0].startswith(f"Usage: python -m raytf.cli {command.split()[0]} ")
 
 
@@ -77,9 +77,9 @@ def test_what_is_right_is_taken(folder, monkeypatch):
     ) == {"CPU": 0.5}
 
 
-def test_options_of_raytf_behind_the_script_are_the_scripts_and_that_is_said(folder):
+def test_options_of_raytf_after_the_script_are_the_scripts_and_a_hint_is_printed(folder):
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)])}
-    command = [sys.executable, "-m", "raytf.cli", *BEHIND.split()]
+    command = [sys.executable, "-m", "raytf.cli", *AFTER_SCRIPT.split()]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60)
     first, *rest = done.stderr.splitlines()
     assert first.startswith("raytf: --num-workers, --ports after the script: given to it") and "epochs" not in first

@@ -1,4 +1,4 @@
-"""The page about a single run: what its folder tells of curves, workers, restarts and checkpoints."""
+"""The page about a single run: what its folder contains of curves, workers, restarts and checkpoints."""
 
 from __future__ import annotations
 
@@ -82,8 +82,8 @@ def test_lines_that_were_cut_off_or_crafted_are_left_out(run):
 
 def test_a_folder_that_is_no_run_or_holds_several(run, tmp_path):
     epoch(tmp_path, "second", 1, loss=[1.0])
-    for folder, said in ((tmp_path, "it holds 2 runs"), (run / figures.FOLDER, "a run or of a sweep")):
-        with pytest.raises(ConfigError, match=said):
+    for folder, message in ((tmp_path, "it holds 2 runs"), (run / figures.FOLDER, "a run or of a sweep")):
+        with pytest.raises(ConfigError, match=message):
             report.write_report(str(folder), str(tmp_path / "page.html"))
 
 

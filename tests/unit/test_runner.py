@@ -1,4 +1,4 @@
-"""What a script prints and how it ends, whatever it leaves behind; without Ray."""
+"""What a script prints and how it ends, whatever processes it leaves; without Ray."""
 
 import math
 import os
@@ -55,7 +55,7 @@ def follow(runner, number, seconds=30.0):
 
 
 @pytest.mark.slow
-def test_the_end_does_not_wait_for_what_a_script_left_behind(runner, tmp_path):
+def test_end_does_not_wait_for_processes_that_a_script_left(runner, tmp_path):
     out, _, end = follow(runner, start(runner, tmp_path, LEAVES.format(then="sys.exit(3)")))
     os.kill(int(out[0]), signal.SIGKILL)
     assert out[1:] == ["x" * 50, "no end"] and end.code == 3
@@ -106,12 +106,12 @@ def test_all_lines_come_though_nobody_follows_for_a_while(runner, tmp_path):
     number = start(runner, tmp_path, "for i in range(30_000): print(i)\nraise SystemExit('why')")
     while not runner._script.events.full():
         time.sleep(0.01)
-    time.sleep(2.5)  # longer than is waited for what a script leaves behind
+    time.sleep(2.5)  # longer than is waited for what a script leaves
     out, error, end = follow(runner, number)
     assert out == [str(i) for i in range(30_000)] and error == ["why"] and (end.code, end.error) == (1, "why")
 
 
-def test_a_stopped_script_is_ended_and_said_to_be(runner, tmp_path):
+def test_stopped_script_is_ended_and_reported(runner, tmp_path):
     text = "import os, signal\nprint(os.getpid(), flush=True)\nos.kill(os.getpid(), signal.SIGSTOP)\nprint('on')"
     number = start(runner, tmp_path, text, frozen_s=0.5)
     out, _, end = follow(runner, number)
@@ -119,7 +119,7 @@ def test_a_stopped_script_is_ended_and_said_to_be(runner, tmp_path):
     assert end.reason().startswith(f"frozen: its process {out[0]} on 127.0.0.1 is stopped by a signal (SIGSTOP?), for ")
 
 
-def test_a_script_that_goes_on_in_time_is_left_alone(runner, tmp_path):
+def test_script_that_resumes_in_time_is_left_alone(runner, tmp_path):
     text = "import os, signal\nprint(os.getpid(), flush=True)\nos.kill(os.getpid(), signal.SIGSTOP)\nprint('on')"
     number = start(runner, tmp_path, text, frozen_s=60)
     pid = int(runner.follow(number)[0][1])
@@ -151,8 +151,8 @@ stands_here()
 """
 
 
-def test_a_script_tells_what_it_does_beside_what_it_does(runner, tmp_path):
-    """A stopped one gives no answer; when it goes on, its late one is not taken for that to the next question."""
+def test_script_reports_its_activity_while_it_runs(runner, tmp_path):
+    """A stopped one gives no answer; when it resumes, its late one is not taken for that to the next question."""
     number = start(runner, tmp_path, STANDS)
     while ("stdout", "ready") not in runner.follow(number):
         pass

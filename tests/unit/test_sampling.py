@@ -113,8 +113,8 @@ def test_rows_of_similar_length_share_a_batch():
     spreads = [np.ptp(batch) for batch in np.split(np.sort(lengths)[:1000], 100)]
     positions = np.arange(1003)
     found = sampling.bucketed(positions, lengths, 10, sampling.generator(0, 0))
-    mine = [np.ptp(lengths[batch]) for batch in np.split(found[:1000], 100)]
-    assert np.mean(mine) < 2 * np.mean(spreads) + 5
+    spans = [np.ptp(lengths[batch]) for batch in np.split(found[:1000], 100)]
+    assert np.mean(spans) < 2 * np.mean(spreads) + 5
     first = [lengths[batch].mean() for batch in np.split(found[:1000], 100)]
     assert any(a > b for a, b in itertools.pairwise(first)), "batches come in random order"
 

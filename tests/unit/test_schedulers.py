@@ -87,9 +87,9 @@ def test_a_scheduler_of_the_users_keeps_its_settings_and_class():
     class Own(HyperBandScheduler):
         pass
 
-    theirs = HyperBandScheduler(max_t=8, reduction_factor=2)
-    assert space.make_scheduler(theirs, {}, 4).__dict__ == theirs.__dict__
-    assert type(theirs) is HyperBandScheduler
+    given = HyperBandScheduler(max_t=8, reduction_factor=2)
+    assert space.make_scheduler(given, {}, 4).__dict__ == given.__dict__
+    assert type(given) is HyperBandScheduler
     assert type(space.make_scheduler(Own(), {}, 4)) is Own
     bohb = tune.schedulers.HyperBandForBOHB()
     assert space.make_scheduler(bohb, {}, 4) is bohb

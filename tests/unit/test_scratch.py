@@ -21,27 +21,27 @@ def temporary(tmp_path, monkeypatch):
 
 
 def test_what_a_killed_process_left_is_removed(temporary):
-    mine = scratch.make_folder()
+    own = scratch.make_folder()
     process = subprocess.Popen([sys.executable, "-c", MAKES], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     its = process.stdout.readline().strip()
     os.makedirs(os.path.join(its, "checkpoint"))
     assert scratch.remove_abandoned() == 0 and os.path.isdir(its), "its owner lives"
     process.send_signal(signal.SIGKILL)
     process.communicate()
-    assert scratch.remove_abandoned() == 1 and not os.path.exists(its) and os.path.isdir(mine)
+    assert scratch.remove_abandoned() == 1 and not os.path.exists(its) and os.path.isdir(own)
 
 
 def test_what_others_have_is_left_alone(temporary):
-    mine = os.path.basename(scratch.make_folder())
-    _, host, pid, started, _ = mine.split("_", 4)
-    names = ["raytf_x", f"raytf_elsewhere_{pid}_1_x", f"other_{host}_{pid}_1_x", f"raytf_{host}_{pid}", mine]
+    own = os.path.basename(scratch.make_folder())
+    _, host, pid, started, _ = own.split("_", 4)
+    names = ["raytf_x", f"raytf_elsewhere_{pid}_1_x", f"other_{host}_{pid}_1_x", f"raytf_{host}_{pid}", own]
     for name in names:
         (temporary / name).mkdir(exist_ok=True)
     (temporary / f"raytf_{host}_{pid}_{int(started) + 1}_x").mkdir()  # of an earlier process of this number
     assert scratch.remove_abandoned() == 1 and sorted(os.listdir(temporary)) == sorted(names)
 
 
-def test_a_folder_is_removed_behind(temporary):
+def test_folder_is_removed_after_use(temporary):
     with scratch.temporary_folder() as path:
         assert os.path.isdir(path)
     assert not os.path.exists(path)

@@ -62,7 +62,7 @@ def test_one_that_is_read_only_is_named_and_so_is_one_that_is_missing(small, mon
 def test_the_next_place_is_taken_where_one_has_no_room(small, tmp_path, monkeypatch):
     other = tmp_path / "other"
     other.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(other))  # as Ray's, whose folder comes behind TMPDIR
+    monkeypatch.setattr(tempfile, "tempdir", str(other))  # as Ray's, whose folder comes after TMPDIR
     with scratch.temporary_folder(20 << 20) as folder:
         assert os.path.dirname(folder) == str(other)
     with scratch.temporary_folder() as folder:
@@ -89,7 +89,7 @@ def test_a_model_in_parts_needs_room_for_the_whole(small, set_timeouts, tmp_path
         stack.enter_context(checkpoint_files.whole_folder(str(tmp_path / "step_000000000001")))
 
 
-def test_a_vocabulary_for_which_there_is_no_room_is_said(small, tmp_path):
+def test_vocabulary_without_disk_space_is_reported(small, tmp_path):
     """Keras unpacks vocabularies into Python's temporary folder."""
     import keras
 

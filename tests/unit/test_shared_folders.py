@@ -1,4 +1,4 @@
-"""A folder is told from another of the same path, also while files come and go in it."""
+"""A folder is distinguished from another of the same path, also while files come and go in it."""
 
 import dataclasses
 import os
@@ -10,7 +10,7 @@ MOUNTS = """\
 30 22 0:52 / /home rw,relatime shared:30 - nfs4 server:/export/home rw,vers=4.2
 31 22 0:53 /sub /data rw - overlay overlay rw,lowerdir=/a
 """
-HERE = shared_folders.Folder("/home/a", os.makedev(0, 52), 77, "boot-a", ("nfs4", "server:/export/home"))
+FOLDER = shared_folders.Folder("/home/a", os.makedev(0, 52), 77, "boot-a", ("nfs4", "server:/export/home"))
 
 
 def test_files_come_and_go(tmp_path):
@@ -37,11 +37,11 @@ def test_what_hosts_share():
 
 
 def test_numbers_of_devices_belong_to_a_kernel():
-    there = dataclasses.replace(HERE, boot="boot-b", device=os.makedev(0, 61))
-    assert HERE.is_same(there), "NFS has another number of device on each host"
-    assert not HERE.is_same(dataclasses.replace(there, inode=78))
-    assert not HERE.is_same(dataclasses.replace(there, shared=("nfs4", "server:/export/other")))
-    local = dataclasses.replace(HERE, shared=None)
+    elsewhere = dataclasses.replace(FOLDER, boot="boot-b", device=os.makedev(0, 61))
+    assert FOLDER.is_same(elsewhere), "NFS has another number of device on each host"
+    assert not FOLDER.is_same(dataclasses.replace(elsewhere, inode=78))
+    assert not FOLDER.is_same(dataclasses.replace(elsewhere, shared=("nfs4", "server:/export/other")))
+    local = dataclasses.replace(FOLDER, shared=None)
     assert local.is_same(local)
     assert not local.is_same(dataclasses.replace(local, boot="boot-b")), "two hosts copied from one image"
     assert not local.is_same(dataclasses.replace(local, device=os.makedev(0, 53))), "two containers of a host"

@@ -89,9 +89,9 @@ def test_batches_are_mixed_as_at_random(batch):
     for number, half in enumerate(halves):
         ratios = []
         for epoch in range(6):
-            mine = half(feistel(ROWS, number, epoch).at(np.arange(ROWS)))
-            part = mine.mean()
-            counts = mine[: ROWS // batch * batch].reshape(-1, batch).sum(1)
+            mixed = half(feistel(ROWS, number, epoch).at(np.arange(ROWS)))
+            part = mixed.mean()
+            counts = mixed[: ROWS // batch * batch].reshape(-1, batch).sum(1)
             ratios.append(counts.var() / (batch * part * (1 - part) * (ROWS - batch) / (ROWS - 1)))
         # a variance of n numbers is off by about sqrt(2 / n)
         assert abs(np.mean(ratios) - 1) < 5 * np.sqrt(2 / (6 * ROWS / batch))

@@ -76,7 +76,7 @@ def is_gone(pid: int) -> bool:
     seen = procfs.read_state(pid)
     if seen is None or seen.state != "Z":
         return seen is None
-    # whoever is the first process of a container may reap nothing; and what is open stays so until the last thread goes
+    # the first process of a container may reap nothing; and what is open stays so until the last thread goes
     with contextlib.suppress(FileNotFoundError):
         return os.listdir(f"/proc/{pid}/task") == [str(pid)]
     return True
@@ -94,7 +94,7 @@ def test_the_last_ones_are_whole_and_older_ones_removed(writer, tmp_path):
     assert not any("raytf" in name for name in os.listdir("/dev/shm"))
 
 
-def test_who_writes_lets_the_training_go_first(writer):
+def test_writer_has_lower_priority_than_the_training(writer):
     writer.write(folder_name(1), parts_of(1))
     writer.finish(60.0)
     assert goes_last(writer.pid)
@@ -122,8 +122,8 @@ def goes_last(pid: int) -> bool:
     return last.pop()
 
 
-def test_who_writes_goes_last_no_more_while_the_training_waits_for_it(writer):
-    """Beside computing neighbours it would get a processor for some milliseconds after 13 s: so long all waited."""
+def test_writer_has_normal_priority_while_the_training_waits_for_it(writer):
+    """Next to computing neighbours it would get a processor for some milliseconds after 13 s: so long all waited."""
     with writer.writer_priority():
         writer.write(folder_name(1), parts_of(1))  # before it is known who that is
         writer.finish(60.0)
@@ -136,7 +136,7 @@ def test_who_writes_goes_last_no_more_while_the_training_waits_for_it(writer):
     assert goes_last(writer.pid), "others than the training wait so"
 
 
-def test_who_writes_tells_how_long_it_had_no_processor(writer):
+def test_writer_reports_how_long_it_had_no_processor(writer):
     """So that it is not taken for a hang of the worker that waits for it."""
     writer.write(folder_name(1), parts_of(1))
     writer.finish(60.0)
@@ -156,7 +156,7 @@ def test_who_writes_tells_how_long_it_had_no_processor(writer):
             other.wait()
 
 
-def test_who_writes_goes_last_no_more_when_the_next_epoch_has_ended_before(writer, tmp_path):
+def test_writer_has_normal_priority_when_the_next_epoch_has_ended_before(writer, tmp_path):
     """On a worker that writes a part: it is the chief that waits, on another host."""
     writer.write(folder_name(1), parts_of(1), pinned=True)
     writer.finish(60.0)
@@ -209,7 +209,7 @@ def test_only_what_can_be_taken_back_is_given_away(privileged):
     assert done.stdout == f"True True {raised} True True\n", done.stderr
 
 
-def test_parts_grow_and_a_snapshot_of_the_same_name_takes_the_place_of_another(writer, tmp_path):
+def test_parts_grow_and_a_snapshot_replaces_another_of_the_same_name(writer, tmp_path):
     for size in (10, 1_000_000, 10):
         writer.write(folder_name(1), parts_of(1, size) | {"more.txt": "x" * size})
         writer.finish(60.0)
@@ -258,7 +258,7 @@ def test_a_writer_that_is_slow_holds_nobody_up_and_the_newest_is_kept(writer, tm
         with pytest.warns(UserWarning, match="slower than checkpoints come") as seen:
             for step in range(2, 8):
                 writer.write(folder_name(step), parts_of(step))
-        assert len(seen) == 1 and writer.left_out == 3  # of six, three lie in memory
+        assert len(seen) == 1 and writer.left_out == 3  # of six, three are in memory
         with pytest.raises(NotWrittenError, match=f"{folder_name(7)} could not be saved: timeout after 0 s"):
             writer.finish(0.01)
     finally:
@@ -269,7 +269,7 @@ def test_a_writer_that_is_slow_holds_nobody_up_and_the_newest_is_kept(writer, tm
 
 
 @pytest.mark.parametrize("pinned", [3, 5])
-def test_one_that_is_pinned_is_written_whatever_comes_behind_it(writer, tmp_path, pinned):
+def test_pinned_snapshot_is_written_whatever_comes_after_it(writer, tmp_path, pinned):
     writer.write(folder_name(1), parts_of(1))
     writer.finish(60.0)
     stop(writer.pid)
@@ -290,7 +290,7 @@ def test_one_that_is_pinned_is_written_whatever_comes_behind_it(writer, tmp_path
 
 
 def test_two_that_are_pinned_are_both_written(writer, tmp_path):
-    """A signal that ends the run just behind an epoch's end: the last step's is pinned, as the epoch's is."""
+    """A signal that ends the run just after an epoch's end: the last step's is pinned, as the epoch's is."""
     writer.write(folder_name(1), parts_of(1))
     writer.finish(60.0)
     stop(writer.pid)
@@ -308,7 +308,7 @@ def test_two_that_are_pinned_are_both_written(writer, tmp_path):
 
 
 @pytest.mark.slow
-def test_one_that_is_no_longer_pinned_gives_way_to_a_newer_one(writer, tmp_path):
+def test_unpinned_snapshot_is_replaced_by_a_newer_one(writer, tmp_path):
     (tmp_path / "run").write_text("in the way")
     pin = writer.write(folder_name(1), parts_of(1), pinned=True)
     with pytest.raises(NotWrittenError), pytest.warns(UserWarning, match="retried"):
@@ -353,7 +353,7 @@ def test_others_see_that_a_writer_is_at_work_until_it_has_ended(tmp_path):
     check(tmp_path / "run" / folder_name(1), 1)
 
 
-def test_the_end_of_the_writer_is_told(tmp_path):
+def test_end_of_the_writer_is_reported(tmp_path):
     writer = SnapshotWriter(LOCAL, str(tmp_path / "run"))
     writer.write(folder_name(1), parts_of(1))
     writer.finish(60.0)
@@ -365,7 +365,7 @@ def test_the_end_of_the_writer_is_told(tmp_path):
     check(tmp_path / "run" / folder_name(1), 1)
 
 
-def test_a_writer_that_cannot_start_says_why(tmp_path, monkeypatch):
+def test_writer_that_cannot_start_raises_with_the_reason(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "executable", "/bin/false")
     writer = SnapshotWriter(LOCAL, str(tmp_path / "run"))
     with pytest.raises(NotWrittenError, match="the process that writes checkpoints has ended"):
@@ -461,7 +461,7 @@ def test_what_was_handed_over_is_kept_when_its_process_is_killed(tmp_path, kille
 
 
 def test_nothing_is_left_of_a_writer_whose_storage_never_answers(tmp_path, monkeypatch, set_timeouts):
-    """A FIFO in the place of the folder holds each try up; the other side goes, and so does the writer."""
+    """A FIFO instead of the folder holds each try up; the other side goes, and so does the writer."""
     set_timeouts(writer_alone=0.5)
     code = (
         "import raytf.storage.snapshot_writer as w, sys; "
@@ -503,7 +503,7 @@ def test_a_writer_that_is_alone_with_many_bytes_has_more_time(monkeypatch, tmp_p
 
 
 def limited(path, **limits):
-    """A writer whose process may write no larger files than it says."""
+    """Returns a writer whose process may write no larger files than `limits["bytes"]`."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limits["bytes"], before[1]))
     try:
@@ -513,7 +513,7 @@ def limited(path, **limits):
 
 
 @pytest.mark.slow
-def test_a_storage_that_takes_it_no_more_is_told_tried_again_and_an_error_only_at_the_end(tmp_path):
+def test_failing_storage_is_reported_retried_and_an_error_only_at_the_end(tmp_path):
     writer = limited(tmp_path / "run", bytes=100_000)
     writer.write(folder_name(1), parts_of(1))
     writer.finish(60.0)
@@ -546,7 +546,7 @@ def small_disk(tmp_path):
     subprocess.run(["umount", path], check=True)
 
 
-def test_a_full_disk_is_told_and_written_again_once_there_is_room(small_disk):
+def test_full_disk_is_reported_and_written_again_once_there_is_room(small_disk):
     (small_disk / "others").write_bytes(bytes(2 << 20))
     writer = SnapshotWriter(LOCAL, str(small_disk / "run"))
     with pytest.warns(UserWarning, match=f"{folder_name(1)} could not be written.*No space left") as seen:
@@ -611,7 +611,7 @@ def test_only_what_is_whole_counts(tmp_path):
 
 @pytest.mark.parametrize("clock", [0, -180, 180])
 def test_what_writers_left_half_written_is_removed_by_whose_it_is_and_not_by_a_clock(tmp_path, clock):
-    """The clock of a file server may be minutes behind, and a part takes minutes to be written."""
+    """The clock of a file server may be minutes late, and a part takes minutes to be written."""
 
     def left(*names):
         for name in names:

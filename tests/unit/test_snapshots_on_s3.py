@@ -67,7 +67,7 @@ def test_a_large_one_goes_in_parts_and_the_manifest_comes_last(storage, writer, 
 
 @pytest.mark.slow
 def test_an_error_in_the_middle_is_tried_again(storage, tmp_path):
-    """A 503 at a part of the file, more often than pyarrow itself tries it, is told, and the next try is whole."""
+    """A 503 at a part of the file, more often than pyarrow itself tries it, is reported, and the next try is whole."""
     count = [0]
 
     def fault(environ):
@@ -87,7 +87,7 @@ def test_an_error_in_the_middle_is_tried_again(storage, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_storage_that_is_down_is_told_and_what_was_there_stays(storage, tmp_path):
+def test_storage_that_is_down_is_reported_and_old_objects_stay(storage, tmp_path):
     writer = SnapshotWriter(storage.filesystem(), RUN)
     writer.write(folder_name(1), parts_of(1))
     writer.finish(100.0)
@@ -128,7 +128,7 @@ def test_wrong_keys_are_found_before_training(storage):
 
 
 @pytest.mark.slow
-def test_one_of_the_same_name_is_none_while_it_is_written_anew(storage):
+def test_snapshot_does_not_exist_while_it_is_rewritten(storage):
     """Parts of two snapshots are never taken for one."""
     store = SnapshotStore(storage.filesystem(), RUN)
     store.put(folder_name(1), files_of(1))

@@ -1,4 +1,4 @@
-"""What is said to users of sparse and ragged arrays helps."""
+"""Messages for users of sparse and ragged arrays contain a fix that works."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Checkpoints within epochs as folders of a run: named by steps, whole or passed over, beside those of epochs."""
+"""Checkpoints within epochs as folders of a run: named by steps, whole or passed over, next to those of epochs."""
 
 import json
 
@@ -25,7 +25,7 @@ def test_other_names_are_none(name):
 
 
 @pytest.mark.parametrize("step", [0, 7, 10**12 - 1, 10**12])
-def test_names_tell_their_steps(step):
+def test_names_contain_their_steps(step):
     assert step_folders.step_of_folder(step_folders.folder_name(step)) == step
 
 
@@ -65,7 +65,7 @@ def test_the_newest_comes_first_whatever_it_is(tmp_path):
 
 
 def test_a_state_within_an_epoch_is_of_a_newer_format():
-    """Which an older raytf refuses by name, instead of beginning the epoch anew."""
+    """Which an older raytf refuses by name, instead of beginning the epoch again."""
     ended, within = (
         CheckpointState(2, 8, 0, False, []),
         CheckpointState(2, 9, 0, False, [], epoch_step=1, logs={"loss": 0.5}),

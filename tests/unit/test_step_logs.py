@@ -1,4 +1,4 @@
-"""Logs of steps that users write: where a value comes from says what it is, and not its name."""
+"""Logs of steps that users write: where a value comes from defines what it is, and not its name."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def fitted(callbacks=(), **kwargs):
     return model, history.history, seen, (x, y)
 
 
-def test_a_tensor_with_a_metrics_name_is_what_it_says():
+def test_tensor_with_a_metrics_name_is_logged_as_a_tensor():
     """Keras' own epoch has the metric's value, which is zero: nobody has updated it."""
     model, history, seen, (x, y) = fitted()
     assert history["loss"] == pytest.approx([seen[2], seen[5]])
@@ -59,7 +59,7 @@ def test_a_tensor_with_a_metrics_name_is_what_it_says():
     assert history["val_loss"][-1] == pytest.approx(last, rel=1e-5)
 
 
-def test_a_metric_that_the_step_has_updated_stands_for_its_name_as_in_keras():
+def test_updated_metric_is_logged_under_its_name_as_in_keras():
     _, history, seen, _ = fitted(updates=True)
     assert history["loss"] == pytest.approx([np.mean(seen[:3]), np.mean(seen[3:])])
 
@@ -73,7 +73,7 @@ def test_an_evaluation_between_batches_leaves_the_logs_of_training():
     assert history["loss"] == pytest.approx([seen[2], seen[5]])
 
 
-def test_metrics_stand_for_the_names_of_all_and_no_other():
+def test_log_names_that_come_from_metrics():
     total, other = keras.Variable(0.0), keras.Variable(0.0)
     names = {"loss": [total], "mae": [other]}
     logs = {"loss": 1.0, "mae": 2.0}

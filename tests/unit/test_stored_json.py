@@ -15,7 +15,7 @@ from raytf.storage.run_lock import RunLock
 from raytf.tune import report
 
 # They read what a user typed, what Ray's store or TF_CONFIG holds, what this process has just written, or what the two
-# sides of a snapshot tell each other.
+# sides of a snapshot send each other.
 OTHERS = {"chief_callbacks", "cli", "config_keys", "progress", "launcher", "bootstrap", "strategy", "keras_trainer"}
 OTHERS |= {"model_file", "snapshots", "snapshot_writer", "testing", "runner", "verification"}
 WRONG = {
@@ -45,7 +45,7 @@ def test_what_cannot_be_read_is_one_error(tmp_path, name):
         assert not error.value.missing
 
 
-def test_what_is_missing_is_told_from_what_is_no_file(tmp_path):
+def test_missing_is_distinguished_from_no_file(tmp_path):
     filesystem = pyarrow.fs.LocalFileSystem()
     for path, missing, why in ((tmp_path / "none", True, "is missing"), (tmp_path, False, "is not a file")):
         for read in (lambda p: stored_json.load_object(p), lambda p: stored_json.read_object(filesystem, p)):
@@ -70,7 +70,7 @@ def test_a_lock_of_such_bytes_names_nobody_and_lapses(tmp_path, name, monkeypatc
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_a_sweep_whose_files_cannot_be_read_is_said(tmp_path, name):
+def test_unreadable_files_of_a_sweep_are_reported(tmp_path, name):
     (tmp_path / "sweep.json").write_bytes(WRONG[name][0])
     with pytest.raises(ConfigError, match="sweep.json"):
         report.read_settings(tmp_path)

@@ -24,23 +24,23 @@ class Run:
         }
 
     def make(self, steps):
-        """Steps, and what is said after each."""
+        """Makes steps; returns each report with its step."""
         found, looks = [], StragglerDetector()
         for _ in range(steps):
             parts = {rank: self._own(rank, self._step) for rank in range(self._workers)}
             longest = max(sum(its.values()) for its in parts.values()) + 0.01  # that the sum itself takes
             self._step += 1
             for rank, its in parts.items():
-                told = self.told[rank]
+                status = self.told[rank]
                 waited = longest - sum(its.values())
-                spent = dict(told["spent"])
+                spent = dict(status["spent"])
                 spent["step"] += its["compute"] + its["input"] + waited
                 spent["sum"] += waited
                 spent["input"] += its["input"]
                 spent["callbacks"] += its["callbacks"]
                 own, self._usual[rank] = activity.clipped(sum(its.values()), self._usual[rank])
                 spent["own"] += own
-                self.told[rank] = {"step": self._step, "clock": told["clock"] + longest, "spent": spent}
+                self.told[rank] = {"step": self._step, "clock": status["clock"] + longest, "spent": spent}
             if (slow := looks.look(dict(self.told))) is not None:
                 found.append((self._step, slow))
         return found
@@ -76,9 +76,9 @@ def test_one_that_is_less_than_a_fifth_slower_is_not_named():
 def test_where_gradients_are_summed_elsewhere_nobody_is_named():
     run = Run(lambda rank, step: USUAL | ({"compute": 0.2} if rank else {}))
     run.make(1)
-    for told in run.told.values():
-        told["spent"]["sum"] = 0.0
+    for status in run.told.values():
+        status["spent"]["sum"] = 0.0
     looks = StragglerDetector()
     for step in range(1, 500):
-        told = {r: its | {"step": step, "clock": its["clock"] + 0.2 * step} for r, its in run.told.items()}
-        assert looks.look(told) is None
+        status = {r: its | {"step": step, "clock": its["clock"] + 0.2 * step} for r, its in run.told.items()}
+        assert looks.look(status) is None

@@ -1,6 +1,6 @@
 """Another user of the host binds raytf's abstract sockets, or changes what workers send: nothing waits, nothing runs.
 
-A process of another user is one for which the kernel tells another user's number; who is root becomes one in a fork.
+A process of another user is one for which the kernel reports another user's number; root becomes one in a fork.
 """
 
 import ast
@@ -37,7 +37,7 @@ def stranger():
     ended = []
 
     def start(*names):
-        ready, told = os.pipe()
+        ready, write_end = os.pipe()
         alive, end = os.pipe()
         pid = os.fork()
         if not pid:
@@ -48,11 +48,11 @@ def stranger():
                 for one, name in zip(held, names, strict=True):
                     one.bind(name)
                     one.listen()
-                os.write(told, b"1")
+                os.write(write_end, b"1")
                 os.read(alive, 1)
             finally:
                 os._exit(0)
-        os.close(told)
+        os.close(write_end)
         os.close(alive)
         ended.append((pid, end))
         assert os.read(ready, 1) == b"1"
@@ -66,10 +66,10 @@ def stranger():
 
 def test_whose_process_is_at_the_other_end(stranger):
     stranger("\0raytf_test/theirs")
-    with socket.socket(socket.AF_UNIX) as mine, socket.socket(socket.AF_UNIX) as one:
-        mine.bind(f"\0raytf_test/{os.getpid()}")
-        mine.listen()
-        one.connect(mine.getsockname())
+    with socket.socket(socket.AF_UNIX) as server, socket.socket(socket.AF_UNIX) as one:
+        server.bind(f"\0raytf_test/{os.getpid()}")
+        server.listen()
+        one.connect(server.getsockname())
         assert liveness.is_same_user(one)
     with socket.socket(socket.AF_UNIX) as one:
         one.connect("\0raytf_test/theirs")

@@ -172,7 +172,7 @@ def test_wrong_options_of_a_sweep(arguments, message):
         SweepOptions(**arguments)
 
 
-def test_a_batch_too_large_is_said_to_be():
+def test_too_large_batch_is_reported():
     from raytf.train.worker_group import TrialError
     from raytf.tune.trial import _explained
 
@@ -226,14 +226,14 @@ def test_a_sweep_whose_trials_all_diverged_names_none_as_the_best():
         get_best_result = ResultGrid.get_best_result
 
     table = SweepTable("loss", "min", 2, show=False)
-    for values, said in (([float("nan")] * 2, "no trial is the best: loss is NaN in all of them"), ([], "")):
+    for values, sentence in (([float("nan")] * 2, "no trial is the best: loss is NaN in all of them"), ([], "")):
         table._console = Console(width=120, file=io.StringIO())
         table.print_best(Grid(SimpleNamespace(metrics={"loss": value}) for value in values))
         shown = table._console.file.getvalue()
-        assert said in shown and f"{len(values)} trials" in shown
+        assert sentence in shown and f"{len(values)} trials" in shown
 
 
-def test_a_sweep_of_a_name_goes_on_as_it_was_only():
+def test_named_sweep_resumes_only_unchanged():
     def options(rate, **more):
         return SweepOptions(num_samples=3, space=space.describe_space({"learning_rate": rate, "units": 8}), **more)
 
@@ -252,7 +252,7 @@ def test_a_sweep_of_a_name_goes_on_as_it_was_only():
 
 
 def test_a_space_is_described_without_addresses():
-    told = space.describe_space(
+    described = space.describe_space(
         {
             "drawn": tune.sample_from(lambda config: 1),
             "choice": tune.choice([1, "a"]),
@@ -261,8 +261,8 @@ def test_a_space_is_described_without_addresses():
             "object": object(),
         }
     )
-    assert told["choice"] == "Categorical [1, 'a'] _Uniform" and told["grid"] == '{"grid_search": [1, 2]}'
-    assert not [text for text in told.values() if "0x" in text], told
+    assert described["choice"] == "Categorical [1, 'a'] _Uniform" and described["grid"] == '{"grid_search": [1, 2]}'
+    assert not [text for text in described.values() if "0x" in text], described
 
 
 def test_a_sweep_of_a_name_is_of_one_loop():

@@ -49,7 +49,7 @@ def test_a_seed_gives_one_plan_within_the_run(seed, workers, steps, data):
     assert "\n" not in str(made[0])
 
 
-def test_a_fault_is_due_at_its_step_or_behind():
+def test_fault_is_due_at_its_step_or_after():
     assert [Kill(rank=0, step=5).due(epoch, step, 4) for epoch, step in [(0, 3), (1, 0), (1, 1), (2, 0)]] == [
         0,
         0,
@@ -60,7 +60,7 @@ def test_a_fault_is_due_at_its_step_or_behind():
     assert [fault.due(*place, None) for place in [(0, 9), (1, 1), (1, 2), (2, 0)]] == [0, 0, 1, 1]
 
 
-def test_a_plan_says_what_happens():
+def test_plan_describes_what_happens():
     plan = FaultPlan([Kill(rank=1, step=7), Slow(rank=0, step=2, epoch=1, seconds=0.5)])
     assert str(plan) == "kill worker 1 before step 7; slow worker 0 before step 2 of epoch 1 (seconds 0.5)"
     assert str(FaultPlan()) == "no faults"
@@ -125,11 +125,11 @@ def test_a_fault_happens_once_over_restarts(tmp_path):
 
 
 def test_a_checkpoint_does_not_bring_the_chiefs_faults_to_others(tmp_path, monkeypatch):
-    """The chief has none; a worker that goes on from its checkpoint has its own still."""
-    plan, told = FaultPlan([Fail(rank=1, step=0)]), {"cluster": {"worker": ["a:1", "a:2"]}}
+    """The chief has none; a worker that resumes from its checkpoint has its own still."""
+    plan, config = FaultPlan([Fail(rank=1, step=0)]), {"cluster": {"worker": ["a:1", "a:2"]}}
     made = []
     for rank in (0, 1):
-        monkeypatch.setenv("TF_CONFIG", json.dumps(told | {"task": {"type": "worker", "index": rank}}))
+        monkeypatch.setenv("TF_CONFIG", json.dumps(config | {"task": {"type": "worker", "index": rank}}))
         made.append(plan.callback(tmp_path))
         made[-1].set_params({"steps": 4})
         states = CallbackStates(made[-1:])
@@ -162,7 +162,7 @@ def test_a_process_is_killed_and_goes_through_when_it_is_started_again(tmp_path)
     assert codes == [-signal.SIGKILL, 0]
 
 
-def test_a_ring_that_is_cut_off_says_at_once_who_is_lost():
+def test_cut_off_ring_names_the_lost_worker_at_once():
     places = rings(3)
     try:
         CutOff(rank=0, step=0).happen()  # all three are of this process
@@ -178,12 +178,12 @@ def test_a_ring_that_is_cut_off_says_at_once_who_is_lost():
 @pytest.mark.slow
 def test_silence_lasts_until_the_kernel_gives_up(tmp_path):
     """What one sends no longer arrives, and is not acknowledged; the other side learns it from its kernel."""
-    here = rings(2)
+    local_rings = rings(2)
     try:
         with pytest.raises(ConfigError, match="has a neighbour on its own host. Leave out silent, or use Stop"):
             CutOff(rank=0, step=0, silent=True).happen()
     finally:
-        for place in here:
+        for place in local_rings:
             place.close()
     places = rings(2, "tcp", host_gone=2)
     try:
@@ -245,8 +245,8 @@ def test_a_disk_has_room_again_after_some_steps_or_seconds_or_at_the_end(tmp_pat
     stays.remove()
 
 
-def test_a_worker_that_goes_on_removes_what_it_had_filled_before(tmp_path):
-    """It was killed; the time since then counts, and the disk has room although the training stands still."""
+def test_resuming_worker_removes_what_it_had_filled_before(tmp_path):
+    """It was killed; the time since then counts, and the disk has room although no step is made."""
     fault, later = fill(tmp_path, step=0, seconds=30), fill(tmp_path, step=1, steps=1)
     for one in (fault, later):
         one.happen()
@@ -260,7 +260,7 @@ def test_a_worker_that_goes_on_removes_what_it_had_filled_before(tmp_path):
     assert not os.path.exists(later.path)
 
 
-def test_a_write_that_nobody_makes_is_said_at_the_end(tmp_path):
+def test_write_that_nobody_makes_is_reported_at_the_end(tmp_path):
     plan = FaultPlan([FailWrite(rank=0, step=3, number=errno.ENOSPC)])
     with pytest.warns(UserWarning, match="after a FailWrite, which did nothing: plant it earlier"):
         fit(plan, tmp_path)

@@ -40,8 +40,8 @@ def read(tmp_path, monkeypatch):
 
     def reading(made, *arguments, **variables):
         (tmp_path / "job.yaml").write_text(yaml.safe_dump_all(made if isinstance(made, list) else [made]))
-        options, said = tfjob.read_tfjob("job.yaml", *(arguments[:1] or [None]), arguments[1:], variables)
-        return LaunchSpec(**options), said
+        options, messages = tfjob.read_tfjob("job.yaml", *(arguments[:1] or [None]), arguments[1:], variables)
+        return LaunchSpec(**options), messages
 
     return reading
 
@@ -60,16 +60,16 @@ def test_a_multi_worker_job_with_volumes(read):
     worker = replica(2, command=COMMAND, volumeMounts=[{"mountPath": "/train", "name": "training"}])
     worker["template"]["spec"]["containers"][0]["resources"] = {"limits": {"nvidia.com/gpu": 1, "memory": "4Gi"}}
     worker["template"]["spec"]["volumes"] = [{"name": "training", "persistentVolumeClaim": {"claimName": "v"}}]
-    spec, said = read([{"kind": "PersistentVolumeClaim", "apiVersion": "v1"}, job(Worker=worker)])
+    spec, messages = read([{"kind": "PersistentVolumeClaim", "apiVersion": "v1"}, job(Worker=worker)])
     assert (spec.script, spec.num_workers, spec.num_ps, spec.chief, spec.max_restarts) == ("mnist.py", 2, 0, False, 0)
     cluster = {"worker": ["worker-0:2222", "worker-1:2222"]}
     assert configs(spec)["worker 1"] == {"cluster": cluster, "task": {"type": "worker", "index": 1}}
     task = spec.tasks()[0]
     assert spec.arguments_of(task) == ("--log_dir=/train/logs", "--batch_size=150")
     assert spec.bundle(task) == {"CPU": 1, "GPU": 1} and "CUDA_VISIBLE_DEVICES" not in spec.variables(task)
-    fields = [sentence.split()[1] for sentence in said]
+    fields = [sentence.split()[1] for sentence in messages]
     assert fields == ["cleanPodPolicy", "image", "memory", "volumeMounts", "volumes"]
-    assert said[-1] == "--tfjob: volumes of worker is not honoured: mount on Ray's nodes what the script opens"
+    assert messages[-1] == "--tfjob: volumes of worker is not honoured: mount on Ray's nodes what the script opens"
 
 
 def test_parameter_servers_with_an_image_that_has_an_entrypoint(read):
@@ -88,7 +88,7 @@ def test_parameter_servers_with_an_image_that_has_an_entrypoint(read):
         read(made)
 
 
-def test_a_chief_is_one_of_the_workers_and_an_evaluator_stands_beside(read):
+def test_chief_is_one_of_the_workers_and_an_evaluator_is_extra(read):
     made = job(Master=replica(command=COMMAND), worker=replica(3, command=COMMAND), Evaluator=replica(command=COMMAND))
     spec, _ = read(made)
     assert (spec.num_workers, spec.chief, spec.evaluator) == (4, True, True)
@@ -105,32 +105,34 @@ def test_variables_reach_the_processes_and_the_words_of_the_command(read):
         {"name": "KEY", "valueFrom": {"secretKeyRef": {"name": "s", "key": "k"}}},
     ]
     command = ["/usr/bin/python3", "-u", "mnist.py"]
-    spec, said = read(job(Worker=replica(command=command, args=["$(COLOR)", "$(KEY)", "$$(COLOR)"], env=env)))
+    spec, messages = read(job(Worker=replica(command=command, args=["$(COLOR)", "$(KEY)", "$$(COLOR)"], env=env)))
     (task,) = spec.tasks()
     assert spec.variables(task)["COLOR"] == "green" and "KEY" not in spec.variables(task)
     assert spec.arguments_of(task) == ("green", "$(KEY)", "$(COLOR)")
-    assert "--tfjob: valueFrom of KEY of worker is not honoured: set them by --env NAME=VALUE" in said
+    assert "--tfjob: valueFrom of KEY of worker is not honoured: set them by --env NAME=VALUE" in messages
     assert spec.variables(task)["SHADE"] == "dark green, $(LATER)"
-    spec, said = read(job(Worker=replica(command=command, args=["$(COLOR)", "$(KEY)"], env=env)), KEY="k", COLOR="red")
-    assert spec.arguments_of(spec.tasks()[0]) == ("red", "k") and "valueFrom" not in "\n".join(said)
+    spec, messages = read(
+        job(Worker=replica(command=command, args=["$(COLOR)", "$(KEY)"], env=env)), KEY="k", COLOR="red"
+    )
+    assert spec.arguments_of(spec.tasks()[0]) == ("red", "k") and "valueFrom" not in "\n".join(messages)
 
 
 def test_parameter_servers_without_a_chief(read):
     """The sample dist-mnist has PS and Worker: there worker 0 is the master."""
-    spec, said = read(job(PS=replica(2, args=["--fake_data"]), Worker=replica(4)), "mnist.py")
+    spec, messages = read(job(PS=replica(2, args=["--fake_data"]), Worker=replica(4)), "mnist.py")
     assert set(configs(spec)) == {"chief 0", "worker 0", "worker 1", "worker 2", "ps 0", "ps 1"}
-    assert said[0] == "--tfjob: without a Chief, worker 0 is the chief, which coordinates the parameter servers"
+    assert messages[0] == "--tfjob: without a Chief, worker 0 is the chief, which coordinates the parameter servers"
 
 
 def test_what_a_command_loses_is_named(read):
     made = job(Worker=replica(command=["bash", "-c", "pip install x && python s.py --epochs 5"]))
     made["spec"]["tfReplicaSpecs"]["Worker"]["template"]["metadata"] = {"labels": {}}
-    spec, said = read(made, "mnist.py")
+    spec, messages = read(made, "mnist.py")
     assert spec.arguments_of(spec.tasks()[0]) == ()
-    assert any("command of worker is not honoured: mnist.py runs in its place" in text for text in said)
-    assert "--tfjob: metadata of template of worker is not honoured: it is of Kubernetes' pods alone" in said
-    spec, said = read(job(Worker=replica(command=["python", "-u", "-W", "ignore", "-Xdev", "mnist.py"])))
-    assert spec.script == "mnist.py" and [text.split(" is ")[0] for text in said if "python" in text] == [
+    assert any("command of worker is not honoured: mnist.py runs in its place" in text for text in messages)
+    assert "--tfjob: metadata of template of worker is not honoured: it is of Kubernetes' pods alone" in messages
+    spec, messages = read(job(Worker=replica(command=["python", "-u", "-W", "ignore", "-Xdev", "mnist.py"])))
+    assert spec.script == "mnist.py" and [text.split(" is ")[0] for text in messages if "python" in text] == [
         "--tfjob: python's -W ignore of worker",
         "--tfjob: python's -Xdev of worker",
     ]
@@ -160,7 +162,7 @@ def test_commands(read, command, script, arguments):
     assert (spec.script, spec.module) == script and spec.arguments_of(spec.tasks()[0]) == arguments
 
 
-def test_a_script_on_the_command_line_takes_the_place_of_the_containers(read):
+def test_script_on_the_command_line_replaces_the_containers(read):
     spec, _ = read(
         job(Worker=replica(command=["python", "/var/tf_mnist/mnist.py", "--steps=3"])), "other.py", "--first"
     )
@@ -168,7 +170,7 @@ def test_a_script_on_the_command_line_takes_the_place_of_the_containers(read):
 
 
 @pytest.mark.parametrize(
-    "policy, limit, restarts, says",
+    "policy, limit, restarts, message",
     [
         ("Never", 5, 0, ""),
         ("OnFailure", 5, 5, ""),
@@ -176,12 +178,12 @@ def test_a_script_on_the_command_line_takes_the_place_of_the_containers(read):
         ("ExitCode", 1, 1, "restartPolicy ExitCode is not honoured: every failure is restarted"),
     ],
 )
-def test_restarts(read, policy, limit, restarts, says):
+def test_restarts(read, policy, limit, restarts, message):
     made = job(Worker=replica(command=COMMAND) | {"restartPolicy": policy})
     if limit is not None:
         made["spec"]["runPolicy"]["backoffLimit"] = limit
-    spec, said = read(made)
-    assert spec.max_restarts == restarts and says in "\n".join(said)
+    spec, messages = read(made)
+    assert spec.max_restarts == restarts and message in "\n".join(messages)
 
 
 CONTAINER = "spec/tfReplicaSpecs/Worker/template/spec/containers"
@@ -214,8 +216,8 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize("path, value, says", WRONG, ids=[path for path, *_ in WRONG])
-def test_wrong_files_are_refused(read, path, value, says):
+@pytest.mark.parametrize("path, value, message", WRONG, ids=[path for path, *_ in WRONG])
+def test_wrong_files_are_refused(read, path, value, message):
     made = copy.deepcopy(job(Worker=replica(2, command=COMMAND)))
     *way, last = [int(part) if part.isdecimal() else part for part in path.split("/")]
     at = made
@@ -224,7 +226,7 @@ def test_wrong_files_are_refused(read, path, value, says):
     at[last] = value
     with pytest.raises(ConfigError) as raised:
         read(made)
-    assert says in str(raised.value)
+    assert message in str(raised.value)
 
 
 def test_replicas_that_run_different_scripts_are_refused(read):
@@ -233,15 +235,15 @@ def test_replicas_that_run_different_scripts_are_refused(read):
 
 
 @pytest.mark.parametrize(
-    "arguments, says",
+    "arguments, message",
     [
         (["--tfjob", "job.yaml", "--num-workers", "3"], "the YAML says what runs where; received: --num-workers"),
         (["--tfjob", "text.yaml"], "--tfjob takes a YAML file; received: while parsing"),
         ([], "Missing argument 'SCRIPT'"),
     ],
 )
-def test_wrong_commands_are_refused(read, tmp_path, arguments, says):
+def test_wrong_commands_are_refused(read, tmp_path, arguments, message):
     read(job(Worker=replica(command=COMMAND)))
     (tmp_path / "text.yaml").write_text("a: [")
     done = CliRunner().invoke(main, ["run", *arguments])
-    assert done.exit_code == 2 and says in done.output
+    assert done.exit_code == 2 and message in done.output

@@ -1,4 +1,4 @@
-"""TFRecord files: what the index finds, what records are parsed to, and what is said of bad ones. Without Ray."""
+"""TFRecord files: what the index finds, what records are parsed to, and the errors for bad ones. Without Ray."""
 
 from __future__ import annotations
 

@@ -103,8 +103,8 @@ def test_a_copy_trains_as_the_original(make):
         one.fit(x, y, batch_size=8, epochs=2, shuffle=False, verbose=0)
     assert model.history.history == copy.history.history
     values = came.values()
-    for number, mine in sent.values().items():
-        np.testing.assert_array_equal(mine, values[number])
+    for number, value in sent.values().items():
+        np.testing.assert_array_equal(value, values[number])
     assert not {id(v) for v in copy.variables} - came.numbers.keys()
     if make is _functional:
         assert copy.get_config() == model.get_config()
@@ -122,9 +122,9 @@ def test_what_comes_back_is_about_the_objects_that_went():
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
     model.compile("sgd", "mse")
     teacher = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
-    mine = Watch(model, teacher)
+    watch = Watch(model, teacher)
     data, sent = transport.serialize(model)
-    calls, own = transport.serialize([mine], sent)
+    calls, own = transport.serialize([watch], sent)
     copy, came = transport.deserialize(data, sent.values())
     (its,), its_own = transport.deserialize(calls, known=came)
     assert its.layer is copy.layers[0] and its.teacher is not teacher
@@ -132,12 +132,12 @@ def test_what_comes_back_is_about_the_objects_that_went():
     its.seen.append(copy.layers[0].kernel)
     its.teacher.set_weights([np.ones((2, 1)), np.ones(1)])
     its.lock = threading.Lock()
-    there, here = came.joined(its_own), sent.joined(own)
-    attributes, lost = transport.serialize_attributes([its], there)
+    remote, local = came.joined(its_own), sent.joined(own)
+    attributes, lost = transport.serialize_attributes([its], remote)
     assert lost == ["Watch.lock"]
-    here.assign(there.values())
-    transport.apply_attributes([mine], attributes, here)
-    assert mine.seen[0] is model.layers[0].kernel and mine.teacher is teacher and mine.layer is model.layers[0]
+    local.assign(remote.values())
+    transport.apply_attributes([watch], attributes, local)
+    assert watch.seen[0] is model.layers[0].kernel and watch.teacher is teacher and watch.layer is model.layers[0]
     np.testing.assert_array_equal(teacher.get_weights()[0], np.ones((2, 1)))
 
 
@@ -155,7 +155,7 @@ def test_what_does_not_pickle_is_named():
         )
 
 
-def test_attributes_of_the_users_own_travel_and_what_cannot_is_said():
+def test_users_attributes_are_sent_and_others_are_reported():
     import keras
 
     class Remembers(keras.layers.Layer):

@@ -83,21 +83,21 @@ def round_trip(model):
     data, sent = transport.serialize(model)
     copy, came = transport.deserialize(data, sent.values())
     assert type(copy) is type(model) and len(copy.weights) == len(model.weights)
-    for mine, its in zip(model.weights, copy.weights, strict=True):
-        assert mine.path == its.path
-        np.testing.assert_array_equal(np.asarray(mine), np.asarray(its))
+    for left, right in zip(model.weights, copy.weights, strict=True):
+        assert left.path == right.path
+        np.testing.assert_array_equal(np.asarray(left), np.asarray(right))
     assert not {id(v) for v in copy.variables} - came.numbers.keys(), "each variable finds the one it left from"
     return copy
 
 
-def assert_same(mine, its):
+def assert_same(left, right):
     import keras
 
-    for a, b in zip(keras.tree.flatten(mine), keras.tree.flatten(its), strict=True):
+    for a, b in zip(keras.tree.flatten(left), keras.tree.flatten(right), strict=True):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
 
-def test_all_applications_are_here():
+def test_all_applications_are_covered():
     import keras
 
     assert {k for k, v in vars(keras.applications).items() if callable(v)} == APPLICATIONS.keys()
@@ -294,7 +294,7 @@ def _call(self, x):
 
 @pytest.fixture
 def forgotten(tmp_path, monkeypatch):
-    """Imports a module of a text; called without one, forgets it, so that it is imported anew as by another process."""
+    """Imports a module of a text; without one, forgets it, so that it is imported again as by another process."""
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "a_package").mkdir()
     (tmp_path / "a_package" / "__init__.py").write_text("")
@@ -323,8 +323,8 @@ def test_a_class_of_a_package_is_what_its_constructor_made_of_it(forgotten):
     data, sent = transport.serialize([net, plain])
     forgotten()
     (copy, doubles), _ = transport.deserialize(data, sent.values())
-    here = sys.modules["a_package.nets"]
-    assert type(copy) is here.Net is not nets.Net and here.Net.newest is copy
+    module = sys.modules["a_package.nets"]
+    assert type(copy) is module.Net is not nets.Net and module.Net.newest is copy
     assert copy.known() == wanted[0] and copy.get_config() == wanted[2]
     np.testing.assert_array_equal(np.asarray(copy(x)), wanted[1])
     np.testing.assert_array_equal(np.asarray(doubles(x)), x * 2)

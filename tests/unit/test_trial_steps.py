@@ -1,4 +1,4 @@
-"""Which checkpoint a trial goes on from, and how a sweep's end is agreed on. No Ray, no TensorFlow."""
+"""Which checkpoint a trial resumes from, and how a sweep's end is agreed on. No Ray, no TensorFlow."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from raytf.tune.sweep_end import SweepEnd, SweepStop
 from raytf.worker.session import TRIAL
 from raytf.worker.stop import MovedError
 
-HERE = pyarrow.fs.LocalFileSystem()
+LOCAL = pyarrow.fs.LocalFileSystem()
 NOTE = {TRIAL: json.dumps({"begun_with": "other/checkpoint_000003"}).encode()}
 
 
@@ -33,7 +33,7 @@ def test_what_a_trial_has_begun_with(checkpoint, files, found):
     assert trial_steps.initial_checkpoint(checkpoint, "sweep/mine/", files) == found
 
 
-def test_folders_are_told_apart_by_config_and_by_what_a_trial_has_begun_with():
+def test_folders_differ_by_config_and_by_the_start_of_a_trial():
     config = {"learning_rate": 0.1, "units": 3}
     names = [
         trial_steps.trial_folder(config, ""),
@@ -58,9 +58,9 @@ def keep(folder, step, reports):
     return path
 
 
-def test_the_newest_whole_one_behind_tunes_checkpoint(tmp_path):
+def test_newest_whole_checkpoint_after_tunes(tmp_path):
     folder = tmp_path / "trial" / "steps_a"
-    newest = lambda after: trial_steps.newest_checkpoint(HERE, str(folder), after)
+    newest = lambda after: trial_steps.newest_checkpoint(LOCAL, str(folder), after)
     assert newest(0) is None, "there is no folder"
     first, second = keep(folder, 4, 1), keep(folder, 6, 2)
     files, reports = newest(5)
@@ -84,23 +84,23 @@ def test_what_nobody_will_read_is_removed(tmp_path):
         for step in (4, 6, 8):
             keep(trial / "steps_a", step, 1)
     (trials[0] / "checkpoint_000000").mkdir()
-    trial_steps.remove_until(HERE, str(trials[0] / "steps_a"), 6)
+    trial_steps.remove_until(LOCAL, str(trials[0] / "steps_a"), 6)
     assert [path.name for path in (trials[0] / "steps_a").iterdir()] == [folder_name(8)]
-    assert trial_steps.is_finished(HERE, str(trials[0] / "steps_a"), 8)
-    assert not trial_steps.is_finished(HERE, str(trials[0] / "steps_a"), 6)
-    trial_steps.remove_all_trials(HERE, str(tmp_path))
+    assert trial_steps.is_finished(LOCAL, str(trials[0] / "steps_a"), 8)
+    assert not trial_steps.is_finished(LOCAL, str(trials[0] / "steps_a"), 6)
+    trial_steps.remove_all_trials(LOCAL, str(tmp_path))
     assert [path.name for path in trials[0].iterdir()] == ["checkpoint_000000"] and not list(trials[1].iterdir())
 
 
 class Entries(dict):
-    """In the place of Ray's key-value store."""
+    """Replaces Ray's key-value store."""
 
     put = dict.__setitem__
 
 
 def test_a_sweep_waits_for_the_trials_that_make_steps_and_for_no_others(set_timeouts):
-    end, said, ends = SweepEnd(Entries()), [], []
-    asking = SweepStop(end, lambda: ends.append(True), said.append)
+    end, messages, ends = SweepEnd(Entries()), [], []
+    asking = SweepStop(end, lambda: ends.append(True), messages.append)
     running = lambda: ["one", "two", "three"]
     end.record_begun("one")
     end.record_begun("two")
@@ -109,7 +109,7 @@ def test_a_sweep_waits_for_the_trials_that_make_steps_and_for_no_others(set_time
     asking.request()
     for _ in range(2):
         asking.look(running)
-    assert end.is_requested() and len(said) == 1 and not ends
+    assert end.is_requested() and len(messages) == 1 and not ends
     set_timeouts(run_end=-1.0)
     with pytest.raises(sweep_end.NotReleasedError, match="timeout after .* driver did not end"):
         end.ended("one", 7, kept=True)

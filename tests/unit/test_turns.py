@@ -19,7 +19,7 @@ def test_each_is_asked_in_turn(workers, most, looks):
 
 
 @given(st.sets(st.integers(0, 100), max_size=30), st.integers(1, 5))
-def test_all_are_asked_where_one_may_stand_still(ranks, most):
+def test_all_are_asked_where_one_may_hang(ranks, most):
     turns = PollOrder(most)
     turns.of(range(101))
     assert turns.of(ranks, everybody=True) == ranks

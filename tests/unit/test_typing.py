@@ -55,7 +55,7 @@ try:
 except raytf.ConfigError as error:
     print(error)
 """
-# Each line is wrong for the reason behind it.
+# Each line is wrong for the reason in its comment.
 WRONG = """
 import raytf
 
@@ -130,6 +130,6 @@ def test_a_users_script_is_checked(tmp_path):
         timeout=280,
     )
     found = dict.fromkeys(re.findall(r"^\S*?(\w+)\.py:(\d+): error: .*\[([\w-]+)\]$", done.stdout, re.MULTILINE))
-    said = re.finditer(r"^.*  # ([\w-]+)$", WRONG, re.MULTILINE)
-    wanted = {("wrong", str(WRONG[: match.start()].count("\n") + 1), match[1]) for match in said}
+    matches = re.finditer(r"^.*  # ([\w-]+)$", WRONG, re.MULTILINE)
+    wanted = {("wrong", str(WRONG[: match.start()].count("\n") + 1), match[1]) for match in matches}
     assert found.keys() == wanted, done.stdout + done.stderr

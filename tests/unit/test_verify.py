@@ -22,17 +22,17 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 def proofs_of(names, tmp_path) -> dict[str, dict]:
     """The proofs of models of `models_to_verify`, from a process that has run no TensorFlow."""
-    told = tmp_path / "proofs.json"
-    run = [sys.executable, "-m", "tests.unit.models_to_verify", str(told), *names]
+    path = tmp_path / "proofs.json"
+    run = [sys.executable, "-m", "tests.unit.models_to_verify", str(path), *names]
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "-1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(run, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(told.read_text())
+    return json.loads(path.read_text())
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_a_wrong_model_is_told_from_a_right_one(tmp_path):
+def test_wrong_model_is_distinguished_from_a_right_one(tmp_path):
     proofs = proofs_of(("many_kinds", "counter"), tmp_path)
     assert not proofs["many_kinds"]["differences"] and proofs["many_kinds"]["failed"] is None, proofs["many_kinds"]
     assert "counter/seen" in " | ".join(proofs["counter"]["differences"])
@@ -77,15 +77,15 @@ def test_what_differs_is_named_with_its_cause(tmp_path):
     }
     proofs = proofs_of(wanted, tmp_path)
     for name, texts in wanted.items():
-        said = " | ".join(proofs[name]["differences"])
+        differences = " | ".join(proofs[name]["differences"])
         assert proofs[name]["failed"] is None, (name, proofs[name])
         for text in texts:
-            assert text in said, (name, said)
+            assert text in differences, (name, differences)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_what_cannot_be_compared_is_said_and_ends_nothing(tmp_path):
+def test_what_cannot_be_compared_is_reported_and_ends_nothing(tmp_path):
     proofs = proofs_of(("broken", "too_large", "random_numbers_of_numpy"), tmp_path)
     assert "RuntimeError: no such model" in proofs["broken"]["failed"]
     assert "MiB" in proofs["too_large"]["skipped"]
@@ -93,7 +93,7 @@ def test_what_cannot_be_compared_is_said_and_ends_nothing(tmp_path):
     assert not random["differences"] and "log loss" in random["random"]
 
 
-def test_an_error_says_rule_received_and_fix():
+def test_error_contains_rule_received_and_fix():
     proof = verify.Proof(differences=("the log loss: 1 on one device, 2 on two workers; its rows",))
     verify.tell(verify.Proof(), "error")
     verify.tell(verify.Proof(skipped="one row"), "error")
@@ -116,7 +116,7 @@ class _Equal(verify._Supervisor):
 
 
 @pytest.mark.parametrize(("seconds", "failed", "why"), [(1e6, None, "3000000 s"), (0.0, "no memory", "no memory")])
-def test_few_rows_for_a_whole_batch_are_said(caplog, seconds, failed, why):
+def test_too_few_rows_for_a_whole_batch_are_reported(caplog, seconds, failed, why):
     supervisor = _Equal(lambda: None, os.getpid())
     supervisor.seconds, supervisor.failed = seconds, failed
     proof = supervisor.proof()

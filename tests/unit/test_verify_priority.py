@@ -27,8 +27,8 @@ def _endless():
     threading.Event().wait()
 
 
-@pytest.mark.slow  # a process of low priority waits for the tests beside it
-def test_who_waits_for_a_comparison_gives_it_normal_priority():
+@pytest.mark.slow  # a process of low priority waits for the tests next to it
+def test_wait_for_a_comparison_gives_it_normal_priority():
     if not priority._can_be_reverted():
         pytest.skip("this user may not lower niceness")
     running = verify.begin(_endless, last=True)

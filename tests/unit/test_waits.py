@@ -8,8 +8,8 @@ import pytest
 import raytf
 
 FOLDER = pathlib.Path(raytf.__file__).parent
-# Waits that stand in the tree, by module: those for blocks of data may stay, as no peer of theirs is waited for.
-THERE = {"data/stored": 1, "identity/fingerprint": 1, "data/partitions": 1, "data/reader": 2}
+# Waits that are in the tree, by module: those for blocks of data may stay, as no peer of theirs is waited for.
+WAITS = {"data/stored": 1, "identity/fingerprint": 1, "data/partitions": 1, "data/reader": 2}
 
 
 def is_get(node):
@@ -55,10 +55,10 @@ def test_they_are_seen(text):
 def test_answers_are_taken_as_they_come():
     modules = {str(path.relative_to(FOLDER).with_suffix("")): path for path in FOLDER.rglob("*.py")}
     found = {name: waits(path.read_text()) for name, path in modules.items()}
-    assert {name: len(lines) for name, lines in found.items() if lines and name not in THERE} == {}, found
-    assert all(len(found[name]) <= count for name, count in THERE.items()), found
+    assert {name: len(lines) for name, lines in found.items() if lines and name not in WAITS} == {}, found
+    assert all(len(found[name]) <= count for name, count in WAITS.items()), found
 
 
 def test_what_is_there_is_still_there():
     """The list shrinks as waits go."""
-    assert {name: len(waits((FOLDER / f"{name}.py").read_text())) for name in THERE} == THERE
+    assert {name: len(waits((FOLDER / f"{name}.py").read_text())) for name in WAITS} == WAITS

@@ -1,4 +1,4 @@
-"""Docstrings, comments, names and pages use the words that one searches for; see CONTRIBUTING.md."""
+"""Docstrings, comments, names and pages of raytf, its tests and jobs use standard terms; see CONTRIBUTING.md."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def better(word: str) -> str:
 
 
 def wrong(path: pathlib.Path) -> list[str]:
-    name = path.relative_to(FOLDER).as_posix()
+    name = path.relative_to(FOLDER.parent).as_posix()
     return [
         f"{name}:{line}: {hit.group()!r}; one searches for: {better(hit.group())}"
         for line, text in texts(path)
@@ -112,6 +112,20 @@ def vague(path: pathlib.Path) -> set[tuple[str, str]]:
 @pytest.mark.parametrize("path", FILES, ids=lambda f: f.relative_to(FOLDER).as_posix())
 def test_words(path):
     assert not wrong(path), "\n".join(wrong(path))
+
+
+@pytest.mark.parametrize("folder", ["tests", "jobs"])
+def test_words_of_tests_and_jobs(folder):
+    found = [line for path in sorted((FOLDER.parent / folder).rglob("*.py")) for line in wrong(path)]
+    assert not found, "\n".join(found)
+
+
+def test_names_of_tests():
+    found = []
+    for path in sorted((FOLDER.parent / "tests").rglob("test_*.py")):
+        names = [node.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)]
+        found += [n for n in names if n.startswith("test_") and PATTERN.search(n.replace("_", " "))]
+    assert not found, "\n".join(found)
 
 
 def test_names_name_something():

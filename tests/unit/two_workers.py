@@ -54,8 +54,8 @@ def _fitted(rank, size, nan, bad_row=None, callbacks=(), epochs=2):
         history = model.fit(
             dataset, epochs=epochs, verbose=0, callbacks=[*made, EpochChecks(nan, made, rank, size)], shuffle=False
         )
-    told = [str(one.message) for one in caught if issubclass(one.category, UserWarning)]
-    return {"warnings": told, "epochs": len(history.epoch)}
+    messages = [str(one.message) for one in caught if issubclass(one.category, UserWarning)]
+    return {"warnings": messages, "epochs": len(history.epoch)}
 
 
 def nan_of_one_row(rank, size):

@@ -1,4 +1,4 @@
-"""A checkpoint that the chief writes with tf.train.CheckpointManager; called again, it goes on from there."""
+"""A checkpoint that the chief writes with tf.train.CheckpointManager; called again, it resumes from there."""
 
 import argparse
 import json

@@ -1,4 +1,4 @@
-"""A module beside the scripts, which they import: handwritten digits as `tf.data`."""
+"""A module next to the scripts, which they import: handwritten digits as `tf.data`."""
 
 import pathlib
 

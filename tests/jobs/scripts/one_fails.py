@@ -1,4 +1,4 @@
-"""An assertion of tf.debugging that fails on one worker only, while the others go on to the next collective."""
+"""An assertion of tf.debugging that fails on one worker only, while the others continue to the next collective."""
 
 import json
 import os

@@ -1,6 +1,6 @@
 """`python -m tests.unit.compat`: every private name and every replacement, and whether they are as recorded.
 
-`--record` writes the signatures of the installed versions beside those that are known.
+`--record` writes the signatures of the installed versions next to those that are known.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Private names that `raytf/compat` touches: listed from its sources, and looked up where they should be.
 
-A module imports a private name with a comment that says why, or a function says by `uses_private` which attributes it
-touches. Where versions differ, `if at_least("ray", 2, 60):` stands before the import or as `since=`, so that a name
-counts only for versions that should have it.
+A module imports a private name with a comment that gives the reason, or a function lists by `uses_private` which
+attributes it touches. Where versions differ, `if at_least("ray", 2, 60):` is before the import or in `since=`, so that
+a name counts only for versions that should have it.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Name:
 
 
 def is_private(module: str) -> bool:
-    """Whether a module is private: by a leading underscore, or by where it lies."""
+    """Returns whether a module is private: by a leading underscore, or by its package."""
     parts = module.split(".")
     if parts[0] not in PACKAGES:
         return False
@@ -71,17 +71,17 @@ def _of_nodes(nodes: list, lines: list[str], file: str, why: str = "") -> Iterat
             module = node.module or ""
             for alias in node.names:
                 if is_private(module) or is_private(f"{module}.{alias.name}") or _is_underscored(module, alias.name):
-                    said = _comment(lines, alias.lineno) or _comment(lines, node.lineno) or why
-                    yield Name(f"{module}:{alias.name}", said, f"{file}:{alias.lineno}")
+                    reason = _comment(lines, alias.lineno) or _comment(lines, node.lineno) or why
+                    yield Name(f"{module}:{alias.name}", reason, f"{file}:{alias.lineno}")
         elif isinstance(node, ast.If):
             holds = _holds(node.test)
             yield from _of_nodes(node.body if holds in (True, None) else [], lines, file, why)
             yield from _of_nodes(node.orelse if holds in (False, None) else [], lines, file, why)
         elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-            said = (ast.get_docstring(node) or "").partition("\n\n")[0].replace("\n", " ") or why
+            reason = (ast.get_docstring(node) or "").partition("\n\n")[0].replace("\n", " ") or why
             for decorator in node.decorator_list:
-                yield from _of_uses(decorator, said, f"{file}:{node.lineno}")
-            yield from _of_nodes(node.body, lines, file, said)
+                yield from _of_uses(decorator, reason, f"{file}:{node.lineno}")
+            yield from _of_nodes(node.body, lines, file, reason)
         elif isinstance(node, (ast.With, ast.Try, ast.For)):
             yield from _of_nodes(node.body, lines, file, why)
 
@@ -103,7 +103,7 @@ def _comment(lines: list[str], number: int) -> str:
 
 
 def _holds(test: ast.expr) -> bool | None:
-    """What `at_least(...)` or `not at_least(...)` says of the installed versions; None of another test."""
+    """Returns the value of `at_least(...)` or `not at_least(...)` for the installed versions; None of another test."""
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
         held = _holds(test.operand)
         return None if held is None else not held

@@ -39,14 +39,14 @@ def current() -> dict[str, str]:
     """The signatures of all that is touched and can be called, by path."""
     paths = [name.path for name in names.listed()]
     paths += [one.path for one in (*patching.replacements(), *patching.overridden())]
-    ours = [one.function for one in patching.replacements()]
+    functions = [one.function for one in patching.replacements()]
     found = {}
     for path in dict.fromkeys(paths):
         try:
             value = names.resolve(path)
         except (ImportError, AttributeError):
             continue
-        signature = None if inspect.unwrap(value) in ours else _of(value)  # what raytf has added itself has none
+        signature = None if inspect.unwrap(value) in functions else _of(value)  # what raytf has added itself has none
         if signature is not None:
             found[path] = signature
     return found

@@ -24,7 +24,7 @@ def test_names_resolve():
     assert names.unresolved(found) == []
 
 
-def test_each_says_why():
+def test_each_private_name_has_a_reason():
     assert [name.path for name in names.listed() if len(name.why) < 10] == []
     assert [one.path for one in patching.replacements() if not one.function.__doc__] == []
 
@@ -33,7 +33,7 @@ def test_signatures_are_as_recorded():
     assert signatures.changed() == []
 
 
-def test_functions_say_what_they_touch():
+def test_functions_list_the_attributes_they_touch():
     """A private attribute in a function is one of its `uses_private`, or of a name that the module imports."""
     for path in sorted(names.COMPAT.glob("*.py")):
         if path.stem not in (
@@ -49,11 +49,11 @@ def test_functions_say_what_they_touch():
         for function in ast.parse(path.read_text()).body:
             if not isinstance(function, ast.FunctionDef):
                 continue
-            said = re.findall(r"\w+", " ".join(ast.unparse(d) for d in function.decorator_list))
+            listed = re.findall(r"\w+", " ".join(ast.unparse(d) for d in function.decorator_list))
             for node in ast.walk(function):
                 if isinstance(node, ast.Attribute) and re.match("_[a-z]", node.attr):
                     modules = ("_private", "_lock", "_initial_epoch", "_keras_history")  # the last is set on objects
-                    assert node.attr in said or node.attr in modules, (
+                    assert node.attr in listed or node.attr in modules, (
                         f"{path.name}: {function.name} touches {node.attr}"
                     )
 
@@ -76,7 +76,7 @@ def test_overrides_are_called():
         assert re.search(rf"\.{name}\b", texts), name
 
 
-def test_replacements_stand_in_place_once_installed():
+def test_replacements_are_in_place_once_installed():
     from raytf.parallel import trainer
 
     trainer.install()
@@ -84,12 +84,12 @@ def test_replacements_stand_in_place_once_installed():
         assert getattr(one.owner, one.name).__code__ is patching.replacing(None, one.function).__code__, one.path
 
 
-def test_all_that_say_replacements_come_with_the_trainer():
+def test_all_listed_replacements_are_installed_with_the_trainer():
     from raytf.parallel import trainer
 
     folder = pathlib.Path(trainer.__file__).parent
-    saying = {f"raytf.parallel.{path.stem}" for path in folder.glob("*.py") if "\n@patch(" in path.read_text()}
-    assert {module.__name__ for module in (trainer, *trainer.REPLACING)} == saying
+    replacing = {f"raytf.parallel.{path.stem}" for path in folder.glob("*.py") if "\n@patch(" in path.read_text()}
+    assert {module.__name__ for module in (trainer, *trainer.REPLACING)} == replacing
 
 
 def test_installed_versions_are_in_the_table():

@@ -9,7 +9,7 @@ from tests.unit.compat import names
 FOLDER = pathlib.Path(raytf.__file__).parent
 # Private by their names, and part of Python's own API.
 OF_PYTHON = {"_current_frames", "_exit", "_getframe", "_replace"}
-# What subclasses ask of their bases beside what they override: it cannot lie behind a function.
+# What subclasses ask of their bases in addition to what they override: a function cannot wrap it.
 OF_BASES = {
     "parallel/epoch_iterator.py": {"_get_iterator"},
 }

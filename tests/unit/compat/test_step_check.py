@@ -45,33 +45,33 @@ print(json.dumps(answers))
 
 
 @pytest.fixture(scope="module")
-def told():
-    """What the check says in copies of a process, and the seconds of CPU of the first of them and of the imports."""
+def reports():
+    """Returns the check's outcome in copies of a process, and the CPU seconds of the first one and of the imports."""
     done = subprocess.run([sys.executable, "-c", CHECK], capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
 @pytest.mark.slow
-def test_a_version_that_fits_is_used_with_a_line(told):
-    assert "is not tested with raytf" in told["fits"] and "keras 3." in told["fits"]
-    assert "training continues" in told["fits"]
-    assert told["seconds"] < 1.5 * told["imports"], "on a quiet machine it takes 2.5 s"
+def test_a_version_that_fits_is_used_with_a_line(reports):
+    assert "is not tested with raytf" in reports["fits"] and "keras 3." in reports["fits"]
+    assert "training continues" in reports["fits"]
+    assert reports["seconds"] < 1.5 * reports["imports"], "on a quiet machine it takes 2.5 s"
 
 
 @pytest.mark.slow
-def test_a_step_with_other_results_is_refused(told):
-    said = told["other_results"]
-    assert said.startswith("UnsupportedVersionError") and "a step on two devices has" in said
+def test_a_step_with_other_results_is_refused(reports):
+    report = reports["other_results"]
+    assert report.startswith("UnsupportedVersionError") and "a step on two devices has" in report
 
 
 @pytest.mark.slow
-def test_a_step_that_fails_is_refused(told):
-    said = told["gone"]
-    assert said.startswith("UnsupportedVersionError") and "a step failed with TypeError" in said
+def test_a_step_that_fails_is_refused(reports):
+    report = reports["gone"]
+    assert report.startswith("UnsupportedVersionError") and "a step failed with TypeError" in report
 
 
 @pytest.mark.slow
-def test_what_is_elsewhere_is_refused_by_its_name(told):
-    said = told["elsewhere"]
-    assert said.startswith("UnsupportedVersionError") and "keras.src.ops.function" in said
+def test_what_is_elsewhere_is_refused_by_its_name(reports):
+    report = reports["elsewhere"]
+    assert report.startswith("UnsupportedVersionError") and "keras.src.ops.function" in report

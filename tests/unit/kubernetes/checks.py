@@ -132,7 +132,7 @@ def _program(rule: str):
     return environment.program(environment.compile(rule))
 
 
-# ------------------------------------------------------------------------------- what no schema says, of pods
+# ------------------------------------------------------------------------------- what no schema covers, of pods
 
 
 def _pod(spec: dict) -> Iterator[str]:
