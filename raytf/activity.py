@@ -99,7 +99,7 @@ class PhaseTracker:
         """Registers the calling thread as the training thread."""
         self._thread = threading.current_thread()
 
-    def at(self, phase: str) -> None:
+    def enter(self, phase: str) -> None:
         """Begins another phase."""
         time_now = self._clock()
         previous, began = self._now
@@ -111,15 +111,15 @@ class PhaseTracker:
     def in_phase(self, phase: str) -> Iterator[None]:
         """Sets the phase until the context ends, and then restores the outer one."""
         outer = self._now[0]
-        self.at(phase)
+        self.enter(phase)
         try:
             yield
         finally:
-            self.at(outer)
+            self.enter(outer)
 
     def executed(self, steps: int) -> None:
         """Records that an execution of `steps` training steps has ended; callbacks follow."""
-        self.at(CALLBACKS)
+        self.enter(CALLBACKS)
         time_now, self._executions = self._now[1], self._executions + 1
         self.step += steps
         waited = self._spent[SUM] + self._spent[COLLECTIVE]
@@ -141,9 +141,9 @@ class PhaseTracker:
 
     def leave(self) -> None:
         """Ends the collective."""
-        meeting, self._collective = self._collective, None
-        if meeting is not None and meeting[0] in self._spent:
-            self._spent[meeting[0]] += self._clock() - meeting[2]
+        collective, self._collective = self._collective, None
+        if collective is not None and collective[0] in self._spent:
+            self._spent[collective[0]] += self._clock() - collective[2]
 
     def count(self, numbers: Mapping[str, int]) -> None:
         """Sets the sequence numbers of collectives, by kind, in a worker that joins later."""
@@ -170,7 +170,7 @@ class PhaseTracker:
 
         Returns:
             phase, seconds: The phase, and its seconds so far. hook: The callback's hook of a long phase,
-            "Class.on_...", or None. meeting: (kind, number, seconds) of the collective in which it waits, or None.
+            "Class.on_...", or None. collective: (kind, number, seconds) of the collective in which it waits, or None.
             numbers: Sequence numbers of collectives by kind. step, began, usual: Steps made, those before this
             training, and the usual seconds of one.
             spent: Total seconds of "step" with "sum" and "input", of "callbacks" with "collective", of "checkpoint",
@@ -182,9 +182,9 @@ class PhaseTracker:
             seconds.
         """
         time_now = self._clock()
-        (phase, began), meeting = self._now, self._collective
+        (phase, began), collective = self._now, self._collective
         seconds, waiting = time_now - began, None
-        if phase in (STEP, VALIDATION) and meeting is None and self.pending_input is not None and seconds > _LASTS:
+        if phase in (STEP, VALIDATION) and collective is None and self.pending_input is not None and seconds > _LASTS:
             waiting = self.pending_input()
         if waiting is not None:
             phase, seconds = INPUT, min(seconds, waiting)
@@ -193,14 +193,14 @@ class PhaseTracker:
             "phase": phase,
             "seconds": seconds,
             "hook": self._hook() if phase == CALLBACKS and seconds > _LASTS else None,
-            "meeting": None if meeting is None else (meeting[0], meeting[1], time_now - meeting[2]),
+            "collective": None if collective is None else (collective[0], collective[1], time_now - collective[2]),
             "numbers": dict(self._sequence_numbers),
             "step": self.step,
             "began": self.began,
             "usual": self._median,
             "spent": self._spent | {INPUT: waited},
             "processor": time.process_time(),
-            "queued": self._queued(phase) if seconds > _LASTS and meeting is None else None,
+            "queued": self._queued(phase) if seconds > _LASTS and collective is None else None,
             "switches": self._switches(),
             "failing": self.failing_storage() if phase == CHECKPOINT and self.failing_storage is not None else "",
             "clock": time_now,

@@ -438,12 +438,12 @@ def _arguments_of_tfjob(ctx: click.Context, tfjob: str, script: str | None, argu
         if name in given_here:
             option = f"--{name.replace('_', '-')}"
             raise ConfigError("With --tfjob, the YAML says what runs where", option, f"Leave {option} out")
-    found, not_honoured = reader.read_tfjob(tfjob, script, arguments, variables)
+    read_arguments, not_honoured = reader.read_tfjob(tfjob, script, arguments, variables)
     for sentence in not_honoured:
         click.echo(f"raytf run: {sentence}", err=True)
     if "max_restarts" in given_here:
-        del found["max_restarts"]
-    return found
+        del read_arguments["max_restarts"]
+    return read_arguments
 
 
 def _warn_of_late_options(arguments) -> None:

@@ -248,12 +248,12 @@ def datasets_of(values, paths: dict[str, str], labelled: bool = True) -> tuple[d
     """
     from raytf.data import formats
 
-    found: dict[str, Any] = {}
-    for name, place in paths.items():
-        like = next(iter(found.values()), None)
-        found[name] = formats.read(name, place, **values["data"], like=like, labelled=labelled)
-    roles = formats.roles(next(iter(found.values())), values["trainer"], values["columns"]["image"])
-    return {name: data.dataset for name, data in found.items()}, roles
+    opened_files: dict[str, Any] = {}
+    for name, location in paths.items():
+        like = next(iter(opened_files.values()), None)
+        opened_files[name] = formats.read(name, location, **values["data"], like=like, labelled=labelled)
+    roles = formats.roles(next(iter(opened_files.values())), values["trainer"], values["columns"]["image"])
+    return {name: data.dataset for name, data in opened_files.items()}, roles
 
 
 @contextlib.contextmanager

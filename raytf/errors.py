@@ -78,12 +78,12 @@ def _shortened(text: str, most: int = 300) -> str:
     return text if len(text) <= most else f"{text[:most]}..."
 
 
-def with_cause(text: str, where: str) -> str:
-    """Returns a text of TensorFlow that begins with its cause and `where`; unchanged if it contains no cause."""
+def with_cause(text: str, location: str) -> str:
+    """Returns a text of TensorFlow that begins with its cause and `location`; unchanged if it contains no cause."""
     if _WHOLE in text:
         return text
     cause = _python_cause(text) or tensorflow_cause(text)
-    return f"{cause}, {where}{_WHOLE}{text}" if cause else text
+    return f"{cause}, {location}{_WHOLE}{text}" if cause else text
 
 
 def definition_line(value: Any) -> str:

@@ -94,7 +94,7 @@ class Fault:
             return (epoch, step) >= (self.epoch, self.step)
         return epoch * (steps or 0) + step >= self.step
 
-    def place(self, steps: int | None) -> int:
+    def run_step(self, steps: int | None) -> int:
         """Returns the step of the fault, counted over the run; `steps` is the number of steps in an epoch."""
         return self.step + (self.epoch or 0) * (steps or 0)
 
@@ -500,7 +500,7 @@ class _FullDisks:
     def look(self, made: int, steps: int | None) -> None:
         """Removes the files that are due after `made` steps of the run, with `steps` steps in an epoch."""
         for fault in self._faults:
-            if fault.steps is not None and made >= fault.place(steps) + fault.steps:
+            if fault.steps is not None and made >= fault.run_step(steps) + fault.steps:
                 fault.remove()
 
     def end(self) -> None:

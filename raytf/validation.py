@@ -35,7 +35,7 @@ def check_whole(name: str, value: Any, least: int) -> None:
 
 def check_word(name: str, value: Any, known: Sequence[str | bool]) -> None:
     """Raises ConfigError unless `value` is one of the known words; 1 is not True."""
-    if not any(value is one or (isinstance(value, str) and value == one) for one in known):
+    if not any(value is word or (isinstance(value, str) and value == word) for word in known):
         raise ConfigError(f"{name} must be one of {', '.join(map(str, known))}", repr(value), "Choose one of these")
 
 

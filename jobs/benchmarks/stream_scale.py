@@ -57,14 +57,14 @@ def requests(count: int, repeats: int) -> dict:
     server = streamed.StreamServer(found)
     stop = whole.chunk_steps * BATCH
     server.rows(0, 2, order, 0, 0, 1)  # Ray's processes are there
-    server.rest()
+    server.release_prefetch()
     began = time.perf_counter()
     server.rows(0, 2, order, 1, 0, 1)
     start = time.perf_counter() - began
     while server.rows(0, 2, order, 1, 0, stop) is None:
         pass
     inside = seconds(lambda: server.rows(0, 2, order, 1, 0, stop), repeats)
-    server.rest()
+    server.release_prefetch()
     stream = streamed.open_stream(found, table.column_names, table, 2, "benchmark")
     stream.request(0, 2, order, 0, 0, stop)
     before = ray.get(stream.server.__ray_call__.remote(lambda self: time.process_time()))

@@ -90,7 +90,7 @@ def sum_over_workers(strategy, values: Sequence[np.ndarray]) -> list[np.ndarray]
     """
     ring = exchange.exchange_of(strategy)
     if ring is not None:
-        with exchange.meeting():
+        with exchange.collective_phase():
             return ring.add_arrays([np.asarray(v) for v in values])
     tensors = [tf.convert_to_tensor(v) for v in values]
     known = _sums.setdefault(strategy, {})
@@ -99,7 +99,7 @@ def sum_over_workers(strategy, values: Sequence[np.ndarray]) -> list[np.ndarray]
         if len(known) >= _KEPT:
             known.clear()
         known[signature] = _sum_function(strategy)
-    with exchange.meeting():
+    with exchange.collective_phase():
         return [v.numpy() for v in known[signature](*tensors)]
 
 
@@ -133,7 +133,7 @@ def from_chief(strategy, values: Sequence[np.ndarray]) -> list[np.ndarray]:
     values = [np.asarray(v) for v in values]
     ring = exchange.exchange_of(strategy)
     if ring is not None:
-        with exchange.meeting():
+        with exchange.collective_phase():
             return ring.chiefs_arrays(values)
     chief = is_chief(strategy)
     results = [np.empty(v.shape, v.dtype) for v in values]

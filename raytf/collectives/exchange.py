@@ -15,9 +15,9 @@ import numpy as np
 import tensorflow as tf
 
 from raytf import activity
-from raytf.collectives import healing, ring_token
-from raytf.collectives.healing import Detached
+from raytf.collectives import recovery_client, ring_token
 from raytf.collectives.packs import ALIGNED
+from raytf.collectives.recovery_client import Detached
 from raytf.collectives.ring import Ring
 from raytf.compat.tensorflow import releasing_functions
 from raytf.errors import ConfigError, RaytfError
@@ -93,7 +93,7 @@ class Exchange:
 
     def _gather_arrays(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
         ring, count = self.ring, len(arrays)
-        if isinstance(ring, Detached) and ring.rehearses:
+        if isinstance(ring, Detached) and ring.warms_up:
             return [np.concatenate([array] * ring.size) for array in arrays]
         sizes = np.zeros((ring.size, count, 2), np.int64)
         row_bytes = [a.itemsize * int(np.prod(a.shape[1:], dtype=np.int64)) for a in arrays]
@@ -161,9 +161,9 @@ class Exchange:
     def gather(self, tensors: Sequence[tf.Tensor], axis: int | tf.Tensor = 0) -> list[tf.Tensor]:
         """Returns the parts of each tensor of all workers along an axis, by rank."""
 
-        def gather(along: np.ndarray, *arrays: np.ndarray) -> list[np.ndarray]:
-            results = self._gather_arrays([np.moveaxis(array, int(along), 0) for array in arrays])
-            return [np.ascontiguousarray(np.moveaxis(array, 0, int(along))) for array in results]
+        def gather(axis_index: np.ndarray, *arrays: np.ndarray) -> list[np.ndarray]:
+            results = self._gather_arrays([np.moveaxis(array, int(axis_index), 0) for array in arrays])
+            return [np.ascontiguousarray(np.moveaxis(array, 0, int(axis_index))) for array in results]
 
         _check_plain(tensors)
         axis = tf.cast(axis, tf.int64)
@@ -171,8 +171,8 @@ class Exchange:
         known = tf.get_static_value(axis)
         for value, tensor in zip(results, tensors, strict=True):
             if tensor.shape.rank is not None:
-                along = None if known is None else int(known) % tensor.shape.rank
-                value.set_shape([None if along in (None, i) else size for i, size in enumerate(tensor.shape)])
+                known_axis = None if known is None else int(known) % tensor.shape.rank
+                value.set_shape([None if known_axis in (None, i) else size for i, size in enumerate(tensor.shape)])
         return results
 
     def chiefs(self, tensor: tf.Tensor) -> tf.Tensor:
@@ -205,13 +205,13 @@ class Exchange:
         return empty(items, dtype) if shared is None else shared
 
     def _made(self, function: Callable, *arrays: np.ndarray):
-        return healing.healer.make(self, functools.partial(function, *arrays))
+        return recovery_client.client.make(self, functools.partial(function, *arrays))
 
-    def pass_on(self, tensors: Sequence[tf.Tensor]) -> None:
-        """Ends a step: sends this worker's own state to the next one, after all earlier exchanges; see `healing`."""
+    def send_to_successor(self, tensors: Sequence[tf.Tensor]) -> None:
+        """Ends a step: sends this worker's own state to the next one after earlier exchanges (`recovery_client`)."""
 
         def stepped(*arrays: np.ndarray) -> list[np.bool_]:
-            healing.healer.stepped(self, b"".join(map(np.ndarray.tobytes, map(np.asarray, arrays))))
+            recovery_client.client.stepped(self, b"".join(map(np.ndarray.tobytes, map(np.asarray, arrays))))
             return [np.True_]
 
         if tf.executing_eagerly():
@@ -255,6 +255,6 @@ def exchange_of(strategy) -> Exchange | None:
     return _exchanges.get(strategy.extended)
 
 
-def meeting():
+def collective_phase():
     """Returns a context for an exchange between steps, which `activity` records."""
     return activity.tracker.collective(activity.COLLECTIVE)

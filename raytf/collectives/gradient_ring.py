@@ -24,8 +24,8 @@ import tensorflow as tf
 from raytf import activity
 from raytf.collectives import exchange, packs, ring_token, scaled_float16
 from raytf.collectives.exchange import Exchange, bytes_of, empty
-from raytf.collectives.healing import Detached
 from raytf.collectives.packs import ALIGNED, Pack
+from raytf.collectives.recovery_client import Detached
 from raytf.collectives.ring import Ring
 from raytf.collectives.ring_listener import Listener
 from raytf.compat.tensorflow import releasing_functions
@@ -102,7 +102,7 @@ class GradientRing(Exchange):
         with tf.control_dependencies([self._turn.read_value()]):
             own_rows = tf.identity(tf.cast(-1 if rows is None else rows, tf.float64))
         result: list[tf.Tensor | None] = [None] * len(gradients)
-        call_number, made_packs = _place(), self.packs(gradients)
+        call_number, made_packs = _next_sum_number(), self.packs(gradients)
         for number, made in enumerate(made_packs):
             closes, indices = last and number == len(made_packs) - 1, made.indices
             exact = exact or shares or self._wire_dtype is None
@@ -140,9 +140,9 @@ class GradientRing(Exchange):
         flat = [part for g in gradients for part in (tf.cast(g.indices, tf.int64), g.values)]
         own_rows = tf.cast(-1 if rows is None else rows, tf.float64)
         gather = functools.partial(self._sum_rows, merge, tuple(fixed))
-        found = self._ordered(gather, [own_rows, *flat], [part.dtype for part in flat])
+        gathered_rows = self._ordered(gather, [own_rows, *flat], [part.dtype for part in flat])
         results = []
-        for g, ids, values in zip(gradients, found[::2], found[1::2], strict=True):
+        for g, ids, values in zip(gradients, gathered_rows[::2], gathered_rows[1::2], strict=True):
             ids.set_shape([None])
             values.set_shape([None, *g.values.shape[1:]])
             results.append(tf.IndexedSlices(values, tf.cast(ids, g.indices.dtype), g.dense_shape))
@@ -222,7 +222,7 @@ class GradientRing(Exchange):
     def _sum_pack(
         self,
         exact: bool,
-        place: int,
+        sum_number: int,
         closes: bool,
         bounds: Sequence[tuple[int, int]] | None,
         rows: np.float64,
@@ -237,14 +237,14 @@ class GradientRing(Exchange):
         items, counts = starts[-1], rows >= 0 and total < 0
         trades = bounds is None and wire == dtype
         if counts and trades and self.ring.trades(self.ring.padded(items) * dtype.itemsize + _ROWS_BYTES):
-            summed, total = self._sum_at_once(rows, place, pack, starts)
+            summed, total = self._sum_at_once(rows, sum_number, pack, starts)
         else:
             if counts:
                 counted = np.full(self.ring.size, rows, np.float64)
-                self.ring.add(counted, place)
+                self.ring.add(counted, sum_number)
                 total = np.maximum(counted[0], 1.0)
             add = self.ring.add if bounds is None else self.ring.reduce_scatter
-            summed = self._sum_weighted(rows / total if rows >= 0 else 1.0, place, pack, starts, wire, add)
+            summed = self._sum_weighted(rows / total if rows >= 0 else 1.0, sum_number, pack, starts, wire, add)
         self.seconds += time.perf_counter() - began
         self.completed += closes
         if bounds is None:
@@ -254,7 +254,7 @@ class GradientRing(Exchange):
         return [np.float64(total), *results]
 
     def _sum_at_once(
-        self, rows: np.float64, place: int, pack: Sequence[np.ndarray], starts: Sequence[int]
+        self, rows: np.float64, sum_number: int, pack: Sequence[np.ndarray], starts: Sequence[int]
     ) -> tuple[np.ndarray, np.float64]:
         """Returns (mean of a few gradients over all workers' rows, number of rows) from a trade of unsummed ones."""
         dtype = pack[0].dtype
@@ -263,7 +263,7 @@ class GradientRing(Exchange):
         own = content[_ROWS_BYTES:].view(dtype)
         for gradient, start in zip(pack, starts, strict=False):
             own[start : start + gradient.size] = gradient.reshape(-1)
-        parts = self.ring.trade(content, place)
+        parts = self.ring.trade(content, sum_number)
         counted = [np.frombuffer(part[:_ROWS_BYTES], np.float64)[0] for part in parts]
         total = np.maximum(sum(counted), 1.0)
         numbers = parts[:, _ROWS_BYTES:].view(dtype)
@@ -276,7 +276,7 @@ class GradientRing(Exchange):
     def _sum_weighted(
         self,
         weight: float,
-        place: int,
+        sum_number: int,
         pack: Sequence[np.ndarray],
         starts: Sequence[int],
         wire: np.dtype,
@@ -303,18 +303,18 @@ class GradientRing(Exchange):
 
         if scaled:
             fill(0, items)
-            self._add_scaled(buffer.reshape(blocks, -1), place)
+            self._add_scaled(buffer.reshape(blocks, -1), sum_number)
         else:
-            buffer = add(buffer, place, fill)
+            buffer = add(buffer, sum_number, fill)
         return buffer if buffer.dtype == dtype else _converted(buffer, dtype)
 
-    def _add_scaled(self, numbers: np.ndarray, place: int) -> None:
+    def _add_scaled(self, numbers: np.ndarray, sum_number: int) -> None:
         """Sums a float32 array (blocks, items) over the workers, in place; sends float16 with scales."""
         coded = self._empty(len(numbers), scaled_float16.BLOCK)
         for begin in range(0, len(numbers), _BLOCKS_AT_ONCE):
             part = slice(begin, begin + _BLOCKS_AT_ONCE)
             scaled_float16.encode(numbers[part], coded[part])
-        coded = self.ring.add(coded, place)
+        coded = self.ring.add(coded, sum_number)
         for begin in range(0, len(numbers), _BLOCKS_AT_ONCE):
             part = slice(begin, begin + _BLOCKS_AT_ONCE)
             scaled_float16.decode(coded[part], numbers[part])
@@ -347,10 +347,10 @@ def _same(gradient: tf.Tensor | tf.IndexedSlices) -> tf.Tensor | tf.IndexedSlice
     return tf.identity(gradient)
 
 
-_places: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+_sum_numbers: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
-def _place() -> int:
+def _next_sum_number() -> int:
     """Returns the number of a sum in the function that is being traced, from 1; 0 in eager mode.
 
     It detects a worker that takes a different branch of a `tf.cond`.
@@ -360,8 +360,8 @@ def _place() -> int:
     graph = tf.compat.v1.get_default_graph()
     while getattr(graph, "is_control_flow_graph", False):
         graph = graph.outer_graph
-    _places[graph] = _places.get(graph, 0) + 1
-    return _places[graph]
+    _sum_numbers[graph] = _sum_numbers.get(graph, 0) + 1
+    return _sum_numbers[graph]
 
 
 @np.errstate(over="ignore", invalid="ignore")  # gradients may overflow; loss scaling detects it afterwards

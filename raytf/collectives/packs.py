@@ -62,13 +62,13 @@ def packs(kinds: Sequence[tuple[int, object, int]], most_bytes: int) -> list[Pac
         kinds: (number of items, dtype, bytes of an item) of each variable; a pack has one dtype.
         most_bytes: Largest size of a pack in bytes; a larger variable is a pack of its own.
     """
-    found: list[list[int]] = []
+    groups: list[list[int]] = []
     filled, kind = 0, None
     for i in reversed(range(len(kinds))):
         size, dtype, itemsize = kinds[i]
-        if not found or dtype != kind or filled + size * itemsize > most_bytes:
-            found.append([])
+        if not groups or dtype != kind or filled + size * itemsize > most_bytes:
+            groups.append([])
             filled, kind = 0, dtype
-        found[-1].append(i)
+        groups[-1].append(i)
         filled += size * itemsize
-    return [Pack(tuple(indices), tuple(kinds[i][0] for i in indices), kinds[indices[0]][2]) for indices in found]
+    return [Pack(tuple(indices), tuple(kinds[i][0] for i in indices), kinds[indices[0]][2]) for indices in groups]

@@ -26,7 +26,7 @@ import numpy as np
 
 from raytf import activity, timeouts
 from raytf.collectives import scaled_float16, shared_memory
-from raytf.collectives.lookout import Cause, Lookout, said
+from raytf.collectives.failure_notifier import Cause, FailureNotifier, describe_error
 from raytf.collectives.ring_links import Chord, Link, is_local
 from raytf.errors import PeerLostError, RaytfError
 
@@ -53,7 +53,7 @@ _NAMES = ("a sum", "a gathering", "a broadcast", "what is passed on", "a sum of 
 _NAMES += ("a reduce-scatter", "an all-gather")
 # Halves of a sum around the ring: (first, end).
 _BOTH, _REDUCE, _COPY = (0, 2), (0, 1), (1, 2)
-# Messages of a step, its checkpoint, the begin of an epoch and callbacks, see `healing.tag_of`.
+# Messages of a step, its checkpoint, the begin of an epoch and callbacks, see `recovery_client.state_version`.
 _MOST_HELD = 4
 
 _rings: weakref.WeakSet[Ring] = weakref.WeakSet()
@@ -88,7 +88,7 @@ class Ring:
         chords: `Chord`s to the members 2, 4, 8, ... ranks further.
 
     Attributes:
-        alone: Whether it only replaces a ring, see `healing.Detached`.
+        alone: Whether it only replaces a ring, see `recovery_client.Detached`.
     """
 
     alone = False
@@ -104,13 +104,13 @@ class Ring:
         chords: Sequence[Chord] = (),
     ):
         self.rank, self.size, self.timeout, self.generation = rank, size, timeout, generation
-        self.held: tuple[tuple[int, bytes], ...] = ()  # last messages of the previous member
+        self.peer_messages: tuple[tuple[int, bytes], ...] = ()  # last messages of the previous member
         self._links, self._chords = (following, previous), tuple(chords)
         self._next, self._previous = following.data, previous.data
-        self._lookout = Lookout(
+        self._notifier = FailureNotifier(
             rank, generation, [((rank + 1) % size, following.watch), ((rank - 1) % size, previous.watch)]
         )
-        weakref.finalize(self, self._lookout.close)
+        weakref.finalize(self, self._notifier.close)
         _rings.add(self)
         self._sums = 0
         self._in_sum = False  # whether received bytes belong to a sum
@@ -118,9 +118,9 @@ class Ring:
         self._lock = threading.Lock()
         self._unsent = memoryview(b"")
         self._polls: dict[tuple[bool, bool, bool, bool], select.poll] = {}
-        self._memory: shared_memory.Own | None = None  # the next member reads it
+        self._memory: shared_memory.OwnMemory | None = None  # the next member reads it
         self._memory_lock, self._may_show = threading.Lock(), is_local(self._next)
-        self._its_memory: shared_memory.Neighbours | None = None
+        self._its_memory: shared_memory.PeerMemory | None = None
         self._showed = False  # whether neighbours have tried to share their memories
         self._received = np.empty(_CHUNK, np.uint8)
         self._wide = np.empty((2, _CHUNK // 2), np.float32)
@@ -136,11 +136,11 @@ class Ring:
         own = self._own_memory()
         return None if own is None else own.empty(items, dtype)
 
-    def _own_memory(self) -> shared_memory.Own | None:
+    def _own_memory(self) -> shared_memory.OwnMemory | None:
         with self._memory_lock:
             if self._memory is None and self._may_show:
                 try:
-                    self._memory = shared_memory.Own()
+                    self._memory = shared_memory.OwnMemory()
                 except OSError as error:
                     self._may_show = False
                     warnings.warn(
@@ -149,13 +149,13 @@ class Ring:
                     )
             return self._memory
 
-    def add(self, array: np.ndarray, place: int = 0, fill: Callable[[int, int], None] | None = None) -> np.ndarray:
+    def add(self, array: np.ndarray, sum_number: int = 0, fill: Callable[[int, int], None] | None = None) -> np.ndarray:
         """Sums `array` over all processes, in place; each calls it with the same sizes and in the same order.
 
         Args:
             array: Contiguous, one-dimensional, of any number type or `scaled_float16.BLOCK`. Its size is a multiple of
                 the number of processes. Types of two bytes are added in float32, and rounded once for each process.
-            place: Number of this sum within its step, the same on all processes.
+            sum_number: Number of this sum within its step, the same on all processes.
             fill: fill(begin, end) sets these items of `array`. It is called once for each item, just before its use,
                 while its memory is in a core's cache. None if the items are set already.
 
@@ -170,27 +170,27 @@ class Ring:
         if self.trades(array.nbytes):
             if fill is not None:
                 fill(0, array.size)
-            self.sum_in_order(self._trade(_ADD, array.view(np.uint8), place).view(array.dtype), array)
+            self.sum_in_order(self._trade(_ADD, array.view(np.uint8), sum_number).view(array.dtype), array)
             return array
         return self._exchange_array(
-            _ADD, array, place, 2 * self._half(array), lambda ways: self._sum(array, fill, *ways, _BOTH)
+            _ADD, array, sum_number, 2 * self._half(array), lambda ways: self._sum(array, fill, *ways, _BOTH)
         )
 
     def reduce_scatter(
-        self, array: np.ndarray, place: int = 0, fill: Callable[[int, int], None] | None = None
+        self, array: np.ndarray, sum_number: int = 0, fill: Callable[[int, int], None] | None = None
     ) -> np.ndarray:
         """Sums one of `size` segments of `array`, in place: number (rank + 1) % size. Others are undefined afterwards.
 
         It is the first half of `add`, with the same arguments, result, errors and bits.
         """
         return self._exchange_array(
-            _SCATTER, array, place, self._half(array), lambda ways: self._sum(array, fill, *ways, _REDUCE)
+            _SCATTER, array, sum_number, self._half(array), lambda ways: self._sum(array, fill, *ways, _REDUCE)
         )
 
-    def all_gather(self, array: np.ndarray, place: int = 0) -> np.ndarray:
+    def all_gather(self, array: np.ndarray, sum_number: int = 0) -> np.ndarray:
         """Copies from each process the segment of `reduce_scatter`; the second half of `add`."""
         return self._exchange_array(
-            _JOIN, array, place, self._half(array), lambda ways: self._sum(array, None, *ways, _COPY)
+            _JOIN, array, sum_number, self._half(array), lambda ways: self._sum(array, None, *ways, _COPY)
         )
 
     def _half(self, array: np.ndarray) -> int:
@@ -201,12 +201,12 @@ class Ring:
         saved = 3 * (self.size - 1) if self._chords else 0  # hops that a trade saves
         return (self.size - 1) * size <= max(_TRADED_BYTES, saved * _HOP_BYTES) and size <= _TRADED_BYTES
 
-    def trade(self, content: np.ndarray, place: int = 0) -> np.ndarray:
+    def trade(self, content: np.ndarray, sum_number: int = 0) -> np.ndarray:
         """Returns the contents of all processes, by rank; each calls it with the same size and in the same order.
 
         Args:
             content: Bytes, few enough for `trades`.
-            place: Number of this exchange within its step, as for `add`.
+            sum_number: Number of this exchange within its step, as for `add`.
 
         Returns:
             uint8 array of the shape (processes, bytes of each).
@@ -214,13 +214,13 @@ class Ring:
         Raises:
             PeerLostError, RaytfError: As for `add`.
         """
-        return self._trade(_TRADE, content, place)
+        return self._trade(_TRADE, content, sum_number)
 
-    def _trade(self, what: int, content: np.ndarray, place: int) -> np.ndarray:
+    def _trade(self, what: int, content: np.ndarray, sum_number: int) -> np.ndarray:
         contents = np.empty((self.size, content.size), np.uint8)
         contents[self.rank] = content
 
-        def across() -> None:
+        def exchange_chords() -> None:
             """Gathers in log2(n) hops (Bruck et al., 1997): each member sends all its bytes, twice as far each time."""
             parts = np.empty_like(contents)  # parts of this member and those before it
             parts[0] = content
@@ -241,13 +241,13 @@ class Ring:
                 contents[(self.rank - 1 - phase) % self.size] = np.frombuffer(received, np.uint8)
             self._flush()
 
-        work = across if self._chords else circulate
-        self._exchange(what, content.size, place, (self.size - 1) * content.size, work, content.tobytes())
+        work = exchange_chords if self._chords else circulate
+        self._exchange(what, content.size, sum_number, (self.size - 1) * content.size, work, content.tobytes())
         return contents
 
-    def _swap(self, chord: Chord, distance: int, sent: np.ndarray, into: np.ndarray) -> None:
-        """Sends bytes to the member `distance` ranks further, and fills `into` with bytes of the one before."""
-        to_send, room = memoryview(sent.reshape(-1)), memoryview(into.reshape(-1))
+    def _swap(self, chord: Chord, distance: int, sent: np.ndarray, target: np.ndarray) -> None:
+        """Sends bytes to the member `distance` ranks further, and fills `target` with bytes of the one before."""
+        to_send, room = memoryview(sent.reshape(-1)), memoryview(target.reshape(-1))
         while to_send or room:
             moved = False
             if to_send:
@@ -277,16 +277,16 @@ class Ring:
 
     def _polling(self, wanted: list[tuple[socket.socket, int]], watching: bool) -> select.poll:
         poll = select.poll()
-        for source, events in [*wanted, *([(self._lookout, select.POLLIN)] if watching else [])]:
+        for source, events in [*wanted, *([(self._notifier, select.POLLIN)] if watching else [])]:
             poll.register(source, events)
         return poll
 
-    def sum_in_order(self, parts: np.ndarray, into: np.ndarray) -> None:
+    def sum_in_order(self, parts: np.ndarray, target: np.ndarray) -> None:
         """Sums the parts of all processes in the order of `add` around the ring, with the same bits.
 
         Args:
             parts: (processes, items) by rank; each row has fewer bytes than are added at once.
-            into: Receives the sum; its size is a multiple of the number of processes.
+            target: Receives the sum; its size is a multiple of the number of processes.
         """
         size, first = self.size, np.arange(self.size)
         segments = parts.reshape(size, size, -1)  # segments of each part
@@ -295,7 +295,7 @@ class Ring:
             total_so_far = segments[(first + step) % size, first]
             self._accumulate(total_so_far.reshape(-1), total.reshape(-1))
             total = total_so_far
-        into[:] = total.reshape(-1)
+        target[:] = total.reshape(-1)
 
     def gather(self, array: np.ndarray, bounds: Sequence[int]) -> np.ndarray:
         """Fills `array` with the parts of all processes; each calls it with the same bounds and in the same order.
@@ -317,7 +317,7 @@ class Ring:
         own = bounds[rank + 1] - bounds[rank]
         sent = sum(part.stop - part.start for part in sends)
         return self._exchange_array(
-            _GATHER, array, 0, sent, lambda ways: self._pass_on(array, sends, receives, own, *ways)
+            _GATHER, array, 0, sent, lambda ways: self._forward_parts(array, sends, receives, own, *ways)
         )
 
     def broadcast(self, array: np.ndarray) -> np.ndarray:
@@ -336,15 +336,15 @@ class Ring:
         sends, receives = [] if last else whole, [] if first else whole
         own, sent = array.size if first else 0, 0 if last else array.nbytes
         return self._exchange_array(
-            _BROADCAST, array, 0, sent, lambda ways: self._pass_on(array, sends, receives, own, *ways)
+            _BROADCAST, array, 0, sent, lambda ways: self._forward_parts(array, sends, receives, own, *ways)
         )
 
     def _exchange_array(
-        self, what: int, array: np.ndarray, place: int, sent: int, work: Callable[[_Ways], None]
+        self, what: int, array: np.ndarray, sum_number: int, sent: int, work: Callable[[_Ways], None]
     ) -> np.ndarray:
         """Exchanges an array that the next process may read in shared memory; returns it, or a copy as for `add`."""
         large = array.nbytes > _READ_IN_PLACE
-        begin = None if self._memory is None or not large else self._memory.place(array)
+        begin = None if self._memory is None or not large else self._memory.offset_of(array)
         is_read = False
 
         def exchange() -> None:
@@ -354,23 +354,23 @@ class Ring:
             is_read = not self._have_read(*ways)
 
         first = _COUNT.pack(_ELSEWHERE if begin is None else begin) if large and is_local(self._next) else b""
-        self._exchange(what, array.nbytes, place, sent, exchange, first)
+        self._exchange(what, array.nbytes, sum_number, sent, exchange, first)
         return array.copy() if is_read else array
 
     def _exchange(
-        self, what: int, size: int, place: int, sent: int, work: Callable[[], None], first: bytes = b""
+        self, what: int, size: int, sum_number: int, sent: int, work: Callable[[], None], first: bytes = b""
     ) -> None:
         """Runs an exchange by `work`; `first` are the first bytes of it that this process sends."""
-        place |= activity.tracker.call << _CALL_BITS
+        sum_number |= activity.tracker.call << _CALL_BITS
         with self._lock:
             if self._next.fileno() < 0:
                 raise self._broken()
             try:
-                loss = self._lookout.loss
+                loss = self._notifier.loss
                 if loss is not None:  # no member completes this sum without this one
                     raise _LostError(loss.lost, ConnectionResetError(loss.why))
                 with activity.tracker.collective(activity.SUM):
-                    self._agree(what, size, place, first)
+                    self._agree(what, size, sum_number, first)
                     self._in_sum = True
                     work()
                     self._in_sum = False
@@ -379,10 +379,10 @@ class Ring:
             except _LostError as error:
                 raise self._lost(error) from error.error
             except BaseException as error:
-                self._lookout.tell(Cause(self.rank, self.rank, f"failed: {type(error).__name__}: {error}"))
+                self._notifier.tell(Cause(self.rank, self.rank, f"failed: {type(error).__name__}: {error}"))
                 self.close()
                 if isinstance(error, OSError):
-                    raise PeerLostError(self.rank, said(error)) from error
+                    raise PeerLostError(self.rank, describe_error(error)) from error
                 raise
 
     def _ways(self, begin: int | None, count: int) -> _Ways:
@@ -396,7 +396,7 @@ class Ring:
         if not self._showed:
             self._show_memories()
         shown = previous_begin != _ELSEWHERE and self._its_memory is not None
-        previous_bytes = self._its_memory.at(previous_begin, count) if shown else None
+        previous_bytes = self._its_memory.read(previous_begin, count) if shown else None
         return begin is not None and self._memory is not None, previous_bytes
 
     def _show_memories(self) -> None:
@@ -414,7 +414,7 @@ class Ring:
                 raise _LostError((self.rank - 1) % self.size, ConnectionResetError("it closed its connection"))
             if descriptors:
                 with contextlib.suppress(OSError):  # the other process warns of it
-                    self._its_memory = shared_memory.Neighbours(descriptors[0])
+                    self._its_memory = shared_memory.PeerMemory(descriptors[0])
                 with contextlib.suppress(OSError):  # the next exchange detects the loss
                     self._previous.send(_NO if self._its_memory is None else _YES)
         if own is not None:
@@ -447,7 +447,7 @@ class Ring:
                 return False
         return True
 
-    def pass_on(self, number: int, content: bytes) -> None:
+    def send_to_successor(self, number: int, content: bytes) -> None:
         """Sends the next member a message between two sums; its next sum adds it to its `held`.
 
         Args:
@@ -467,16 +467,16 @@ class Ring:
                 raise self._lost(error) from error.error
 
     def _broken(self) -> PeerLostError:
-        cause = self._lookout.cause()
+        cause = self._notifier.cause()
         lost = None if cause is None else cause.lost
         return PeerLostError(self.rank, f"the ring broke at an earlier sum: {cause}", lost)
 
     def _lost(self, error: _LostError) -> PeerLostError:
         """Leaves the ring after the loss of a member, and returns the error."""
-        heard = self._lookout.cause(timeouts.get().ring_cause)  # a neighbour may have left for another loss
-        why = heard.why if heard is not None else f"is lost: {said(error.error)}"
+        heard = self._notifier.cause(timeouts.get().ring_cause)  # a neighbour may have left for another loss
+        why = heard.why if heard is not None else f"is lost: {describe_error(error.error)}"
         lost = heard.lost if heard is not None else error.lost
-        cause = self._lookout.tell(Cause(lost, self.rank, why))  # its loss counts now even if it just left
+        cause = self._notifier.tell(Cause(lost, self.rank, why))  # its loss counts now even if it just left
         self._take_what_was_passed_on()
         self.close()
         has_left, call = heard is not None and heard.left, activity.tracker.call
@@ -494,15 +494,15 @@ class Ring:
                     return
                 content = self._previous.recv(_HEADER.size + length)
                 if len(content) == _HEADER.size + length:
-                    self._hold(number, content[_HEADER.size :])
+                    self._store_peer_message(number, content[_HEADER.size :])
 
-    def _hold(self, number: int, content: bytes) -> None:
-        kept = [message for message in self.held if message[0] != number]
-        self.held = (*kept, (number, content))[-_MOST_HELD:]
+    def _store_peer_message(self, number: int, content: bytes) -> None:
+        others = [message for message in self.peer_messages if message[0] != number]
+        self.peer_messages = (*others, (number, content))[-_MOST_HELD:]
 
     def close(self) -> None:
         """Leaves the ring; the sums of all others fail."""
-        self._lookout.close()
+        self._notifier.close()
         for connection in (*self._links, *self._chords):
             connection.close()
         self._memory = self._its_memory = None  # arrays in use keep the memory alive
@@ -511,17 +511,17 @@ class Ring:
     def abandon(self) -> None:
         """Closes a fork's copies of the connections: an open copy would hide the member's own death from others."""
         self._lock = threading.Lock()
-        self._lookout.abandon()
+        self._notifier.abandon()
         for connection in (*self._links, *self._chords):
             connection.close()
 
-    def _agree(self, what: int, size: int, place: int, first: bytes) -> None:
-        header = _HEADER.pack(self.generation, self._sums, what, place, size)
+    def _agree(self, what: int, size: int, sum_number: int, first: bytes) -> None:
+        header = _HEADER.pack(self.generation, self._sums, what, sum_number, size)
         self._send(header + first)
         received = self._receive(_HEADER.size)
         generation, number, kind, _, length = _HEADER.unpack(received)
         while generation == self.generation and kind == _PASS_ON:
-            self._hold(number, self._receive(length))
+            self._store_peer_message(number, self._receive(length))
             received = self._receive(_HEADER.size)
             generation, number, kind, _, length = _HEADER.unpack(received)
         if received != header:
@@ -532,8 +532,8 @@ class Ring:
                     f"{self.generation}, received: bytes of generation {generation} from worker "
                     f"{(self.rank - 1) % self.size}. They are refused: let all members join the newest ring."
                 )
-            previous, call, peer_call = (self.rank - 1) % self.size, place >> _CALL_BITS, index >> _CALL_BITS
-            place, index = place & (1 << _CALL_BITS) - 1, index & (1 << _CALL_BITS) - 1
+            previous, call, peer_call = (self.rank - 1) % self.size, sum_number >> _CALL_BITS, index >> _CALL_BITS
+            sum_number, index = sum_number & (1 << _CALL_BITS) - 1, index & (1 << _CALL_BITS) - 1
             if call != peer_call:
                 raise RaytfError(
                     f"All workers must be in the same call when they exchange something; worker {self.rank} is in "
@@ -542,7 +542,8 @@ class Ring:
                 )
             raise RaytfError(
                 f"All workers must sum the same sizes in the same order; worker {self.rank} is at exchange "
-                f"{self._sums}, {_NAMES[what]} of {size} bytes (optimizer call {place} of its step), received: worker "
+                f"{self._sums}, {_NAMES[what]} of {size} bytes (optimizer call {sum_number} of its step), "
+                f"received: worker "
                 f"{(self.rank - 1) % self.size} at exchange {number}, {_named(kind)} of {length} bytes (call {index}). "
                 "Build the same model on all workers, let each make the same steps, and where a condition "
                 "decides whether an optimizer runs, base it on what all workers know alike, such as a count of steps."
@@ -587,16 +588,16 @@ class Ring:
         except OSError as error:
             raise _LostError((self.rank + 1) % self.size, error) from error
 
-    def _read(self, into: memoryview) -> memoryview:
+    def _read(self, buffer: memoryview) -> memoryview:
         try:
-            count = self._previous.recv_into(into)
+            count = self._previous.recv_into(buffer)
             if not count:
                 raise ConnectionResetError("it closed its connection")
         except BlockingIOError:
             raise
         except OSError as error:
             raise _LostError((self.rank - 1) % self.size, error) from error
-        return into[:count]
+        return buffer[:count]
 
     def _patiently(self, step: int, call: Callable[[], Any], **wanted: bool) -> Any:
         """Returns the result of a call that involves the member `step` ranks further, once its socket is ready."""
@@ -683,7 +684,7 @@ class Ring:
                 way.bytes[start : start + count] = way.neighbour[start : start + count]
             way.received += count
 
-    def _pass_on(
+    def _forward_parts(
         self,
         array: np.ndarray,
         sends: list[slice],
@@ -711,9 +712,9 @@ class Ring:
                     else:
                         if ready == receiving.done:
                             ready += self._hear()
-                        into, start = receiving.now(min(ready - receiving.done, _SENT_AT_ONCE)), receiving.place
-                        into[:] = neighbour[start : start + len(into)]
-                        receiving.advance(len(into))
+                        target, start = receiving.now(min(ready - receiving.done, _SENT_AT_ONCE)), receiving.position
+                        target[:] = neighbour[start : start + len(target)]
+                        receiving.advance(len(target))
                     moved = True
             if not moved:
                 self._wait(sending=bool(sending.left and may_send > 0), receiving=bool(receiving.left))
@@ -747,8 +748,8 @@ class Ring:
         if not ready:
             raise TimeoutError(f"timeout after {self.timeout} s: a neighbour sent nothing")
         # data that still arrives counts first
-        if ready == [self._lookout.fileno()] and not polling(False).poll(timeouts.get().ring_cause * 1000):
-            cause = self._lookout.cause()
+        if ready == [self._notifier.fileno()] and not polling(False).poll(timeouts.get().ring_cause * 1000):
+            cause = self._notifier.cause()
             raise _LostError(cause.lost, ConnectionResetError(cause.why))
 
     def _poll(self, *wanted: bool) -> select.poll:
@@ -758,7 +759,7 @@ class Ring:
             sending, answering, receiving, watching = wanted
             if sending or answering:
                 poll.register(self._next, sending * select.POLLOUT | answering * select.POLLIN)
-            for source, wants in ((self._previous, receiving), (self._lookout, watching)):
+            for source, wants in ((self._previous, receiving), (self._notifier, watching)):
                 if wants:
                     poll.register(source, select.POLLIN)
         return poll
@@ -859,17 +860,17 @@ class _Parts:
         self.left, self.done = sum(p.stop - p.start for p in self._parts), 0
 
     @property
-    def place(self) -> int:
+    def position(self) -> int:
         """Offset of the next bytes."""
         return self._parts[0].start + self._begun
 
     def now(self, most: int) -> memoryview:
         """Returns the next bytes, at most `most`."""
-        return self._memory[self.place : min(self.place + most, self._parts[0].stop)]
+        return self._memory[self.position : min(self.position + most, self._parts[0].stop)]
 
     def advance(self, count: int) -> None:
         self.left, self.done, self._begun = self.left - count, self.done + count, self._begun + count
-        if self.place == self._parts[0].stop:
+        if self.position == self._parts[0].stop:
             del self._parts[0]
             self._begun = 0
 

@@ -10,8 +10,8 @@ _LEAST_WITH_CHORDS = 4
 HOST_GONE = 35
 
 
-def is_local(one: socket.socket) -> bool:
-    return one.family == socket.AF_UNIX
+def is_local(sock: socket.socket) -> bool:
+    return sock.family == socket.AF_UNIX
 
 
 class Link:
@@ -61,12 +61,12 @@ def chords(size: int) -> int:
     return 0 if size < _LEAST_WITH_CHORDS else (size - 1).bit_length() - 1
 
 
-def _prepare(one: socket.socket, seconds: int) -> None:
+def _prepare(sock: socket.socket, seconds: int) -> None:
     """Makes a socket wait for nothing, and sets keep-alive: a lost host closes nothing, so its silence must end it."""
-    one.setblocking(False)
-    if one.family == socket.AF_UNIX:
+    sock.setblocking(False)
+    if sock.family == socket.AF_UNIX:
         return
-    one.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     # ten probes in the last 20 of 35 seconds: several may be lost on a congested network
     interval = max(1, seconds // 17)
     count = max(1, min(10, seconds * 4 // 7 // interval))
@@ -74,4 +74,4 @@ def _prepare(one: socket.socket, seconds: int) -> None:
     options = {"TCP_KEEPIDLE": idle, "TCP_KEEPALIVE": idle, "TCP_KEEPINTVL": interval, "TCP_KEEPCNT": count}
     for name, value in options.items():
         if hasattr(socket, name):  # Linux has the first, macOS the second
-            one.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

@@ -45,15 +45,15 @@ class Listener:
     """
 
     def __init__(self, host: str, bound: socket.socket | None = None):
-        self.host, self._meeting, self._stopped = host, None, False
+        self.host, self._handshake, self._stopped = host, None, False
         self._sockets: list[socket.socket] = []
         self._listen(socket.create_server((host, 0), family=_family(host)) if bound is None else bound)
         self.port = self._sockets[0].getsockname()[1]
 
-    def _listen(self, one: socket.socket) -> None:
-        self._sockets.append(one)
-        one.setblocking(False)
-        one.listen(16 * _STRANGERS)
+    def _listen(self, sock: socket.socket) -> None:
+        self._sockets.append(sock)
+        sock.setblocking(False)
+        sock.listen(16 * _STRANGERS)
 
     def join(
         self,
@@ -84,17 +84,17 @@ class Listener:
             local = socket.socket(socket.AF_UNIX)
             local.bind(_local_name(self.port, token))
             self._listen(local)
-        meeting = self._meeting = _Meeting(rank, addresses, token, self._sockets, generation)
+        handshake = self._handshake = _Handshake(rank, addresses, token, self._sockets, generation)
         if self._stopped:
-            meeting.cancel()
+            handshake.cancel()
         try:
             # in a separate thread, as the caller's thread may run an event loop
             with ThreadPoolExecutor(1) as pool:
-                running = pool.submit(asyncio.run, meeting.hold(timeout))
+                running = pool.submit(asyncio.run, handshake.hold(timeout))
                 try:
                     following, previous = running.result()
                 except BaseException:
-                    meeting.cancel()
+                    handshake.cancel()
                     raise
         except asyncio.CancelledError as error:
             raise PeerLostError(
@@ -112,15 +112,15 @@ class Listener:
     def stop(self) -> None:
         """Cancels a running `join` from another thread: it raises PeerLostError, unless all are connected."""
         self._stopped = True
-        if self._meeting is not None:
-            self._meeting.cancel()
+        if self._handshake is not None:
+            self._handshake.cancel()
 
     def close(self) -> None:
         for sock in self._sockets:
             sock.close()
 
 
-class _Meeting:
+class _Handshake:
     """The connections of one process with its neighbours, all made at the same time.
 
     Args:
@@ -252,15 +252,15 @@ class _Meeting:
                 return False
             return True
 
-    async def _introduce(self, one: socket.socket, purpose: int) -> None:
-        await _send(one, await self._ask_for_proof(one, purpose))
-        await _receive(one, len(_WELCOME))
+    async def _introduce(self, sock: socket.socket, purpose: int) -> None:
+        await _send(sock, await self._ask_for_proof(sock, purpose))
+        await _receive(sock, len(_WELCOME))
 
-    async def _ask_for_proof(self, one: socket.socket, purpose: int) -> bytes:
+    async def _ask_for_proof(self, sock: socket.socket, purpose: int) -> bytes:
         """Returns this member's proof for the next one, after that one has proved that it has the token."""
         hello = _HELLO.pack(_MAGIC, self._rank, purpose, self._generation, secrets.token_bytes(TOKEN_BYTES))
-        await _send(one, hello)
-        drawn, proof = await _receive(one, TOKEN_BYTES), await _receive(one, _PROOF_BYTES)
+        await _send(sock, hello)
+        drawn, proof = await _receive(sock, TOKEN_BYTES), await _receive(sock, _PROOF_BYTES)
         peer = self._peer(purpose, 1)
         if not hmac.compare_digest(proof, self._proof(peer, hello, drawn)):
             host, port = self._addresses[peer]
@@ -279,29 +279,29 @@ class _Meeting:
                 next(iter(self._asked)).cancel()
             await asyncio.sleep(0)  # lets other tasks run during a flood of connections
 
-    async def _ask(self, one: socket.socket) -> None:
+    async def _ask(self, sock: socket.socket) -> None:
         try:
-            if is_local(one) and not liveness.is_same_user(one):
+            if is_local(sock) and not liveness.is_same_user(sock):
                 return
             async with asyncio.timeout(timeouts.get().ring_stranger):
-                hello = await _receive(one, _HELLO.size)
+                hello = await _receive(sock, _HELLO.size)
                 magic, rank, purpose, generation, _ = _HELLO.unpack(hello)
                 if magic != _MAGIC or purpose not in self._purposes or rank != self._peer(purpose, -1):
                     return
                 drawn = secrets.token_bytes(TOKEN_BYTES)
-                await _send(one, drawn + self._proof(self._rank, hello, drawn))
-                if not hmac.compare_digest(await _receive(one, _PROOF_BYTES), self._proof(rank, hello, drawn)):
+                await _send(sock, drawn + self._proof(self._rank, hello, drawn))
+                if not hmac.compare_digest(await _receive(sock, _PROOF_BYTES), self._proof(rank, hello, drawn)):
                     return
                 if generation != self._generation:  # only now is the sender verified
                     self._refused = rank, generation
                     return
-                await _send(one, _WELCOME)
-            self._came.setdefault(purpose, one)
+                await _send(sock, _WELCOME)
+            self._came.setdefault(purpose, sock)
         except OSError:  # a stranger that closed the connection, or sent too little in time
             return
         finally:
-            if one not in self._came.values():
-                one.close()
+            if sock not in self._came.values():
+                sock.close()
         if len(self._came) == len(self._purposes):
             self._all_came.set()
 
@@ -323,19 +323,19 @@ def _local_name(port: int, token: bytes) -> str:
     return f"\0raytf/ring/{port}/{mark}"
 
 
-async def _send(one: socket.socket, message: bytes) -> None:
+async def _send(sock: socket.socket, message: bytes) -> None:
     try:
-        await asyncio.get_running_loop().sock_sendall(one, message)
+        await asyncio.get_running_loop().sock_sendall(sock, message)
     except OSError as error:
         raise _HungUpError(str(error)) from error
 
 
-async def _receive(one: socket.socket, count: int) -> bytes:
+async def _receive(sock: socket.socket, count: int) -> bytes:
     """Returns exactly `count` bytes."""
     received = b""
     while len(received) < count:
         try:
-            chunk = await asyncio.get_running_loop().sock_recv(one, count - len(received))
+            chunk = await asyncio.get_running_loop().sock_recv(sock, count - len(received))
         except OSError as error:
             raise _HungUpError(str(error)) from error
         if not chunk:

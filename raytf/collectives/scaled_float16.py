@@ -26,12 +26,12 @@ def blocks(items: int) -> int:
 
 
 @np.errstate(over="ignore", invalid="ignore")
-def encode(wide: np.ndarray, into: np.ndarray) -> None:
+def encode(wide: np.ndarray, coded: np.ndarray) -> None:
     """Rounds numbers into blocks.
 
     Args:
         wide: float32, (blocks, `ITEMS`). It is overwritten.
-        into: `BLOCK`, (blocks,). Receives the result.
+        coded: `BLOCK`, (blocks,). Receives the result.
     """
     largest = np.maximum(wide.max(axis=1), -wide.min(axis=1))
     odd = ~np.isfinite(largest)
@@ -41,17 +41,17 @@ def encode(wide: np.ndarray, into: np.ndarray) -> None:
     np.multiply(wide, np.ldexp(np.float32(1), _TOP - exponents)[:, None], out=wide)
     for i in np.flatnonzero(exponents == _MOST):
         wide[i] = np.where(np.isfinite(wide[i]), np.clip(wide[i], -_LARGEST, _LARGEST), wide[i])
-    into["values"] = wide
-    into["scale"] = np.ldexp(np.float32(1), exponents - _TOP)
+    coded["values"] = wide
+    coded["scale"] = np.ldexp(np.float32(1), exponents - _TOP)
 
 
 @np.errstate(over="ignore", invalid="ignore")
-def decode(coded: np.ndarray, into: np.ndarray) -> None:
+def decode(coded: np.ndarray, wide: np.ndarray) -> None:
     """Decodes blocks that `encode` wrote.
 
     Args:
         coded: `BLOCK`, (blocks,).
-        into: float32, (blocks, `ITEMS`). Receives the result.
+        wide: float32, (blocks, `ITEMS`). Receives the result.
     """
-    into[...] = coded["values"]
-    np.multiply(into, coded["scale"][:, None], out=into)
+    wide[...] = coded["values"]
+    np.multiply(wide, coded["scale"][:, None], out=wide)

@@ -24,7 +24,7 @@ _MOST_BYTES = 1 << 36
 _SIZES_A_DOUBLING = 8
 
 
-class Own:
+class OwnMemory:
     """Memory of this process, in blocks that are reused when their arrays are gone.
 
     Attributes:
@@ -62,13 +62,13 @@ class Own:
         weakref.finalize(block, self._free[size].append, offset).atexit = False  # all views keep the block alive
         return block.view(dtype)
 
-    def place(self, array: np.ndarray) -> int | None:
+    def offset_of(self, array: np.ndarray) -> int | None:
         """Returns the offset of a contiguous array in bytes, or None if it is not in this memory."""
         offset = array.ctypes.data - self._begin
         return offset if 0 <= offset < _MOST_BYTES else None
 
 
-class Neighbours:
+class PeerMemory:
     """Memory of another process, for reading.
 
     Args:
@@ -85,18 +85,18 @@ class Neighbours:
         finally:
             os.close(descriptor)
 
-    def at(self, place: int, count: int) -> np.ndarray:
-        """Returns `count` bytes from the offset `place`.
+    def read(self, offset: int, count: int) -> np.ndarray:
+        """Returns `count` bytes from the offset `offset`.
 
         Raises:
             RaytfError: They are not in this memory.
         """
-        if place + count > self._bytes:
+        if offset + count > self._bytes:
             raise RaytfError(
                 f"What a worker shares with another is in its shared memory of {self._bytes} bytes, received: {count} "
-                f"bytes at {place}. Start all workers with one version of raytf."
+                f"bytes at {offset}. Start all workers with one version of raytf."
             )
-        return np.frombuffer(self._memory, np.uint8, count, place)
+        return np.frombuffer(self._memory, np.uint8, count, offset)
 
 
 def _size(count: int) -> int:

@@ -279,9 +279,9 @@ def _variables_as_they_are(optimizers):
             del vars(optimizer)["save_own_variables"]
 
 
-def _store_all(found: dict[str, Any], store) -> None:
+def _store_all(values: dict[str, Any], store) -> None:
     """Writes each value into a store of Keras, which has no `update`."""
-    for key, value in found.items():
+    for key, value in values.items():
         store[key] = value
 
 

@@ -178,8 +178,8 @@ def metrics_of(model) -> list:
 
     given = compiled_parts(model)[1]
     lists = [] if given is None else [given._user_metrics, given._user_weighted_metrics, given.metrics]
-    found = [*model.metrics, *keras.tree.flatten(lists)]
-    return list({id(m): m for m in found if isinstance(m, keras.metrics.Metric)}.values())
+    candidates = [*model.metrics, *keras.tree.flatten(lists)]
+    return list({id(m): m for m in candidates if isinstance(m, keras.metrics.Metric)}.values())
 
 
 @uses_private("keras.src.trainers.trainer:Trainer._compute_loss")

@@ -43,16 +43,16 @@ def refuse_keras_2(received: str | None) -> None:
         )
 
 
-def check_installed(received: str, where: str = "") -> None:
+def check_installed(received: str, location: str = "") -> None:
     """Raises ConfigError if Keras 2 is not installed.
 
     Args:
         received: Setting that requests it.
-        where: Host, as " on host X"; "" for the driver's.
+        location: Host, as " on host X"; "" for the driver's.
     """
     if importlib.util.find_spec("tf_keras") is None:
         raise ConfigError(
             "Keras 2 is the package tf_keras",
-            f"{received}, and no tf_keras{where}",
+            f"{received}, and no tf_keras{location}",
             "Install it (pip install tf_keras, of TensorFlow's version), or use Keras 3",
         )

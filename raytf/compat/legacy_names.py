@@ -63,11 +63,11 @@ def hint(error: BaseException, way: str = _TRAINER) -> str | None:
         return None
     name, outside = name_and_place
     installed = importlib.util.find_spec("tf_keras") is not None
-    also = ", and import tf_keras instead of keras" if outside else ""
-    also += "" if installed else ", for which pip install tf_keras is needed"
+    advice = ", and import tf_keras instead of keras" if outside else ""
+    advice += "" if installed else ", for which pip install tf_keras is needed"
     return (
         f"{name} {'is' if installed else 'may be'} Keras 2's, and this is Keras 3: use what Keras 3 has for it, or, "
-        f"to stay with Keras 2, {way}{also}"
+        f"to stay with Keras 2, {way}{advice}"
     )
 
 

@@ -138,13 +138,13 @@ class RowGroups:
     Args:
         path, size: Path and size of the file, in bytes.
         groups: (index, rows, bytes) of each row group.
-        of: Number of row groups of the file.
+        group_count: Number of row groups of the file.
     """
 
     path: str
     size: int
     groups: Sequence[tuple[int, int, int]]
-    of: int
+    group_count: int
 
 
 def manifest_of(runs: Sequence[RowGroups]) -> tuple[pa.Table, list[int]]:
@@ -173,7 +173,7 @@ else:
 
     def _rows_of(run: RowGroups) -> list:
         # in these versions a share has equal numbers of row groups: with as many shares as groups, each is one
-        return [ParquetFileChunkMetadata(chunk_idx=i, total_num_chunks=run.of) for i, _, _ in run.groups]
+        return [ParquetFileChunkMetadata(chunk_idx=i, total_num_chunks=run.group_count) for i, _, _ in run.groups]
 
 
 def numbered_manifest(count: int) -> pa.Table:

@@ -107,16 +107,16 @@ class TrainTab:
 
 def _shown(worker: Mapping[str, Any], resources: dict[str, float]):
     """Returns a worker in Ray Train's form."""
-    place, rank = worker["place"], types.SimpleNamespace(**worker["ranks"])
-    metadata = types.SimpleNamespace(node_id=place.node, node_ip=place.host, pid=place.pid, gpu_ids=[])
+    process, rank = worker["place"], types.SimpleNamespace(**worker["ranks"])
+    metadata = types.SimpleNamespace(node_id=process.node, node_ip=process.host, pid=process.pid, gpu_ids=[])
     return types.SimpleNamespace(
         actor=worker["actor"], distributed_context=rank, metadata=metadata, resources=resources, log_file_path=None
     )
 
 
 def _versions() -> dict[str, str]:
-    found = {"ray": ray.__version__}
+    versions = {"ray": ray.__version__}
     for module in TrainingFramework.TENSORFLOW.module_names():
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[module] = importlib.metadata.version(module)
-    return found
+            versions[module] = importlib.metadata.version(module)
+    return versions

@@ -101,7 +101,9 @@ else:
 # ------------------------------------------------------------------------------------------ reports
 
 
-def report_later(metrics: dict[str, Any], kept: Callable[[], tuple[Any, bool]]) -> concurrent.futures.Future[None]:
+def report_later(
+    metrics: dict[str, Any], checkpoint_of: Callable[[], tuple[Any, bool]]
+) -> concurrent.futures.Future[None]:
     """Reports like `ray.train.report`, in the order of the calls, as soon as a checkpoint exists; does not wait for it.
 
     The public way, `CheckpointUploadMode.ASYNC`, ends the training if there is no checkpoint in the end. It also makes
@@ -109,13 +111,13 @@ def report_later(metrics: dict[str, Any], kept: Callable[[], tuple[Any, bool]]) 
 
     Args:
         metrics: Metrics by name.
-        kept: Function that is called in another thread, and may wait there. It returns (a `ray.train.Checkpoint` in the
+        checkpoint_of: Called in another thread, where it may wait. It returns (a `ray.train.Checkpoint` in the
             folder of the run or None, whether to validate it).
 
     Returns:
         A future that is done when the driver accepts the next report.
     """
-    return get_train_fn_utils().report_later(metrics, kept)
+    return get_train_fn_utils().report_later(metrics, checkpoint_of)
 
 
 def reports_made() -> int:

@@ -45,9 +45,9 @@ def untested_versions(*packages: str) -> dict[str, str]:
     return {p: v for p, v in versions.items() if ".".join(v.split(".")[:2]) not in TESTED[p]}
 
 
-def describe_versions(found: dict[str, str]) -> str:
+def describe_versions(installed: dict[str, str]) -> str:
     """Returns packages with versions, as a clause."""
-    return ", ".join(f"{package} {version}" for package, version in found.items())
+    return ", ".join(f"{package} {version}" for package, version in installed.items())
 
 
 def describe_tested() -> str:
@@ -69,11 +69,11 @@ def uses_private(*paths: str, since: tuple | None = None, until: tuple | None = 
     return keep
 
 
-def misfit_error(found: str) -> UnsupportedVersionError:
+def misfit_error(difference: str) -> UnsupportedVersionError:
     """Returns the error for a misfit of the installed versions, given as a clause."""
     return UnsupportedVersionError(
         f"raytf is tested with {describe_tested()}, and does not fit {describe_versions(untested_versions())}: "
-        f"{found}. Install versions that are tested."
+        f"{difference}. Install versions that are tested."
     )
 
 

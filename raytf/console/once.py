@@ -52,7 +52,7 @@ def _consoles() -> list[logging.Handler]:
     """Returns the logging handlers that write to this process' stderr or stdout, and the one of loggers without any."""
     loggers = [logging.getLogger(name) for name in (None, "tensorflow", "absl")]
     last_resort = [logging.lastResort] if logging.lastResort else []
-    handlers = {id(handler): handler for handler in (*last_resort, *(h for one in loggers for h in one.handlers))}
+    handlers = {id(handler): handler for handler in (*last_resort, *(h for logger in loggers for h in logger.handlers))}
     streams = (None, sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)
     is_file = lambda handler: isinstance(handler, logging.FileHandler) or getattr(handler, "stream", 0) not in streams
     return [handler for handler in handlers.values() if not is_file(handler)]

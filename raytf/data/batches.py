@@ -122,11 +122,11 @@ class Batcher:
         # computed for all batches at once: the overhead of an operation exceeds its work on one batch
         cuts = self._cuts(split, longest, begins, tf.minimum(begins + rows, total))
 
-        def one(*cut):
+        def cut_batch(*cut):
             part = self._part(split, cut)
             return _of_rows(part, rows) if static else part
 
-        return tf.data.Dataset.from_tensor_slices(cuts).map(one)
+        return tf.data.Dataset.from_tensor_slices(cuts).map(cut_batch)
 
     def _cuts(self, split, longest, begins, ends) -> tuple:
         """Computes the slices of batches: begin, rows, rows + 1; begin and size of each list column's values; and the
@@ -214,7 +214,7 @@ def decode_images(files: tf.Tensor, shape: tuple[int, int, int], draft: bool = F
         ways = [functools.partial(tf.io.decode_jpeg, file, channels=channels, ratio=ratio) for ratio in (1, 2, 4, 8)]
         return tf.switch_case(tf.reduce_sum(tf.cast(times >= [2, 4, 8], tf.int32)), ways)
 
-    def one(file):
+    def decode_image(file):
         image = tf.cond(tf.io.is_jpeg(file), lambda: drafted(file), lambda: decoded(file)) if draft else decoded(file)
         image.set_shape([None, None, channels])
         fits = tf.reduce_all(tf.shape(image)[:2] == [height, width])
@@ -224,7 +224,7 @@ def decode_images(files: tf.Tensor, shape: tuple[int, int, int], draft: bool = F
 
         return tf.ensure_shape(tf.cond(fits, lambda: image, resized), shape)
 
-    return tf.map_fn(one, files, fn_output_signature=tf.TensorSpec(shape, tf.uint8))
+    return tf.map_fn(decode_image, files, fn_output_signature=tf.TensorSpec(shape, tf.uint8))
 
 
 def why_unreadable(data: bytes) -> str | None:

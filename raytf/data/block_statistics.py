@@ -27,16 +27,16 @@ def values_of(table: pa.Table, columns: Columns) -> np.ndarray:
 
 def reduce(columns: Columns, function: Callable, table: pa.Table) -> pa.Table:
     """Returns function(values) of a block as a table of one row, or of none for a block without rows."""
-    found = [pickle.dumps(function(values_of(table, columns)))] if table.num_rows else []
-    return pa.table({"found": pa.array(found, pa.large_binary())})
+    results = [pickle.dumps(function(values_of(table, columns)))] if table.num_rows else []
+    return pa.table({"result": pa.array(results, pa.large_binary())})
 
 
 def moments(axis: tuple[int, ...], values: np.ndarray) -> tuple[int, np.ndarray, np.ndarray]:
     """Returns (number of values, their mean, their sum of squared deviations), broadcast to a row's shape."""
     values = values.astype(np.float64)
-    kept = {a % values.ndim for a in axis}
-    axes = tuple(d for d in range(values.ndim) if d not in kept)
-    if 0 in kept:
+    kept_axes = {a % values.ndim for a in axis}
+    axes = tuple(d for d in range(values.ndim) if d not in kept_axes)
+    if 0 in kept_axes:
         raise ConfigError("axis of a Normalization must not be that of the rows", repr(axis), "Use -1, or None")
     mean = values.mean(axes, keepdims=True)
     squares = ((values - mean) ** 2).sum(axes, keepdims=True)

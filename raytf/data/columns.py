@@ -113,7 +113,7 @@ class Columns:
         return f"raytf: {self.parts!r}"
 
     @staticmethod
-    def of(spec: ColumnSpec, role: str) -> Columns:
+    def from_spec(spec: ColumnSpec, role: str) -> Columns:
         """Returns the columns of one tensor from "column", Column("column"), or a list of them."""
         if isinstance(spec, str | Column):
             return Columns((_column(spec),), False)
@@ -135,38 +135,38 @@ def parse(spec: ColumnSpecs | None, role: str) -> Columns | dict[str, Columns] |
     if spec is None:
         return None
     if isinstance(spec, Mapping):
-        return {str(name): Columns.of(part, f"{role}[{name!r}]") for name, part in spec.items()}
-    return Columns.of(spec, role)
+        return {str(name): Columns.from_spec(part, f"{role}[{name!r}]") for name, part in spec.items()}
+    return Columns.from_spec(spec, role)
 
 
-def read(found: Any) -> ColumnSpecs:
+def read(entry: Any) -> ColumnSpecs:
     """Returns columns as users write them, from what `fingerprint.columns_fingerprint` writes into a checkpoint.
 
     Raises:
         ConfigError: The value has another form.
     """
-    if isinstance(found, str):
-        return found
-    if not isinstance(found, dict) or not found:
-        raise ConfigError("A checkpoint names the columns of its rows", repr(found)[:200], "Pass features=...")
-    if found.keys() == {"stacked"} and isinstance(found["stacked"], list):
-        return [_read_column(part) for part in found["stacked"]]
-    if _is_column(found):
-        return _read_column(found)
-    return {name: read(part) for name, part in found.items()}
+    if isinstance(entry, str):
+        return entry
+    if not isinstance(entry, dict) or not entry:
+        raise ConfigError("A checkpoint names the columns of its rows", repr(entry)[:200], "Pass features=...")
+    if entry.keys() == {"stacked"} and isinstance(entry["stacked"], list):
+        return [_read_column(part) for part in entry["stacked"]]
+    if _is_column(entry):
+        return _read_column(entry)
+    return {name: read(part) for name, part in entry.items()}
 
 
-def _is_column(found: Any) -> bool:
+def _is_column(entry: Any) -> bool:
     known = {field.name for field in dataclasses.fields(Column)}
-    return isinstance(found, dict) and len(found) > 1 and "name" in found and found.keys() <= known
+    return isinstance(entry, dict) and len(entry) > 1 and "name" in entry and entry.keys() <= known
 
 
-def _read_column(found: Any) -> str | Column:
-    if isinstance(found, str):
-        return found
-    if not _is_column(found):
-        raise ConfigError("A checkpoint names the columns of its rows", repr(found)[:200], "Pass features=...")
-    given = {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
+def _read_column(entry: Any) -> str | Column:
+    if isinstance(entry, str):
+        return entry
+    if not _is_column(entry):
+        raise ConfigError("A checkpoint names the columns of its rows", repr(entry)[:200], "Pass features=...")
+    given = {name: tuple(value) if isinstance(value, list) else value for name, value in entry.items()}
     return Column(given.pop("name"), **given)
 
 

@@ -58,12 +58,12 @@ class RecordReader:
             self._piece, self._number, self._blocks = piece, -1, iter(self._records(piece).batch(size))
         while self._number < number:
             self._last, self._number = next(self._blocks, ()), self._number + 1
-            found = self._number * size + len(self._last)
-            if found < min(piece.rows, (self._number + 1) * size):
+            record_count = self._number * size + len(self._last)
+            if record_count < min(piece.rows, (self._number + 1) * size):
                 self._piece = None
                 raise ConfigError(
                     "Files must stay as they were when read_tfrecords has indexed them",
-                    f"{piece.path!r} with {found} of {piece.rows} records",
+                    f"{piece.path!r} with {record_count} of {piece.rows} records",
                     "Call read_tfrecords again",
                 )
         return self._last
@@ -151,11 +151,11 @@ def parse(serialized: tf.Tensor, features: Sequence[Feature]) -> pa.Table:
     context = {f.name: _spec(f) for f in features if not f.sequence}
     steps = {f.name: _spec(f) for f in features if f.sequence}
     if steps:
-        found, of_steps, lengths = tf.io.parse_sequence_example(serialized, context or None, steps)
-        found = {**found, **of_steps}
+        tensors, of_steps, lengths = tf.io.parse_sequence_example(serialized, context or None, steps)
+        tensors = {**tensors, **of_steps}
     else:
-        found, lengths = tf.io.parse_example(serialized, context), {}
-    columns = [_column(found[f.name], f, lengths.get(f.name)) for f in features]
+        tensors, lengths = tf.io.parse_example(serialized, context), {}
+    columns = [_column(tensors[f.name], f, lengths.get(f.name)) for f in features]
     return pa.Table.from_arrays(columns, schema=pa.schema([(f.name, f.type) for f in features]))
 
 
@@ -216,39 +216,39 @@ def inferred(filesystem: fs.FileSystem, pieces: Sequence[Records]) -> list[Featu
     with contextlib.closing(RecordReader(filesystem)) as reader:
         for piece in pieces:
             for i, record in enumerate(reader.serialized(piece, np.arange(piece.rows)).numpy()):
-                place = f"record {piece.first + i} of {piece.path!r}"
+                location = f"record {piece.first + i} of {piece.path!r}"
                 try:
                     example = tf.train.SequenceExample.FromString(record)
                 except DecodeError as error:
-                    raise ConfigError("Records must be of tf.train.Example", place, "Use raytf.TFData") from error
-                present.setdefault(piece.path, []).append(_look(example, place, seen))
+                    raise ConfigError("Records must be of tf.train.Example", location, "Use raytf.TFData") from error
+                present.setdefault(piece.path, []).append(_look(example, location, seen))
     _check_alike(present)
     if not seen:
         raise ConfigError("Records must have features", f"none in {next(iter(present))!r}", "Use raytf.TFData")
     names = set.union(*(keys for rows in present.values() for keys in rows))
     always = {key for key in names if all(key in keys for rows in present.values() for keys in rows)}
-    return [_guess(key, sequence, found, key in always) for (sequence, key), found in sorted(seen.items())]
+    return [_guess(key, sequence, observed, key in always) for (sequence, key), observed in sorted(seen.items())]
 
 
-def _look(example, place: str, seen: dict) -> set:
+def _look(example, location: str, seen: dict) -> set:
     """Notes types and lengths of a record's features, and returns their keys."""
     parts = [(False, key, [feature]) for key, feature in example.context.feature.items()]
     parts += [(True, key, list(steps.feature)) for key, steps in example.feature_lists.feature_list.items()]
     keys = set()
     for sequence, key, values in parts:
-        found = seen.setdefault((sequence, key), {"kinds": {}, "sizes": set()})
+        observed = seen.setdefault((sequence, key), {"kinds": {}, "sizes": set()})
         for feature in values:
             kind = feature.WhichOneof("kind")
             if kind is None:
                 continue
-            found["kinds"].setdefault(_KINDS[kind], place)
-            found["sizes"].add(len(getattr(feature, kind).value))
+            observed["kinds"].setdefault(_KINDS[kind], location)
+            observed["sizes"].add(len(getattr(feature, kind).value))
             keys.add(key)
-        if len(found["kinds"]) > 1:
-            (one, first), (other, second) = found["kinds"].items()
+        if len(observed["kinds"]) > 1:
+            (kind_a, first), (kind_b, second) = observed["kinds"].items()
             raise ConfigError(
                 "A feature must have one type in all files",
-                f"{key!r} is {one} in {first} and {other} in {second}",
+                f"{key!r} is {kind_a} in {first} and {kind_b} in {second}",
                 "Write the files alike, or leave some out",
             )
     return keys
@@ -267,9 +267,9 @@ def _check_alike(present: dict[str, list[set]]) -> None:
                 )
 
 
-def _guess(key: str, sequence: bool, found: dict, always: bool) -> Feature:
-    dtype = next(iter(found["kinds"]), "float32")
-    size = next(iter(found["sizes"])) if len(found["sizes"]) == 1 else None
+def _guess(key: str, sequence: bool, observed: dict, always: bool) -> Feature:
+    dtype = next(iter(observed["kinds"]), "float32")
+    size = next(iter(observed["sizes"])) if len(observed["sizes"]) == 1 else None
     shape = () if size in (None, 0, 1) else (size,)
     if sequence:
         return Feature(key, key, dtype, shape if size else (), 1 if size else 2, not always, True)

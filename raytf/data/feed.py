@@ -64,7 +64,7 @@ class Feed:
         shapes_only: bool = False,
     ):
         self._batch, self._sampling, self._shard = batch, sampling, shard
-        self._order = sampling.of(dataset.rows)
+        self._order = sampling.sampler(dataset.rows)
         reading = reader_shard or shard
         opened = dataset.first() if shapes_only and dataset.rows else dataset
         self._reader: Reader = open_reader(opened, batch.columns, self._order, reading.index, reading.count)
@@ -99,13 +99,13 @@ class Feed:
 
     def dataset(self) -> tf.data.Dataset:
         """Returns a `tf.data.Dataset` of (features, labels, weights) batches; each new iterator is an epoch."""
-        start, stop = self._shard.of(self.global_batch)
+        start, stop = self._shard.bounds(self.global_batch)
         shape = self.shape
         with releasing_functions():
             dataset = tf.data.Dataset.from_generator(self._superbatches, output_signature=shape.signature)
         last_rows = self._order.total - (self.steps - 1) * self.global_batch
         # a step without rows of this worker is a step too
-        empty = self._shard.of(last_rows)[0] == last_rows
+        empty = self._shard.bounds(last_rows)[0] == last_rows
         dataset = shape.batches(dataset.prefetch(1), stop - start, static=self._static, empty=empty)
         if self._static:
             _check_static(dataset.element_spec)
@@ -126,17 +126,17 @@ class Feed:
     def step_without(self, skip: int) -> tf.data.Dataset:
         """Returns only the first step of the next iterator, without the first `skip` rows of its global batch."""
         rows = min(self.global_batch, self._order.total - self.first_step * self.global_batch)
-        start, stop = self._shard.of(rows)
+        start, stop = self._shard.bounds(rows)
         skipped = min(max(0, skip - start), stop - start)
 
-        def rest(*batch):
+        def remaining_rows(*batch):
             first = tf.compat.v1.placeholder_with_default(
                 skipped, []
             )  # keeps the number of rows out of the static shape
             parts = tf.nest.map_structure(lambda tensor: _rows_from(tensor, first), batch)
             return parts if len(parts) > 1 else parts[0]
 
-        return worker_part.mark_worker_part(self.dataset().take(1).map(rest))
+        return worker_part.mark_worker_part(self.dataset().take(1).map(remaining_rows))
 
     def _superbatches(self):
         number, first = self.epoch, self.first_step

@@ -43,8 +43,8 @@ class Files:
 
     def only(self, wanted: Callable[[str], bool]) -> Files:
         """Returns the files whose names, in lower case, `wanted` accepts; in the same order."""
-        kept = [i for i, path in enumerate(self.paths) if wanted(posixpath.basename(path).lower())]
-        return replace(self, paths=tuple(self.paths[i] for i in kept), sizes=tuple(self.sizes[i] for i in kept))
+        indices = [i for i, path in enumerate(self.paths) if wanted(posixpath.basename(path).lower())]
+        return replace(self, paths=tuple(self.paths[i] for i in indices), sizes=tuple(self.sizes[i] for i in indices))
 
 
 def listed(paths: str | os.PathLike | Sequence, filesystem: fs.FileSystem | None = None) -> Files:
@@ -60,7 +60,7 @@ def listed(paths: str | os.PathLike | Sequence, filesystem: fs.FileSystem | None
     given = [paths] if isinstance(paths, str | os.PathLike) else list(paths) if isinstance(paths, Sequence) else []
     if not given or not all(isinstance(path, str | os.PathLike) for path in given):
         raise ConfigError("Data is named by a path, a URI, or a list of these", repr(paths), "Name files or a folder")
-    found: list[fs.FileInfo] = []
+    infos: list[fs.FileInfo] = []
     roots: list[str] = []
     system: Any = filesystem
     for path in given:
@@ -71,11 +71,11 @@ def listed(paths: str | os.PathLike | Sequence, filesystem: fs.FileSystem | None
             )
         system = own
         roots.append(root)
-        found += files
-    if not found:
+        infos += files
+    if not infos:
         raise ConfigError("There must be a file to read", ", ".join(map(repr, given)), "Check the path")
-    sizes = tuple(int(info.size or 0) for info in found)
-    return Files(system, tuple(info.path for info in found), sizes, posixpath.commonpath(roots))
+    sizes = tuple(int(info.size or 0) for info in infos)
+    return Files(system, tuple(info.path for info in infos), sizes, posixpath.commonpath(roots))
 
 
 def located(path: str, filesystem: fs.FileSystem | None = None) -> tuple[fs.FileSystem, str]:
@@ -160,11 +160,11 @@ def find(name: str, path: str, format: str = "auto") -> tuple[str, Files]:
             f"{path!r} with {shown or 'none of these'}",
             "Check the path, or name the format by --format",
         )
-    (found,) = [format] if format != "auto" else kinds
-    if found == "images":
+    (kind,) = [format] if format != "auto" else kinds
+    if kind == "images":
         chosen = files.only(lambda file: _format_of(file) in ("images", "csv"))
-    elif found in kinds:
-        chosen = files.only(lambda file: _format_of(file) == found)
+    elif kind in kinds:
+        chosen = files.only(lambda file: _format_of(file) == kind)
     else:
         chosen = files
-    return found, chosen
+    return kind, chosen

@@ -33,7 +33,7 @@ _SHOWN_CLASSES = 20
 
 
 @dataclass(frozen=True)
-class Found:
+class OpenedFiles:
     """Data that a path names.
 
     Args:
@@ -55,9 +55,9 @@ def read(
     format: str = "auto",
     types: Mapping[str, str] | None = None,
     unreadable: str = "refuse",
-    like: Found | None = None,
+    like: OpenedFiles | None = None,
     labelled: bool = True,
-) -> Found:
+) -> OpenedFiles:
     """Returns the dataset that a path names.
 
     Args:
@@ -72,18 +72,18 @@ def read(
     Raises:
         ConfigError: There are no such files, or they do not fit each other.
     """
-    found, files = find(name, path, format)
-    if types and found != "csv":
-        raise ConfigError("--types are for CSV files", f"{found} files in {path!r}", "Leave --types out")
-    if found == "parquet":
+    kind, files = find(name, path, format)
+    if types and kind != "csv":
+        raise ConfigError("--types are for CSV files", f"{kind} files in {path!r}", "Leave --types out")
+    if kind == "parquet":
         # tasks of Ray run in another folder
         dataset = ray.data.read_parquet(path if "://" in path else os.path.abspath(path))
         with stored.quiet():
-            return Found(found, dataset, pa.schema(dataset.schema().base_schema))
-    if found == "tfrecord":
+            return OpenedFiles(kind, dataset, pa.schema(dataset.schema().base_schema))
+    if kind == "tfrecord":
         dataset = read_tfrecords(path)
-        return Found(found, dataset, dataset.schema().base_schema)
-    if found == "csv":
+        return OpenedFiles(kind, dataset, dataset.schema().base_schema)
+    if kind == "csv":
         schema = _csv_schema(files, types or {}, like)
         pieces = [FilePart(path, path, size, None) for path, size in zip(files.paths, files.sizes, strict=True)]
         if like is None:
@@ -92,7 +92,7 @@ def read(
                 f"{name}: {len(pieces)} CSV file(s) with the columns {columns}; --types COLUMN=TYPE sets others"
             )
         source = FileSource("CSV", files, pieces, schema, _read_csv)
-        return Found(found, ray.data.read_datasource(source), schema)
+        return OpenedFiles(kind, ray.data.read_datasource(source), schema)
     rows, classes = _labelled(files, {} if like is None else like.classes) if labelled else (_paths(files), {})
     for column, values in classes.items() if like is None else ():
         shown = ", ".join(values[:_SHOWN_CLASSES]) + (", ..." if len(values) > _SHOWN_CLASSES else "")
@@ -100,7 +100,7 @@ def read(
     schema = pa.schema([("image", pa.binary()), *rows.schema])
     pieces = list(_image_pieces(files, rows, unreadable == "skip"))
     source = FileSource("Images", files, pieces, schema, functools.partial(_read_images, unreadable))
-    return Found(found, ray.data.read_datasource(source), schema, classes)
+    return OpenedFiles(kind, ray.data.read_datasource(source), schema, classes)
 
 
 def preview(dataset) -> list[str]:
@@ -120,11 +120,11 @@ def _shown(value: Any) -> str:
 # ------------------------------------------------------------------------------------------ columns of a model
 
 
-def roles(found: Found, given: Mapping[str, Any], image: tuple[int, int, int] | None) -> dict[str, Any]:
+def roles(files: OpenedFiles, given: Mapping[str, Any], image: tuple[int, int, int] | None) -> dict[str, Any]:
     """Returns features and labels: those that are given, or what the columns are without them.
 
     Args:
-        found: The training data.
+        files: The training data.
         given: `features`, `labels` and `sample_weights`; None where the command has none.
         image: Height, width and channels to which images are resized, or None for those of the first one.
 
@@ -132,17 +132,17 @@ def roles(found: Found, given: Mapping[str, Any], image: tuple[int, int, int] | 
         ConfigError: Features are not given, and it is not known which columns they are.
     """
     features, labels = given["features"], given["labels"]
-    images = found.format == "images"
+    images = files.format == "images"
     if features is None:
-        known = [name for name in found.schema.names if name in LABELS]
+        known = [name for name in files.schema.names if name in LABELS]
         labels = known[0] if labels is None and len(known) == 1 else labels
-        features = "image" if images else _features(found.schema, [labels, given["sample_weights"]])
+        features = "image" if images else _features(files.schema, [labels, given["sample_weights"]])
         logger.info(f"--features {_names(features)} --labels {_names(labels)}, as no features are given")
     if image and not isinstance(features, str):
         raise ConfigError("--image-size is for a single feature", _names(features), "Name one by --features")
     if image or (images and features == "image"):
         if image is None:
-            (data,) = found.dataset.select_columns(["image"]).take(1)
+            (data,) = files.dataset.select_columns(["image"]).take(1)
             image = in_task(_shape_of, data["image"])
         features = Column(features, image=image)
     return {"features": features, "labels": labels}
@@ -170,7 +170,7 @@ def _names(columns: str | Sequence[str] | None) -> str:
 # ------------------------------------------------------------------------------------------ CSV
 
 
-def _csv_schema(files: Files, types: Mapping[str, str], like: Found | None) -> pa.Schema:
+def _csv_schema(files: Files, types: Mapping[str, str], like: OpenedFiles | None) -> pa.Schema:
     """Returns names and types of the columns, from the first rows of files.
 
     Raises:
@@ -194,8 +194,8 @@ def _csv_schema(files: Files, types: Mapping[str, str], like: Found | None) -> p
     chosen = {}
     for column in first.names:
         try:
-            found = [pa.schema([schema.field(column)]) for schema in schemas]
-            common = pa.unify_schemas(found, promote_options="permissive").field(0).type
+            fields = [pa.schema([schema.field(column)]) for schema in schemas]
+            common = pa.unify_schemas(fields, promote_options="permissive").field(0).type
             chosen[column] = pa.type_for_alias(types[column]) if column in types else common
         except (ValueError, pa.ArrowException) as error:
             received = f"{column!r}: {types.get(column) or error}"
@@ -267,18 +267,18 @@ def _labelled(files: Files, classes: Mapping[str, Sequence[str]]) -> tuple[pa.Ta
                 "Move them, or write a CSV file with the columns file and label",
             )
         rows = rows.append_column("label", pa.array([path.partition("/")[0] for path in relative]))
-    found: dict[str, Sequence[str]] = {}
+    class_names: dict[str, Sequence[str]] = {}
     for name in rows.column_names:
         if name == "path" or not pa.types.is_string(rows.schema.field(name).type):
             continue
-        found[name] = classes.get(name) or sorted(rows[name].unique().to_pylist())
-        numbers = {value: i for i, value in enumerate(found[name])}
+        class_names[name] = classes.get(name) or sorted(rows[name].unique().to_pylist())
+        numbers = {value: i for i, value in enumerate(class_names[name])}
         unknown = sorted(set(rows[name].to_pylist()) - numbers.keys())
         if unknown:
             raise ConfigError("Classes must be those of the training data", ", ".join(unknown), "Leave others out")
         column = pa.array([numbers[value] for value in rows[name].to_pylist()], pa.int64())
         rows = rows.set_column(rows.column_names.index(name), name, column)
-    return rows, found
+    return rows, class_names
 
 
 def _of_csv(files: Files, pictures: Sequence[str], path: str) -> pa.Table:
@@ -316,14 +316,14 @@ def _read_images(unreadable: str, filesystem: fs.FileSystem, rows: pa.Table, sch
         return
     from raytf.data import batches
 
-    images, kept, bad = [], [], []
+    images, indices, bad = [], [], []
     for i, path in enumerate(rows["path"].to_pylist()):
         with filesystem.open_input_stream(path, compression=None) as file:
             data = file.read()
         error = batches.why_unreadable(data)
         if error is None:
             images.append(data)
-            kept.append(i)
+            indices.append(i)
             continue
         if unreadable == "refuse":
             raise ConfigError(
@@ -334,7 +334,7 @@ def _read_images(unreadable: str, filesystem: fs.FileSystem, rows: pa.Table, sch
         bad.append(path)
     if bad:
         logger.warning(f"{len(bad)} image(s) cannot be decoded and are left out: {', '.join(bad[:5])}")
-    rows = rows.take(pa.array(kept, pa.int64()))
+    rows = rows.take(pa.array(indices, pa.int64()))
     yield rows.append_column("image", pa.array(images, pa.binary())).select(schema.names)
 
 

@@ -154,12 +154,12 @@ def _gib(size: float) -> str:
     return f"{size / 2**30:,.1f} GiB"
 
 
-def describe(name: str, found: StoredDataset | streamed.StreamedDataset | TFData, shuffle: str) -> str:
+def describe(name: str, dataset: StoredDataset | streamed.StreamedDataset | TFData, shuffle: str) -> str:
     """Returns a line on the storage and the shuffle of a dataset; for a pipeline, on the shards of its batches."""
-    if isinstance(found, TFData):
-        return f"{name}: {found.looked.text}"
-    storage = "streamed in every epoch" if isinstance(found, streamed.StreamedDataset) else "kept in the object store"
-    if isinstance(found, RecordBlocks):
+    if isinstance(dataset, TFData):
+        return f"{name}: {dataset.looked.text}"
+    storage = "streamed in every epoch" if isinstance(dataset, streamed.StreamedDataset) else "kept in the object store"
+    if isinstance(dataset, RecordBlocks):
         storage = "kept by each worker"
     shuffled = {"full": "shuffled", "window": "shuffled by windows", "none": "in its own order"}[shuffle]
-    return f"{name}: {sum(found.rows):,} rows, {storage}, {shuffled}"
+    return f"{name}: {sum(dataset.rows):,} rows, {storage}, {shuffled}"

@@ -72,7 +72,7 @@ class Table:
     edges: Sequence[int]
 
     @staticmethod
-    def of(table: pa.Table, edges: Sequence[int] | None = None) -> Table:
+    def from_arrow(table: pa.Table, edges: Sequence[int] | None = None) -> Table:
         """Puts a table into the object store, with each row as a part unless `edges` are given.
 
         `ray.data.from_arrow` would request a CPU to inspect it.
@@ -309,7 +309,7 @@ def _row_groups(source: ListFiles) -> tuple[Table, list[int], int]:
         runs += [ray_data.RowGroups(path, size, run, len(groups)) for run in _runs(groups)]
     rows = [sum(count for _, count, _ in run.groups) for run in runs]
     total = sum(length for run in runs for _, _, length in run.groups)
-    return Table.of(*ray_data.manifest_of(runs)), rows, int(total)
+    return Table.from_arrow(*ray_data.manifest_of(runs)), rows, int(total)
 
 
 def _groups(footer) -> Iterator[tuple[int, Any]]:
@@ -346,7 +346,12 @@ def _read_tasks(source: Read, context: DataContext):
         compute=source.compute,
         input_dependencies=[InputData([])],
     )
-    return Table.of(ray_data.numbered_manifest(len(tasks))), [task.metadata.num_rows for task in tasks], size or 0, read
+    return (
+        Table.from_arrow(ray_data.numbered_manifest(len(tasks))),
+        [task.metadata.num_rows for task in tasks],
+        size or 0,
+        read,
+    )
 
 
 class _Tasks(Scanner):

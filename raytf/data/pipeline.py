@@ -23,7 +23,7 @@ from raytf.compat.keras import PyDatasetAdapter, make_class_weight_map_fn
 from raytf.compat.tensorflow import deterministic_datasets, global_seed, reshuffles
 from raytf.data import dataset_graph, worker_part
 from raytf.data.sampling import Sampling, generator
-from raytf.data.tf_data import Looked, PipelineContext, TFData
+from raytf.data.tf_data import PipelineContext, PipelineFacts, TFData
 from raytf.errors import ConfigError, one_line, user_line
 from raytf.runtime.topology import Shard
 
@@ -61,7 +61,7 @@ class PipelineFeed:
     def __init__(self, source: TFData, sampling: Sampling, shard: Shard = Shard(), name: str = "train"):  # noqa: B008
         self._source, self._sampling, self._shard, self._name = source, sampling, shard, name
         self._caches: list = []
-        self._held: list = []
+        self._recent: list = []
         self._adapters: list[PyDatasetAdapter] = []
         self._stream: tuple | None = None
         self._filled = False
@@ -84,11 +84,11 @@ class PipelineFeed:
     @property
     def order(self) -> dict[str, Any]:
         """Returns the settings that decide which rows a step has, as `Feed.order`; JSON."""
-        order = self._source.order(self.global_batch, self._sampling.seed, self.goes_on) | {"steps": self.steps}
+        order = self._source.order(self.global_batch, self._sampling.seed, self.resume_unit) | {"steps": self.steps}
         return order | ({"shards": self._shard.count} if self._source.shards_itself else {})
 
     @property
-    def goes_on(self) -> str:
+    def resume_unit(self) -> str:
         """Returns the unit at which a training resumes: "step" or "epoch"."""
         if self._source.resume != "auto":
             return self._source.resume
@@ -232,21 +232,21 @@ class PipelineFeed:
         self.first_step = 0
         if self._counts_itself:
             self.epoch += 1
-        dataset = self._go_on(number, first) if self._endless else self._at(number, first)
-        self._held = [*self._held[1 - _HELD :], dataset]
+        dataset = self._continued_epoch(number, first) if self._endless else self._new_epoch(number, first)
+        self._recent = [*self._recent[1 - _HELD :], dataset]
         return tf.data.experimental.to_variant(dataset)
 
-    def _at(self, number: int, first: int) -> tf.data.Dataset:
+    def _new_epoch(self, number: int, first: int) -> tf.data.Dataset:
         if number and not self._filled:
             self._fill_caches()
         self._filled = True
         batches = self._made(number)
         known = int(batches.cardinality())
         if known < self.steps:  # or unknown, a negative number
-            batches = batches.concatenate(self._rest())
+            batches = batches.concatenate(self._missing_steps())
         return batches.skip(first).take(self.steps - first)
 
-    def _go_on(self, number: int, first: int) -> tf.data.Dataset:
+    def _continued_epoch(self, number: int, first: int) -> tf.data.Dataset:
         """Returns an epoch of an endless dataset: continues its iterator if that is at this step, else skips to it."""
         wanted, end = number * self.steps + first, (number + 1) * self.steps
         # an iterator that was abandoned within its epoch may still prefetch
@@ -264,7 +264,7 @@ class PipelineFeed:
 
         return tf.data.Dataset.range(self.steps - first).map(following)
 
-    def _rest(self) -> tf.data.Dataset:
+    def _missing_steps(self) -> tf.data.Dataset:
         """Returns the dataset for steps without a batch: batches without rows, or one that raises an error."""
         nothing = tf.nest.map_structure(_without_rows, self.spec)
         if self._source.shards_itself and self._source.uneven == "pad":
@@ -296,7 +296,7 @@ class PipelineFeed:
     def _made_whole(self, epoch: int) -> tf.data.Dataset:
         """Calls the function for an epoch, and returns its dataset."""
         shard = self._shard if self._source.shards_itself else Shard()
-        start, stop = shard.of(self.global_batch)
+        start, stop = shard.bounds(self.global_batch)
         context = PipelineContext(
             index=shard.index,
             num_shards=shard.count,
@@ -339,7 +339,7 @@ class PipelineFeed:
                     _shown(made.element_spec),
                     "Name it with set_shape in a map; or batch in the function, with padded_batch or ragged_batch",
                 )
-            start, stop = (self._shard if self._source.shards_itself else Shard()).of(self.global_batch)
+            start, stop = (self._shard if self._source.shards_itself else Shard()).bounds(self.global_batch)
             return self._weighted(made.batch(stop - start))
         if not leaves or any(leaf.shape.rank == 0 for leaf in leaves):
             raise self._error(
@@ -374,7 +374,7 @@ class PipelineFeed:
         return ConfigError(rule, f"{received}; from {self._source.name!r}, of {self._name!r}", fix)
 
 
-def look(source: TFData, sampling: Sampling, name: str) -> Looked:
+def look(source: TFData, sampling: Sampling, name: str) -> PipelineFacts:
     """Inspects a pipeline and its first batch, in one process.
 
     Args:
@@ -393,8 +393,8 @@ def look(source: TFData, sampling: Sampling, name: str) -> Looked:
         text += (
             f"; a batch has {rows} rows, and batch_size is {sampling.global_batch}: use context.batch in the function"
         )
-    result = {"text": text, "goes_on": feed.goes_on, "spec": repr(feed.spec)}
-    return Looked(**result, steps=feed.known_steps(), rows=rows)
+    result = {"text": text, "resume_unit": feed.resume_unit, "spec": repr(feed.spec)}
+    return PipelineFacts(**result, steps=feed.known_steps(), rows=rows)
 
 
 def two_steps(source: TFData, shard: Shard, batch: int) -> tf.data.Dataset:
@@ -415,7 +415,7 @@ def _remarks(feed: PipelineFeed, source: TFData) -> str:
         "a shard on each worker" if source.shards_itself else "on each worker, which takes its part of each batch"
     )
     resumption = "resumes at any step"
-    if feed.goes_on == "epoch":
+    if feed.resume_unit == "epoch":
         why = f", as it may have a state of its own ({', '.join(feed.hidden)})" if feed.hidden else ""
         resumption = f"resumes at epochs, and replaces no worker in place{why}"
     chance = ""
@@ -483,5 +483,5 @@ def _shown(spec) -> str:
 
 
 def _where(error: Exception) -> str:
-    line, place = one_line(error), user_line(error)
-    return line if line.endswith(place) else f"{line}{place}"
+    line, location = one_line(error), user_line(error)
+    return line if line.endswith(location) else f"{line}{location}"

@@ -68,7 +68,7 @@ def adapt(layer: keras.layers.Layer, dataset: Dataset, column: ColumnSpec | None
     if space:
         _adapt_space(layer, dataset)
         return layer
-    columns = Columns.of(column, "column")
+    columns = Columns.from_spec(column, "column")
     if any(part.is_list for part in columns.parts):
         raise ConfigError("A layer is adapted to values, not to lists", repr(column), "Leave ragged and pad out")
     with stored.quiet():
@@ -115,10 +115,10 @@ def _reduced(dataset, columns: Columns, function: Callable[[np.ndarray], Any]) -
     mapped = partitions.unbound(mapped)
     with stored.unwrapped(mapped.context):
         batches = mapped.iter_batches(batch_size=None, batch_format="pyarrow")
-        found = [pickle.loads(value) for table in batches if table.num_rows for value in table["found"].to_pylist()]
-    if not found:
+        results = [pickle.loads(value) for table in batches if table.num_rows for value in table["result"].to_pylist()]
+    if not results:
         raise _without_rows()
-    return found
+    return results
 
 
 # ------------------------------------------------------------------------------------------ mean and variance
@@ -154,13 +154,13 @@ def _summary(dataset, columns: Columns, epsilon: float) -> np.ndarray:
     step = max(int(ends[-1]) / (1.0 / epsilon), 1)
     ranks = np.arange(int(step - 1), ends[-1], int(step))
     picked = np.searchsorted(ends, ranks, side="right")
-    chosen, place = np.unique(picked, return_inverse=True)
+    chosen, column_of = np.unique(picked, return_inverse=True)
     lower_counts = np.zeros((len(chosen), 1 << 16), np.int64)
     for upper, lower, number in _reduced(dataset, columns, functools.partial(statistics.count_lower, chosen)):
         lower_counts[np.searchsorted(chosen, upper), lower] += number
     ranks = ranks - (ends - counts)[picked]
     lower = [
-        np.searchsorted(lower_counts[i].cumsum(), rank, side="right") for i, rank in zip(place, ranks, strict=True)
+        np.searchsorted(lower_counts[i].cumsum(), rank, side="right") for i, rank in zip(column_of, ranks, strict=True)
     ]
     keys = (picked.astype(np.uint32) << statistics.HALF) | np.array(lower, np.uint32)
     values = np.where(keys >> 31, keys & np.uint32(0x7FFFFFFF), ~keys).view(np.float32)
@@ -171,7 +171,7 @@ def _summary(dataset, columns: Columns, epsilon: float) -> np.ndarray:
 
 
 def _adapt_space(space, dataset) -> None:
-    specs = {name: Columns.of(name, "features of the FeatureSpace") for name in space.features}
+    specs = {name: Columns.from_spec(name, "features of the FeatureSpace") for name in space.features}
     with stored.quiet():
         first = next(_streamed(dataset.limit(1), specs))
         signature = {

@@ -68,7 +68,7 @@ class Rows:
         self.row_bytes = sum(source.row_bytes for source in sources)
 
     def _places(self, positions: np.ndarray) -> Places:
-        index = self._ranges.of(positions)
+        index = self._ranges.find(positions)
         return Places(self._tables[index], positions - self._starts[index])
 
     def gather(self, positions: np.ndarray) -> tuple[np.ndarray, ...]:

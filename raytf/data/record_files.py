@@ -81,13 +81,13 @@ class RecordTables:
             start: First stream position.
             stop: Stream position after the last row.
         """
-        found = []
+        parts = []
         for i in range(*np.searchsorted(starts, [start, stop], side="right") - [1, 0]):
             first = max(start, int(starts[i]))
             last = min(stop, int(starts[i]) + self._stream.rows[pieces[i]])
             if first < last:
-                found.append(Part(int(pieces[i]), first - int(starts[i]), last - first, ""))
-        return found
+                parts.append(Part(int(pieces[i]), first - int(starts[i]), last - first, ""))
+        return parts
 
     def table(self, part: Part, rows: np.ndarray, names: Sequence[str]) -> pa.Table:
         """Returns the table of some rows of a part, ascending, and of some columns."""

@@ -126,11 +126,11 @@ def _headers(file, size: int | None) -> tuple[list[bytes], list[int], int | None
     starts = [0]
     buffer, offset, position = b"", 0, 0
     while True:
-        rest = buffer[position - offset :]
+        remainder = buffer[position - offset :]
         past = position > offset + len(buffer)
         if past and ((size or position) < position or file.seek(position) < position):
             return headers, starts, len(headers) - 1  # a compressed file is left at its end
-        buffer, offset = rest + file.read(_CHUNK), position
+        buffer, offset = remainder + file.read(_CHUNK), position
         if not buffer:
             return headers, starts, None
         if len(buffer) < 12:

@@ -46,7 +46,7 @@ class Exact:
     def __init__(self, rows: int, random: np.random.Generator):
         self._all = random.permutation(rows).astype(np.int64, copy=False)
 
-    def at(self, places: np.ndarray) -> np.ndarray:
+    def elements_at(self, places: np.ndarray) -> np.ndarray:
         return self._all[places]
 
 
@@ -70,7 +70,7 @@ class Feistel:
         # for each round a summand, and two odd factors
         self._keys = random.integers(0, 2**32, (_FEISTEL_ROUNDS, 3), dtype=np.uint32) | np.array([0, 1, 1], np.uint32)
 
-    def at(self, places: np.ndarray) -> np.ndarray:
+    def elements_at(self, places: np.ndarray) -> np.ndarray:
         """Returns the elements of the permutation at `places`; both are int64, (n,)."""
         elements = np.empty(len(places), np.int64)
         for start in range(0, len(places), _FEISTEL_BLOCK):
@@ -179,7 +179,7 @@ class Sampling:
     def __post_init__(self):
         check_word("shuffle", self.shuffle, SHUFFLES)
 
-    def of(self, rows: Iterable[int]) -> Sampler:
+    def sampler(self, rows: Iterable[int]) -> Sampler:
         """Returns the `Sampler` of a dataset whose pieces have these numbers of rows."""
         return Sampler(
             rows=tuple(rows), global_batch=self.global_batch, seed=self.seed, shuffle=self.shuffle, window=self.window
@@ -250,7 +250,7 @@ class Ranges:
         self._first = first_ranges[:-1].astype(np.int16 if len(starts) < 2**15 else np.int64)  # of each bin of numbers
         self._most = int(np.diff(first_ranges).max())  # ranges that begin in a bin
 
-    def of(self, numbers: np.ndarray) -> np.ndarray:
+    def find(self, numbers: np.ndarray) -> np.ndarray:
         """Returns the index of each number's range."""
         if self._most > _LOOKS:  # very uneven
             return np.searchsorted(self._starts, numbers, side="right") - 1
@@ -297,7 +297,7 @@ class Epoch:
         if self._order.shuffle == "window":
             positions = start + generator(self._order.seed, self._epoch, _WINDOW, chunk).permutation(stop - start)
         else:
-            positions = self._at(np.arange(start, stop))
+            positions = self._positions_at(np.arange(start, stop))
         if lengths is not None:
             random = generator(self._order.seed, self._epoch, _BUCKETS, chunk)
             positions = bucketed(positions, lengths(positions), self._order.global_batch, random)
@@ -316,15 +316,15 @@ class Epoch:
         batch = self._order.global_batch
         if whole is not None:
             return worker_part(whole, batch, worker, workers, steps)
-        return self._at(worker_part(np.arange(*self.bounds(chunk)), batch, worker, workers, steps))
+        return self._positions_at(worker_part(np.arange(*self.bounds(chunk)), batch, worker, workers, steps))
 
     @property
     def by_chunk(self) -> bool:
         """Returns whether the order of a chunk's rows is only computed as a whole."""
         return self._order.shuffle == "window"
 
-    def _at(self, places: np.ndarray) -> np.ndarray:
-        return places if self._all is None else self._all.at(places)
+    def _positions_at(self, places: np.ndarray) -> np.ndarray:
+        return places if self._all is None else self._all.elements_at(places)
 
 
 def bucketed(positions: np.ndarray, lengths: np.ndarray, batch: int, random: np.random.Generator) -> np.ndarray:

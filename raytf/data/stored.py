@@ -129,7 +129,7 @@ def projected(dataset, specs: Mapping):
         return dataset
     known = dataset.columns(fetch_if_missing=False)
     if known is None:
-        return _mapped(dataset, functools.partial(_kept, specs))
+        return _mapped(dataset, functools.partial(_selected, specs))
     for role, spec in specs.items():
         columns_module.check_names(spec, known, role)
     names = names_of(specs)
@@ -169,7 +169,7 @@ def _mapped(dataset, function):
     )
 
 
-def _kept(specs: Mapping, table: pa.Table) -> pa.Table:
+def _selected(specs: Mapping, table: pa.Table) -> pa.Table:
     if not table.num_rows:  # may have no columns either
         return table
     for role, spec in specs.items():

@@ -51,11 +51,11 @@ class StreamedDataset:
         """Returns a dataset of only the first rows."""
         raise NotImplementedError
 
-    def another(self) -> StreamedDataset:
+    def clone(self) -> StreamedDataset:
         """Returns the dataset for workers of another training."""
         return self
 
-    def rest(self) -> None:
+    def release_prefetch(self) -> None:
         """Releases the blocks that were read for workers that have stopped."""
 
     def close(self) -> None:
@@ -83,12 +83,12 @@ class ServedDataset(StreamedDataset):
     def first(self) -> StoredDataset:
         return StoredDataset([self.sample], [self.sample.num_rows], self.columns)
 
-    def another(self) -> ServedDataset:
+    def clone(self) -> ServedDataset:
         # the new server ends with this process
         return replace(self, server=_server(self.name, self.workers))
 
-    def rest(self) -> None:
-        ray.wait([self.server.rest.remote()], timeout=_ANSWER_INTERVAL)
+    def release_prefetch(self) -> None:
+        ray.wait([self.server.release_prefetch.remote()], timeout=_ANSWER_INTERVAL)
 
     def close(self) -> None:
         ray.kill(self.server)
@@ -163,7 +163,7 @@ class StreamServer:
         self._orders: dict[Sampler, Sampler] = {}
         self._runs: dict[int, EpochRead] = {}
         self._asked: dict[int, tuple[int, int]] = {}
-        self._standing: Counter[tuple[int, int]] = Counter()
+        self._workers_at: Counter[tuple[int, int]] = Counter()
         self._lock = threading.Lock()
         self._quiet = contextlib.ExitStack()  # for the server's lifetime
         self._quiet.enter_context(stored_module.quiet())
@@ -172,12 +172,12 @@ class StreamServer:
         """Receives the pieces as a list of one reference, which Ray does not resolve by itself."""
         self._pieces = ray.get(pieces[0])
 
-    def rest(self) -> None:
+    def release_prefetch(self) -> None:
         """Ends all reading, and releases all blocks."""
         with self._lock:
             runs, self._runs = self._runs, {}
             self._asked.clear()
-            self._standing.clear()
+            self._workers_at.clear()
         for run in runs.values():
             run.end()
 
@@ -208,8 +208,8 @@ class StreamServer:
         with self._lock:
             if len(self._asked) > workers:  # fewer workers after a restart
                 self._asked.clear()
-                self._standing.clear()
-            self._stands(worker, (epoch, start))
+                self._workers_at.clear()
+            self._record_position(worker, (epoch, start))
             run = self._runs.get(epoch)
             if run is None or not run.reaches(start):
                 if run is not None:
@@ -224,18 +224,18 @@ class StreamServer:
             self._orders[order] = replace(order, rows=self._pieces.rows)
         return self._orders[order]
 
-    def _stands(self, worker: int, place: tuple[int, int]) -> None:
+    def _record_position(self, worker: int, position: tuple[int, int]) -> None:
         """Records the position of a worker; positions are counted, as many workers share few."""
         previous = self._asked.get(worker)
         if previous is not None:
-            self._standing[previous] -= 1
-            if not self._standing[previous]:
-                del self._standing[previous]
-        self._asked[worker] = place
-        self._standing[place] += 1
+            self._workers_at[previous] -= 1
+            if not self._workers_at[previous]:
+                del self._workers_at[previous]
+        self._asked[worker] = position
+        self._workers_at[position] += 1
 
     def _let_go(self) -> None:
-        first, start = min(self._standing)
+        first, start = min(self._workers_at)
         for epoch in [epoch for epoch in self._runs if epoch < first]:
             self._runs.pop(epoch).end()
         if first in self._runs:
@@ -301,8 +301,8 @@ class EpochRead:
         quiet = time.monotonic() - self._came
         if quiet > _REPORT_INTERVAL:
             self._came = time.monotonic()
-            held = resources.held_by_others()
-            logger.warning(f"no rows of {self._name!r} have come for {quiet:.0f} s, reading continues; {held}")
+            usage = resources.held_by_others()
+            logger.warning(f"no rows of {self._name!r} have come for {quiet:.0f} s, reading continues; {usage}")
 
     def let_go(self, start: int) -> None:
         with self._changed:
@@ -412,18 +412,18 @@ def without_rows(order: Sampler) -> Sampler:
     return dataclasses.replace(order, rows=())
 
 
-def open_stream(found: Partitions, columns: list[str], sample: pa.Table, workers: int, name: str) -> ServedDataset:
+def open_stream(pieces: Partitions, columns: list[str], sample: pa.Table, workers: int, name: str) -> ServedDataset:
     """Starts the server of a stream, on any node; it ends with this process.
 
     Args:
-        found: Pieces of the dataset.
+        pieces: Pieces of the dataset.
         columns: Names of the columns.
         sample: The first rows.
         workers: Number of workers that request rows at once.
         name: Name of the dataset, for messages.
     """
-    stored = ray.put(found)
-    return ServedDataset(found.rows, columns, sample, name, workers, stored, _server(name, workers))
+    stored = ray.put(pieces)
+    return ServedDataset(pieces.rows, columns, sample, name, workers, stored, _server(name, workers))
 
 
 def close(datasets: Mapping[str, Any]) -> None:

@@ -46,19 +46,19 @@ class PipelineContext:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Looked:
+class PipelineFacts:
     """The result of an inspection of a pipeline, before the workers start.
 
     Args:
         text: How workers share it, and where a training resumes, as a clause.
-        goes_on: Unit at which a training resumes, "step" or "epoch".
+        resume_unit: Unit at which a training resumes, "step" or "epoch".
         steps: Number of steps of an epoch, or None if unknown. With `shards_itself`, those of one shard of all rows.
         rows: Rows of the first batch.
         spec: Shapes and dtypes of a batch, as text, for comparisons.
     """
 
     text: str
-    goes_on: str
+    resume_unit: str
     steps: int | None
     rows: int
     spec: str
@@ -112,7 +112,7 @@ class TFData:
     uneven: str = "pad"
     class_weight: Mapping[int, float] | None = None
     resume: str = "auto"
-    looked: Looked | None = field(default=None, init=False, repr=False)  # the result of `with_look`
+    looked: PipelineFacts | None = field(default=None, init=False, repr=False)  # the result of `with_look`
 
     def __post_init__(self):
         if not callable(self.make_dataset):
@@ -138,7 +138,7 @@ class TFData:
         function = getattr(self.make_dataset, "func", self.make_dataset)  # of a `functools.partial`
         return getattr(function, "__name__", type(function).__name__)
 
-    def with_look(self, looked: Looked) -> TFData:
+    def with_look(self, looked: PipelineFacts) -> TFData:
         """Returns a copy with the result of an inspection; internal to raytf."""
         made = copy.copy(self)
         object.__setattr__(made, "looked", looked)
@@ -150,9 +150,9 @@ class TFData:
 
     with_blocks = first
 
-    def order(self, batch_size: int, seed: int, goes_on: str) -> dict[str, Any]:
+    def order(self, batch_size: int, seed: int, resume_unit: str) -> dict[str, Any]:
         """Returns the settings that decide which rows a step has, as JSON, as far as known before workers start."""
-        return {"batch_size": batch_size, "seed": seed, "pipeline": self.name, "goes_on": goes_on}
+        return {"batch_size": batch_size, "seed": seed, "pipeline": self.name, "goes_on": resume_unit}
 
     def check_pickles(self) -> None:
         """Raises ConfigError if the function cannot be sent to a worker."""

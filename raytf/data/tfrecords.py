@@ -129,9 +129,9 @@ def _index_all(files: Files) -> list[Records]:
         return _indexed(files.filesystem, everything)
     parts = min(len(everything), 4 * int(ray.cluster_resources().get("CPU", 1)))
     calls = [(files.filesystem, everything[i::parts]) for i in range(parts)]
-    found = [piece for pieces in in_tasks(_indexed, calls) for piece in pieces]
+    indexed = [piece for pieces in in_tasks(_indexed, calls) for piece in pieces]
     order = {path: i for i, path in enumerate(files.paths)}
-    return sorted(found, key=lambda piece: (order[piece.path], piece.start))
+    return sorted(indexed, key=lambda piece: (order[piece.path], piece.start))
 
 
 def _indexed(filesystem: fs.FileSystem, files: Sequence[tuple[str, int]]) -> list[Records]:

@@ -94,18 +94,18 @@ def run_examination(
         cluster.ask_clocks()
         cluster.measure_network()
         left_out = []
-        nodes, links = len(cluster.found.nodes), len(cluster.found.links)
+        nodes, links = len(cluster.measurements.nodes), len(cluster.measurements.links)
         if links < nodes * (nodes - 1) and nodes > _ALL_LINKS_NODES:
             left_out.append(f"{links} of {nodes * (nodes - 1)} links were measured, those of each node to some others")
         if storage is None:
             left_out.append("No shared storage was named (--storage)")
         else:
             cluster.try_storage(storage)
-        if training and hinders_training(find_problems(cluster.found)):
+        if training and hinders_training(find_problems(cluster.measurements)):
             left_out.append("No training was tried, as nodes do not answer, differ in versions, or do not reach others")
         elif training:
             cluster.train()
-        measurements = cluster.found
+        measurements = cluster.measurements
     return ExaminationReport(
         nodes=measurements.nodes,
         findings=find_problems(measurements),
@@ -132,7 +132,7 @@ class _Cluster:
         self._listening, self._deadline = listening, deadline
         nodes = _nodes()
         counted = {node["NodeID"]: node["Resources"].get("CPU", 0) for node in ray.nodes()}
-        self.found = Measurements(
+        self.measurements = Measurements(
             nodes=list(nodes),
             tested=versions.TESTED,
             ports=listening.ports,
@@ -161,10 +161,10 @@ class _Cluster:
         started = {name: actor.clock.remote() for name, actor in self._actors.items()}
         self._answers(started, timeouts.get().doctor_start, "a process of Ray's there")
         asked = {name: self._actors[name].facts.remote() for name in self._answering_nodes()}
-        self.found.facts = self._answers(asked, timeouts.get().doctor_facts, "its versions, limits and disks")
-        self.found.places = {
+        self.measurements.facts = self._answers(asked, timeouts.get().doctor_facts, "its versions, limits and disks")
+        self.measurements.places = {
             name: networks.choose_address(facts["interfaces"], self._listening.network, address_of(name))
-            for name, facts in self.found.facts.items()
+            for name, facts in self.measurements.facts.items()
         }
 
     def ask_clocks(self) -> None:
@@ -174,31 +174,36 @@ class _Cluster:
             times = self._answers({name: self._actors[name].clock.remote()}, timeouts.get().doctor_clock, "the time")
             if name in times:
                 answered_at = time.time()
-                self.found.skew[name] = min(times[name] - asked_at, 0.0) + max(times[name] - answered_at, 0.0)
+                self.measurements.skew[name] = min(times[name] - asked_at, 0.0) + max(times[name] - answered_at, 0.0)
 
     def measure_network(self) -> None:
         """Measures links, see `choose_links`, and the rate to the next node, as in the ring of a training."""
-        at = {name: address for name, (_, address) in self.found.places.items() if address is not None}
-        asked = {name: self._actors[name].listen.remote(at[name]) for name in self._answering_nodes() if name in at}
+        address_of = {name: address for name, (_, address) in self.measurements.places.items() if address is not None}
+        asked = {
+            name: self._actors[name].listen.remote(address_of[name])
+            for name in self._answering_nodes()
+            if name in address_of
+        }
         open_at, errors = self._gather(asked, timeouts.get().doctor_facts)
         names = list(open_at)
         pairs = choose_links(names)
         links = {
-            (source, target): self._actors[source].reach.remote(at[target], open_at[target]) for source, target in pairs
+            (source, target): self._actors[source].reach.remote(address_of[target], open_at[target])
+            for source, target in pairs
         }
         # Each node measures `_THREADS` links at a time, and each link may use its whole timeout.
         per_node = -(-len(pairs) // max(1, len(names)))
-        self.found.links = self._collect_measurements(links, _network() * (1 + per_node // _THREADS))
+        self.measurements.links = self._collect_measurements(links, _network() * (1 + per_node // _THREADS))
         for name, error in errors.items():
             for target in names:
-                self.found.links[target, name] = {"error": f"{name} could not listen: {error}"}
+                self.measurements.links[target, name] = {"error": f"{name} could not listen: {error}"}
         rates = {}
         for source, target in zip(names, names[1:] + names[:1], strict=True):
-            if source != target and self.found.links[source, target]["error"] is None:
-                rates[source, target] = self._actors[source].bandwidth.remote(at[target], open_at[target][0])
+            if source != target and self.measurements.links[source, target]["error"] is None:
+                rates[source, target] = self._actors[source].bandwidth.remote(address_of[target], open_at[target][0])
         for link, seen in self._collect_measurements(rates, _network()).items():
             error = seen.pop("error")
-            self.found.links[link] |= seen if error is None else {"stalled": f"{error}, with 8 MiB on their way"}
+            self.measurements.links[link] |= seen if error is None else {"stalled": f"{error}, with 8 MiB on their way"}
 
     def try_storage(self, storage: str) -> None:
         """Writes from each node; all nodes read the first one's file, and the first reads all files."""
@@ -207,14 +212,14 @@ class _Cluster:
         try:
             asked = {(n, n): self._actors[n].write.remote(folder, f"{i}", content) for i, n in enumerate(names)}
             self._check_stored(asked)
-            wrote = [n for n in names if (n, n) not in self.found.storage]
+            wrote = [n for n in names if (n, n) not in self.measurements.storage]
             first = wrote[0] if wrote else None
             pairs = [(first, n) for n in names if n != first] + [(n, first) for n in wrote if n != first]
             self._check_stored(
                 {
                     (writer, reader): self._actors[reader].read.remote(folder, f"{names.index(writer)}", content)
                     for writer, reader in (pairs if first else ())
-                    if (reader, reader) not in self.found.storage
+                    if (reader, reader) not in self.measurements.storage
                 }
             )
         finally:
@@ -223,7 +228,9 @@ class _Cluster:
 
     def _check_stored(self, requests: Mapping[tuple[str, str], object]) -> None:
         errors_read, errors = self._gather(requests, timeouts.get().doctor_storage)
-        self.found.storage |= {pair: error for pair, error in (errors_read | errors).items() if error is not None}
+        self.measurements.storage |= {
+            pair: error for pair, error in (errors_read | errors).items() if error is not None
+        }
 
     def train(self) -> None:
         """Makes two steps of a training over all nodes."""
@@ -237,7 +244,7 @@ class _Cluster:
             n: runner.reserve.remote(folder, timeouts.get(), self._listening) for n, runner in self._runners.items()
         }
         places, errors = self._gather(asked, self._remaining())
-        self.found.training = dict(errors)
+        self.measurements.training = dict(errors)
         if errors:
             return
         configs = roles.environment({tasks[n]: places[n].address for n in names})
@@ -246,7 +253,7 @@ class _Cluster:
             environment = {"TF_CONFIG": configs[tasks[n]]} | spec.variables(tasks[n])
             numbers[n] = runner.start.remote([spec.script], True, environment, token, float("inf"))
         numbers, errors = self._gather(numbers, self._remaining())
-        self.found.training = errors or self._follow(numbers)
+        self.measurements.training = errors or self._follow(numbers)
 
     def _follow(self, numbers: Mapping[str, int]) -> dict[str, str]:
         """Returns the errors of scripts by node; a script that has not ended in time is one, too."""
@@ -279,7 +286,7 @@ class _Cluster:
     # ---------------------------------------------------------------------------------------------- answers
 
     def _answering_nodes(self) -> list[str]:
-        return [name for name in self.found.nodes if name not in self.found.silent]
+        return [name for name in self.measurements.nodes if name not in self.measurements.silent]
 
     def _remaining(self) -> float:
         return max(0.0, self._deadline - time.monotonic())
@@ -287,7 +294,7 @@ class _Cluster:
     def _answers(self, requests: Mapping[str, object], seconds: float, action: str) -> dict:
         """Returns the answers of nodes; nodes without one count as silent from now on."""
         answers, errors = self._gather(requests, seconds)
-        self.found.silent |= {name: f"waited for {action}: {error}" for name, error in errors.items()}
+        self.measurements.silent |= {name: f"waited for {action}: {error}" for name, error in errors.items()}
         return answers
 
     def _collect_measurements(

@@ -103,9 +103,15 @@ def _silent(measurements: Measurements) -> Iterator[Finding]:
 def _versions(measurements: Measurements) -> Iterator[Finding]:
     names = {name for facts in measurements.facts.values() for name in facts["versions"]}
     for name in sorted(names):
-        by = _group_by_value({node: facts["versions"].get(name) for node, facts in measurements.facts.items()})
-        nodes = tuple(node for node in measurements.facts if by.get(None) is None or node not in by[None])
-        if missing := by.pop(None, ()):
+        nodes_by_version = _group_by_value(
+            {node: facts["versions"].get(name) for node, facts in measurements.facts.items()}
+        )
+        nodes = tuple(
+            node
+            for node in measurements.facts
+            if nodes_by_version.get(None) is None or node not in nodes_by_version[None]
+        )
+        if missing := nodes_by_version.pop(None, ()):
             yield Finding(
                 check="versions",
                 problem=f"{name} is missing",
@@ -113,16 +119,18 @@ def _versions(measurements: Measurements) -> Iterator[Finding]:
                 measured="not installed in the Python that Ray runs there",
                 fix="Install it there, as on the other nodes",
             )
-        if len(by) > 1:
-            usual = max(by.values(), key=len)
+        if len(nodes_by_version) > 1:
+            usual = max(nodes_by_version.values(), key=len)
             yield Finding(
                 check="versions",
                 problem=f"{name} is not the same everywhere",
                 nodes=tuple(node for node in nodes if node not in usual),
-                measured="; ".join(f"{version} on {', '.join(nodes_of)}" for version, nodes_of in by.items()),
+                measured="; ".join(
+                    f"{version} on {', '.join(nodes_of)}" for version, nodes_of in nodes_by_version.items()
+                ),
                 fix="Install one version on all nodes (constraints.txt of raytf names one that is tested)",
             )
-        for version, nodes_of in by.items():
+        for version, nodes_of in nodes_by_version.items():
             tested = measurements.tested.get(name)
             if tested and ".".join(version.split(".")[:2]) not in tested:
                 yield Finding(

@@ -308,12 +308,12 @@ def _weights(y, sample_weight, class_weight):
     return sample_weight
 
 
-def _check_lengths(structure, found: dict, names: dict[str, str]) -> None:
+def _check_lengths(structure, arrays: dict, names: dict[str, str]) -> None:
     lengths = {
         key: (int(a.shape[0]) if a.shape.rank else None)
         if isinstance(a, tf.RaggedTensor)
         else (a.shape[0] if a.ndim else None)
-        for key, a in found.items()
+        for key, a in arrays.items()
     }
     if None in lengths.values():
         raise ConfigError("Arrays must have a row for each sample", "a single number", "Pass an array of rows")

@@ -303,7 +303,7 @@ class Call:
             self._phases.begin(_DOES.get(work["do"]))
             with self._stop_request.calls(self._ignore_signal) if mid_epoch is not None else contextlib.nullcontext():
                 why = None if mid_epoch is None else self._why_end
-                while (reports := group.worker_group.go_on(why)) is not None:
+                while (reports := group.worker_group.continue_trial(why)) is not None:
                     if proving is not None:
                         proving.look()
                     yield reports
@@ -472,12 +472,12 @@ def _check_shapes(model, spec, do: str) -> float:
     flat = tf.nest.flatten(spec)
     if model_optimizers.decides_itself(model, do):
         return 0.0  # its use of the data is unknown
-    if not all(isinstance(one, tf.TensorSpec) for one in flat) or not model_optimizers.has_call(model):
+    if not all(isinstance(leaf, tf.TensorSpec) for leaf in flat) or not model_optimizers.has_call(model):
         return 0.0
 
-    def example(one):
+    def example(leaf):
         return keras.KerasTensor(
-            (2, *(size or 1 for size in one.shape[1:])), keras.backend.standardize_dtype(one.dtype)
+            (2, *(size or 1 for size in leaf.shape[1:])), keras.backend.standardize_dtype(leaf.dtype)
         )
 
     data = tf.nest.map_structure(example, spec)

@@ -193,8 +193,8 @@ def fit(
     else:
         _check_steps(steps_per_epoch, parts["train"], batch, drops)
     parts = {n: _inspected(part, {"train": batch}.get(n, validation_batch), n, verbose) for n, part in parts.items()}
-    goes_on = getattr(getattr(parts["train"].dataset, "looked", None), "goes_on", "step")
-    keeping = NamedFitCheckpoints.of(name, storage, checkpoint_every, resume)
+    resume_unit = getattr(getattr(parts["train"].dataset, "looked", None), "resume_unit", "step")
+    keeping = NamedFitCheckpoints.from_arguments(name, storage, checkpoint_every, resume)
     with Call(model, workers, run_config, parts, keeping, show_phases(bool(verbose))) as call:
         call.verify = verify
         batches = {"train": batch, "validation": validation_batch}
@@ -206,8 +206,8 @@ def fit(
         )
         seed, more = call.resume_state(make_default_seed(), batch, order_arguments, bool(verbose))
         arguments = {"epochs": epochs, "initial_epoch": initial_epoch, "validation_freq": validation_freq}
-        more |= {"heals": workers.num_workers > 1 and goes_on == "step", "nan": nan}
-        if goes_on == "epoch" and checkpoint_every == "auto" and keeping is not None:
+        more |= {"heals": workers.num_workers > 1 and resume_unit == "step", "nan": nan}
+        if resume_unit == "epoch" and checkpoint_every == "auto" and keeping is not None:
             more["checkpoint_every"] = CheckpointInterval()
         work = call.work("fit", batches, seed, order, arguments, drops, **more)
         return call.fit(work, users, verbose)

@@ -86,11 +86,11 @@ def _changeable(kind: type, module: dict[str, Any]) -> set[str]:
             used |= set(code.co_names) & module.keys()
             stored |= {i.argval for i in dis.get_instructions(code) if i.opname == "STORE_GLOBAL"}
         pending += _functions(module[name] for name in used)
-    kept = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, type)
+    unchanged_kinds = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, type)
     return {
         name
         for name in used
-        if not isinstance(module[name], kept) and (name in stored or isinstance(module[name], _CHANGEABLE))
+        if not isinstance(module[name], unchanged_kinds) and (name in stored or isinstance(module[name], _CHANGEABLE))
     }
 
 
@@ -114,14 +114,14 @@ def import_class(module: str, name: str) -> type:
     return operator.attrgetter(name)(importlib.import_module(module))
 
 
-def apply_changes(kind: type, found: dict[str, Any]) -> None:
+def apply_changes(kind: type, changes: dict[str, Any]) -> None:
     """Applies the changes from `class_changes` in another process to a class and its module."""
-    if kind.__bases__ != found["bases"]:
-        kind.__bases__ = found["bases"]
-    for name, value in found["values"].items():
+    if kind.__bases__ != changes["bases"]:
+        kind.__bases__ = changes["bases"]
+    for name, value in changes["values"].items():
         setattr(kind, name, value)
     module = sys.modules[kind.__module__]
-    for name, value in found["variables"].items():
+    for name, value in changes["variables"].items():
         _set(module, name, value)
 
 
@@ -131,6 +131,6 @@ def _set(module: types.ModuleType, name: str, value) -> None:
     if type(present) is not type(value) or not isinstance(present, _CHANGEABLE):
         setattr(module, name, value)
     elif present is not value:
-        kept = dict(value) if isinstance(value, dict) else list(value)
+        copied_items = dict(value) if isinstance(value, dict) else list(value)
         present.clear()
-        (present.update if isinstance(present, (dict, set)) else present.extend)(kept)
+        (present.update if isinstance(present, (dict, set)) else present.extend)(copied_items)

@@ -51,7 +51,9 @@ class NamedFitCheckpoints:
     where: str
 
     @staticmethod
-    def of(name: str | None, storage, checkpoint_every: str, resume: str | bool) -> NamedFitCheckpoints | None:
+    def from_arguments(
+        name: str | None, storage, checkpoint_every: str, resume: str | bool
+    ) -> NamedFitCheckpoints | None:
         """Parses arguments of `raytf.fit`; returns None without a name.
 
         Raises:
@@ -71,7 +73,9 @@ class NamedFitCheckpoints:
         validation.check_run_name(name)
         location = {} if storage is None else {"storage_path": os.fspath(storage)}
         config = run_folder.with_absolute_path(RunConfig(name=name, **location))
-        return NamedFitCheckpoints(RunFolder.of(config), every, resume, run_folder.folder_in_users_form(config))
+        return NamedFitCheckpoints(
+            RunFolder.from_config(config), every, resume, run_folder.folder_in_users_form(config)
+        )
 
     @property
     def folder(self) -> str:

@@ -107,22 +107,22 @@ class Predictor:
         """
         block = batch if not isinstance(batch, Mapping) else BlockAccessor.batch_to_block(dict(batch))
         values = BlockAccessor.for_block(block).to_batch_format("numpy")
-        kept = values if self._keep is None else {name: _column(values, name) for name in self._keep}
+        kept_columns = values if self._keep is None else {name: _column(values, name) for name in self._keep}
         if not len(next(iter(values.values()), ())):
-            return kept
+            return kept_columns
         predictions = _loaded(self._source).predict(as_table(block), self._features)
-        if duplicates := sorted(kept.keys() & predictions.keys()):
+        if duplicates := sorted(kept_columns.keys() & predictions.keys()):
             raise ConfigError(
                 "Predictions are columns in addition to those that are kept",
                 f"{', '.join(map(repr, duplicates))} in both",
                 "Rename it in the dataset, or name other columns in keep=[...]",
             )
-        return {**kept, **predictions}
+        return {**kept_columns, **predictions}
 
 
-def _column(found: Mapping[str, Any], name: str):
-    columns.check_names(columns.parse(name, "keep"), list(found), "keep")
-    return found[name]
+def _column(values: Mapping[str, Any], name: str):
+    columns.check_names(columns.parse(name, "keep"), list(values), "keep")
+    return values[name]
 
 
 def _is_model(run) -> bool:

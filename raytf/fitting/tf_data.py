@@ -146,23 +146,23 @@ def _check_same(dataset, name: str) -> bool:
     return bool(shuffles)
 
 
-def _repeated_layers(dataset, after: tuple) -> Iterator[tuple]:
+def _repeated_layers(dataset, later_layers: tuple) -> Iterator[tuple]:
     """Yields each dataset that is read again in each epoch, with those after it."""
-    yield dataset, after
-    if kind(dataset) == "CacheDataset" and all(kind(source) in _READING_ALL for source in after):
+    yield dataset, later_layers
+    if kind(dataset) == "CacheDataset" and all(kind(source) in _READING_ALL for source in later_layers):
         return
     for source in inputs_of(dataset):
-        yield from _repeated_layers(source, (*after, dataset))
+        yield from _repeated_layers(source, (*later_layers, dataset))
 
 
-def _drops_within(after: tuple) -> bool:
+def _drops_within(later_layers: tuple) -> bool:
     """Whether a batch drops rows at a location that `_with_last_batch` does not check; the last dataset is first."""
-    dropping = [i for i, layer in enumerate(after) if dropping_batch(layer) is not None]
+    dropping = [i for i, layer in enumerate(later_layers) if dropping_batch(layer) is not None]
     if not dropping:
         return False
     first = dropping[0]
-    padded = kind(after[first]) == "PaddedBatchDataset"
-    return len(dropping) > 1 or padded or any(kind(layer) not in _LAST for layer in after[:first])
+    padded = kind(later_layers[first]) == "PaddedBatchDataset"
+    return len(dropping) > 1 or padded or any(kind(layer) not in _LAST for layer in later_layers[:first])
 
 
 _LAST = ("PrefetchDataset", "OptionsDataset")

@@ -320,7 +320,7 @@ def _set_operation(value, state) -> None:
         vars(value).update(train_function=None, test_function=None, predict_function=None)
         vars(value).update(_distribute_strategy=strategy, stop_training=False)
     # the Functions among classes are known once all classes have their bases
-    _reading.after.append(lambda: _name_nodes(value) if isinstance(value, keras.Function) else None)
+    _reading.finishers.append(lambda: _name_nodes(value) if isinstance(value, keras.Function) else None)
 
 
 def _name_nodes(function) -> None:
@@ -346,7 +346,7 @@ def _set_optimizer(optimizer, state) -> None:
         if excluded is not None:
             vars(optimizer)["_exclude_from_weight_decay"] = {keys[i] for i in excluded}
 
-    _reading.after.append(index)
+    _reading.finishers.append(index)
 
 
 def _set_tracker(tracker, state) -> None:
@@ -358,7 +358,7 @@ def _set_tracker(tracker, state) -> None:
     def index():
         tracker.stored_ids = {name: {id(v) for v in store} for name, (_, store) in tracker.config.items()}
 
-    _reading.after.append(index)
+    _reading.finishers.append(index)
 
 
 def _new_tracked(kind):
@@ -418,10 +418,10 @@ def deserialize(
         known: The reader's objects.
     """
     outer = dict(vars(_reading))
-    vars(_reading).update(sent=ObjectTable(), values=values or {}, after=[])
+    vars(_reading).update(sent=ObjectTable(), values=values or {}, finishers=[])
     try:
         value = _Unpickler(io.BytesIO(data), known).read()
-        for finish in _reading.after:
+        for finish in _reading.finishers:
             finish()
         return value, _reading.sent
     finally:

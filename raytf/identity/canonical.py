@@ -41,7 +41,7 @@ def describe(value: Any, left_out: frozenset[str] = frozenset()) -> Any:
         value: Any value, also as serialized by Keras.
         left_out: Keys of dicts that do not count.
     """
-    return _Describer(left_out).of(value, 0)
+    return _Describer(left_out).describe(value, 0)
 
 
 def class_code(kind: type) -> dict[str, Any]:
@@ -59,9 +59,9 @@ def config_of(value: Any) -> dict[str, Any]:
             config = dict(value.get_config())
     except Exception:  # not made to be serialized
         config = {name: getattr(value, name) for name in _arguments(value) if hasattr(value, name)}
-    held = getattr(value, "__dict__", {})
+    attributes = getattr(value, "__dict__", {})
     for name in config:
-        for live in (held.get(name), held.get(f"_{name}")):
+        for live in (attributes.get(name), attributes.get(f"_{name}")):
             if is_users_object(live) and not is_part_of_model(live):
                 config[name] = live
     return config
@@ -69,8 +69,8 @@ def config_of(value: Any) -> dict[str, Any]:
 
 def arguments_of(value: Any, config: Mapping[str, Any]) -> dict[str, Any]:
     """Returns attributes of a user's object with the names of its arguments that its config omits."""
-    held = {} if is_installed(type(value).__module__) else getattr(value, "__dict__", {})
-    return {name: held[name] for name in _arguments(value) if name in held and name not in config}
+    attributes = {} if is_installed(type(value).__module__) else getattr(value, "__dict__", {})
+    return {name: attributes[name] for name in _arguments(value) if name in attributes and name not in config}
 
 
 def _arguments(value: Any) -> list[str]:
@@ -181,7 +181,7 @@ class _Describer:
         self._left_out = left_out
         self._visited: dict[int, Any] = {}  # keeps the objects alive, so that their ids stay unique
 
-    def of(self, value: Any, depth: int) -> Any:
+    def describe(self, value: Any, depth: int) -> Any:
         if value is None or isinstance(value, bool):
             return value
         if isinstance(value, enum.Enum):
@@ -196,7 +196,7 @@ class _Describer:
         if isinstance(value, (bytes, bytearray)):
             return f"{len(value)} bytes, {hash_value(bytes(value))}"
         if isinstance(value, np.generic):
-            return self.of(value.item(), depth)
+            return self.describe(value.item(), depth)
         if isinstance(value, np.ndarray):
             return self._array(value, depth)
         if isinstance(value, AccessTrackingConfig):  # its keys that are read are compared separately
@@ -208,20 +208,24 @@ class _Describer:
     def _array(self, value: np.ndarray, depth: int) -> Any:
         """Returns an array's numbers, or dtype, shape and a hash if there are many."""
         if value.size <= 16 and value.dtype.kind in "biuf":
-            return self.of(value.tolist(), depth)
-        raw = dump(self.of(value.tolist(), depth)) if value.dtype.hasobject else np.ascontiguousarray(value).tobytes()
+            return self.describe(value.tolist(), depth)
+        raw = (
+            dump(self.describe(value.tolist(), depth))
+            if value.dtype.hasobject
+            else np.ascontiguousarray(value).tobytes()
+        )
         return f"{value.dtype}{list(value.shape)}, {hash_value(raw)}"
 
     def _container(self, value: Any, depth: int) -> Any:
         if isinstance(value, Mapping):
             return self._dict(value, depth)
         if isinstance(value, (list, tuple)):
-            return shorten([self.of(part, depth) for part in value])
+            return shorten([self.describe(part, depth) for part in value])
         if isinstance(value, (set, frozenset)):
-            return shorten(sorted((self.of(part, depth) for part in value), key=dump))
+            return shorten(sorted((self.describe(part, depth) for part in value), key=dump))
         if isinstance(value, functools.partial):
-            keywords = {str(k): self.of(v, depth) for k, v in value.keywords.items()}
-            return {"partial": self.of(value.func, depth), "args": self.of(value.args, depth), **keywords}
+            keywords = {str(k): self.describe(v, depth) for k, v in value.keywords.items()}
+            return {"partial": self.describe(value.func, depth), "args": self.describe(value.args, depth), **keywords}
         if inspect.isclass(value):
             return {"class": value.__name__, **self.class_code(value, depth)}
         if callable(value) and (hasattr(value, "__name__") or hasattr(value, "python_function")):
@@ -232,19 +236,19 @@ class _Describer:
         kind, config = value.get("class_name"), value.get("config")
         if kind is None or "config" not in value:
             left_out = self._left_out | _OF_THE_TRAINER
-            return {str(k): self.of(v, depth) for k, v in value.items() if k not in left_out}
+            return {str(k): self.describe(v, depth) for k, v in value.items() if k not in left_out}
         # as serialized by Keras
         if kind == "__lambda__":
             return {"function": "<lambda>"}
         if kind == "__keras_tensor__":
-            return {"tensor": self.of([config.get("shape"), config.get("dtype")], depth)}
+            return {"tensor": self.describe([config.get("shape"), config.get("dtype")], depth)}
         if isinstance(config, str):  # a function by its name
             return {"function": config}
         if "DTypePolicy" in kind:
-            return self.of(config.get("name") or config, depth)
+            return self.describe(config.get("name") or config, depth)
         if isinstance(config, Mapping) and "layers" in config:
             return {"class": kind}  # its layers have their own descriptions
-        inner = self.of(config, depth)
+        inner = self.describe(config, depth)
         return {"class": kind, **(inner if isinstance(inner, dict) else {"config": inner})}
 
     def _function(self, function: Any, depth: int) -> dict[str, Any]:
@@ -256,7 +260,7 @@ class _Describer:
         elif (module := getattr(function, "__module__", None) or "").partition(".")[0] not in ("", "builtins", "keras"):
             description["module"] = module
         if bound is not None and not isinstance(bound, types.ModuleType):
-            description["self"] = self.of(bound, depth)
+            description["self"] = self.describe(bound, depth)
         return description
 
     def _code(self, functions: dict[str, types.FunctionType], depth: int) -> dict[str, Any]:
@@ -266,7 +270,7 @@ class _Describer:
             if id(function) not in self._visited:
                 self._visited[id(function)] = function
                 for name, value in _read(function):
-                    reads.setdefault(name, self.of(value, depth))
+                    reads.setdefault(name, self.describe(value, depth))
         parts = [[name, _instructions(function.__code__)] for name, function in sorted(functions.items())]
         code = f"{sys.version_info.major}.{sys.version_info.minor} {hash_value(dump(parts))}"
         return {"code": code, **({"reads": reads} if reads else {})}
@@ -284,7 +288,7 @@ class _Describer:
                 if _is_users(function):
                     functions[name] = function
                 elif isinstance(member, (bool, int, float, str, tuple, list, dict)) and not name.startswith("__"):
-                    constants[name] = self.of(member, depth)
+                    constants[name] = self.describe(member, depth)
         description = self._code(functions, depth)
         reads = {**description.get("reads", {}), **constants}
         return {**description, **({"reads": reads} if reads else {})}
@@ -303,7 +307,9 @@ class _Describer:
         if hasattr(value, "get_config") or not is_installed(kind.__module__):
             config = config_of(value)
             config |= arguments_of(value, config)
-            description |= {str(k): self.of(v, depth) for k, v in config.items() if k not in self._left_out | {"name"}}
+            description |= {
+                str(k): self.describe(v, depth) for k, v in config.items() if k not in self._left_out | {"name"}
+            }
         return description | self.class_code(kind, depth)
 
 

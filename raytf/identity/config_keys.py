@@ -94,12 +94,12 @@ def unread_keys(
     unread_names = lambda: [] if noted.whole else sorted(set(names) - noted.read)
     for function in functions:
         noted.read |= mentioned_keys(function).intersection(dict.keys(noted)) if unread_names() else set()
-    kept = [_quiet(function)(noted) for function in list(functions)[1:] if unread_names()]
+    results = [_quiet(function)(noted) for function in list(functions)[1:] if unread_names()]
     if unread_names():
         gc.collect()
         # the additional reference is this function's
         noted.whole = noted.whole or sys.getrefcount(noted) > references + 1
-    del kept
+    del results
     close = {name: difflib.get_close_matches(name, sorted(map(str, asked)), 1) for name in unread_names()}
     return {name: next(iter(matches), "") for name, matches in close.items()}
 

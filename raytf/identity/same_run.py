@@ -79,9 +79,9 @@ def check_same_run(was: Mapping[str, Any], now: Mapping[str, Any], resume: str |
     warnings.warn(f"{name}: resumes with {describe_differences(differences)}", stacklevel=3)
 
 
-def describe_differences(found: list[Difference]) -> str:
+def describe_differences(differences: list[Difference]) -> str:
     """Returns the differences as a clause, the first few by name; "" if there are none."""
-    texts = list(dict.fromkeys(difference.text for difference in found))
+    texts = list(dict.fromkeys(difference.text for difference in differences))
     more = f"; and {len(texts) - _SHOWN} more" if len(texts) > _SHOWN else ""
     return "; ".join(texts[:_SHOWN]) + more
 

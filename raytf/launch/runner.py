@@ -138,8 +138,8 @@ class TaskRunner:
     def snapshot(self) -> dict | None:
         """Returns the training's snapshot from the script's process; None if it does not answer."""
         snapshot = self._script.ask(TOLD)
-        if snapshot is not None and snapshot["meeting"] is not None:
-            snapshot["meeting"] = tuple(snapshot["meeting"])
+        if snapshot is not None and snapshot["collective"] is not None:
+            snapshot["collective"] = tuple(snapshot["collective"])
         return snapshot
 
     def stack(self) -> str | None:
@@ -164,7 +164,7 @@ class _Script:
         command: list[str],
         module: bool,
         environment: dict[str, str],
-        place: TaskLocation,
+        location: TaskLocation,
         frozen_s: float,
         token: bytes,
         allowed: tuple[int, int],
@@ -173,7 +173,7 @@ class _Script:
         self.events: queue.Queue = queue.Queue(_LINES)
         self._tail: collections.deque[str] = collections.deque(maxlen=_TAIL_LINES)
         self._started = {"stdout": b"", "stderr": b""}  # lines without an end so far
-        self._host = place.host
+        self._host = location.host
         alive, self._alive_pipe = os.pipe()
         os.write(self._alive_pipe, token)
         self._request_pipe, asked = socket.socketpair()
@@ -185,7 +185,7 @@ class _Script:
             self._process = subprocess.Popen(
                 [sys.executable, "-u", "-m", "raytf.launch.bootstrap", order.text(), *command],
                 env={**os.environ, **environment},
-                cwd=place.folder,
+                cwd=location.folder,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,

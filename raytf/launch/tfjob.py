@@ -261,8 +261,8 @@ def _command_words(container: Mapping, key: str, role: str, environment: Mapping
 def _filled(text: str, environment: Mapping[str, str]) -> str:
     """Returns a text with the values of $(NAME); $$(NAME) becomes $(NAME), and unknown names stay."""
 
-    def value(found: re.Match) -> str:
-        return found[0][1:] if found[0].startswith("$$") else environment.get(found[1], found[0])
+    def value(match: re.Match) -> str:
+        return match[0][1:] if match[0].startswith("$$") else environment.get(match[1], match[0])
 
     return re.sub(r"\$?\$\(([-._a-zA-Z0-9]+)\)", value, text)
 
@@ -342,11 +342,11 @@ class _UnreadFields:
         for name in values.keys() - _READ[kind]:
             self.add(str(name), location)
 
-    def add(self, field: str, place: str, why: str = "") -> None:
+    def add(self, field: str, owner: str, why: str = "") -> None:
         """Records a field."""
         why = why or _WHY.get(field, "it is of Kubernetes' pods alone")
-        if place not in self._by_reason[field, why]:
-            self._by_reason[field, why].append(place)
+        if owner not in self._by_reason[field, why]:
+            self._by_reason[field, why].append(owner)
 
     def remark(self, text: str) -> None:
         """Records how a field is read, where that is not obvious."""
@@ -361,12 +361,12 @@ class _UnreadFields:
         ]
 
 
-def _require_map(values: Mapping, key: str, where: str, default: dict | None = None) -> dict:
+def _require_map(values: Mapping, key: str, owner: str, default: dict | None = None) -> dict:
     value = values.get(key, default)
     if value is None and default is not None:
         value = default
     if not isinstance(value, dict):
-        raise _config_error(f"{key} of {where} is a map", "none" if value is None else repr(value), "Correct the TFJob")
+        raise _config_error(f"{key} of {owner} is a map", "none" if value is None else repr(value), "Correct the TFJob")
     return value
 
 

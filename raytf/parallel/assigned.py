@@ -10,7 +10,7 @@ import weakref
 import numpy as np
 import tensorflow as tf
 
-from raytf.collectives import healing
+from raytf.collectives import recovery_client
 from raytf.errors import RaytfError
 from raytf.parallel import own_state
 
@@ -33,7 +33,7 @@ class AssignedVariables:
         """Records a variable; called before it is assigned."""
         if variable.synchronization == "on_read":  # variables of metrics differ between workers
             return
-        if not healing.healer.executes and not _in_a_replica():
+        if not recovery_client.client.executes and not _in_a_replica():
             noted = self._assigned if tf.executing_eagerly() else self._traced
             noted[id(variable)] = variable
 
@@ -55,11 +55,11 @@ class AssignmentWatch:
 
     def __init__(self, model):
         self._model, self._ids = model, None
-        self._held: dict[int, tuple] = {}
+        self._old_values: dict[int, tuple] = {}
         self._traced: set[str] = set()
         _watches[type(self)] = weakref.ref(self)
 
-    def before(self) -> list[tuple]:
+    def old_values(self) -> list[tuple]:
         """Returns (variable, its old bytes) of the variables that were assigned.
 
         Raises:
@@ -69,11 +69,11 @@ class AssignmentWatch:
             raise RaytfError(
                 f"a callback has changed {', '.join(sorted(self._traced))} in a graph or a replica since the last step"
             )
-        return list(self._held.values())
+        return list(self._old_values.values())
 
     def note(self, variable) -> None:
         """Records the value of a variable; called before it is assigned."""
-        if id(variable) in self._held or healing.healer.executes:
+        if id(variable) in self._old_values or recovery_client.client.executes:
             return
         if self._ids is None:
             self._ids = {id(v) for v in own_state.alike(self._model)}
@@ -83,7 +83,10 @@ class AssignmentWatch:
             self._traced.add(variable.path)
             _in_graphs(self._model)[id(variable)] = variable
             return
-        self._held[id(variable)] = variable, np.array(own_state.local_value(self._model.distribute_strategy, variable))
+        self._old_values[id(variable)] = (
+            variable,
+            np.array(own_state.local_value(self._model.distribute_strategy, variable)),
+        )
 
 
 def _in_a_replica() -> bool:
@@ -105,7 +108,7 @@ def _in_graphs(model) -> dict:
 
 def tell(variable) -> None:
     """Reports a `keras.Variable` to the active watches, before it is assigned."""
-    for held in _watches.values():
-        watch = held()
+    for reference in _watches.values():
+        watch = reference()
         if watch is not None:
             watch.note(variable)

@@ -20,7 +20,7 @@ from keras.callbacks import (
     TensorBoard,
 )
 
-from raytf.collectives import communicator, exchange, healing
+from raytf.collectives import communicator, exchange, recovery_client
 from raytf.compat import keras_objects
 from raytf.compat.versions import at_least
 from raytf.parallel import assigned, chief_callbacks, double_writes, model_optimizers
@@ -208,21 +208,21 @@ def prepared(model, callbacks):
     flags = np.array([looking, len(unknown), any(map(_sees_begins, listed))], np.int32)
     ((looking, writing, begins),) = communicator.sum_over_workers(model.distribute_strategy, [flags])
     batches = bool(looking)
-    ends, kept = contextlib.ExitStack(), listed
+    ends, callback_list = contextlib.ExitStack(), listed
     if not communicator.is_chief(model.distribute_strategy):
-        kept = list(_redirected(listed, lambda: ends.enter_context(scratch.temporary_folder())))
+        callback_list = list(_redirected(listed, lambda: ends.enter_context(scratch.temporary_folder())))
     agreement = _BatchAgreement(bool(begins)) if batches else _Agreement()
-    later = [c for c in kept if getattr(c, "raytf_after_agreement", False)]
-    kept = [c for c in kept if c not in later]
+    later = [c for c in callback_list if getattr(c, "raytf_after_agreement", False)]
+    callback_list = [c for c in callback_list if c not in later]
     if writing:
-        kept = _watched(kept, unknown, model.distribute_strategy)
-    kept = [*kept, agreement, *later]
+        callback_list = _watched(callback_list, unknown, model.distribute_strategy)
+    callback_list = [*callback_list, agreement, *later]
     if given is not None:
         agreement.set_model(model)
-        given.callbacks[:] = kept
-        kept = given
+        given.callbacks[:] = callback_list
+        callback_list = given
     try:
-        yield kept, batches
+        yield callback_list, batches
     finally:
         double_writes.note(False)
         ends.close()
@@ -252,8 +252,8 @@ def _may_write(callback) -> bool:
 
 def _watched(callbacks: list, unknown: list[str], strategy) -> list:
     """Returns the callbacks, between two callbacks that record which files they write."""
-    first = double_writes.Before()
-    if healing.healer.place is not None:  # the other workers may have seen the end of an epoch
-        first.looking = healing.healer.place.agreed["looking"]
+    first = double_writes.WriteRecorder()
+    if recovery_client.client.replacement_state is not None:  # the other workers may have seen the end of an epoch
+        first.looking = recovery_client.client.replacement_state.agreed["looking"]
     total = lambda counts: communicator.sum_over_workers(strategy, [counts])[0]
-    return [first, *callbacks, double_writes.After(first, unknown, total, communicator.is_chief(strategy))]
+    return [first, *callbacks, double_writes.WriteComparison(first, unknown, total, communicator.is_chief(strategy))]

@@ -208,8 +208,8 @@ def _hindrance(pairs: Sequence, optimizer) -> str | None:
     if not pairs:
         return "no gradients"
     variables = [*(v for _, v in pairs), *optimizer.variables]
-    held = [keras_objects.variable_of(v) if isinstance(v, keras.Variable) else v for v in variables]
-    not_on_cpu = next((v for v in held if "CPU" not in v.device), None)
+    tf_variables = [keras_objects.variable_of(v) if isinstance(v, keras.Variable) else v for v in variables]
+    not_on_cpu = next((v for v in tf_variables if "CPU" not in v.device), None)
     return None if not_on_cpu is None else f"{not_on_cpu.name} is on {not_on_cpu.device}"
 
 
@@ -234,7 +234,7 @@ def _content(nodes, library: dict, arguments: Sequence[str] = (), outputs: Seque
     """Returns the computation of a graph as a tuple, independent of names."""
     indices = {name: i for i, name in enumerate([*arguments, *(node.name for node in nodes)])}
 
-    def place(text: str) -> tuple:
+    def input_index(text: str) -> tuple:
         name, *output = text.removeprefix("^").split(":")
         return text.startswith("^"), indices[name], tuple(output)
 
@@ -247,9 +247,9 @@ def _content(nodes, library: dict, arguments: Sequence[str] = (), outputs: Seque
     def content(node) -> tuple:
         names = sorted(name for name in node.attr if not name.startswith("_"))  # others: gradients, code locations
         attributes = tuple((name, value(node.attr[name])) for name in names)
-        return node.op, node.device, tuple(map(place, node.input)), attributes
+        return node.op, node.device, tuple(map(input_index, node.input)), attributes
 
-    return tuple(map(content, nodes)), tuple(map(place, outputs))
+    return tuple(map(content, nodes)), tuple(map(input_index, outputs))
 
 
 def _content_of_function(function, library: dict) -> tuple:

@@ -50,8 +50,8 @@ def looking() -> bool:
     return callback is not None and callback.looking
 
 
-class Before(keras.callbacks.Callback):
-    """Starts the recording before the user's callbacks; `After` ends it after them."""
+class WriteRecorder(keras.callbacks.Callback):
+    """Starts the recording before the user's callbacks; `WriteComparison` ends it after them."""
 
     raytf_local_batches = True
 
@@ -65,11 +65,11 @@ class Before(keras.callbacks.Callback):
             note(True)
 
 
-class After(keras.callbacks.Callback):
+class WriteComparison(keras.callbacks.Callback):
     """Compares the files that the workers' callbacks wrote at the end of the first epoch; every worker must have one.
 
     Args:
-        before: The `Before` callback of this worker.
+        recorder: The `WriteRecorder` callback of this worker.
         names: Names of callback classes that may have written.
         total: total(array) -> the sum over all workers.
         chief: Whether this worker warns.
@@ -77,15 +77,17 @@ class After(keras.callbacks.Callback):
 
     raytf_local_batches = True
 
-    def __init__(self, before: Before, names: list[str], total: Callable[[np.ndarray], np.ndarray], chief: bool):
+    def __init__(
+        self, recorder: WriteRecorder, names: list[str], total: Callable[[np.ndarray], np.ndarray], chief: bool
+    ):
         super().__init__()
-        self._before, self._names, self._total, self._chief = before, names, total, chief
+        self._recorder, self._names, self._total, self._chief = recorder, names, total, chief
 
     def on_epoch_end(self, epoch, logs=None):
-        if not self._before.looking:
+        if not self._recorder.looking:
             return
-        self._before.looking = False
-        paths = {_place(path): path for path in sorted(note(False))}
+        self._recorder.looking = False
+        paths = {_counter_index(path): path for path in sorted(note(False))}
         written = np.zeros(_PLACES, np.int32)
         written[list(paths)] = 1
         everyones = self._total(written)
@@ -99,6 +101,6 @@ class After(keras.callbacks.Callback):
             )
 
 
-def _place(path: str) -> int:
+def _counter_index(path: str) -> int:
     """Returns the counter of a file of this host; equal paths on different hosts count separately."""
     return zlib.crc32(f"{socket.gethostname()}:{path}".encode()) % _PLACES

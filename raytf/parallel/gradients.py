@@ -76,8 +76,8 @@ def map_over_rows(original, fn, elems, *args, **kwargs):
         return original(fn, elems, *args, **kwargs)
 
 
-def _of_variables(sources, found) -> list:
-    pairs = zip(tf.nest.flatten(sources), tf.nest.flatten(found), strict=True)
+def _of_variables(sources, gradients) -> list:
+    pairs = zip(tf.nest.flatten(sources), tf.nest.flatten(gradients), strict=True)
     return [gradient for source, gradient in pairs if isinstance(source, (keras.Variable, tf.Variable))]
 
 
@@ -100,16 +100,16 @@ def _summing_step() -> step_module.Step | None:
     return step
 
 
-def _with_sums(step: step_module.Step, found, places: Sequence[int]):
+def _with_sums(step: step_module.Step, gradients, places: Sequence[int]):
     """Returns a nest of gradients with those at `places` summed; gradients without floats are left to the optimizer."""
-    flat = tf.nest.flatten(found)
+    flat = tf.nest.flatten(gradients)
     places = [i for i in places if flat[i] is not None and flat[i].dtype.is_floating]
     if not places:
-        return found
+        return gradients
     summed = _recorded_mean(step, [flat[i] for i in places])
     for i, value in zip(places, summed, strict=True):
         flat[i] = value
-    return tf.nest.pack_sequence_as(found, flat)
+    return tf.nest.pack_sequence_as(gradients, flat)
 
 
 def _recorded_mean(step: step_module.Step, gradients: Sequence) -> list:
@@ -205,9 +205,9 @@ def _is_alike(step: step_module.Step, source) -> bool:
 
 def _note_weight(step: step_module.Step, variable) -> None:
     # `keras.Variable.handle` would be the handle of a cast value within a layer's call
-    held = keras_objects.variable_of(variable) if isinstance(variable, keras.Variable) else variable
-    if held is not None:
-        step.note_alike(held.handle)
+    tf_variable = keras_objects.variable_of(variable) if isinstance(variable, keras.Variable) else variable
+    if tf_variable is not None:
+        step.note_alike(tf_variable.handle)
 
 
 def known_alike(step: step_module.Step, value) -> bool:
@@ -316,10 +316,10 @@ def _is_later_dimension(tensor) -> bool:
     operation = tensor.op
     if operation.type != "StridedSlice" or operation.inputs[0].op.type != "Shape":
         return False
-    place, rank = tf.get_static_value(operation.inputs[1]), operation.inputs[0].shape[0]
-    if place is None or rank is None or operation.get_attr("shrink_axis_mask") != 1:
+    begin, rank = tf.get_static_value(operation.inputs[1]), operation.inputs[0].shape[0]
+    if begin is None or rank is None or operation.get_attr("shrink_axis_mask") != 1:
         return False
-    return int(place[0]) % rank > 0
+    return int(begin[0]) % rank > 0
 
 
 def _inputs_of(tensor) -> list | None:

@@ -116,7 +116,7 @@ def known(
     given: Any,
     rows: int | None = ANY,
     *,
-    place: int = 0,
+    index: int = 0,
     draws: bool = True,
     missing: Missing | None = None,
 ) -> Outcome:
@@ -126,9 +126,9 @@ def known(
         step: The step of the replica that is traced or runs.
         owner: The object that the function belongs to.
         function, given, rows, draws, missing: As for `outcome`.
-        place: Index of the function among those of `owner`.
+        index: Index of the function among those of `owner`.
     """
-    key = (id(owner), place, *(_signature(leaf, rows) for leaf in tree.flatten(given)))
+    key = (id(owner), index, *(_signature(leaf, rows) for leaf in tree.flatten(given)))
     trials = {} if step.notes is None else step.notes.trials
     if key not in trials:
         trials[key] = owner, outcome(function, given, rows, draws, missing)

@@ -30,7 +30,7 @@ class _Ends:
     """The iterators that end in separate threads. It has no lock, as the code that an end interrupts may hold it."""
 
     def __init__(self):
-        self._held: dict[int, list] = {}
+        self._resources: dict[int, list] = {}
         self._of_parents: list[dict] = []
         self._closed = False
 
@@ -39,20 +39,20 @@ class _Ends:
         """Whether no more iterators are accepted, as Python exits."""
         return self._closed or sys.is_finalizing()
 
-    def begin(self, held: list) -> None:
+    def begin(self, resources: list) -> None:
         """Frees the contents of a list in another thread, if only the list holds them."""
-        self._held[id(held)] = held
-        _thread.start_new_thread(self._free, (held,))
+        self._resources[id(resources)] = resources
+        _thread.start_new_thread(self._free, (resources,))
 
-    def _free(self, held: list) -> None:
-        held.clear()
-        del self._held[id(held)]
+    def _free(self, resources: list) -> None:
+        resources.clear()
+        del self._resources[id(resources)]
 
     def close(self) -> None:
         """Waits for all of them; they need no Python lock to continue."""
         self._closed = True
         began, warned = time.monotonic(), False
-        while self._held:
+        while self._resources:
             waited = time.monotonic() - began
             if waited > _QUIET_INTERVAL and not warned:
                 warned = True
@@ -61,15 +61,15 @@ class _Ends:
                 )
             if waited > timeouts.get().iterator_end:
                 logger.warning(
-                    f"timeout: TensorFlow has not freed {len(self._held)} iterators over tf.data; the process ends"
+                    f"timeout: TensorFlow has not freed {len(self._resources)} iterators over tf.data; the process ends"
                 )
                 return
             time.sleep(0.01)
 
     def forget(self) -> None:
         """Forgets them in a fork, which has none of the threads: their contents are never freed."""
-        self._of_parents.append(self._held)
-        self._held = {}
+        self._of_parents.append(self._resources)
+        self._resources = {}
 
 
 _ends = _Ends()
@@ -91,6 +91,6 @@ def end(original, self):
     if not tunes:
         return
     # Its functions are called until the end. Only the list holds both, so that the thread frees them.
-    held = [resource, dataset]
+    resources = [resource, dataset]
     del resource, dataset
-    _ends.begin(held)
+    _ends.begin(resources)

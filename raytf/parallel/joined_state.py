@@ -34,16 +34,16 @@ def assigned(variable: keras.Variable, value) -> bool:
             step.states.note(step, variable, value)
         return False
     strategy, context = tf.distribute.get_strategy(), tf.distribute.get_replica_context()
-    held = keras_objects.variable_of(variable)
-    value = tf.cast(value, held.dtype)
+    tf_variable = keras_objects.variable_of(variable)
+    value = tf.cast(value, tf_variable.dtype)
     # TensorFlow's own assignment would start another collective of the replicas
-    local = strategy.experimental_local_results(held)[_number_here(context, strategy)]
+    local = strategy.experimental_local_results(tf_variable)[_number_here(context, strategy)]
     aggregation = "only_first_replica" if drawn else variable.aggregation
     local.assign(_joined(step, aggregation, tf.convert_to_tensor(local), value))
     return True
 
 
-def of_shared(step: step_module.Step, variable: keras.Variable, before: tf.Tensor, value: tf.Tensor) -> tf.Tensor:
+def of_shared(step: step_module.Step, variable: keras.Variable, old_value: tf.Tensor, value: tf.Tensor) -> tf.Tensor:
     """Returns the value that a replica assigns to a variable that all replicas share, and that joins their values."""
     if getattr(step_module.state, "reduced", False):
         return value
@@ -52,10 +52,10 @@ def of_shared(step: step_module.Step, variable: keras.Variable, before: tf.Tenso
             return communicator.of_first([value])[0]
         if step.states is not None:
             step.states.note(step, variable, value)
-        return tf.where(step.rows > 0, value, before) if id(variable) in step.shared else value
+        return tf.where(step.rows > 0, value, old_value) if id(variable) in step.shared else value
     if variable.aggregation == "sum":
-        return tf.where(step.rows > 0, value, before)
-    return _joined(step, variable.aggregation, before, value)
+        return tf.where(step.rows > 0, value, old_value)
+    return _joined(step, variable.aggregation, old_value, value)
 
 
 def _is_one_draw(step: step_module.Step, variable: keras.Variable, value) -> bool:
@@ -70,10 +70,10 @@ def _number_here(context, strategy) -> int:
     return int(number) % local_replicas(strategy) if local_replicas(strategy) > 1 else 0
 
 
-def _joined(step: step_module.Step, aggregation: str, before: tf.Tensor, value: tf.Tensor) -> tf.Tensor:
+def _joined(step: step_module.Step, aggregation: str, old_value: tf.Tensor, value: tf.Tensor) -> tf.Tensor:
     if aggregation == "sum":
-        (added,) = all_sum([tf.where(step.rows > 0, value - before, tf.zeros_like(before))])
-        return before + added
+        (added,) = all_sum([tf.where(step.rows > 0, value - old_value, tf.zeros_like(old_value))])
+        return old_value + added
     if not gradients.may_differ(step, value):
         return value
     if aggregation == "mean" and not gradients.differs_by_draws(step, value):
@@ -110,10 +110,10 @@ class States:
         self._named.add(variable.path)
         if not communicator.is_chief(tf.distribute.get_strategy()):
             return
-        kept = "the mean of all workers'" if keras.backend.is_float_dtype(variable.dtype) else "the chief's"
+        owner = "the mean of all workers'" if keras.backend.is_float_dtype(variable.dtype) else "the chief's"
         warnings.warn(
             f"{type(layer).__name__} {layer.name!r} keeps {variable.path!r}, which follows the rows of a batch: each "
-            f"worker has its own, of its rows, and {kept} after each epoch, which is not what one process would have. "
+            f"worker has its own, of its rows, and {owner} after each epoch, which is not what one process would have. "
             'Say in add_weight how they are joined: aggregation="sum" adds up what each worker adds to it, "mean" '
             'takes the mean over the rows of all, and "only_first_replica" the chief\'s',
             stacklevel=2,

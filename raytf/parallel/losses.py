@@ -62,13 +62,13 @@ def loss_call(original, self, y_true, y_pred, sample_weight=None):
         return original(self, y_true, y_pred, sample_weight)
     given = y_true, y_pred, sample_weight
     call = lambda args: original(self, *args)
-    found = _tried(step, self, y_true, y_pred)
-    if found.unknown or found.rows:
+    outcome = _tried(step, self, y_true, y_pred)
+    if outcome.unknown or outcome.rows:
         with step_module.override_state(scalar=False):
             value = original(self, *given)
             scalar = step_module.state.scalar
         if not scalar:
-            _warn_if_unknown(found, f"The loss {self.name!r}")
+            _warn_if_unknown(outcome, f"The loss {self.name!r}")
             return value
     return whole_batch.computed(step, call, given)
 
@@ -89,10 +89,10 @@ def _tried(step: step_module.Step, loss, y_true, y_pred) -> halves.Outcome:
     return halves.known(step, loss, call, (y_true, y_pred), missing=missing)
 
 
-def _warn_if_unknown(found: halves.Outcome, what: str) -> None:
-    if found.why:
+def _warn_if_unknown(outcome: halves.Outcome, what: str) -> None:
+    if outcome.why:
         warnings.warn(
-            f"{what} could not be tried on rows that are made up ({found.why}), so that it is not known whether it "
+            f"{what} could not be tried on rows that are made up ({outcome.why}), so that it is not known whether it "
             "compares rows: then a worker would compare its own rows alone. Let it end with a mean "
             "(keras.ops.mean), and it is computed on the rows of all workers",
             stacklevel=2,
@@ -213,11 +213,11 @@ def layer_call(original, self, *args, **kwargs):
     if step_module.current() is None:
         return original(self, *args, **kwargs)
     calls = getattr(step_module.state, "calls", None) or []
-    with step_module.override_state(calls=[*calls, _Call(self, original, args, kwargs)]):
+    with step_module.override_state(calls=[*calls, _LayerCall(self, original, args, kwargs)]):
         return original(self, *args, **kwargs)
 
 
-class _Call:
+class _LayerCall:
     """A call of a layer, and the number of losses that it has added."""
 
     def __init__(self, layer, original: Callable, args, kwargs):
@@ -281,16 +281,16 @@ def own_losses(original, self):
     return list(added) if whole is None else [whole_batch.mean_over_replicas(whole.step, part) for part in added]
 
 
-def _added(step: step_module.Step, call: _Call, loss: tf.Tensor) -> tf.Tensor:
+def _added(step: step_module.Step, call: _LayerCall, loss: tf.Tensor) -> tf.Tensor:
     index = call.added
     call.added += 1
 
-    def one(given):
+    def added_loss(given):
         # without noise and batch statistics, unless it is added in training only
         without = call.losses(given, training=False)
         return without[index] if index < len(without) else call.losses(given, training=True)[index]
 
-    result = halves.known(step, call.layer, one, call.given, step.known_rows, place=index)
+    result = halves.known(step, call.layer, added_loss, call.given, step.known_rows, index=index)
     if result.ways & {halves.SAME, halves.MEAN} or (result.unknown and not result.why):
         return loss
     if halves.SUM in result.ways:

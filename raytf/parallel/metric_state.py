@@ -18,9 +18,9 @@ def check(model) -> None:
         kind = type(metric)
         if kind.update_state.__module__.startswith("keras.") or metric.variables:
             continue
-        kept = [name for name, value in vars(metric).items() if name not in known and _is_state(value)]
-        if kept:
-            names = ", ".join(f"self.{name}" for name in kept)
+        attributes = [name for name, value in vars(metric).items() if name not in known and _is_state(value)]
+        if attributes:
+            names = ", ".join(f"self.{name}" for name in attributes)
             raise ConfigError(
                 "A metric keeps its state in its variables, which are summed over workers and kept in checkpoints",
                 f"the metric {metric.name!r} ({definition_line(kind)}), which has {names} and no variables",

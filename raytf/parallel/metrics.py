@@ -54,7 +54,7 @@ def _totals(model, assign: bool) -> tuple[list, list]:
     return list(zip(metrics, totals, strict=True)), list(zip(averaged, means, strict=True))
 
 
-def standing(model, logs, assign: bool) -> tuple[list[list[np.ndarray]], list, dict]:
+def collect_metrics(model, logs, assign: bool) -> tuple[list[list[np.ndarray]], list, dict]:
     """Returns the state of an epoch after some of its steps; every worker calls it at the same step.
 
     Args:
@@ -63,8 +63,8 @@ def standing(model, logs, assign: bool) -> tuple[list[list[np.ndarray]], list, d
         assign: Whether to assign moving statistics their mean over workers, as at the end of an epoch.
 
     Returns:
-        The variables of each metric over the rows of all workers, for `go_on`; [(moving statistic, its mean)], if they
-        were not assigned; and the logs of the epoch, if this were its last step.
+        The variables of each metric over the rows of all workers, for `restore_sums`; [(moving statistic, its mean)],
+        if they were not assigned; and the logs of the epoch, if this were its last step.
     """
     own = [list(metric.variables) for metric in model.metrics]
     if not many_replicas(model.distribute_strategy):
@@ -140,8 +140,8 @@ def described(model) -> list[str]:
     return [describe(metric) for metric in model.metrics]
 
 
-def go_on(model, values: Sequence[Sequence[np.ndarray]], names: Sequence[str]) -> list[int]:
-    """Restores reset metrics from the values of `standing`, so that sums over any number of workers continue.
+def restore_sums(model, values: Sequence[Sequence[np.ndarray]], names: Sequence[str]) -> list[int]:
+    """Restores reset metrics from the values of `collect_metrics`, so that sums over any number of workers continue.
 
     The first replica gets the sums, and the others keep the values of the reset. All get means, and values that count
     once.
@@ -174,7 +174,7 @@ def go_on(model, values: Sequence[Sequence[np.ndarray]], names: Sequence[str]) -
 
 
 def add(model, values: Mapping[int, Sequence[np.ndarray]]) -> None:
-    """Adds earlier sums to metrics that were built by the first step; see `go_on`."""
+    """Adds earlier sums to metrics that were built by the first step; see `restore_sums`."""
     metrics = list(model.metrics)
     _replace(
         model, [p for i, saved in values.items() for p in zip(metrics[i].variables, saved, strict=True)], added=True
@@ -222,19 +222,19 @@ def last_logs(model, last: tuple) -> tuple[dict[str, float], int]:
     zeros = [(v, tf.zeros(v.shape, v.dtype)) for v in model.metrics_variables]
     with keras.StatelessScope(state_mapping=zeros):  # avoids a read, which would sum them over workers
         names = list(model.get_metrics_result())
-        trace, variables = step_logs.notes_of(model).found, _variables_of_names(model)
+        trace, variables = step_logs.notes_of(model).last_trace, _variables_of_names(model)
     if not isinstance(logs, dict) or step_logs.by_metrics(trace, logs, variables) != set(names):
         raise RaytfError("the logs of its last step were its own")
     return dict.fromkeys(names, 0.0), int(rows)
 
 
 def finish_logs(model, logs: Mapping) -> None:
-    """Makes an epoch without remaining steps end with the logs that `standing` returned after its last step."""
+    """Makes an epoch without remaining steps end with the logs that `collect_metrics` returned after its last step."""
     model.__dict__["_raytf_logs"] = dict(logs)
 
 
-def _is_read_as_a_sum(held) -> bool:
-    return getattr(held, "synchronization", None) == tf.VariableSynchronization.ON_READ
+def _is_read_as_a_sum(tf_variable) -> bool:
+    return getattr(tf_variable, "synchronization", None) == tf.VariableSynchronization.ON_READ
 
 
 @patch((backend_core.Variable, "_direct_assign"))
@@ -245,19 +245,19 @@ def direct_assign(original, self, value):
     would count once for each of them. Values other than sums become the mean. A replica without rows changes nothing.
     """
     assigned.tell(self)
-    held = keras_objects.variable_of(self)
+    tf_variable = keras_objects.variable_of(self)
     shown, whole = step_logs.seen(), whole_batch.current()
     if shown is not None:
         shown.written.add(id(self))
-    if whole is not None and self.aggregation == "sum" and _is_read_as_a_sum(held):
-        old = tf.convert_to_tensor(held)
+    if whole is not None and self.aggregation == "sum" and _is_read_as_a_sum(tf_variable):
+        old = tf.convert_to_tensor(tf_variable)
         value = tf.where(whole.counts, tf.cast(value, old.dtype), old)
     written = getattr(step_module.state, "written", None)
     if written is not None and not getattr(step_module.state, "reduced", False):
         written[id(self)] = self
-    if tf.distribute.in_cross_replica_context() and _is_read_as_a_sum(held):
+    if tf.distribute.in_cross_replica_context() and _is_read_as_a_sum(tf_variable):
         # a read, which is not needed, would be a collective for each variable of each metric
-        held.assign(tf.cast(value, held.dtype), read_value=False)
+        tf_variable.assign(tf.cast(value, tf_variable.dtype), read_value=False)
         return
     if tf.distribute.in_cross_replica_context():
         original(self, value)
@@ -269,15 +269,15 @@ def direct_assign(original, self, value):
         if not joined_state.assigned(self, value):
             original(self, value)
         return
-    old = tf.convert_to_tensor(held)
+    old = tf.convert_to_tensor(tf_variable)
     value = tf.cast(value, old.dtype)
     step = step_module.current()
     if step is not None:
         value = joined_state.of_shared(step, self, old, value)
     if self.aggregation == "sum":
-        held.assign_add(value - old)
+        tf_variable.assign_add(value - old)
     elif self.aggregation == "none":
-        tf.distribute.get_replica_context().merge_call(functools.partial(_assign_mean, held), args=(value,))
+        tf.distribute.get_replica_context().merge_call(functools.partial(_assign_mean, tf_variable), args=(value,))
     else:
         original(self, value)
 
@@ -384,7 +384,7 @@ def before_step(model, shown: step_logs.StepObservations) -> None:
     """Saves the values of metrics before a step in which this replica may have no rows."""
     step = step_module.current()
     if step is not None and step.partial:
-        shown.before = {id(v): tf.identity(v.value) for v in model.metrics_variables}
+        shown.initial_values = {id(v): tf.identity(v.value) for v in model.metrics_variables}
 
 
 def result_in_step(origin: step_logs.Origin) -> tf.Tensor:
@@ -398,7 +398,7 @@ def _over_all_rows(metric, step: step_module.Step, shown: step_logs.StepObservat
     variables = [v for v in metric.variables if tf.as_dtype(v.dtype) in exchange.SUMMABLE]
     values = [tf.convert_to_tensor(v.value) for v in variables]
     values = [
-        tf.where(step.rows > 0, value, shown.before[id(v)]) if id(v) in shown.before else value
+        tf.where(step.rows > 0, value, shown.initial_values[id(v)]) if id(v) in shown.initial_values else value
         for v, value in zip(variables, values, strict=True)
     ]
     totals, _ = _summed(variables, values)
@@ -418,7 +418,7 @@ def global_logs(model, logs, rows, epoch: bool = False):
 
 
 def _logs(model, logs, rows, totals, epoch: bool):
-    trace = step_logs.notes_of(model).found
+    trace = step_logs.notes_of(model).last_trace
     logs = logs if isinstance(logs, dict) else {}
     with keras.StatelessScope(state_mapping=[(v, tf.convert_to_tensor(t)) for v, t in totals]):
         results = dict(model.get_metrics_result())
@@ -455,7 +455,7 @@ def get_metrics_result_or_logs(original, self, logs):
         results, notes = original(self, logs), step_logs.notes_of(self)
         if results is logs or notes.last is None:
             return results
-        named = step_logs.by_metrics(notes.found, logs, _variables_of_names(self))
+        named = step_logs.by_metrics(notes.last_trace, logs, _variables_of_names(self))
         return {name: results[name] if name in named else value for name, value in logs.items()}
     local, rows = self.__dict__.get("_raytf_last", (logs, 1))
     return global_logs(self, local, rows, epoch=True)

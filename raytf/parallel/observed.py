@@ -27,7 +27,7 @@ def step_of(model, function: Callable, training: bool) -> Callable:
     @functools.wraps(function)
     def step(data):
         shown = step_logs.StepObservations(notes)
-        shown.sums = row_sums.RowSums.of(model, data) if many and training else None
+        shown.sums = row_sums.RowSums.create(model, data) if many and training else None
         with contextlib.ExitStack() as stack, step_module.override_state(seen=shown):
             for metric in _metrics_of(model):
                 stack.enter_context(patched_of(metric, "result", functools.partial(metrics.result, metric)))
@@ -42,7 +42,7 @@ def step_of(model, function: Callable, training: bool) -> Callable:
             metrics.before_step(model, shown)
             outputs = function(data)
             outputs, origins = step_logs.resolved(outputs, shown, metrics.result_in_step)
-        notes.of[training] = step_logs.StepTrace(origins, frozenset(shown.written))
+        notes.traces[training] = step_logs.StepTrace(origins, frozenset(shown.written))
         return outputs
 
     return step

@@ -43,7 +43,7 @@ def apply(original, self, grads, trainable_variables=None):
     local = local_sgd.every(strategy) > 1
     weights = trainable_variables or keras_objects.variables_of_optimizer(self)
     grads = gradients.of_this_worker(grads) if local else gradients.for_optimizer(grads, weights)
-    # variables without gradients, such as `iterations`, must not change before all gradients are ready: see `healing`
+    # variables without gradients, such as `iterations`, change when all gradients are ready: see `recovery_client`
     dependencies = [] if local else [own_loops.content_of(g) for g in grads if g is not None]
     with (
         tf.control_dependencies(dependencies),

@@ -123,7 +123,7 @@ def for_optimizer(grads: Sequence, total) -> list:
             results[i] = value
         values = {t.name: value for t, value in zip(sources, summed[len(left) :], strict=True)}
         for i in lifted:
-            results[i] = ways[i].of(values)
+            results[i] = ways[i].apply(values)
     drawn = [i for i, way in ways.items() if way.drawn and (way.alike or i in lifted) and tf.is_tensor(results[i])]
     for i, value in zip(drawn, communicator.of_first([results[i] for i in drawn]) if drawn else [], strict=True):
         results[i] = value
@@ -198,7 +198,7 @@ class _Way:
                 return seen, True, False
         return seen, unknown, summed
 
-    def of(self, values: dict[str, tf.Tensor]) -> tf.Tensor:
+    def apply(self, values: dict[str, tf.Tensor]) -> tf.Tensor:
         """Returns the same function of other values, by the names of the tensors in `taped`."""
         graph, values = self._tensor.graph, dict(values)
         for operation in self.operations:

@@ -1,7 +1,7 @@
 """A worker's own state: variables that a step changes besides its update, such as metrics, moving statistics, seeds.
 
 Other workers do not have it, or have it as of the next step. So each worker sends it to the next one of the ring after
-every step, for its replacement worker; see `raytf.collectives.healing`.
+every step, for its replacement worker; see `raytf.collectives.recovery_client`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from raytf.collectives import communicator, gradient_ring, healing
+from raytf.collectives import communicator, gradient_ring, recovery_client
 from raytf.collectives.exchange import NO_NUMBERS
 from raytf.compat import keras_objects
 from raytf.compat.tensorflow import separate_function
@@ -43,13 +43,13 @@ def bytes_of(model) -> int | None:
 def passing_on(model, replica_step):
     """Returns a replica's step that also sends its own state to the next worker, if the workers' ring can recover."""
     holder = gradient_ring.ring_of(model.distribute_strategy)
-    if holder is None or not healing.healer.armed:
+    if holder is None or not recovery_client.client.armed:
         return replica_step
 
     def step(data):
         with step_module.override_state(written=_written(model)):
             outputs = replica_step(data)
-        holder.pass_on([tf.convert_to_tensor(v.value) for v in variables_of(model)])
+        holder.send_to_successor([tf.convert_to_tensor(v.value) for v in variables_of(model)])
         return outputs
 
     return step
@@ -71,19 +71,19 @@ def written_early(model) -> list[str]:
 
 def began(model) -> None:
     """Sends a worker's own state at the begin of an epoch; every worker calls it."""
-    healing.healer.began(gradient_ring.ring_of(model.distribute_strategy), content_of(model))
+    recovery_client.client.began(gradient_ring.ring_of(model.distribute_strategy), content_of(model))
 
 
 def averaged(model) -> None:
     """Sends a worker's own state after a checkpoint that averaged it over workers; every worker calls it."""
-    if healing.healer.armed:
-        healing.healer.averaged(gradient_ring.ring_of(model.distribute_strategy), content_of(model))
+    if recovery_client.client.armed:
+        recovery_client.client.averaged(gradient_ring.ring_of(model.distribute_strategy), content_of(model))
 
 
 def resumes(model) -> None:
     """Sends own state that callbacks that read batches may have changed since the last step, as `evaluate` does."""
-    if healing.healer.armed and model.__dict__.get("_raytf_sync_batches"):
-        healing.healer.resumes(gradient_ring.ring_of(model.distribute_strategy), content_of(model))
+    if recovery_client.client.armed and model.__dict__.get("_raytf_sync_batches"):
+        recovery_client.client.resumes(gradient_ring.ring_of(model.distribute_strategy), content_of(model))
 
 
 def content_of(model) -> bytes:
@@ -113,7 +113,7 @@ def check_alike(model) -> None:
     Raises:
         RaytfError: They differ.
     """
-    healing.healer.healed = False
+    recovery_client.client.healed = False
     digest = 0
     for variable in alike(model):
         digest = zlib.crc32(local_value(model.distribute_strategy, variable), digest)

@@ -49,7 +49,7 @@ class RowSums:
         self._reached: set = set()
 
     @classmethod
-    def of(cls, model, data: Any) -> RowSums | None:
+    def create(cls, model, data: Any) -> RowSums | None:
         """Returns the check, or None in eager mode, and for Keras' own step."""
         own = type(model).train_step is not keras.Model.train_step
         return cls(model, data) if own and not tf.executing_eagerly() else None
@@ -123,12 +123,12 @@ class RowSums:
 
     def _elementwise(self, step, values) -> list | None:
         """Returns the tensors that values are computed from row by row; None if the rows' number may divide them."""
-        found, left = [], [values]
+        tensors, left = [], [values]
         while left:
             tensor = left.pop()
             if step.is_whole(tensor) or any(map(step.is_whole, tensor.op.inputs)):
                 return None
-            found.append(tensor)
+            tensors.append(tensor)
             if tensor.op.type not in _BY_VALUE:
                 continue
             for given in tensor.op.inputs:
@@ -136,7 +136,7 @@ class RowSums:
                     left.append(given)
                 elif self._depends(given):
                     return None
-        return found
+        return tensors
 
     def _cuts(self, step, leaf) -> bool:
         return any(self._is_cut(step, op) for op in leaf.consumers())

@@ -65,8 +65,10 @@ class Shares:
     def _bounds(self) -> dict[int, tuple[int, int]]:
         """(begin, end) of this worker's share of each variable, by its id."""
         packs = self._ring.packs(self._specs())
-        found = [(i, bounds) for pack in packs for i, bounds in zip(pack.indices, self._ring.bounds(pack), strict=True)]
-        return {id(self.variables[i]): bounds for i, bounds in found}
+        bounds_by_index = [
+            (i, bounds) for pack in packs for i, bounds in zip(pack.indices, self._ring.bounds(pack), strict=True)
+        ]
+        return {id(self.variables[i]): bounds for i, bounds in bounds_by_index}
 
     def _specs(self) -> list[tf.TensorSpec]:
         return [tf.TensorSpec(v.shape, v.dtype) for v in self.variables]
@@ -207,7 +209,7 @@ class Shares:
 
     def _exchange(self, number: int) -> int:
         """Returns the sum of all workers' numbers, of which one worker's is not 0."""
-        with exchange.meeting():
+        with exchange.collective_phase():
             return int(self._ring.add_arrays([np.array([number])])[0][0])
 
     @contextlib.contextmanager
@@ -330,7 +332,7 @@ def left_to_optimizer(step, model_sources: Sequence, grads: Sequence) -> set[int
     shares = getattr(step_module.state, "shares", None)
     if shares is None or may_record() or step.is_nested():
         return set()
-    found = {i for i, v in enumerate(model_sources) if isinstance(grads[i], tf.Tensor) and shares.has(v)}
-    for i in found:
+    indices = {i for i, v in enumerate(model_sources) if isinstance(grads[i], tf.Tensor) and shares.has(v)}
+    for i in indices:
         step.note_local(grads[i])
-    return found
+    return indices

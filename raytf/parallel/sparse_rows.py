@@ -134,7 +134,7 @@ class PartOfVariable:
         self.assign(self.value - value)
 
 
-class _Rows(PartOfVariable):
+class _VariableRows(PartOfVariable):
     """Some rows of a variable.
 
     Args:
@@ -162,9 +162,9 @@ def update(optimizer, variable, gradient: tf.IndexedSlices, learning_rate) -> No
         learning_rate: As for `update_step`.
     """
     ids = gradient.indices
-    table = _Rows(variable, ids, keras_objects.key_of(optimizer, variable))
-    held = keras_objects.slots_of(optimizer, variable)
-    slots = {name: _Rows(keras_optimizers.local_variable(slot), ids) for name, slot in held.items()}
+    table = _VariableRows(variable, ids, keras_objects.key_of(optimizer, variable))
+    slot_variables = keras_objects.slots_of(optimizer, variable)
+    slots = {name: _VariableRows(keras_optimizers.local_variable(slot), ids) for name, slot in slot_variables.items()}
     if optimizer.weight_decay is not None and keras_objects.decays(optimizer, variable):
         factor = tf.cast(optimizer.weight_decay, table.dtype) * tf.cast(learning_rate, table.dtype)
         table.assign_sub(table.value * factor)

@@ -33,8 +33,8 @@ def check() -> str | None:
     two = _stepped(tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]))
     for name, value in single.items():
         if not np.allclose(value, two[name], rtol=0, atol=_TOLERANCE):
-            where = f"a step on two devices has {name} {two[name].ravel()[0]:g}, not {value.ravel()[0]:g}"
-            raise versions.misfit_error(where)
+            difference = f"a step on two devices has {name} {two[name].ravel()[0]:g}, not {value.ravel()[0]:g}"
+            raise versions.misfit_error(difference)
     return versions.untested_warning()
 
 

@@ -57,20 +57,20 @@ class Notes:
 
     Args:
         trials: Outcomes of trials, see `halves.known`.
-        of: Traces of the train step (True) and the test step (False).
-        last: Key in `of` of the step that ran last.
+        traces: Traces of the train step (True) and the test step (False).
+        last: Key in `traces` of the step that ran last.
         gathers: Whether a step gathers the rows of all replicas.
     """
 
     trials: dict = dataclasses.field(default_factory=dict)
-    of: dict[bool, StepTrace] = dataclasses.field(default_factory=dict)
+    traces: dict[bool, StepTrace] = dataclasses.field(default_factory=dict)
     last: bool | None = None
     gathers: bool = False
 
     @property
-    def found(self) -> StepTrace:
+    def last_trace(self) -> StepTrace:
         """The trace of the step that ran last."""
-        return self.of.get(self.last, StepTrace())
+        return self.traces.get(self.last, StepTrace())
 
 
 @dataclasses.dataclass
@@ -81,7 +81,7 @@ class StepObservations:
         notes: Notes of its model.
         results: By id of a tensor: (the tensor, its origin).
         written: Ids of assigned variables, see `StepTrace`.
-        before: By id of a metric's variable: its value when the step began, if a replica may have no rows.
+        initial_values: By id of a metric's variable: its value when the step began, if a replica may have no rows.
         added: By id of a layer: its losses from `add_loss`.
         sums: The check of the losses that tapes differentiate, a `row_sums.RowSums`, or None.
     """
@@ -89,7 +89,7 @@ class StepObservations:
     notes: Notes
     results: dict[int, tuple[tf.Tensor, Origin]] = dataclasses.field(default_factory=dict)
     written: set[int] = dataclasses.field(default_factory=set)
-    before: dict[int, tf.Tensor] = dataclasses.field(default_factory=dict)
+    initial_values: dict[int, tf.Tensor] = dataclasses.field(default_factory=dict)
     added: dict[int, list[tf.Tensor]] = dataclasses.field(default_factory=dict)
     sums: Any = None
 
@@ -159,10 +159,10 @@ def _copied(tensor: tf.Tensor, copies: dict[int, tf.Tensor]) -> tf.Tensor:
     """Returns a tensor, computed from `copies` instead of some of its sources."""
     done: dict[Any, list] = {}
 
-    def of(one):
-        if id(one) in copies:
-            return copies[id(one)]
-        return done[one.op][one.value_index]
+    def copy_of(source):
+        if id(source) in copies:
+            return copies[id(source)]
+        return done[source.op][source.value_index]
 
     ahead = [tensor.op]
     while ahead:
@@ -174,23 +174,23 @@ def _copied(tensor: tf.Tensor, copies: dict[int, tf.Tensor]) -> tf.Tensor:
                 ahead.pop()
             continue
         ahead.pop()
-        given = [of(t) for t in op.inputs]
+        given = [copy_of(t) for t in op.inputs]
         if all(a is b for a, b in zip(given, op.inputs, strict=True)):
             done[op] = list(op.outputs)
             continue
         attributes = {name: op.node_def.attr[name] for name in op.node_def.attr}
         made = op.graph.create_op(op.type, given, [t.dtype for t in op.outputs], attrs=attributes, op_def=op.op_def)
         done[op] = list(made.outputs)
-    return of(tensor)
+    return copy_of(tensor)
 
 
-def joined(strategy, outputs: Any, rows: Any, found: StepTrace) -> tuple[Any, tf.Tensor]:
+def joined(strategy, outputs: Any, rows: Any, trace: StepTrace) -> tuple[Any, tf.Tensor]:
     """Returns (joined outputs of the replicas of this process, the number of their rows)."""
     local = strategy.experimental_local_results
     counts = local(rows)
     total = counts[0] if len(counts) == 1 else tf.add_n(counts)
     leaves = tree.flatten(outputs)
-    for i, (leaf, origin) in enumerate(zip(leaves, found.origins, strict=True)):
+    for i, (leaf, origin) in enumerate(zip(leaves, trace.origins, strict=True)):
         values = local(leaf)
         if len(values) == 1 or not _is_number(values[0]):
             leaves[i] = values[0]
@@ -212,39 +212,39 @@ def _weighted(values: Sequence[tf.Tensor], rows: Sequence[tf.Tensor], total: tf.
 # ------------------------------------------------------------------------------------------------- at its end
 
 
-def by_metrics(found: StepTrace, logs: Mapping, names: Mapping[str, Sequence]) -> set[str]:
+def by_metrics(trace: StepTrace, logs: Mapping, names: Mapping[str, Sequence]) -> set[str]:
     """Returns the names in logs that metrics replace, if a step returns the names of all of them.
 
     Args:
-        found: Trace of the step.
+        trace: Trace of the step.
         logs: Logs that it returned.
         names: Variables of each metric result, by the name of the result.
     """
     if set(logs) != set(names):
         return set()
-    if not found.origins:  # another process ran the step
+    if not trace.origins:  # another process ran the step
         return set(names)
-    results = {name for name, value in _by_name(logs, found).items() if value.metric is not None}
-    return results | {name for name, group in names.items() if not group or any(id(v) in found.written for v in group)}
+    results = {name for name, value in _by_name(logs, trace).items() if value.metric is not None}
+    return results | {name for name, group in names.items() if not group or any(id(v) in trace.written for v in group)}
 
 
-def _by_name(logs: Mapping, found: StepTrace) -> dict[str, Origin]:
+def _by_name(logs: Mapping, trace: StepTrace) -> dict[str, Origin]:
     """Returns the origins of values that are no nests."""
     paths = [path for path, _ in tree.flatten_with_path(dict(logs))]
-    return {path[0]: origin for path, origin in zip(paths, found.origins, strict=False) if len(path) == 1}
+    return {path[0]: origin for path, origin in zip(paths, trace.origins, strict=False) if len(path) == 1}
 
 
-def of_all_workers(strategy, logs: Mapping, rows: Any, found: StepTrace, result: Callable[[Origin], Any]) -> dict:
+def of_all_workers(strategy, logs: Mapping, rows: Any, trace: StepTrace, result: Callable[[Origin], Any]) -> dict:
     """Returns the logs over the rows of all workers, see the module's docstring.
 
     Args:
         logs: Logs of the last step in this process.
         rows: Number of this worker's rows in it.
-        found: Trace of that step.
+        trace: Trace of that step.
         result: result(origin) -> a metric's result over all rows.
     """
     leaves = tree.flatten(dict(logs))
-    origins = [*found.origins, *[Origin()] * len(leaves)][: len(leaves)]
+    origins = [*trace.origins, *[Origin()] * len(leaves)][: len(leaves)]
     numbers = [i for i, leaf in enumerate(leaves) if origins[i].metric is None and _is_number(leaf)]
     whole = [i for i in numbers if origins[i].by_row]
     means = [i for i in numbers if not origins[i].by_row]

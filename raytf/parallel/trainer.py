@@ -29,7 +29,7 @@ import tensorflow as tf
 from keras import tree
 
 from raytf import activity, validation
-from raytf.collectives import communicator, exchange, healing
+from raytf.collectives import communicator, exchange, recovery_client
 from raytf.collectives.communicator import local_replicas, many_replicas, spans_workers
 from raytf.compat import keras_objects, patching
 from raytf.compat.keras import backend_trainer, pythonify_logs
@@ -98,7 +98,7 @@ def _make_function(original, self, step_function):
     @tf.autograph.experimental.do_not_convert
     def one_step(data):
         outputs, rows = strategy.run(replica_step, args=(data,))
-        return step_logs.joined(strategy, outputs, rows, step_logs.notes_of(self).of[training])
+        return step_logs.joined(strategy, outputs, rows, step_logs.notes_of(self).traces[training])
 
     one_step = keras_objects.autoconverted(self, one_step)
     if not self.run_eagerly:
@@ -151,10 +151,10 @@ def _make_function(original, self, step_function):
         self.__dict__["_raytf_last"] = (outputs, rows)
         if not training:
             return outputs
-        healing.healer.close()
-        if healing.healer.healed:
+        recovery_client.client.close()
+        if recovery_client.client.healed:
             own_state.check_alike(self)
-        healing.healer.steps_made()
+        recovery_client.client.steps_made()
         return metrics.global_logs(self, outputs, rows) if self.__dict__.get("_raytf_sync_batches") else outputs
 
     return _track_activity(self, function, training)
@@ -173,14 +173,17 @@ def _track_activity(model, function: Callable, training: bool) -> Callable:
         return tested
 
     def trained(iterator):
-        activity_log.at(activity.STEP)
+        activity_log.enter(activity.STEP)
         notes.last = True
         own_state.resumes(model)
         try:
-            with healing.healer.execution(), _cause_first(_steps_behind(activity_log.step, model.steps_per_execution)):
+            with (
+                recovery_client.client.execution(),
+                _cause_first(_steps_behind(activity_log.step, model.steps_per_execution)),
+            ):
                 outputs = function(iterator)
         except BaseException:  # also at the end of the data
-            activity_log.at(activity.CALLBACKS)
+            activity_log.enter(activity.CALLBACKS)
             raise
         activity_log.executed(model.steps_per_execution)
         return outputs
@@ -204,13 +207,13 @@ _OF_OTHERS = (
 
 
 @contextlib.contextmanager
-def _cause_first(where: str):
+def _cause_first(location: str):
     """Puts the cause of a TensorFlow error first, which otherwise follows some 50 lines about the graph."""
     try:
         yield
     except tf.errors.OpError as error:
         text = str(error)
-        new_text = with_cause(text, where)
+        new_text = with_cause(text, location)
         if isinstance(error, _OF_OTHERS) or new_text == text:
             raise
         try:
@@ -247,7 +250,7 @@ def _fit(original, self, x=None, y=None, batch_size=None, epochs=1, verbose="aut
     validation.check_callbacks(callbacks)
     verbose, callbacks = verbosity.for_fit(verbose, callbacks)
     with contextlib.ExitStack() as ends:
-        ends.callback(activity.tracker.at, activity.BEGIN)  # the user's code follows
+        ends.callback(activity.tracker.enter, activity.BEGIN)  # the user's code follows
         ends.enter_context(activity.tracker.calling("model.fit()"))
         return _agreed_fit(original, self, x, y, batch_size, epochs, verbose, callbacks, *args, **kwargs)
 

@@ -66,8 +66,8 @@ class StepCounter(TrainingPart):
     def on_epoch_begin(self, epoch, logs=None):
         self.epoch_step = 0
 
-    def go_on(self, epoch: int, step: int, skip: int = 0) -> None:
-        """Resumes an epoch after some steps, see `FeedCallback.go_on`; it skips no row, as batches stay the same."""
+    def resume_at(self, epoch: int, step: int, skip: int = 0) -> None:
+        """Resumes an epoch after some steps, see `FeedCallback.resume_at`; it skips no row: batches stay the same."""
         self.epoch_step = step
 
     def begin_at(self, step: int, dataset) -> None:
@@ -107,26 +107,26 @@ class EpochRunner:
             batches = iter(rows.row_span(name, feed, epoch, first, count))
             begin = epoch * feed.steps + first
 
-            def one(done, *totals):
+            def make_step(done, *totals):
                 totals = strategy.run(step, args=(batches.get_next(), begin + done, totals))
                 return (done + 1, *totals)
 
             start = (tf.constant(0, tf.int64), *(tf.constant(value) for value in initial))
             # sequentially, as each step must read what the step before has written to the servers
-            _, *totals = tf.while_loop(lambda done, *_: done < count, one, start, parallel_iterations=1)
+            _, *totals = tf.while_loop(lambda done, *_: done < count, make_step, start, parallel_iterations=1)
             return totals
 
         return separate_function(span)
 
     def train(
-        self, number: int, position: StepCounter, kept: StepCheckpointCallback | None, progress
+        self, number: int, position: StepCounter, saver: StepCheckpointCallback | None, progress
     ) -> dict[str, float]:
         """Trains the remaining steps of an epoch.
 
         Args:
             number: The epoch, from 0.
             position: Counter of the steps, at the first step.
-            kept: Saves checkpoints within the epoch and stops it, each after all steps that have begun; or None.
+            saver: Saves checkpoints within the epoch and stops it, each after all steps that have begun; or None.
             progress: Function `progress(steps)` with the steps of the epoch so far, called now and then; or None.
 
         Returns:
@@ -138,28 +138,28 @@ class EpochRunner:
         """
         logs = self._logs()
         while position.epoch_step < self.steps("train"):
-            results, stood_since = self._run_span(number, position, kept, progress)
+            results, stood_since = self._run_span(number, position, saver, progress)
             logs = self._add(results)
-            if kept is not None:
+            if saver is not None:
                 self.pull()
-                kept.stood = time.monotonic() - stood_since
-                kept.on_train_batch_end(position.epoch_step - 1, logs)
+                saver.stood = time.monotonic() - stood_since
+                saver.on_train_batch_end(position.epoch_step - 1, logs)
         return logs
 
-    def _run_span(self, number: int, position: StepCounter, kept, progress) -> tuple[list, float]:
+    def _run_span(self, number: int, position: StepCounter, saver, progress) -> tuple[list, float]:
         """Returns (metrics of the spans up to the next checkpoint or stop, time after which no more were scheduled)."""
         begin = first = position.epoch_step
         last = self.steps("train")
-        if kept is not None:
-            last = int(min(last, begin + kept.steps_to_next(position.step)))
+        if saver is not None:
+            last = int(min(last, begin + saver.steps_to_next(position.step)))
         results, began = [], time.monotonic()
         with self._lost_servers():
             initial = self.remote.steps()
             while first < last:
                 steps_made = self.remote.steps() - initial
-                if kept is not None and first > begin and kept.wants(position.step + steps_made):
+                if saver is not None and first > begin and saver.wants(position.step + steps_made):
                     break
-                ahead = steps_made + self._ahead(steps_made / (time.monotonic() - began)) if kept is not None else last
+                ahead = steps_made + self._ahead(steps_made / (time.monotonic() - began)) if saver is not None else last
                 while first < min(last, begin + ahead):
                     first = self._begin("train", number, first, last, results)
                 self._poll(progress, begin, initial)
@@ -220,17 +220,17 @@ class EpochRunner:
     def _logs(self) -> dict[str, float]:
         return pythonify_logs(self.model.get_metrics_result())
 
-    def _finish(self, results: list, progress, begin: int, before: int) -> list[list[np.ndarray]]:
+    def _finish(self, results: list, progress, begin: int, first_count: int) -> list[list[np.ndarray]]:
         """Waits for all spans that have begun, and returns the metrics of each."""
         while not self._coordinator.done():
-            self._poll(progress, begin, before)
+            self._poll(progress, begin, first_count)
         return [[np.asarray(v) for v in result.fetch()] for result in results]
 
-    def _poll(self, progress, begin: int, before: int) -> None:
+    def _poll(self, progress, begin: int, first_count: int) -> None:
         self._servers.changed.wait(_POLL_INTERVAL)
         self._servers.check()
         if progress:
-            progress(begin + self.remote.steps() - before)
+            progress(begin + self.remote.steps() - first_count)
 
     @contextlib.contextmanager
     def _lost_servers(self):
@@ -320,7 +320,7 @@ class CoordinatorTraining(Training):
         task, model, position = self.options, self.model, self.position
         steps = None if task.steps_per_execution == "auto" else task.steps_per_execution
         runner = EpochRunner(model, self.strategy, self.servers, self.feeds, task.variable_partitioner, steps)
-        kept, progress = self.parts.get(StepCheckpointCallback), self.parts.get(ProgressCallback)
+        saver, progress = self.parts.get(StepCheckpointCallback), self.parts.get(ProgressCallback)
         report_progress = progress and (lambda done: progress.on_train_batch_end(done - 1))
         hooks = keras.callbacks.CallbackList(
             list(callbacks),
@@ -336,7 +336,7 @@ class CoordinatorTraining(Training):
             model.reset_metrics()
             hooks.on_epoch_begin(epoch)
             runner.push()
-            logs = runner.train(epoch, position, kept, report_progress)
+            logs = runner.train(epoch, position, saver, report_progress)
             validated: dict[str, float] = {}
             if runner.steps("validation"):
                 hooks.on_test_begin()
@@ -352,13 +352,13 @@ class CoordinatorTraining(Training):
         return model.history
 
 
-def _restored_from(position: StepCounter, kept: StepCheckpointCallback | None) -> str:
+def _restored_from(position: StepCounter, saver: StepCheckpointCallback | None) -> str:
     """Returns the source from which new servers restore variables of a lost one, as a sentence without a full stop."""
     began = position.step - position.epoch_step
-    stored, held = max(began, kept.saved_step if kept else 0), kept.memory_step if kept else 0
+    stored, memory_step = max(began, saver.saved_step if saver else 0), saver.memory_step if saver else 0
     source = f"the checkpoint of step {stored}" if stored else "the beginning of the run, as there is no checkpoint yet"
-    if held > stored:
-        source = f"the copy of step {held} in the coordinator's memory"
+    if memory_step > stored:
+        source = f"the copy of step {memory_step} in the coordinator's memory"
     return (
         f"Other servers get them from {source}, where FailureConfig(max_failures=...) allows another start; the steps "
         "after it are repeated"

@@ -200,15 +200,15 @@ class RemoteModel:
         parts = [tf.convert_to_tensor(part.value) for part in self.parts[id(variable)]]
         return parts[0] if len(parts) == 1 else tf.concat(parts, 0)
 
-    def _add(self, variable, before, after) -> None:
+    def _add(self, variable, old_value, new_value) -> None:
         """Adds the change of moving statistics in a step, so that workers do not overwrite each other's changes."""
-        if after is before:
+        if new_value is old_value:
             return
         (part,) = self.parts[id(variable)]
         if variable.dtype.startswith(("float", "bfloat")):
-            part.value.assign_add(after - before)
+            part.value.assign_add(new_value - old_value)
         else:
-            part.value.assign(after)
+            part.value.assign(new_value)
 
 
 def check_model(model) -> None:

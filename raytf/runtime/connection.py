@@ -131,34 +131,34 @@ def _has_ended(address: str) -> bool:
         return False
 
 
-def _check_cluster(address: str, where: str) -> None:
+def _check_cluster(address: str, location: str) -> None:
     """Checks that a cluster answers, and enables Ray's token in this process if the cluster requires one.
 
     Args:
         address: "host:port" of the cluster's head.
-        where: The same, as the user wrote it.
+        location: The same, as the user wrote it.
 
     Raises:
         ConfigError: It does not answer, or requires a token that is missing or another one.
     """
     if is_token_auth_enabled() and not _has_token():
         raise ConfigError("With RAY_AUTH_MODE=token Ray needs a token", "none where Ray looks for it", _NO_TOKEN)
-    if _accepts(address, where):
+    if _accepts(address, location):
         return
     if is_token_auth_enabled():
-        raise _refused_error(where)
+        raise _refused_error(location)
     mode = os.environ.get(ray_core.AUTH_MODE)
     if mode is not None:
         fix = "Set RAY_AUTH_MODE=token, or leave it out"
-        raise ConfigError(f"The cluster at {where} wants a token", f"RAY_AUTH_MODE={mode}", fix)
+        raise ConfigError(f"The cluster at {location} wants a token", f"RAY_AUTH_MODE={mode}", fix)
     if not _has_token():
-        raise ConfigError(f"The cluster at {where} wants a token", "none where Ray looks for it", _NO_TOKEN)
+        raise ConfigError(f"The cluster at {location} wants a token", "none where Ray looks for it", _NO_TOKEN)
     ray_core.enable_token_auth()
-    if not _accepts(address, where):
-        raise _refused_error(where)
+    if not _accepts(address, location):
+        raise _refused_error(location)
 
 
-def _accepts(address: str, where: str) -> bool:
+def _accepts(address: str, location: str) -> bool:
     """Returns whether a cluster's head answers this process; False if it requires a token, or another one.
 
     Raises:
@@ -173,7 +173,7 @@ def _accepts(address: str, where: str) -> bool:
                 return False
             raise ConfigError(
                 "raytf needs a Ray cluster that answers",
-                f"{where}: {first_line(error.details()) or error.code().name}",
+                f"{location}: {first_line(error.details()) or error.code().name}",
                 "Check the address, HOST:PORT of `ray start --head` (port 6379 unless another was chosen), and that "
                 "the head runs; RAY_ADDRESS=local starts a Ray of one's own",
             ) from None  # gRPC's text is in the message, and its traceback does not help a user
@@ -188,7 +188,7 @@ def _has_token() -> bool:
         raise ConfigError("Ray's token must be one that can be read", received, _NO_TOKEN) from error
 
 
-def _refused_error(where: str) -> ConfigError:
+def _refused_error(location: str) -> ConfigError:
     from_variable, path = os.environ.get("RAY_AUTH_TOKEN"), os.environ.get("RAY_AUTH_TOKEN_PATH")
     source = "RAY_AUTH_TOKEN" if from_variable else path or os.path.join("~", ".ray", "auth_token")
-    return ConfigError(f"The cluster at {where} lets in who has its token", f"another one, of {source}", _NO_TOKEN)
+    return ConfigError(f"The cluster at {location} lets in who has its token", f"another one, of {source}", _NO_TOKEN)

@@ -34,13 +34,13 @@ class ClaimedCores:
 
     Args:
         own: The claimed cores.
-        before: Cores that this process could use before.
+        former: Cores that this process could use before.
         claims: Sockets of the claims; empty if another process, which outlives this one, has claimed them for it.
     """
 
-    def __init__(self, own: Iterable[int], before: frozenset[int], claims: Iterable[socket.socket] = ()):
-        self.own, self.former = frozenset(own), before
-        self._claims, self._now = list(claims), before
+    def __init__(self, own: Iterable[int], former: frozenset[int], claims: Iterable[socket.socket] = ()):
+        self.own, self.former = frozenset(own), former
+        self._claims, self._now = list(claims), former
         self._end, self._thread = threading.Event(), None
 
     @classmethod

@@ -179,7 +179,7 @@ class HangMonitor:
     def _ended_well(self, rank: int) -> Mapping[str, Any]:
         seconds, last = self._clock() - self._finished[rank], self._snapshots[rank]
         clock = last["clock"] + seconds
-        return {**last, "phase": activity.END, "meeting": None, "seconds": seconds, "clock": clock}
+        return {**last, "phase": activity.END, "collective": None, "seconds": seconds, "clock": clock}
 
     def _request_snapshots(self) -> None:
         current_time = self._clock()
@@ -202,7 +202,7 @@ class HangMonitor:
                 self._ticks.pop(rank, None)
             elif ref in done or not self._is_relayed:
                 self._silent[rank] = self._silent.get(rank, 0.0) + passed
-        for rank in self._poll_order.of(ranks - self._requests.keys(), self._polls_all()):
+        for rank in self._poll_order.next_ranks(ranks - self._requests.keys(), self._polls_all()):
             with contextlib.suppress(ray.exceptions.RayError):
                 self._requests[rank] = self._execute(rank, activity.snapshot)
 
@@ -211,7 +211,7 @@ class HangMonitor:
         snapshots = self._snapshots.values()
         if max(self._silent.values(), default=0.0) >= _SILENT_INTERVAL or len(self._snapshots) < len(self._places):
             return True
-        waiting = (snapshot["meeting"][2] for snapshot in snapshots if snapshot["meeting"] is not None)
+        waiting = (snapshot["collective"][2] for snapshot in snapshots if snapshot["collective"] is not None)
         lasting = (snapshot["seconds"] for snapshot in snapshots)
         return max(itertools.chain(waiting, lasting), default=0.0) >= self._limit / 2
 
@@ -257,8 +257,8 @@ class HangMonitor:
                     return stack
         return self._stack_from_outside(self._places[rank])
 
-    def _stack_from_outside(self, place: ProcessLocation) -> str:
-        stack = self._call_on_hosts({0: place}, stacks.stack_of, timeouts.get().far_stack).get(0)
+    def _stack_from_outside(self, location: ProcessLocation) -> str:
+        stack = self._call_on_hosts({0: location}, stacks.stack_of, timeouts.get().far_stack).get(0)
         return stack if stack is not None else "its stack is not known: its host does not answer"
 
     def _call_on_hosts(

@@ -64,7 +64,7 @@ class PollOrder:
         self._last_polled: dict[int, int] = {}
         self._polls = 0
 
-    def of(self, ranks: Collection[int], everybody: bool = False) -> set[int]:
+    def next_ranks(self, ranks: Collection[int], everybody: bool = False) -> set[int]:
         """Returns those of `ranks` to poll now; all of them if `everybody` is True."""
         self._polls += 1
         chosen = list(ranks)
@@ -111,7 +111,9 @@ class HangDetector:
         if silent:
             return None
         waiting = {
-            rank: snapshot["meeting"][2] for rank, snapshot in snapshots.items() if snapshot["meeting"] is not None
+            rank: snapshot["collective"][2]
+            for rank, snapshot in snapshots.items()
+            if snapshot["collective"] is not None
         }
         coming = [rank for rank in snapshots if rank not in waiting]
         if waiting and coming:
@@ -126,7 +128,7 @@ class HangDetector:
 
     def describe_waiting(self, rank: int, snapshots: Mapping[int, Mapping[str, Any]]) -> str:
         """Returns a clause about the workers that wait for a worker, and since which step, from the last snapshots."""
-        waiting = [r for r, snapshot in sorted(snapshots.items()) if r != rank and snapshot["meeting"] is not None]
+        waiting = [r for r, snapshot in sorted(snapshots.items()) if r != rank and snapshot["collective"] is not None]
         step = max((snapshots[o]["step"] for o in waiting or snapshots), default=0)
         return f"{self._describe_waiters(waiting)} for it since step {step + 1}"
 
@@ -202,13 +204,13 @@ class HangDetector:
 
     def _find_divergent(self, snapshots, waiting: Mapping[int, float]) -> HangReport | None:
         """Finds the cause if all wait, but in different collectives: the worker with the fewest steps."""
-        places = {state["meeting"][:2] for state in snapshots.values()}
+        places = {state["collective"][:2] for state in snapshots.values()}
         if len(places) == 1:
             return None  # the network or Ray: the ring detects a lost host, and its option `timeout_s` more
         rank = min(snapshots, key=lambda r: (snapshots[r]["step"], snapshots[r]["numbers"][activity.SUM], -r))
         state = snapshots[rank]
         lasted = min(waiting.values())
-        ahead = next(o for o in snapshots.values() if o["meeting"][:2] != state["meeting"][:2])
+        ahead = next(o for o in snapshots.values() if o["collective"][:2] != state["collective"][:2])
         clause = (
             f"is in {_describe_collective(state)} while others are in {_describe_collective(ahead)}: "
             "it makes another number of steps, or an exchange that not all make"
@@ -217,18 +219,18 @@ class HangDetector:
 
     def _find_idle(self, snapshots) -> HangReport | None:
         """Finds a hang without a visible collective: some workers are idle while others compute, or all are idle."""
-        still = [r for r, snapshot in snapshots.items() if snapshot["phase"] in _STILL and not self._works(r)]
-        active = [r for r in snapshots if r not in still]
+        idle_ranks = [r for r, snapshot in snapshots.items() if snapshot["phase"] in _STILL and not self._works(r)]
+        active = [r for r in snapshots if r not in idle_ranks]
         ended = [r for r in active if snapshots[r]["phase"] not in (activity.STEP, activity.VALIDATION)]
-        if not still or ended:
+        if not idle_ranks or ended:
             return None
-        rank = max(still, key=lambda r: snapshots[r]["seconds"])
+        rank = max(idle_ranks, key=lambda r: snapshots[r]["seconds"])
         snapshot = snapshots[rank]
         waited = max((snapshots[r]["seconds"] for r in active), default=snapshot["seconds"])
         if active and waited < _WAITS_INTERVAL:
             return None
         if not active:
-            waited = min(snapshots[r]["seconds"] for r in still)
+            waited = min(snapshots[r]["seconds"] for r in idle_ranks)
         return self._report(
             rank,
             snapshots,
@@ -260,7 +262,7 @@ def describe_activity(snapshot: Mapping[str, Any]) -> str:
 
 
 def _describe_collective(snapshot: Mapping[str, Any]) -> str:
-    kind, number, _ = snapshot["meeting"]
+    kind, number, _ = snapshot["collective"]
     names = {
         activity.SUM: f"sum or exchange {number} (step {snapshot['step'] + 1})",
         activity.COLLECTIVE: f"an exchange between steps (after step {snapshot['step']})",

@@ -50,10 +50,10 @@ def choose_address(addresses: Mapping[str, list[str]], network: str | None, node
         return next((name for name, address in every if address == node), None), node
     if "/" in network:
         known = ipaddress.ip_network(network, strict=False)
-        fit = [place for place in every if ipaddress.ip_address(place[1]) in known]
+        fit = [interface for interface in every if ipaddress.ip_address(interface[1]) in known]
     else:
-        fit = [place for place in every if place[0] == network]
-    fit.sort(key=lambda place: (":" in place[1]) != (":" in node))  # of several first the kind that Ray uses
+        fit = [interface for interface in every if interface[0] == network]
+    fit.sort(key=lambda interface: (":" in interface[1]) != (":" in node))  # of several first the kind that Ray uses
     return fit[0] if fit else (None, None)
 
 
@@ -69,21 +69,23 @@ def worker_addresses(
     Raises:
         ConfigError: A host has no address in `network`, or two hosts have the same.
     """
-    found = {node: choose_address(interfaces_of, network, node) for node, interfaces_of in hosts.items()}
-    if without := [node for node, (_, address) in found.items() if address is None]:
+    chosen_addresses = {node: choose_address(interfaces_of, network, node) for node, interfaces_of in hosts.items()}
+    if without := [node for node, (_, address) in chosen_addresses.items() if address is None]:
         raise ConfigError(
             "network= names an interface, or a network of addresses, that each worker's host has",
             f"{network!r}, and " + "; ".join(f"{node} has {describe_interfaces(hosts[node])}" for node in without),
             "Name one of these",
         )
-    for node, (_, address) in found.items():
-        if same := [other for other, place in found.items() if place[1] == address and other != node]:
+    for node, (_, address) in chosen_addresses.items():
+        if same := [
+            other for other, interface in chosen_addresses.items() if interface[1] == address and other != node
+        ]:
             raise ConfigError(
                 "network= must connect the hosts, each with an address of its own",
                 f"{network!r} is {address} on {', '.join([node, *same])}",
                 "Name another interface, or a network of addresses",
             )
-    return found
+    return chosen_addresses
 
 
 def describe_interfaces(addresses: Mapping[str, list[str]]) -> str:
@@ -93,7 +95,10 @@ def describe_interfaces(addresses: Mapping[str, list[str]]) -> str:
 
 def interface_lines(interfaces_by_node: Mapping[str, str | None]) -> list[str]:
     """Returns a line for each interface, with the nodes whose workers exchange by it."""
-    by: dict[str | None, list[str]] = {}
+    nodes_by_name: dict[str | None, list[str]] = {}
     for node, name in interfaces_by_node.items():
-        by.setdefault(name, []).append(node)
-    return [f"workers exchange by {name or 'an unknown interface'} on {', '.join(nodes)}" for name, nodes in by.items()]
+        nodes_by_name.setdefault(name, []).append(node)
+    return [
+        f"workers exchange by {name or 'an unknown interface'} on {', '.join(nodes)}"
+        for name, nodes in nodes_by_name.items()
+    ]

@@ -38,10 +38,10 @@ def reserve_address(allowed: Listening) -> str:
     release_port()
     host = _own_address(allowed.network)
     # on all interfaces, as TensorFlow listens
-    held, claim = _bound("::" if ":" in host else "", allowed.ports)
-    _reserved[:] = [held]
+    bound_socket, claim = _bound("::" if ":" in host else "", allowed.ports)
+    _reserved[:] = [bound_socket]
     _claims.append(claim)
-    port = held.getsockname()[1]
+    port = bound_socket.getsockname()[1]
     return join_address(host, port)
 
 
@@ -73,16 +73,16 @@ def _bound(host: str, ports: tuple[int, int]) -> tuple[socket.socket, socket.soc
             claim = socket.socket(socket.AF_UNIX)
         if claim is None:
             continue
-        held = socket.socket(family, socket.SOCK_STREAM)
+        bound_socket = socket.socket(family, socket.SOCK_STREAM)
         try:
-            held.bind((host, port))
+            bound_socket.bind((host, port))
         except OSError as error:
-            held.close()
+            bound_socket.close()
             claim.close()
             if error.errno not in (errno.EADDRINUSE, errno.EACCES):  # another program listens there
                 raise
             continue
-        return held, claim
+        return bound_socket, claim
     raise ConfigError(
         "A worker needs a free port, for its ring or its TensorFlow",
         f"none of {first} to {last} is free",
@@ -100,23 +100,23 @@ def own_socket(address: str) -> socket.socket:
     """
     release_port()
     host, port = split_address(address)
-    held = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
-    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of an earlier ring may remain
+    bound_socket = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    bound_socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of an earlier ring may remain
     try:
         try:
-            held.bind((host, port))
+            bound_socket.bind((host, port))
         except OSError as error:
             if error.errno != errno.EADDRNOTAVAIL:
                 raise
-            held.bind(("", port))
+            bound_socket.bind(("", port))
     except OSError as error:
-        held.close()
+        bound_socket.close()
         if error.errno not in (errno.EADDRINUSE, errno.EACCES):
             raise
         raise ConfigError(
             "A worker listens at its own address of TF_CONFIG", f"{address}: {error.strerror}", "Choose a free port"
         ) from error
-    return held
+    return bound_socket
 
 
 def split_address(address: str) -> tuple[str, int]:

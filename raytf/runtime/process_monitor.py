@@ -63,13 +63,13 @@ class StoppedProcess:
 
     Args:
         keys: Key of the process, or keys of all processes on the host.
-        place: Location of the process, or of one of those.
+        location: Location of the process, or of one of those.
         seen: State of the process; None for a host.
         how: Clause that follows "its process is", or the host's name.
     """
 
     keys: tuple
-    place: ProcessLocation
+    location: ProcessLocation
     seen: ProcessState | None
     how: str
 
@@ -78,7 +78,7 @@ class StoppedProcess:
 class _MonitoredProcess:
     """A monitored process: its location, its stop watch, the time of its last answer, and its last state, if read."""
 
-    place: ProcessLocation
+    location: ProcessLocation
     watch: StopWatch
     heard: float = -math.inf
     seen: ProcessState | None = None
@@ -100,7 +100,7 @@ class StopDetector:
     def watch(self, key, location: ProcessLocation) -> None:
         """Monitors a process, instead of an earlier one with its key."""
         with self._lock:
-            if key not in self._watched or self._watched[key].place != location:
+            if key not in self._watched or self._watched[key].location != location:
                 self._watched[key] = _MonitoredProcess(location, self._new_watch())
 
     def forget(self, key) -> None:
@@ -124,7 +124,7 @@ class StopDetector:
         with self._lock:
             for process in self._watched.values():
                 if self._clock() - process.heard >= _HEARD_INTERVAL:
-                    due.setdefault(process.place.node, []).append(process.place.pid)
+                    due.setdefault(process.location.node, []).append(process.location.pid)
         return due
 
     def check_states(self, node: str, states: Mapping[int, ProcessState | None]) -> list[StoppedProcess]:
@@ -132,30 +132,30 @@ class StopDetector:
         frozen = []
         with self._lock:
             for key, process in self._watched.items():
-                look = states.get(process.place.pid) if process.place.node == node else None
+                look = states.get(process.location.pid) if process.location.node == node else None
                 # it has ended, which Ray notices, or is in a container whose processes are not visible here
                 if look is None or look.state in "ZX":
                     continue
                 # another process has its pid
-                if look.started != (process.place.started or (process.seen or look).started):
+                if look.started != (process.location.started or (process.seen or look).started):
                     continue
                 process.seen = look
                 if (how := process.watch.update(look)) is not None:
-                    frozen.append(StoppedProcess((key,), process.place, look, how))
+                    frozen.append(StoppedProcess((key,), process.location, look, how))
         return frozen
 
-    def standing(self) -> StoppedProcess | None:
+    def stopped_process(self) -> StoppedProcess | None:
         """Returns a process that was stopped at the last check, for any time; None if there is none."""
         with self._lock:
             for key, process in self._watched.items():
                 if process.watch.stands is not None:
-                    return StoppedProcess((key,), process.place, process.seen, process.watch.stands)
+                    return StoppedProcess((key,), process.location, process.seen, process.watch.stands)
         return None
 
-    def of(self, node: str) -> dict[Any, ProcessLocation]:
+    def processes_on(self, node: str) -> dict[Any, ProcessLocation]:
         """Returns the processes of a node, by key."""
         with self._lock:
-            return {key: process.place for key, process in self._watched.items() if process.place.node == node}
+            return {key: process.location for key, process in self._watched.items() if process.location.node == node}
 
     def _new_watch(self) -> StopWatch:
         return StopWatch(self._seconds, self._clock)
@@ -185,7 +185,7 @@ class ProcessMonitor(StopDetector):
                 frozen += self.check_states(node, seen)
             if node not in due:
                 host.silent = 0.0
-            elif host.silent >= host.limit and len(processes := self.of(node)) == len(due[node]):
+            elif host.silent >= host.limit and len(processes := self.processes_on(node)) == len(due[node]):
                 how = f"has not answered for {host.silent:.0f} s (timeout)"
                 frozen.append(StoppedProcess(tuple(processes), next(iter(processes.values())), None, how))
             elif looks:
@@ -299,17 +299,17 @@ class ProcessKiller(ProcessMonitor):
     def _follow(self) -> None:
         while not self._closed.wait(liveness.LOOK_INTERVAL):
             try:
-                found = self.look()
-                self._end([state for state in found if state.seen is not None])
-                hosts = [state for state in found if state.seen is None]
-                self.gone |= {key: f"the host {host.place.host} {host.how}" for host in hosts for key in host.keys}
+                stopped_processes = self.look()
+                self._end([state for state in stopped_processes if state.seen is not None])
+                hosts = [state for state in stopped_processes if state.seen is None]
+                self.gone |= {key: f"the host {host.location.host} {host.how}" for host in hosts for key in host.keys}
             except Exception:  # a failure may be temporary, and without this thread nothing checks processes
                 logger.exception("the process monitor could not poll processes, and retries")
 
     def _end(self, frozen: list[StoppedProcess]) -> None:
         words = self._collect_last_words([key for stopped in frozen for key in stopped.keys])
         for stopped in frozen:
-            (key,), location = stopped.keys, stopped.place
+            (key,), location = stopped.keys, stopped.location
             text = f"its process {location.pid} on {location.host} is {stopped.how}"
             if key in words:
                 more, self.last_words[key] = words[key]

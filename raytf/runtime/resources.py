@@ -112,10 +112,10 @@ def interfaces(scaling_config, network: str | None) -> dict[str, tuple[str | Non
         if node["Alive"] and (not needed or count_fitting([node["Resources"]], needed))
     }
     ask, seconds = ray.remote(num_cpus=0)(networks.interfaces), timeouts.get().process_start
-    on = [NodeAffinitySchedulingStrategy(node, soft=False) for node in nodes.values()]
-    refs = [ask.options(scheduling_strategy=strategy).remote() for strategy in on]
-    found = collect_answers(refs, seconds, "its network interfaces", names=list(nodes))
-    return networks.worker_addresses(dict(zip(nodes, found, strict=True)), network)
+    strategies = [NodeAffinitySchedulingStrategy(node, soft=False) for node in nodes.values()]
+    refs = [ask.options(scheduling_strategy=strategy).remote() for strategy in strategies]
+    interfaces_of = collect_answers(refs, seconds, "its network interfaces", names=list(nodes))
+    return networks.worker_addresses(dict(zip(nodes, interfaces_of, strict=True)), network)
 
 
 def likely_nodes(scaling_config, workers: int) -> list[str]:

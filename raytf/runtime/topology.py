@@ -89,7 +89,7 @@ class Shard:
     index: int = 0
     count: int = 1
 
-    def of(self, rows: int) -> tuple[int, int]:
+    def bounds(self, rows: int) -> tuple[int, int]:
         """Returns the half-open range of this part within `rows` rows, see `shard_of_rank`."""
         return shard_of_rank(rows, self.count, self.index)
 

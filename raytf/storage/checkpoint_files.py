@@ -89,7 +89,7 @@ class CheckpointState:
         return json.dumps({"version": self.version, **dataclasses.asdict(self)})
 
     @classmethod
-    def of(cls, content: dict, name: str) -> CheckpointState:
+    def from_dict(cls, content: dict, name: str) -> CheckpointState:
         """Parses what `to_json` wrote.
 
         Args:
@@ -166,7 +166,7 @@ def read_json(folder: str, part: str, name: str | None = None) -> dict:
 
 def read_state(folder: str, name: str | None = None) -> CheckpointState:
     """Returns the `CheckpointState` of a checkpoint folder; see `read_json`."""
-    return CheckpointState.of(read_json(folder, STATE, name), name or _name(folder))
+    return CheckpointState.from_dict(read_json(folder, STATE, name), name or _name(folder))
 
 
 def read_state_of(checkpoint) -> CheckpointState:
@@ -190,7 +190,7 @@ def parse_state(text: bytes, name: str) -> CheckpointState:
         DamagedCheckpointError: The text is not such a state.
         ConfigError: A newer raytf wrote it.
     """
-    return CheckpointState.of(parse_object(text, STATE, name), name)
+    return CheckpointState.from_dict(parse_object(text, STATE, name), name)
 
 
 def describe_progress(epoch: int, epoch_step: int) -> str:
@@ -224,7 +224,7 @@ def check_stored(filesystem, path: str) -> CheckpointState:
     except stored_json.UnreadableError as error:
         if not error.missing or "version" in state:
             raise damaged_error(name, f"{MANIFEST} {error}") from error
-        return CheckpointState.of(state, name)  # format 1
+        return CheckpointState.from_dict(state, name)  # format 1
     parts = _parts(manifest, name)
     for info, (part, known) in zip(
         filesystem.get_file_info([posixpath.join(path, part) for part in parts]), parts.items(), strict=True
@@ -232,7 +232,7 @@ def check_stored(filesystem, path: str) -> CheckpointState:
         _check_size(part, info.size if info.is_file else None, known, name)
     if zlib.crc32(text) != parts[STATE]["crc32"]:
         raise damaged_error(name, f"{STATE} is not what was written")
-    return CheckpointState.of(state, name)
+    return CheckpointState.from_dict(state, name)
 
 
 def finished_names(filesystem, run: str, wanted: Callable[[str], bool]) -> list[str]:
@@ -541,26 +541,26 @@ def newest_first(checkpoints: Iterable) -> list:
         checkpoints: Objects with a `path` and a `filesystem`, such as `ray.train.Checkpoint`s.
     """
 
-    def step(one) -> int | None:
+    def step(checkpoint) -> int | None:
         try:
-            return read_state_of(one).step
+            return read_state_of(checkpoint).step
         except DamagedCheckpointError:
             return None
 
-    by_path = {one.path.rstrip("/"): one for one in checkpoints}
-    return by_step(by_path.values(), lambda one: posixpath.basename(one.path.rstrip("/")), step)
+    by_path = {checkpoint.path.rstrip("/"): checkpoint for checkpoint in checkpoints}
+    return by_step(by_path.values(), lambda checkpoint: posixpath.basename(checkpoint.path.rstrip("/")), step)
 
 
-def by_step(found: Iterable, name: Callable[[Any], str], step: Callable[[Any], int | None]) -> list:
+def by_step(checkpoints: Iterable, name: Callable[[Any], str], step: Callable[[Any], int | None]) -> list:
     """Returns the checkpoints of one run, newest first.
 
     Args:
-        found: Objects that represent the checkpoints.
+        checkpoints: Objects that represent the checkpoints.
         name: Returns the folder's name of one, which orders those of one step.
         step: Returns the steps made before one; None places it just before the next older one by name.
     """
     placed, last = [], -1
-    for checkpoint in sorted(found, key=name):
+    for checkpoint in sorted(checkpoints, key=name):
         known = step(checkpoint)
         last = last if known is None else known
         placed.append((last, checkpoint))

@@ -21,7 +21,7 @@ class FileTemplate:
         self.size, self.texts, self.places = size, list(texts), list(places)
 
     @classmethod
-    def of(cls, content: bytes, places: Sequence[tuple[int, int]]) -> FileTemplate:
+    def from_content(cls, content: bytes, places: Sequence[tuple[int, int]]) -> FileTemplate:
         """Returns the image of a file from its content.
 
         Args:

@@ -81,11 +81,11 @@ def zip_pieces(members: Iterable[tuple[str, memoryview | bytes | list]]) -> list
     return file.pieces()
 
 
-def npz_pieces(found: Mapping[str, np.ndarray]) -> list:
+def npz_pieces(arrays: Mapping[str, np.ndarray]) -> list:
     """Returns the pieces of an `.npz` file, as `numpy.savez` writes it; the arrays must be contiguous."""
     file = ScatteredFile()
     with zipfile.ZipFile(file, "w") as made:
-        for name, array in found.items():
+        for name, array in arrays.items():
             with made.open(f"{name}.npy", "w", force_zip64=array.nbytes > zipfile.ZIP64_LIMIT // 2) as member:
                 header = np.lib.format.header_data_from_array_1_0(array)
                 np.lib.format.write_array_header_1_0(member, header)

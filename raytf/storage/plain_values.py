@@ -36,27 +36,25 @@ def encode(value, arrays: list | None = None):
         raise TypeError("the value holds itself, or is nested too deeply") from None
 
 
-def _encode(value, arrays, where: str):
+def _encode(value, arrays, path: str):
     kind = type(value)
     if value is None or kind in (bool, int, float, str):
         return value
     if kind is list:
-        return [_encode(v, arrays, f"{where}[{i}]") for i, v in enumerate(value)]
+        return [_encode(v, arrays, f"{path}[{i}]") for i, v in enumerate(value)]
     if kind is dict:
         if _TAG not in value and all(type(k) is str for k in value):
-            return {k: _encode(v, arrays, f"{where}[{k!r}]") for k, v in value.items()}
-        pairs = [
-            [_encode(k, None, f"a key of {where}"), _encode(v, arrays, f"{where}[{k!r}]")] for k, v in value.items()
-        ]
+            return {k: _encode(v, arrays, f"{path}[{k!r}]") for k, v in value.items()}
+        pairs = [[_encode(k, None, f"a key of {path}"), _encode(v, arrays, f"{path}[{k!r}]")] for k, v in value.items()]
         return {_TAG: "dict", "items": pairs}
     if kind in _SEQUENCES.values():
-        items = [_encode(v, arrays, f"an item of {where}") for v in value]
+        items = [_encode(v, arrays, f"an item of {path}") for v in value]
         # the iteration order of a set differs between processes
         return {_TAG: kind.__name__, "items": items if kind is tuple else sorted(items, key=json.dumps)}
     if kind is collections.deque:
         return {
             _TAG: "deque",
-            "items": [_encode(v, arrays, f"an item of {where}") for v in value],
+            "items": [_encode(v, arrays, f"an item of {path}") for v in value],
             "most": value.maxlen,
         }
     if kind is bytes:
@@ -68,7 +66,7 @@ def _encode(value, arrays, where: str):
     if kind is np.ndarray and arrays is not None and _name(value.dtype):
         arrays.append(value.view(f"u{value.itemsize}") if _BROUGHT.fullmatch(_name(value.dtype)) else value)
         return {_TAG: "array", "index": len(arrays) - 1, "dtype": _name(value.dtype)}
-    raise TypeError(f"{where} is of type {kind.__module__}.{kind.__qualname__}")
+    raise TypeError(f"{path} is of type {kind.__module__}.{kind.__qualname__}")
 
 
 def _name(dtype: np.dtype) -> str | None:

@@ -70,7 +70,7 @@ def with_absolute_path(run_config):
 def folder_in_users_form(run_config) -> str:
     """Returns the folder of a named RunConfig in the user's notation: a path or a URI."""
     storage = os.fspath(run_config.storage_path)
-    return f"{storage.rstrip('/')}/{run_config.name}" if "://" in storage else RunFolder.of(run_config).path
+    return f"{storage.rstrip('/')}/{run_config.name}" if "://" in storage else RunFolder.from_config(run_config).path
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,7 +113,7 @@ class RunFolder:
     name: str
 
     @staticmethod
-    def of(run_config) -> RunFolder:
+    def from_config(run_config) -> RunFolder:
         """Returns the folder of a named RunConfig of Ray Train or Tune.
 
         Raises:
@@ -233,10 +233,10 @@ class RunFolder:
                 continue
             entries.append(TrainingResultState(checkpoint_dir_name=name, metrics=known.get(name) or state.reported))
         order = {entry.checkpoint_dir_name: i for i, entry in enumerate(entries)}
-        kept = sorted(entries, key=lambda entry: _score(entry.metrics, config))
+        ordered = sorted(entries, key=lambda entry: _score(entry.metrics, config))
         snapshot = CheckpointManagerState(
-            checkpoint_results=kept,
-            checkpoint_report_indices=[order[entry.checkpoint_dir_name] for entry in kept],
+            checkpoint_results=ordered,
+            checkpoint_report_indices=[order[entry.checkpoint_dir_name] for entry in ordered],
             latest_checkpoint_result=entries[-1],
             pending_training_results=[],
             pending_validation_specs=[],

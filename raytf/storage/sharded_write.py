@@ -52,18 +52,18 @@ class RangeCutter:
         count: Total number of ranges.
 
     Attributes:
-        of: (index, count).
+        index_and_count: (index, count).
     """
 
     def __init__(self, index: int, count: int):
-        self.of = index, count
+        self.index_and_count = index, count
         self._image_of: FileTemplate | None = None
 
     def piece(self, archive: ZipTemplate) -> TemplatePart:
         """Returns the range from the archive's current content."""
         if self._image_of is not archive.image:
             self._image_of = archive.image
-            index, count = self.of
+            index, count = self.index_and_count
             begin, end = ranges(archive.image.size, count)[index]
             self._parts = [  # (index of the array, first byte, end byte)
                 (i, max(begin - offset, 0), min(end - offset, size))

@@ -90,7 +90,7 @@ class SnapshotStore:
         self._whole: set[str] = set()
         self._last: str | None = None  # the last snapshot that was put
         self._pending_names: set[str] = set()  # snapshots that this process wrote, or tried to
-        self._before: set[str] | None = None  # names that were half written when it began
+        self._unfinished: set[str] | None = None  # names that were half written when it began
         self.fails: list[int] = []
 
     def put(self, name: str, files: Mapping[str, list], writers: int = 1) -> WriteResult:
@@ -244,7 +244,7 @@ class SnapshotStore:
         if self._last is not None and self._is_local:
             ends = {name for name in names if name.startswith(AT_ENDS) and self._step_of(name) >= 0}
             newest = max([epoch, *(steps[name] for name in whole)])
-            for name in abandoned_folders(names, self._before or (), self._pending_names, {*whole, *ends}, newest):
+            for name in abandoned_folders(names, self._unfinished or (), self._pending_names, {*whole, *ends}, newest):
                 shutil.rmtree(os.path.join(self._folder, name), ignore_errors=True)
         removed = removable(steps, whole, epoch, keep or self._keep)
         for name in removed:
@@ -269,9 +269,9 @@ class SnapshotStore:
     def _begin(self, name: str) -> None:
         """Records the snapshot's name; before the first one also the folders that others left half written."""
         self._pending_names.add(name)
-        if self._before is None:
+        if self._unfinished is None:
             infos = self._filesystem.get_file_info(FileSelector(self._folder, allow_not_found=True))
-            self._before = {info.base_name for info in infos if info.base_name.startswith((_PARTIAL, _PARTS))}
+            self._unfinished = {info.base_name for info in infos if info.base_name.startswith((_PARTIAL, _PARTS))}
 
     def _partial(self, name: str) -> str:
         return os.path.join(self._folder, f"{_PARTIAL}{name}_{secrets.token_hex(4)}")
@@ -298,26 +298,26 @@ class SnapshotStore:
 
 
 def abandoned_folders(
-    found: Iterable[str], before: Container[str], asked: Container[str], whole: Container[str], newest: int
+    names: Iterable[str], unfinished: Container[str], asked: Container[str], whole: Container[str], newest: int
 ) -> list[str]:
     """Returns half-written folders that no process continues; pure. Uses no clock, as clocks of hosts differ.
 
     Args:
-        found: The names of the existing folders.
-        before: Names that were half written when this process, which has written a snapshot since, began. They are of
+        names: The names of the existing folders.
+        unfinished: Names, half written when this process, which has written a snapshot since, began. They are of
             an earlier run, or of a killed process.
         asked: The snapshots that this process wrote, or tried to.
         whole: The whole snapshots.
         newest: The steps before the newest of them.
     """
     leftovers = []
-    for name in found:
+    for name in names:
         snapshot = _half_written(name)
         if snapshot is None:
             continue
         step = step_folders.step_of_folder(snapshot)
         is_old = step is not None and step < newest  # a worker that still writes it is too late
-        if is_old or (name.startswith(_PARTS) and snapshot in whole) or (name in before and snapshot not in asked):
+        if is_old or (name.startswith(_PARTS) and snapshot in whole) or (name in unfinished and snapshot not in asked):
             leftovers.append(name)
     return leftovers
 
@@ -398,9 +398,9 @@ def removable(steps: Mapping[str, int], whole: Iterable[str], epoch: int, keep: 
         One that is newer than the newest whole one, and not whole, may be in progress.
     """
     newer = [name for name in whole if steps[name] >= epoch]
-    kept = newer[:keep]
-    oldest = min((steps[name] for name in kept), default=epoch)
-    return sorted(name for name, step in steps.items() if step < max(oldest, epoch) and name not in kept)
+    newest = newer[:keep]
+    oldest = min((steps[name] for name in newest), default=epoch)
+    return sorted(name for name, step in steps.items() if step < max(oldest, epoch) and name not in newest)
 
 
 def _write_local(path: str, pieces: list) -> None:

@@ -50,7 +50,7 @@ class _Server:
         self._poll = select.poll()
         self._poll.register(control, select.POLLIN)
         self._waiting: list[dict] = []
-        self._held: dict | None = None  # to be written only if the peer goes
+        self._held_request: dict | None = None  # to be written only if the peer goes
         self._peer_gone = self._hurried = False
         self._yields = False  # the peer waits for the buffer of an unpinned one
         self._begun = 0  # id of the last claimed request
@@ -60,7 +60,7 @@ class _Server:
 
     def left(self) -> int:
         """Returns the bytes still to be written once the peer has gone; called by another thread."""
-        held_request = self._held
+        held_request = self._held_request
         return sum(request["size"] for request in [*self._waiting, *([held_request] if held_request else [])])
 
     def run(self) -> None:
@@ -97,7 +97,7 @@ class _Server:
             elif "unpin" in request:
                 received, self._pinned = True, 0
             elif "release" in request:
-                self._held = None
+                self._held_request = None
             else:
                 self._hurried = woken = True
                 received = ("promote" in request and self._promote()) or received
@@ -106,18 +106,18 @@ class _Server:
     def _received(self, request: dict) -> bool:
         """Records a request, which makes a held one needless. Returns whether to write it now."""
         self._store.fails += request["fails"]
-        self._held = request if request.get("held") else None
-        if self._held is None:
+        self._held_request = request if request.get("held") else None
+        if self._held_request is None:
             self._waiting.append(request)
             self._pinned = request["id"] if request.get("pinned") else self._pinned
-        return self._held is None
+        return self._held_request is None
 
     def _promote(self) -> bool:
         """Schedules the held request for writing. Returns whether there is one."""
-        held_request = self._held
+        held_request = self._held_request
         if held_request is not None:
             self._waiting.append(held_request)  # before the removal: another thread reads `left`
-            self._held = None
+            self._held_request = None
         return held_request is not None
 
     def _claim(self) -> dict:

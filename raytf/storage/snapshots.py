@@ -131,7 +131,7 @@ class SnapshotWriter:
         self._unwritten = False  # whether a pinned one was not whole when the next one came
         self._folder = folder
         self._names: dict[int, str] = {}
-        self._count = self._last = self._held = self._pinned = self._begun = 0
+        self._count = self._last = self._held_id = self._pinned = self._begun = 0
         self._lock, self._closing = threading.RLock(), False
         self._failed, self._writer_ended, self._late = "", False, 0
         self._holds = False  # whether some are held
@@ -170,7 +170,7 @@ class SnapshotWriter:
         self,
         name: str,
         parts: Mapping[str, Part],
-        held: bool = False,
+        in_memory: bool = False,
         writers: int = 1,
         index: int | None = None,
         pinned: bool = False,
@@ -180,7 +180,7 @@ class SnapshotWriter:
         Args:
             name: Name of its folder in the run's.
             parts: Content by file name.
-            held: Whether to write it only if this process ends before the next one comes, and does not `release` it.
+            in_memory: Whether to write it only if this process ends before the next comes, and does not `release` it.
             writers: Number of workers that write the archive together, see `sharded_write`.
             index: This worker's index, for one that writes only its `TemplatePart`.
             pinned: Whether newer ones do not replace it until it is written, or until `unpin`. It waits until the
@@ -200,23 +200,23 @@ class SnapshotWriter:
         if self._readied is not None:
             self._readied.join()
             self._readied = None
-        self._holds = self._holds or held
+        self._holds = self._holds or in_memory
         with self._lock:
-            buffer = self._free_buffer(name, plan.needs, held, pinned)
+            buffer = self._free_buffer(name, plan.needs, in_memory, pinned)
             if buffer is not None:
-                return self._write(name, plan, buffer, held, pinned)
+                return self._write(name, plan, buffer, in_memory, pinned)
         return self._wait_and_write(name, plan) if pinned else 0
 
-    def ready(self, size: int, held: bool = False) -> None:
+    def ready(self, size: int, in_memory: bool = False) -> None:
         """Allocates memory for future snapshots in a thread, so that the first one takes as long as others.
 
         Args:
             size: Bytes of one.
-            held: Whether some will be held.
+            in_memory: Whether some will be held.
         """
         if self._count:
             return
-        self._holds = self._holds or held
+        self._holds = self._holds or in_memory
         needs = needs_of(size)
         count = min(_BUFFERS - 2, max(1, self._memory_limit(needs) // needs)) if needs else 0
         for buffer in self._buffers[:count]:
@@ -233,25 +233,25 @@ class SnapshotWriter:
         """Returns the maximum total bytes of all buffers."""
         return max(_FEW_BYTES, (1 + self._holds) * needs)
 
-    def _write(self, name: str, plan: SnapshotLayout, buffer: Buffer, held: bool, pinned: bool) -> int:
+    def _write(self, name: str, plan: SnapshotLayout, buffer: Buffer, in_memory: bool, pinned: bool) -> int:
         plan.fill(buffer)
         self._count += 1
-        buffer.busy, previous_held = self._count, self._held
+        buffer.busy, previous_held = self._count, self._held_id
         busy = {candidate.busy for candidate in self._buffers}
         self._names = {number: snapshot_name for number, snapshot_name in self._names.items() if number in busy} | {
             self._count: name
         }
-        if held:
-            self._held = self._count
+        if in_memory:
+            self._held_id = self._count
         else:
-            self._last, self._held = self._count, 0
+            self._last, self._held_id = self._count, 0
             if pinned:
                 self._unwritten = self._unwritten or self._is_busy(self._pinned)
                 self._pinned = self._count
                 self._update_priority()
         location = {"buffer": buffer.number, "at": plan.head_at, "size": plan.size}
         self._send(
-            {"id": self._count, **location, "held": held, "pinned": pinned, "fails": injected_faults.take_faults()}
+            {"id": self._count, **location, "held": in_memory, "pinned": pinned, "fails": injected_faults.take_faults()}
         )
         if previous_held:
             self._end(previous_held)  # from here on the other side writes the new one if this process ends
@@ -260,17 +260,17 @@ class SnapshotWriter:
     def release(self) -> None:
         """Discards the held snapshot: the training has ended."""
         with self._lock:
-            if self._held:
+            if self._held_id:
                 self._send({"release": True})
-                self._end(self._held)
-                self._held = 0
+                self._end(self._held_id)
+                self._held_id = 0
 
     def flush(self) -> None:
         """Requests that the held snapshot is written now."""
         with self._lock:
-            if self._held:
+            if self._held_id:
                 self._send({"promote": True})
-                self._last, self._held = self._held, 0
+                self._last, self._held_id = self._held_id, 0
 
     def unpin(self, number: int) -> None:
         """Allows newer snapshots to replace a pinned one."""
@@ -360,7 +360,7 @@ class SnapshotWriter:
             os.close(self._errors)
             self._reap(0.0)
 
-    def _free_buffer(self, name: str, needs: int, held: bool, pinned: bool) -> Buffer | None:
+    def _free_buffer(self, name: str, needs: int, in_memory: bool, pinned: bool) -> Buffer | None:
         """Returns a buffer to fill: an empty one, or a snapshot that waits although a newer one does, too.
 
         None: there is no memory for it, and it is left out, or waits.
@@ -374,11 +374,11 @@ class SnapshotWriter:
             (candidate for candidate in self._buffers if candidate.busy is None), key=lambda candidate: -candidate.size
         )
         # reserves no buffer for a held or a pinned snapshot if there is none
-        spare = (not (held or self._held)) + (not (pinned or self._is_busy(self._pinned)))
+        spare = (not (in_memory or self._held_id)) + (not (pinned or self._is_busy(self._pinned)))
         free = free[: len(free) - spare]
         # the other side reports its start before it checks for newer ones, see `snapshot_writer`
-        kept = (None, self._begun, self._last, self._held, self._pinned)
-        superseded = [candidate for candidate in self._buffers if candidate.busy not in kept]
+        needed_ids = (None, self._begun, self._last, self._held_id, self._pinned)
+        superseded = [candidate for candidate in self._buffers if candidate.busy not in needed_ids]
         chosen = next((candidate for candidate in [*free, *superseded] if self._has_room(candidate, needs)), None)
         if chosen is None and free:  # other empty buffers have the memory
             for candidate in self._buffers:
@@ -404,8 +404,8 @@ class SnapshotWriter:
         with self.writer_priority():
             while True:
                 with self._lock:
-                    if (buffer := self._free_buffer(name, plan.needs, held=False, pinned=True)) is not None:
-                        return self._write(name, plan, buffer, held=False, pinned=True)
+                    if (buffer := self._free_buffer(name, plan.needs, in_memory=False, pinned=True)) is not None:
+                        return self._write(name, plan, buffer, in_memory=False, pinned=True)
                     if not asked:
                         self._send({"yield": True})
                         asked = True

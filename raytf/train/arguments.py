@@ -32,10 +32,10 @@ NAN_WORDS = ("warn", "stop", "ignore")
 VERIFY_WORDS = ("warn", "error", False)
 
 
-def check_pickles(function, name: str, of: str = "config") -> None:
+def check_pickles(function, name: str, argument: str = "config") -> None:
     """Raises ConfigError unless `function` can be called and sent to a worker."""
     if not callable(function):
-        raise ConfigError(f"{name} must be a function of {of}", repr(function), "Pass a function")
+        raise ConfigError(f"{name} must be a function of {argument}", repr(function), "Pass a function")
     try:
         cloudpickle.dumps(function)
     except Exception as error:

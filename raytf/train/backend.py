@@ -65,7 +65,7 @@ def telling_activity():
     try:
         yield
     finally:
-        activity.tracker.at(activity.END)
+        activity.tracker.enter(activity.END)
 
 
 @contextlib.contextmanager

@@ -111,12 +111,12 @@ class Recovered:
 class NotRecovered:
     """The recovery failed, for the reason `why`.
 
-    `again` is True if more workers were lost: the ranks in `also`, and `new_lost` replacement workers.
+    `again` is True if more workers were lost: the ranks in `also_lost`, and `new_lost` replacement workers.
     """
 
     why: str
     again: bool = False
-    also: frozenset[int] = frozenset()
+    also_lost: frozenset[int] = frozenset()
     new_lost: int = 0
 
 
@@ -189,9 +189,9 @@ def decide(state: RunState, event: Event) -> Action:
         case Recovered() if state.phase is Phase.RECOVERING:
             left = state.failures_left - len(state.lost)
             return _then(ignore, phase=_phase(state), lost=frozenset(), failures_left=left)
-        case NotRecovered(why, again, also, new_lost) if state.phase is Phase.RECOVERING:
+        case NotRecovered(why, again, also_lost, new_lost) if state.phase is Phase.RECOVERING:
             state = dataclasses.replace(state, failures_left=state.failures_left - new_lost)
-            action = _recover(state, state.lost | also) if again else _restart_all(state, why)
+            action = _recover(state, state.lost | also_lost) if again else _restart_all(state, why)
             complete = action.do is Do.RECOVER or not again
             return action if complete else dataclasses.replace(action, why=f"{why}, and {action.why}")
         case StopRequested():

@@ -23,7 +23,7 @@ from raytf.data.batch_spec import BatchSpec
 from raytf.data.record_files import RecordBlocks
 from raytf.data.sampling import Sampling
 from raytf.data.stored import StoredDataset
-from raytf.data.tf_data import Looked, TFData
+from raytf.data.tf_data import PipelineFacts, TFData
 from raytf.errors import ConfigError, UnsupportedVersionError, user_line, without_escapes
 from raytf.identity import canonical, config_keys, fingerprint
 from raytf.identity.config_keys import AccessTrackingConfig
@@ -61,14 +61,14 @@ def inspect(
         validation: A block of the validation data, or a pipeline, to check, too; or None.
     """
     block, validation = _local_rows(block), validation and _local_rows(validation)
-    for found in (block, validation):
-        if isinstance(found, ConfigError):
-            return found
+    for block_or_error in (block, validation):
+        if isinstance(block_or_error, ConfigError):
+            return block_or_error
     warning = _in_a_copy(_look_at_versions) if versions.untested_versions() else None
     if isinstance(warning, Exception):
         return warning
     trial = None if order is None else verify.trial_of(pickled, block, validation, order.batch)
-    running = None if order is None else verify.begin(trial, last=order.goes_on)
+    running = None if order is None else verify.begin(trial, last=order.may_continue)
     result = _tried(pickled, block, rows, warning, validation)
     if running is None:
         return result
@@ -76,7 +76,7 @@ def inspect(
         verify.cancel(running)
         return result
     proof = verify.outcome(running, order.wait)
-    if proof is None and not order.goes_on:
+    if proof is None and not order.may_continue:
         verify.cancel(running)
         proof = verify.Proof(skipped="it took too long")
     return dataclasses.replace(result, proof=proof, running=running if proof is None else None)
@@ -163,7 +163,7 @@ class Tried:
     warning: str | None = None
     unread: dict[str, str] = dataclasses.field(default_factory=dict)
     logs: tuple[str, ...] | None = None
-    looked: dict[str, Looked] = dataclasses.field(default_factory=dict)
+    looked: dict[str, PipelineFacts] = dataclasses.field(default_factory=dict)
     proof: verify.Proof | None = None
     running: verify.Running | None = None
 
@@ -368,7 +368,7 @@ def _feed(block: StoredDataset | TFData, batch: BatchSpec, rows: int):
 
 def _looked(
     block: StoredDataset | TFData, validation: StoredDataset | TFData | None, config: Mapping
-) -> dict[str, Looked]:
+) -> dict[str, PipelineFacts]:
     from raytf.data import pipeline
 
     sampling = Sampling(global_batch=config["batch_size"])
@@ -465,21 +465,21 @@ def _check_shapes(block: StoredDataset, validation: StoredDataset, batch: BatchS
     import tensorflow as tf
 
     specs = [tf.nest.flatten(_feed(data, batch, 1).dataset().element_spec) for data in (block, validation)]
-    for column, one, other in zip(batch.columns, *specs, strict=False):
-        text = (one.dtype == tf.string) != (other.dtype == tf.string)
-        if text or not one.shape.is_compatible_with(other.shape):
+    for column, train_spec, valid_spec in zip(batch.columns, *specs, strict=False):
+        text = (train_spec.dtype == tf.string) != (valid_spec.dtype == tf.string)
+        if text or not train_spec.shape.is_compatible_with(valid_spec.shape):
             raise ConfigError(
                 "Columns of the validation must have the shapes that they have in the training",
-                f"{', '.join(column.names)}: {_shape(other)} in 'validation', {_shape(one)} in 'train'",
+                f"{', '.join(column.names)}: {_shape(valid_spec)} in 'validation', {_shape(train_spec)} in 'train'",
                 "Make both by the same steps",
             )
 
 
-def _missing(key: str, config: AccessTrackingConfig, where: str) -> ConfigError:
+def _missing(key: str, config: AccessTrackingConfig, location: str) -> ConfigError:
     option = "--learning-rate NUMBER" if key == "learning_rate" else f"--set {key}=VALUE"
     return ConfigError(
         "config must hold each key that build_model reads",
-        f"a config without {key!r} ({where}); it holds {', '.join(map(str, config))}",
+        f"a config without {key!r} ({location}); it holds {', '.join(map(str, config))}",
         f"Add it, config={{{key!r}: ...}}, or on the command line {option}",
     )
 

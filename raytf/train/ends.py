@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from ray.exceptions import RayActorError
 
 from raytf import events, timeouts
-from raytf.collectives import healing
+from raytf.collectives import recovery_client
 from raytf.errors import RaytfError, StoppedError, TrainingError, one_line
 from raytf.events import Kind, RunEvent
 from raytf.runtime import answers
@@ -56,7 +56,7 @@ def agree(workers: Sequence, why: str) -> bool:
 
 def _seconds_to_end(workers: Sequence) -> float:
     """Returns the seconds that a step may take to end, with its checkpoint; see `agree`."""
-    refs = [worker.execute.remote(healing.pace) for worker in workers]
+    refs = [worker.execute.remote(recovery_client.pace) for worker in workers]
     limits = timeouts.get()
     paces = answers.collect_answers(refs, limits.stop_answer, "how large a worker's training is")
     return timeouts.Pace.slowest(paces).deadline(limits.run_end, copies=1) if paces else limits.run_end
@@ -81,7 +81,7 @@ class Ending:
         self._raised: StoppedError | None = None
         self._heard: Callable[[], object] | None = None
         self._changed = threading.Event()
-        self._before: dict[int, object] = {}
+        self._old_handlers: dict[int, object] = {}
         self._recording = contextlib.ExitStack()
 
     def record(self, filesystem, run: str) -> None:
@@ -90,11 +90,11 @@ class Ending:
 
     def __enter__(self) -> Ending:
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._hear) for number in self._signals}
+            self._old_handlers = {number: signal.signal(number, self._hear) for number in self._signals}
         return self
 
     def __exit__(self, kind, error, traceback) -> None:
-        for number, handler in self._before.items():
+        for number, handler in self._old_handlers.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         lost = kind is SystemExit and self._raised is not None  # Ray raises it for any error during its waits
         error = self._raised if lost else error

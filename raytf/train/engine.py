@@ -76,12 +76,12 @@ class Engine:
         trainer: The `engine_trainer.EngineTrainer`.
         setup: The workers' `settings.WorkerSetup`.
         launch: Processes that may become workers.
-        held: Resources of the run.
+        reservation: Resources of the run.
     """
 
-    def __init__(self, trainer, setup, launch: Startup, held: Reservation):
+    def __init__(self, trainer, setup, launch: Startup, reservation: Reservation):
         self._trainer, self._context = trainer, trainer.train_run_context
-        self._launch, self._held, self._sidecar = launch, held, trainer.sidecar
+        self._launch, self._reservation, self._sidecar = launch, reservation, trainer.sidecar
         self._scaling, self._run_config = trainer.scaling_config, trainer.run_config
         self._loop = trainer.loop(functools.partial(backend.worker_context, setup))
         self._idle, self._group = list(launch.members), None
@@ -89,7 +89,7 @@ class Engine:
         elastic = not isinstance(self._scaling.num_workers, int)
         environment = worker_environment(self._run_config, self._scaling)
         environment["env_vars"] = get_env_vars_to_propagate() | environment["env_vars"]
-        after_step, heals, rehearsed = trainer.shown is not None, trainer.heals, trainer.rehearsed
+        after_step, heals, warm_up_job = trainer.shown is not None, trainer.heals, trainer.warm_up_job
         stays = elastic and after_step and setup.config.communication == "auto" and resources.only_cpus(self._scaling)
         limits = self._run_config.failure_config
         preemption = ray_configs.of_preemption(limits)
@@ -98,7 +98,7 @@ class Engine:
             scaling=self._scaling,
             each=ray_configs.resources_per_worker(self._scaling),
             environment=environment,
-            rehearsed=[] if rehearsed is None else [ray.put((rehearsed, setup))],
+            warm_up_job=[] if warm_up_job is None else [ray.put((warm_up_job, setup))],
             stays=stays,
             elastic=elastic,
             drop=launch.drop,
@@ -152,9 +152,9 @@ class Engine:
             try:
                 value = group.follow(self._list, self._context, self._tick)
             except LostGroupError as lost:
-                size = self._after(group, lost.errors)
+                size = self._next_size(group, lost.errors)
             except _Resize:
-                size = self._after(group, {})
+                size = self._next_size(group, {})
             except BaseException as error:
                 self._end(group)
                 self._tab.ended(one_line(error))
@@ -167,9 +167,9 @@ class Engine:
     def _started(self, size: int) -> RunGroup:
         self._launch.check()
         if self._sidecar is not None:
-            self._sidecar.start(self._held)
+            self._sidecar.start(self._reservation)
         existing, self._idle[:] = list(self._idle), []
-        reserved = self._held.group if self._slices is None else self._slices.placement_group
+        reserved = self._reservation.group if self._slices is None else self._slices.placement_group
         group = self._group = RunGroup(self._spec, reserved, size, existing, self._decisions)
         try:
             group.begin(self._job(group))
@@ -196,12 +196,12 @@ class Engine:
         scaling, strategy = self._scaling, self._scaling.placement_strategy
         if is_slice(scaling):
             return self._reserve_slices()
-        hold = functools.partial(self._held.ensure, each=self._spec.each, strategy=strategy)
+        hold = functools.partial(self._reservation.ensure, each=self._spec.each, strategy=strategy)
         if self._elastic is None:
             hold(scaling.num_workers, selectors=ray_configs.label_selectors(scaling, scaling.num_workers))
-            self._held.wait(cancelled=lambda: self._launch.cancelled)
+            self._reservation.wait(cancelled=lambda: self._launch.cancelled)
             return scaling.num_workers
-        return self._elastic.reserve(hold, self._held, self._launch.check)
+        return self._elastic.reserve(hold, self._reservation, self._launch.check)
 
     def _reserve_slices(self) -> int:
         """Reserves slices of TPU hosts, in Ray's own way; returns the number of workers."""
@@ -221,8 +221,8 @@ class Engine:
         while not self._launch.cancelled and not self._slices.placement_group.wait(_SLICE_WAIT_INTERVAL):
             pass
         if self._sidecar is not None:
-            self._held.ensure(0, {}, "PACK", None)
-            self._held.wait(cancelled=lambda: self._launch.cancelled)
+            self._reservation.ensure(0, {}, "PACK", None)
+            self._reservation.wait(cancelled=lambda: self._launch.cancelled)
         return scaling.num_workers
 
     def _tick(self, group: RunGroup) -> None:
@@ -231,7 +231,7 @@ class Engine:
         if self._elastic is not None:
             self._elastic.look(group)
 
-    def _after(self, group: RunGroup, errors: dict[int, Exception]) -> int:
+    def _next_size(self, group: RunGroup, errors: dict[int, Exception]) -> int:
         """Ends a group; returns the size of the next one, unless the run fails."""
         state = self._decisions.state
         over = state.phase is Phase.OVER
@@ -305,13 +305,13 @@ class _Elastic:
         living = resources.living(self.suspects)
         return {node: free for node, free in ray_core.free_by_node().items() if node in living}
 
-    def reserve(self, hold: Callable, held: Reservation, check: Callable[[], None]) -> int:
+    def reserve(self, hold: Callable, group_reservation: Reservation, check: Callable[[], None]) -> int:
         """Reserves as many workers as there is room for; waits until there is room for the fewest."""
         free, state = self._free(), self._decisions.state
-        for node, bundle in held.by_node():  # Ray's view of what is free is late
+        for node, bundle in group_reservation.by_node():  # Ray's view of what is free is late
             for name, amount in bundle.items() if node in free else ():
                 free[node][name] = free[node].get(name, 0) + amount
-        held.drop()
+        group_reservation.drop()
         while True:
             check()
             left = resources.free_without(list(free.values()), self._sidecar_resources)
@@ -321,10 +321,10 @@ class _Elastic:
                 silent = resources.is_silent_about(self.suspects)
                 selectors = ray_configs.label_selectors(self._spec.scaling, size)
                 hold(size, selectors=reservation.avoid_nodes(selectors, size, silent))
-                if held.wait(_ELASTIC_WAIT_INTERVAL):
+                if group_reservation.wait(_ELASTIC_WAIT_INTERVAL):
                     self._look_at = time.monotonic() + self._every
                     return size
-                held.drop()
+                group_reservation.drop()
             time.sleep(_COUNT_INTERVAL)
             free = self._free()
 
@@ -351,27 +351,29 @@ class _Elastic:
             self._late_at = now + limits.joiner_ready + limits.workers_leave
             threading.Thread(target=self._change, args=(group.actors, size), daemon=True).start()
 
-    def _change(self, actors: list, after: int) -> None:
+    def _change(self, actors: list, new_size: int) -> None:
         """Stops workers after a step, once the processes of new workers are ready."""
         current = len(actors)
-        ready = after < current or self._prepare(current, after)
+        ready = new_size < current or self._prepare(current, new_size)
         if not ready:
             self._not_before = time.monotonic() + _AGAIN_INTERVAL
         else:
             self._late_at = time.monotonic() + timeouts.get().workers_leave
-            events.emit(RunEvent(kind=Kind.RESIZED, workers=after, before=current))
+            events.emit(RunEvent(kind=Kind.RESIZED, workers=new_size, before=current))
         if not ready or not ends.end_of_resized(actors):
             self._decisions.take(decisions.NotTold())  # a worker is being replaced, or all restart
             self._late_at = float("inf")
 
-    def _prepare(self, before: int, after: int) -> bool:
+    def _prepare(self, old_size: int, new_size: int) -> bool:
         """Starts processes on the nodes where Ray would place new workers; returns whether they are ready."""
         if not self._spec.stays:
             return True
-        nodes = resources.likely_nodes(self._spec.scaling, after - before)
+        nodes = resources.likely_nodes(self._spec.scaling, new_size - old_size)
         started = [(node, self._spec.start_process(node)) for node in nodes]
-        rehearsed = self._spec.rehearsed
-        asked = [actor.execute.remote(entry.rehearse, rehearsed, after, self._spec.cpus) for _, actor in started]
+        warm_up_job = self._spec.warm_up_job
+        asked = [
+            actor.execute.remote(entry.warm_up_standby, warm_up_job, new_size, self._spec.cpus) for _, actor in started
+        ]
         try:
             answers.collect_answers(
                 asked, timeouts.get().joiner_ready, "that a process which is to become a worker is ready"
@@ -379,7 +381,7 @@ class _Elastic:
         except (RaytfError, RayError) as error:  # its node was lost, or it is too slow
             for _, actor in started:
                 ray.kill(actor)
-            events.emit(RunEvent(kind=Kind.RESIZE_DELAYED, workers=after, before=before, why=one_line(error)))
+            events.emit(RunEvent(kind=Kind.RESIZE_DELAYED, workers=new_size, before=old_size, why=one_line(error)))
             return False
         self._idle.extend(started)
         return True

@@ -30,7 +30,7 @@ class EngineTrainer(DataParallelTrainer):
         beside: A process in addition to the workers: an `evaluator.EvaluatorSidecar`, or None.
         shown: (names of datasets, config) for Ray's dashboard, of a train loop with its own datasets; or None.
         heals: Whether a lost worker is replaced in place if possible.
-        rehearsed: `job.TrainJob` for the warm-up step of standby workers, or None.
+        warm_up_job: `job.TrainJob` for the warm-up step of standby workers, or None.
     """
 
     _cancelled = False
@@ -44,11 +44,11 @@ class EngineTrainer(DataParallelTrainer):
         sidecar=None,
         shown=None,
         heals=False,
-        rehearsed=None,
+        warm_up_job=None,
         **kwargs,
     ):
         self._launch, self.sidecar, self.shown, self.heals = launch, sidecar, shown, heals
-        self.rehearsed = rehearsed
+        self.warm_up_job = warm_up_job
         run_config = copy.copy(run_config) if run_config else RunConfig()
         run_config.worker_runtime_env = worker_environment(run_config, kwargs.get("scaling_config"))
         if run_config.logging_config == LoggingConfig():  # Ray Train would print each report of each worker
@@ -63,21 +63,23 @@ class EngineTrainer(DataParallelTrainer):
         given = self._launch
         self._launch = given or Startup(self.scaling_config, self.run_config)
         self._launch.ending = self._launch.ending or self._ending
-        held = Reservation(self.tasks_beside(), reservation.wait_limit(self.run_config.failure_config), cleaned=True)
+        group_reservation = Reservation(
+            self.tasks_beside(), reservation.wait_limit(self.run_config.failure_config), cleaned=True
+        )
         try:
-            return self._run(held)
+            return self._run(group_reservation)
         finally:
             if given is None:
                 self._launch.cancel()
             self._launch = given
-            held.release()
-            held.end_cleaner()
+            group_reservation.release()
+            group_reservation.end_cleaner()
 
-    def _run(self, held: Reservation):
+    def _run(self, group_reservation: Reservation):
         level = self.run_config.logging_config.log_level
         setup = dataclasses.replace(self.backend_config, warned=self._launch.warned, log_level=level)
-        setup = dataclasses.replace(setup, servers=self._reserve(held))
-        engine = Engine(self, setup, self._launch, held)
+        setup = dataclasses.replace(setup, servers=self._reserve(group_reservation))
+        engine = Engine(self, setup, self._launch, group_reservation)
         with ThreadPoolExecutor(1, "raytf_engine") as thread, contextlib.closing(engine):
             future = thread.submit(engine.run)
             if self._launch.ending is None:
@@ -108,15 +110,17 @@ class EngineTrainer(DataParallelTrainer):
         tasks = {str(task): plan.bundle(task) for task in plan.tasks()} if plan else {}
         return tasks | ({self.sidecar.name: self.sidecar.resources} if self.sidecar else {})
 
-    def _reserve(self, held: Reservation):
+    def _reserve(self, group_reservation: Reservation):
         """Reserves all resources of the run, unless its number of workers is open; returns the servers' plan."""
         scaling, plan = self.scaling_config, getattr(self.backend_config, "servers", None)
         if not isinstance(scaling.num_workers, int) or is_slice(scaling):
             return plan
         per_worker = ray_configs.resources_per_worker(scaling)
         selectors = ray_configs.label_selectors(scaling, scaling.num_workers)
-        held.take(scaling.num_workers, per_worker, scaling.placement_strategy, selectors)
-        return dataclasses.replace(plan, group=held.group, places=held.places) if plan else plan
+        group_reservation.take(scaling.num_workers, per_worker, scaling.placement_strategy, selectors)
+        return (
+            dataclasses.replace(plan, group=group_reservation.group, places=group_reservation.places) if plan else plan
+        )
 
     def _cancel(self) -> None:
         """Ends a `fit` that runs in another thread; that `fit` raises an error."""

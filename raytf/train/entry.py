@@ -39,7 +39,7 @@ def import_raytf() -> None:
             raise
 
 
-def rehearse(refs: list, workers: int, cpus: int) -> str | None:
+def warm_up_standby(refs: list, workers: int, cpus: int) -> str | None:
     """Prepares a standby worker as it starts: imports, and a warm-up step of the model that it may have to train.
 
     Args:

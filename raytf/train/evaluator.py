@@ -94,7 +94,7 @@ class Record:
     def __init__(self, entries=None):
         self.entries = Entries("evaluator") if entries is None else entries
 
-    def found(self, epoch: int, metrics: dict[str, float]) -> None:
+    def put_metrics(self, epoch: int, metrics: dict[str, float]) -> None:
         """Stores the metrics of the checkpoint at the end of an epoch."""
         self.entries.put(f"epoch/{epoch}", {"metrics": metrics})
         self.entries.put("failures", 0)
@@ -146,7 +146,7 @@ def sentence(why: dict[int, str]) -> str:
     return f"The evaluation is missing {'; '.join(parts)}. The training itself is complete"
 
 
-def kept(result) -> dict[int, dict[str, float]]:
+def checkpoint_metrics(result) -> dict[int, dict[str, float]]:
     """Returns the metrics by epoch in the checkpoints of a `ray.train.Result`, with those of earlier calls of `fit`."""
     bears = lambda metrics: {name: value for name, value in metrics.items() if name.startswith(PREFIX)}
     return {metrics["epoch"]: bears(metrics) for _, metrics in result.best_checkpoints or () if "epoch" in metrics}
@@ -173,18 +173,20 @@ class EvaluatorSidecar:
         self._task, self._environment = task, environment
         self._actor, self._group, self._given = None, None, None
 
-    def start(self, held) -> None:
+    def start(self, reservation) -> None:
         """Starts the actor in its bundle of a `Reservation`, unless it runs there; called by the engine."""
-        if self._group is not None and held.group == self._group:
+        if self._group is not None and reservation.group == self._group:
             return
         if self._actor is not None:
             ray.kill(self._actor)
-        self._group = held.group
+        self._group = reservation.group
         self._given = self._given or ray.put(self._task)
         name = f"raytf-evaluator-{uuid.uuid4().hex}"
         options = {"runtime_env": self._environment, "name": name, "max_restarts": -1}
         options["arguments"] = (self._given, self.record, self._warned), timeouts.get()
-        self._actor = placed_actor(Evaluator, held.group, held.places[self.name], self.resources, **options)
+        self._actor = placed_actor(
+            Evaluator, reservation.group, reservation.places[self.name], self.resources, **options
+        )
         self.record.entries.put("actor", name)
 
     def validation(self) -> ValidationConfig:
@@ -214,7 +216,7 @@ def _ask(record: Record, checkpoint: Checkpoint) -> dict[str, float]:
             why = str(error)
             break
         else:
-            record.found(epoch, metrics)
+            record.put_metrics(epoch, metrics)
             return metrics
     record.missing(epoch, why)
     if record.failed() >= _CHECKPOINTS_IN_A_ROW:
@@ -263,9 +265,9 @@ def _follow(ref, record: Record, asked: str, late: float, watching: ProcessKille
         begun = record.entries.get("begun") == asked
         if done:
             return begun
-        place = record.entries.get("place")
-        if place is not None:
-            watching.watch("evaluator", ProcessLocation(**place))
+        location = record.entries.get("place")
+        if location is not None:
+            watching.watch("evaluator", ProcessLocation(**location))
         if not begun and time.monotonic() >= late:
             raise _NotStartedError(f"timeout after {timeouts.get().evaluator_start:g} s: the evaluator did not start")
 

@@ -25,9 +25,9 @@ from raytf.runtime.process_monitor import ProcessKiller, ProcessLocation
 from raytf.runtime.processes import Process
 from raytf.runtime.settings import Listening
 from raytf.timeouts import Timeouts
-from raytf.train import backend, decisions, healing
+from raytf.train import backend, decisions, recovery_coordinator
 from raytf.train.decisions import Decisions, Do, Lost, WorkerState
-from raytf.train.healing import STARTS_ANEW, TAKES_ITS_PLACE, Healing, Member
+from raytf.train.recovery_coordinator import REPLACING, RESTARTING, Member, RecoveryCoordinator
 from raytf.worker.stop import DRAIN, MovedError
 
 # Seconds between two checks of all that sends no event.
@@ -130,17 +130,17 @@ class EventGroup:
         """Returns the address of each worker, and whether it has cores of its own."""
         calls = [actor.reserve.remote(timeouts.get(), self.config.listening, self.cores) for actor in self.actors]
         reserved = self._answers(calls, timeouts.get().process_start, "the start of its process")
-        for rank, (_, _, place) in enumerate(reserved):
-            self._see(rank, place)
+        for rank, (_, _, location) in enumerate(reserved):
+            self._see(rank, location)
         addresses = [address for address, _, _ in reserved]
         return addresses, cores.agree_on_pinning(addresses, [claimed for _, claimed, _ in reserved])
 
     def _answers(self, calls: list, seconds: float, what: str) -> list:
         return answers.collect_answers(calls, seconds, what)
 
-    def _see(self, rank: int, place: ProcessLocation) -> None:
-        self.places[rank] = place
-        self._watchdog.watch(rank, place)
+    def _see(self, rank: int, location: ProcessLocation) -> None:
+        self.places[rank] = location
+        self._watchdog.watch(rank, location)
 
     def _words(self, rank: int) -> tuple[str, str]:
         hangs = self._hangs
@@ -238,7 +238,7 @@ class EventGroup:
             events.emit(RunEvent(kind=Kind.ENDED_AFTER_STEP, step=moved.step, why=str(moved)))
             return
         kind = Kind.WORKER_LOST if isinstance(event, Lost) else Kind.WORKER_FAILED
-        more = {Do.RECOVER: TAKES_ITS_PLACE, Do.RESTART: STARTS_ANEW}.get(action.do, "")
+        more = {Do.RECOVER: REPLACING, Do.RESTART: RESTARTING}.get(action.do, "")
         for rank in sorted(action.ranks or event.ranks):
             why = one_line(user_error(self._errors[rank]))
             events.emit(RunEvent(kind=kind, ranks=(rank,), why=why, more=more))
@@ -256,8 +256,8 @@ class EventGroup:
         if now - self._failed_at < timeouts.get().silent_worker:
             return None
         for rank, seconds in silent.items():
-            place = self.places[rank]
-            how = f"timeout after {seconds:.0f} s: its process {place.pid} on {place.host} sent nothing"
+            location = self.places[rank]
+            how = f"timeout after {seconds:.0f} s: its process {location.pid} on {location.host} sent nothing"
             self._errors[rank] = WorkerFrozenError(how)
         return Lost(frozenset(silent))
 
@@ -276,7 +276,7 @@ class EventGroup:
             self._recover(frozenset())
         else:
             why = f"the workers have lost their connections, and {action.why or 'all workers restart'}"
-            healing.give_up(self.members, why)
+            recovery_coordinator.give_up(self.members, why)
             self._waits.clear()
 
     def _recover(self, lost: frozenset[int]) -> None:
@@ -284,14 +284,14 @@ class EventGroup:
         self._stop_watching_for_hangs()
         while True:
             self._generation += 1
-            tried = Healing(self, lost, self._generation)
+            tried = RecoveryCoordinator(self, lost, self._generation)
             while not tried.done:
                 self._serve_joining()
                 tried.wait(SOON_INTERVAL)
-            if tried.healed:
+            if tried.recovered:
                 break
             action = self._decisions.take(
-                decisions.NotRecovered(tried.why, tried.another, frozenset(tried.also), tried.new_lost)
+                decisions.NotRecovered(tried.why, tried.lost_another, frozenset(tried.also_lost), tried.new_lost)
             )
             if action.do is not Do.RECOVER:
                 self._give_up(tried, action)
@@ -313,7 +313,7 @@ class EventGroup:
             if event is None or isinstance(event, (Wait, Woken)) or self._on(member, event):
                 self._joining[member.actor.next_event.remote(SOON_INTERVAL)] = member
 
-    def _take_in(self, tried: Healing) -> None:
+    def _take_in(self, tried: RecoveryCoordinator) -> None:
         pending = {ref: rank for ref, rank in self._pending.items() if rank not in tried.new}
         joining, self._joining = self._joining, {}
         self._pending = pending | {ref: member.rank for ref, member in joining.items()}
@@ -329,13 +329,13 @@ class EventGroup:
         self._heard = dict.fromkeys(self._heard, time.monotonic())
         self._failed_at = None
 
-    def _give_up(self, tried: Healing, action: decisions.Action) -> None:
+    def _give_up(self, tried: RecoveryCoordinator, action: decisions.Action) -> None:
         for rank in tried.lost:  # a call to it would block until Ray detects the loss of its node
             ray.kill(self.members[rank].actor)
         tried.give_up()
-        more = f". All workers restart from {tried.place}" if action.do is Do.RESTART else ""
+        more = f". All workers restart from {tried.restart_point}" if action.do is Do.RESTART else ""
         why, ranks = action.why or tried.why, tuple(sorted(tried.lost))
-        events.emit(RunEvent(kind=Kind.RECOVERY_FAILED, ranks=ranks, step=tried.kept, why=why, more=more))
+        events.emit(RunEvent(kind=Kind.RECOVERY_FAILED, ranks=ranks, step=tried.saved_step, why=why, more=more))
         raise LostGroupError(dict(self._errors), why)
 
     def has_room(self, ranks: Iterable[int]) -> bool:

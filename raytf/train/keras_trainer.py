@@ -44,7 +44,7 @@ from raytf.train.engine import Startup
 from raytf.train.engine_trainer import EngineTrainer
 from raytf.train.entry import import_raytf, train
 from raytf.train.local import Here
-from raytf.train.prepare import Prepared, place
+from raytf.train.prepare import Prepared, place_workers
 from raytf.worker import model_loading, model_source
 from raytf.worker.checkpoint_every import CheckpointInterval
 from raytf.worker.job import TrainJob, is_complete
@@ -275,7 +275,7 @@ class KerasTrainer:
                 a `SystemExit`.
         """
         with phases_module.show_phases(self.progress, phases_module.starting_phase(self._finished())) as phases:
-            inner = place(self)  # may start Ray, which takes SIGTERM for itself
+            inner = place_workers(self)  # may start Ray, which takes SIGTERM for itself
             with ends.Ending() as ending:
                 return self._fit_placed(inner, ending, phases)
 
@@ -290,7 +290,7 @@ class KerasTrainer:
         run_config = self.run_config
         if self.resume is not True:  # otherwise the name is an existing run's
             run_config = run_folder.with_name(run_config, "keras")
-        folder = RunFolder.of(run_config)
+        folder = RunFolder.from_config(run_config)
         with RunLock(folder.filesystem, folder.path) as lock, snapshots.no_writers(folder.filesystem, folder.path):
             location = run_folder.folder_in_users_form(run_config)
             if self.progress:
@@ -326,7 +326,7 @@ class KerasTrainer:
         phases.begin(phases_module.COMPARING if has_ended else phases_module.TRYING)
         with ThreadPoolExecutor(1) as executor:
             data = executor.submit(self._data_identity, blocks)
-            tried = self.try_model(launch, blocks, self.config, goes_on=not has_ended)
+            tried = self.try_model(launch, blocks, self.config, may_continue=not has_ended)
             if self.elastic_batch == "scale":
                 arguments.check_scalable(tried.identity)
             identity = self._identity(blocks, tried.identity, data.result())
@@ -338,17 +338,17 @@ class KerasTrainer:
             if has_ended:
                 return self._ended(folder, last)
             order = self._order(last, blocks) if last.epoch_step else {}
-            logger.info(f"{folder.name}: {_goes_on(last, order)}")
+            logger.info(f"{folder.name}: {_describe_resume(last, order)}")
         if self.resume is False and (archived := folder.archive()):
             logger.info(f"{folder.name}: starts from scratch; the previous run is archived as {archived!r}")
         with verify.Following(tried.running, launch):
             return self._train(launch, blocks, identity)
 
-    def _order(self, last: run_folder.LastCheckpoint, found: dict) -> dict[str, Any]:
+    def _order(self, last: run_folder.LastCheckpoint, blocks: dict) -> dict[str, Any]:
         """Returns the `Feed.order` of the run; parts that depend on the number of workers are the last checkpoint's."""
-        order = self.task(found).order
+        order = self.task(blocks).order
         by_workers = ("batch_size", "window") if self.elastic_batch == "scale" else ()
-        if isinstance(found["train"], TFData):
+        if isinstance(blocks["train"], TFData):
             by_workers = ("steps", "shards")
             order |= dict.fromkeys(name for name in by_workers if name in last.order)
         return order | {name: last.order[name] for name in by_workers if name in order and name in last.order}
@@ -366,24 +366,24 @@ class KerasTrainer:
             )
         return last
 
-    def identity(self, found: dict, model: dict[str, Any]) -> dict[str, Any]:
+    def identity(self, blocks: dict, model: dict[str, Any]) -> dict[str, Any]:
         """Returns the identity of this trainer's trainings.
 
         Args:
-            found: Datasets that were read, by name.
+            blocks: Datasets that were read, by name.
             model: Identity of the tried model.
         """
-        return self._identity(found, model, self._data_identity(found))
+        return self._identity(blocks, model, self._data_identity(blocks))
 
-    def _data_identity(self, found: dict) -> dict[str, Any]:
+    def _data_identity(self, blocks: dict) -> dict[str, Any]:
         return {
             name: fingerprint.pipeline_fingerprint(part)
             if isinstance(part, TFData)
             else fingerprint.dataset_fingerprint(self.datasets[name], sum(part.rows))
-            for name, part in found.items()
+            for name, part in blocks.items()
         }
 
-    def _identity(self, found: dict, model: dict[str, Any], data: dict[str, Any]) -> dict[str, Any]:
+    def _identity(self, blocks: dict, model: dict[str, Any], data: dict[str, Any]) -> dict[str, Any]:
         """Returns the identity of this run for read data and a tried model, see `same_run.py`."""
         settings = {name: getattr(self.tensorflow_config, name) for name in ("sync_every", "gradient_dtype")}
         if self.tensorflow_config.sparse_updates:
@@ -398,7 +398,7 @@ class KerasTrainer:
             "map": canonical.describe(self.batch.map),
             "seed": self.seed,
             "batch_size": self.config["batch_size"],
-            "order": {"shuffle": self.shuffle, "used": self._shuffle(found), "window": self.window},
+            "order": {"shuffle": self.shuffle, "used": self._shuffle(blocks), "window": self.window},
             "settings": settings,
             "data": data,
         }
@@ -434,7 +434,7 @@ class KerasTrainer:
                 "Use shuffle='window', or materialize=True if Ray may put it on disk",
             )
         every = arguments.every(self.checkpoint_every, self.tensorflow_config)
-        by_epochs = isinstance(blocks["train"], TFData) and blocks["train"].looked.goes_on == "epoch"
+        by_epochs = isinstance(blocks["train"], TFData) and blocks["train"].looked.resume_unit == "epoch"
         return TrainJob(
             build_model=self.build_model,
             callbacks=self.callbacks,
@@ -504,7 +504,7 @@ class KerasTrainer:
             result = self._fit(task, launch, sidecar)
         finally:
             metrics = sidecar.record.close()
-        return _with_history(self, result, evaluator.kept(result) | metrics)
+        return _with_history(self, result, evaluator.checkpoint_metrics(result) | metrics)
 
     def _fit(self, task: TrainJob, launch: Startup, sidecar: evaluator.EvaluatorSidecar | None) -> ray.train.Result:
         def keras_training():
@@ -521,7 +521,7 @@ class KerasTrainer:
             shown=(list(self.datasets), self.config),
             dataset_config=self.dataset_config,
             heals=task.heals,
-            rehearsed=task if task.heals and self.tensorflow_config.spares else None,
+            warm_up_job=task if task.heals and self.tensorflow_config.spares else None,
         )
         if task.board is None:
             return inner.fit()
@@ -535,7 +535,7 @@ class KerasTrainer:
         config: Mapping[str, Any],
         rows: int | None = None,
         own: Collection[str] = tuple(DEFAULTS),
-        goes_on: bool = False,
+        may_continue: bool = False,
     ) -> Tried:
         """Tries the model of a config on the data.
 
@@ -548,7 +548,7 @@ class KerasTrainer:
             config: Config for `build_model`.
             rows: Number of rows of measured steps, instead of a comparison; None for no figures.
             own: Keys of the config for raytf itself, of which it does not warn.
-            goes_on: Whether a comparison may continue after the return, see `verify.Following`.
+            may_continue: Whether a comparison may continue after the return, see `verify.Following`.
 
         Returns:
             Properties of the model, and figures of it if `rows` is given.
@@ -557,41 +557,41 @@ class KerasTrainer:
             ConfigError: The columns or the model do not fit the data.
             UnsupportedVersionError: raytf does not fit the installed versions of Ray, Keras or TensorFlow.
         """
-        ray_datasets = {name: found for name, found in blocks.items() if not isinstance(found, TFData)}
-        for name, found in ray_datasets.items():
-            if not found.rows:
+        ray_datasets = {name: outcome for name, outcome in blocks.items() if not isinstance(outcome, TFData)}
+        for name, outcome in ray_datasets.items():
+            if not outcome.rows:
                 raise ConfigError(
                     "A dataset must hold rows", f"{name!r} is empty", "Check the path or the filter that made it"
                 )
-            self.batch.check(found.columns)
+            self.batch.check(outcome.columns)
         names = sorted(set(config) - set(own))
         pickled = cloudpickle.dumps((self.build_model, dict(config), self.batch, names, self.callbacks))
-        order = self._comparison(goes_on) if rows is None else None
+        order = self._comparison(may_continue) if rows is None else None
         validation = blocks["validation"].first() if "validation" in blocks else None
-        found = processes.ask(inspect, pickled, blocks["train"].first(), rows, order, validation)
-        if isinstance(found, Exception):
-            raise found
-        blocks.update({name: blocks[name].with_look(seen) for name, seen in found.looked.items()})
-        if found.warning is not None:
-            logger.warning(found.warning)
-        if found.unread:
-            warnings.warn(config_keys.unread_warning(found.unread), stacklevel=5)
-        if found.proof is not None:
-            verify.tell(found.proof, self.verify)
-        return found
+        outcome = processes.ask(inspect, pickled, blocks["train"].first(), rows, order, validation)
+        if isinstance(outcome, Exception):
+            raise outcome
+        blocks.update({name: blocks[name].with_look(seen) for name, seen in outcome.looked.items()})
+        if outcome.warning is not None:
+            logger.warning(outcome.warning)
+        if outcome.unread:
+            warnings.warn(config_keys.unread_warning(outcome.unread), stacklevel=5)
+        if outcome.proof is not None:
+            verify.tell(outcome.proof, self.verify)
+        return outcome
 
-    def _comparison(self, goes_on: bool) -> verify.Order | None:
+    def _comparison(self, may_continue: bool) -> verify.Order | None:
         """Returns how to compare two workers with one device, or None if there is nothing to compare."""
         replicas = resources.most_workers(self.scaling_config) * arguments.devices(self.scaling_config)
         if not self.verify or replicas < 2 or self.num_ps or self.tensorflow_config.sync_every > 1:
             return None
-        order = verify.Order(batch=self.config["batch_size"], goes_on=goes_on)
+        order = verify.Order(batch=self.config["batch_size"], may_continue=may_continue)
         if self.verify == "error":
-            return dataclasses.replace(order, goes_on=False, seconds=timeouts.get().verify_error)
+            return dataclasses.replace(order, may_continue=False, seconds=timeouts.get().verify_error)
         return order
 
 
-def _goes_on(last: run_folder.LastCheckpoint, order: Mapping[str, Any]) -> str:
+def _describe_resume(last: run_folder.LastCheckpoint, order: Mapping[str, Any]) -> str:
     """Describes how a run resumes: at the next step, or at its epoch's first if its steps would have other rows now."""
     if last.epoch_step and (differs := sampling.differences(last.order, order)):
         restart = f"epoch {last.epoch + 1} restarts at its first step, as its {last.epoch_step} step(s)"
@@ -599,10 +599,10 @@ def _goes_on(last: run_folder.LastCheckpoint, order: Mapping[str, Any]) -> str:
     return f"resuming from step {last.step} ({checkpoint_files.describe_progress(last.epoch, last.epoch_step)})"
 
 
-def _with_history(trainer, result: ray.train.Result, found: Mapping[int, dict] | None = None) -> ray.train.Result:
+def _with_history(trainer, result: ray.train.Result, evaluations: Mapping[int, dict] | None = None) -> ray.train.Result:
     """Adds a row for each epoch to the result, whatever checkpoints are kept, with the evaluator's metrics by epoch."""
     if result.checkpoint is not None:
         model_source.remember_run(result.path, trainer.build_model, trainer.config)
         history = model_loading.last_state(result).history
-        result.metrics_dataframe = pd.DataFrame([row | (found or {}).get(row["epoch"], {}) for row in history])
+        result.metrics_dataframe = pd.DataFrame([row | (evaluations or {}).get(row["epoch"], {}) for row in history])
     return result

@@ -48,7 +48,7 @@ def run(function: Callable[[], Any], context, datasets: Mapping[str, Any], cance
     with log_levels({"ray.train": context.run_config.logging_config.log_level}):
         utils, callbacks = None, context.run_config.callbacks or ()
         try:
-            channel = _Channel(context, cancelled)
+            channel = _LocalChannel(context, cancelled)
             utils = _Utils(channel, RunJob(function, context, datasets, nodes=("",)))
             set_train_fn_utils(utils)
             value = function()
@@ -64,7 +64,7 @@ def run(function: Callable[[], Any], context, datasets: Mapping[str, Any], cance
     return channel.list.result(value)
 
 
-class _Channel(Channel):
+class _LocalChannel(Channel):
     """Takes the training's events in this process.
 
     Args:
@@ -95,10 +95,10 @@ class _Utils(RunTrainFnUtils):
     """Ray Train's functions for the one process."""
 
     def get_dataset_shard(self, dataset_info):
-        name, config = dataset_info.dataset_name, self._surroundings.dataset_config
-        if name not in self._surroundings.datasets:
+        name, config = dataset_info.dataset_name, self._trial_setup.dataset_config
+        if name not in self._trial_setup.datasets:
             raise KeyError(f"The trainer was given no dataset {name!r}. Pass it in datasets={{...}}")
-        dataset, options = self._surroundings.datasets[name], ray_configs.execution_options(config, name)
+        dataset, options = self._trial_setup.datasets[name], ray_configs.execution_options(config, name)
         if options is not None:
             dataset = dataset.copy(dataset)
             dataset.context.execution_options = options

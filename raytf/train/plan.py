@@ -19,7 +19,7 @@ from raytf.train import arguments
 from raytf.train.dry_run import ModelFacts
 from raytf.train.entry import import_raytf
 from raytf.train.keras_trainer import KerasTrainer
-from raytf.train.prepare import Prepared, place
+from raytf.train.prepare import Prepared, place_workers
 
 # At the start of `fit` the chief broadcasts its variables, in groups of about this many bytes, or one larger variable.
 # A worker holds three copies of a group: old, received, and TensorFlow's. It also holds seven copies of a message
@@ -172,7 +172,7 @@ def plan(trainer: KerasTrainer) -> Plan:
 
 
 def _plan(trainer: KerasTrainer, phases: phases_module.Phases) -> Plan:
-    inner = place(trainer)
+    inner = place_workers(trainer)
     phases.begin(phases_module.TRYING)
     scaling = trainer.scaling_config
     with Prepared(WarmPool(Process, inner, trainer.run_config, 1, import_raytf)) as training:
@@ -216,10 +216,10 @@ def _plan(trainer: KerasTrainer, phases: phases_module.Phases) -> Plan:
     return result
 
 
-def _rows(trainer: KerasTrainer, found: stored.StoredDataset | TFData) -> int | None:
+def _rows(trainer: KerasTrainer, dataset: stored.StoredDataset | TFData) -> int | None:
     """Returns the rows of an epoch; for a pipeline those of its steps if known, as full batches."""
-    if isinstance(found, TFData):
-        return None if found.looked.steps is None else found.looked.steps * trainer.config["batch_size"]
+    if isinstance(dataset, TFData):
+        return None if dataset.looked.steps is None else dataset.looked.steps * trainer.config["batch_size"]
     with stored.quiet(), streamed.watched("train"):
         return trainer.datasets["train"].count()
 

@@ -37,7 +37,7 @@ def placed(
     return scaling_config
 
 
-def place(trainer) -> ScalingConfig:
+def place_workers(trainer) -> ScalingConfig:
     """Connects a KerasTrainer to the cluster, and sets its ScalingConfig there.
 
     Returns:

@@ -22,27 +22,27 @@ def has_ended(run_config, epochs: int) -> str | None:
         run_config: RunConfig with a name.
         epochs: Number of requested epochs, at least 1.
     """
-    folder = RunFolder.of(run_config)
+    folder = RunFolder.from_config(run_config)
     state = run_list.newest(folder.filesystem, folder.path)
     if state is None or not (state.stopped or state.epoch >= epochs):
         return None
     return f"{folder.name} has trained {state.epoch} of {epochs} epochs, and is finished"
 
 
-def lines(result: Result, where: str, learned: bool = True) -> list[str]:
+def lines(result: Result, folder: str, learned: bool = True) -> list[str]:
     """Returns the lines shown at a training's end: the last epoch's values, the best epoch, the saved model.
 
     Args:
         result: Result of a trainer.
-        where: The run's folder, a path or a URI.
+        folder: The run's folder, a path or a URI.
         learned: Whether `raytf.load_model` reads its checkpoints.
     """
     frame = result.metrics_dataframe
     shown = summary(result.metrics or {}, [] if frame is None else frame.to_dict("records"))
     if result.checkpoint is None:
         return shown
-    kept = f'model   raytf.load_model("{where}")' if learned else f"kept    {result.checkpoint.path}"
-    return [*shown, kept]
+    result_line = f'model   raytf.load_model("{folder}")' if learned else f"kept    {result.checkpoint.path}"
+    return [*shown, result_line]
 
 
 def summary(last: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> list[str]:

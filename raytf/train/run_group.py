@@ -26,7 +26,7 @@ from raytf.train import backend, decisions, ends, entry
 from raytf.train.checkpoint_list import CheckpointList
 from raytf.train.decisions import Decisions, Do, Drained
 from raytf.train.group import SOON_INTERVAL, EventGroup, LoopEnded, Report, seen
-from raytf.train.healing import Member
+from raytf.train.recovery_coordinator import Member
 from raytf.train.run_worker import Request, RunJob, RunWorker
 from raytf.worker.stop import DRAIN
 
@@ -45,7 +45,7 @@ class GroupSpec:
         scaling: ScalingConfig of the run.
         each: Resources of a worker.
         environment: Runtime environment of the workers' processes.
-        rehearsed: See `entry.rehearse`.
+        warm_up_job: See `entry.warm_up_standby`.
         stays: Whether processes stay when the number of workers changes; they are outside of the reservation then.
         elastic: Whether the number of workers may change.
         drop: Ends a process that becomes no worker.
@@ -56,7 +56,7 @@ class GroupSpec:
     scaling: Any
     each: dict[str, float]
     environment: dict[str, Any]
-    rehearsed: list
+    warm_up_job: list
     stays: bool
     elastic: bool
     drop: Callable[[Any], None]
@@ -156,7 +156,7 @@ class RunGroup(EventGroup):
         self._own = dict.fromkeys(self._heard, 0)  # reports of each rank's process
         self._values: dict[int, Any] = {}
         self._asking: dict[int, tuple[Member, Request, float]] = {}
-        self._meeting: dict[int, Any] = {}
+        self._gathered: dict[int, Any] = {}
         self._drains_at = time.monotonic()
         self._watch_for_hangs()
         for rank in self._heard:
@@ -188,7 +188,7 @@ class RunGroup(EventGroup):
             if self._hangs is not None:
                 self._hangs.record_finished(rank)
         elif event.what == "meet":
-            self._meeting[rank] = event.value
+            self._gathered[rank] = event.value
         elif member is not self.members[rank]:  # it joins, and none of its own reports is to be waited for
             member.actor.answer.remote(self._list.answer(event.what))
             return True
@@ -207,8 +207,8 @@ class RunGroup(EventGroup):
 
     def _answer_requests(self) -> None:
         """Answers requests of training threads, those for reported checkpoints when a worker's own are listed."""
-        if all(member.rank in self._meeting for member in self._needed()):
-            value, self._meeting = self._meeting[0], {}
+        if all(member.rank in self._gathered for member in self._needed()):
+            value, self._gathered = self._gathered[0], {}
             for member in self._needed():
                 member.actor.answer.remote(value)
                 self._poll(member.rank)
@@ -256,7 +256,7 @@ class RunGroup(EventGroup):
         if not self.config.spares or not state.recovers or not state.is_whole:
             return
         if self._spares is None:
-            begin = functools.partial(entry.rehearse, self._spec.rehearsed, len(self.members), self._spec.cpus)
+            begin = functools.partial(entry.warm_up_standby, self._spec.warm_up_job, len(self.members), self._spec.cpus)
             self._spares = StandbyPool(self.config.spares, self._spec.start_process, begin)
         self._spares.keep(set(self.nodes))
 
@@ -303,9 +303,9 @@ class RunGroup(EventGroup):
         }
         seconds = 2 * timeouts.get().workers_stay
         done, _ = ray.wait(list(asked), num_returns=len(asked), timeout=seconds) if asked else ([], [])
-        kept = [member for ref, member in asked.items() if ref in done and _is_true(ref)]
-        self.members = [member for member in self.members if member not in kept]
-        return [(self.places[member.rank].node, member.actor) for member in kept]
+        stayers = [member for ref, member in asked.items() if ref in done and _is_true(ref)]
+        self.members = [member for member in self.members if member not in stayers]
+        return [(self.places[member.rank].node, member.actor) for member in stayers]
 
     def close(self) -> None:
         """Ends the workers that do not stay, and all that watches them."""

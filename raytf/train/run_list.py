@@ -95,16 +95,18 @@ def _below(filesystem, path: str, name: str, metric: str | None, mode: str, dept
     names = {info.base_name for info in infos}
     if SWEEP in names:
         return [_sweep(filesystem, path, name or posixpath.basename(path), metric, mode)]
-    kept = list_checkpoints(filesystem, path)
-    if kept or run_lock.LOCK in names:
-        return [_run(filesystem, path, name or posixpath.basename(path), kept, metric, mode)]
+    checkpoints = list_checkpoints(filesystem, path)
+    if checkpoints or run_lock.LOCK in names:
+        return [_run(filesystem, path, name or posixpath.basename(path), checkpoints, metric, mode)]
     folders = [info for info in infos if info.type == FileType.Directory] if depth else []
     inner = [(info.path, posixpath.join(name, info.base_name)) for info in folders]
     return [run for location, named in inner for run in _below(filesystem, location, named, metric, mode, depth - 1)]
 
 
-def _run(filesystem, path: str, name: str, kept: list[StoredCheckpoint], metric: str | None, mode: str) -> ListedRun:
-    last = _newest(kept)
+def _run(
+    filesystem, path: str, name: str, checkpoints: list[StoredCheckpoint], metric: str | None, mode: str
+) -> ListedRun:
+    last = _newest(checkpoints)
     holder = run_lock.describe_holder(filesystem, path)
     if last is None:
         return ListedRun(name=name, state="running" if holder else "empty", epochs="0", best=None, when=None)
@@ -146,13 +148,13 @@ def newest(filesystem, path: str) -> CheckpointState | None:
     return None if last is None else last[0]
 
 
-def _newest(kept: Sequence[StoredCheckpoint]) -> tuple[CheckpointState, StoredCheckpoint] | None:
+def _newest(checkpoints: Sequence[StoredCheckpoint]) -> tuple[CheckpointState, StoredCheckpoint] | None:
     """Returns the checkpoint with the most steps, from the newest readable one of each kind; None without one."""
     heads = []
     for mid_epoch in (False, True):
         of_kind = (
             (state, saved)
-            for saved in kept
+            for saved in checkpoints
             if saved.is_within_epoch == mid_epoch and (state := saved.state()) is not None
         )
         heads += [head] if (head := next(of_kind, None)) is not None else []

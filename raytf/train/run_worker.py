@@ -18,8 +18,8 @@ from typing import Any
 from ray.train import CheckpointUploadMode
 
 from raytf import activity
-from raytf.collectives import healing
-from raytf.collectives.healing import Waiting
+from raytf.collectives import recovery_client
+from raytf.collectives.recovery_client import BlockedWorker
 from raytf.compat import loggers, ray_train
 from raytf.compat.ray_train import (
     CheckpointConsistencyMode,
@@ -30,7 +30,7 @@ from raytf.console.quiet import log_levels
 from raytf.errors import ConfigError
 from raytf.runtime.failures import is_consequence, user_error
 from raytf.train.group import LoopEnded, MemberProcess, Report, Wait, Woken
-from raytf.train.session_functions import Surroundings, TrialContext, TrialTrainFnUtils
+from raytf.train.session_functions import TrialContext, TrialSetup, TrialTrainFnUtils
 from raytf.worker import clearing, stop
 from raytf.worker.stop import MovedError
 
@@ -69,7 +69,7 @@ class RunJob:
         config, self.train, self.validates = context.run_config, train, validates
         self.name, self.storage, self.level = config.name, config.storage_context, config.logging_config.log_level
         given = {name: item() if callable(item) else item for name, item in datasets.items()}
-        self.surroundings = Surroundings(nodes=tuple(nodes), datasets=given, dataset_config=context.dataset_config)
+        self.trial_setup = TrialSetup(nodes=tuple(nodes), datasets=given, dataset_config=context.dataset_config)
 
 
 class Channel:
@@ -117,9 +117,9 @@ class RunTrainFnUtils(TrialTrainFnUtils):
     """
 
     def __init__(self, channel: Channel, job: RunJob):
-        super().__init__(channel, job.surroundings, lambda value: channel.ask("meet", value), "")
+        super().__init__(channel, job.trial_setup, lambda value: channel.ask("meet", value), "")
         self._channel, self._storage, self._validates = channel, job.storage, job.validates
-        self._context = TrialContext(job.name, channel.rank, job.surroundings, job.storage)
+        self._context = TrialContext(job.name, channel.rank, job.trial_setup, job.storage)
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "raytf_reports")
         self._failed: Exception | None = None
         self._last: concurrent.futures.Future | None = None
@@ -150,33 +150,33 @@ class RunTrainFnUtils(TrialTrainFnUtils):
             if checkpoint is None:
                 return None, False
             if checkpoint_upload_mode is CheckpointUploadMode.NO_UPLOAD:
-                kept = checkpoint
+                stored_checkpoint = checkpoint
             elif checkpoint_upload_fn is not None:
-                kept = checkpoint_upload_fn(checkpoint, name)
+                stored_checkpoint = checkpoint_upload_fn(checkpoint, name)
             else:
-                kept = self._storage.persist_current_checkpoint(checkpoint, name)
-            if not ray_train.is_managed_checkpoint(self._storage, kept):
+                stored_checkpoint = self._storage.persist_current_checkpoint(checkpoint, name)
+            if not ray_train.is_managed_checkpoint(self._storage, stored_checkpoint):
                 raise ConfigError(
                     "A checkpoint that is reported must lie in the run's folder",
-                    f"{kept} for the run {self._channel.name!r}",
+                    f"{stored_checkpoint} for the run {self._channel.name!r}",
                     "Write it below ray.train.get_context().get_storage().experiment_fs_path",
                 )
             if delete and checkpoint_upload_mode is not CheckpointUploadMode.NO_UPLOAD:
                 checkpoint.filesystem.delete_dir(checkpoint.path)
-            return kept, validation
+            return stored_checkpoint, validation
 
         sent = self.report_later(metrics, keep)
         if checkpoint_upload_mode is not CheckpointUploadMode.ASYNC or self._channel.is_here:
             sent.result()
 
-    def report_later(self, metrics: dict[str, Any], kept: Callable[[], tuple[Any, Any]]):
+    def report_later(self, metrics: dict[str, Any], checkpoint_of: Callable[[], tuple[Any, Any]]):
         """Reports later, as `ray_train.report_later`."""
         self._channel.check()
         self.reports += 1
 
         def tell() -> None:
             try:
-                self._channel.tell(Report(metrics, *kept()))
+                self._channel.tell(Report(metrics, *checkpoint_of()))
             except Exception as error:  # an error in this thread would be lost
                 self._failed = error
                 self._channel.tell(LoopEnded(error=with_stack(error)))
@@ -226,7 +226,7 @@ class RunWorker(MemberProcess):
 
     def begin(self, job: RunJob, rank: int) -> None:
         """Starts the train loop."""
-        self._error, self._channel = None, Channel(rank, len(job.surroundings.nodes), job.name)
+        self._error, self._channel = None, Channel(rank, len(job.trial_setup.nodes), job.name)
         self._thread = threading.Thread(target=self._run, args=(job, self._channel), daemon=True)
         self._thread.start()
 
@@ -254,15 +254,15 @@ class RunWorker(MemberProcess):
         """
         with contextlib.suppress(queue.Empty):
             return self._channel.events.get(timeout=seconds)
-        return Wait() if isinstance(healing.healer.waiting(), Waiting) else None
+        return Wait() if isinstance(recovery_client.client.waiting(), BlockedWorker) else None
 
     def answer(self, value: Any) -> None:
         """Answers a request of the training thread."""
         self._channel.answers.put(value)
 
-    def standing(self, seconds: float) -> tuple[Waiting | str | None, Exception | None]:
-        """Returns `Healer.waiting(seconds)` of this process, and the training's error or None."""
-        return healing.healer.waiting(seconds), self._error
+    def poll_recovery_state(self, seconds: float) -> tuple[BlockedWorker | str | None, Exception | None]:
+        """Returns `RecoveryClient.waiting(seconds)` of this process, and the training's error or None."""
+        return recovery_client.client.waiting(seconds), self._error
 
     def leave(self, seconds: float) -> bool:
         """Prepares this process for another training; returns False if the last one has not ended, or has failed.
@@ -284,7 +284,7 @@ class RunWorker(MemberProcess):
 
         self._error = cause = None  # its frames hold the model
         exchange.leave_all()
-        healing.healer.reset()
+        recovery_client.client.reset()
         stop.stop_barrier.reset()
         activity.tracker.reset()
         os.environ.pop("TF_CONFIG", None)

@@ -29,7 +29,7 @@ _LOOK_INTERVAL = 1.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Surroundings:
+class TrialSetup:
     """Data for a trial's workers in addition to their loop.
 
     Args:
@@ -66,16 +66,16 @@ def place_of(rank: int, nodes: Sequence[str]) -> dict[str, int]:
 class TrialContext(LocalTrainContext):
     """Context of a worker of a trial, or of a run with `storage`, for `ray.train.get_context()`."""
 
-    def __init__(self, name: str, rank: int, surroundings: Surroundings, storage: StorageContext | None = None):
-        super().__init__(experiment_name=name, **place_of(rank, surroundings.nodes))
-        self._surroundings, self._storage = surroundings, storage
+    def __init__(self, name: str, rank: int, trial_setup: TrialSetup, storage: StorageContext | None = None):
+        super().__init__(experiment_name=name, **place_of(rank, trial_setup.nodes))
+        self._trial_setup, self._storage = trial_setup, storage
 
     def get_storage(self) -> StorageContext:
         """Returns the run's storage; in a sweep the trial's own folder is the `experiment_fs_path`."""
         if self._storage is not None:
             return self._storage
-        parent, name = posixpath.split(self._surroundings.folder)
-        return StorageContext(parent, name, storage_filesystem=self._surroundings.filesystem)
+        parent, name = posixpath.split(self._trial_setup.folder)
+        return StorageContext(parent, name, storage_filesystem=self._trial_setup.filesystem)
 
 
 class TrialTrainFnUtils(TrainFnUtils):
@@ -83,14 +83,14 @@ class TrialTrainFnUtils(TrainFnUtils):
 
     Args:
         session: Session of the trial.
-        around: `Surroundings` of the trial.
+        around: `TrialSetup` of the trial.
         broadcast: Returns the value of rank 0 on every worker.
         folder: Folder in which a reported checkpoint is stored until the next one.
     """
 
-    def __init__(self, session: TrialSession, surroundings: Surroundings, broadcast: Callable[[Any], Any], folder: str):
-        self._session, self._surroundings, self._broadcast, self._folder = session, surroundings, broadcast, folder
-        self._context = TrialContext(session.name, session.rank, surroundings)
+    def __init__(self, session: TrialSession, trial_setup: TrialSetup, broadcast: Callable[[Any], Any], folder: str):
+        self._session, self._trial_setup, self._broadcast, self._folder = session, trial_setup, broadcast, folder
+        self._context = TrialContext(session.name, session.rank, trial_setup)
         self._shards: dict[str, Any] = {}
         self._looked, self._drained = -_LOOK_INTERVAL, None
 
@@ -112,12 +112,12 @@ class TrialTrainFnUtils(TrainFnUtils):
         _check_report(checkpoint_dir_name, checkpoint_upload_mode, checkpoint_upload_fn, validation)
         files = None
         if checkpoint is not None:
-            kept = os.path.join(self._folder, "reported")
-            shutil.rmtree(kept, ignore_errors=True)
-            checkpoint.to_directory(kept)
+            reported_folder = os.path.join(self._folder, "reported")
+            shutil.rmtree(reported_folder, ignore_errors=True)
+            checkpoint.to_directory(reported_folder)
             if delete_local_checkpoint_after_upload:
                 checkpoint.filesystem.delete_dir(checkpoint.path)
-            files = ReportedFiles(kept)
+            files = ReportedFiles(reported_folder)
         self._session.report(metrics, files)
 
     def get_checkpoint(self):
@@ -131,15 +131,15 @@ class TrialTrainFnUtils(TrainFnUtils):
         )
 
     def get_dataset_shard(self, dataset_info):
-        name, surroundings = dataset_info.dataset_name, self._surroundings
-        if name not in surroundings.datasets:
-            known = ", ".join(map(repr, surroundings.datasets)) or "none"
+        name, trial_setup = dataset_info.dataset_name, self._trial_setup
+        if name not in trial_setup.datasets:
+            known = ", ".join(map(repr, trial_setup.datasets)) or "none"
             raise KeyError(f"A dataset must be one that the trainer was given ({known}); received: {name!r}")
         if name not in self._shards:
             shards = None
             if self._session.rank == 0:
-                given = {name: surroundings.datasets[name]}
-                parts = surroundings.dataset_config.configure(given, self._session.size, None, list(surroundings.nodes))
+                given = {name: trial_setup.datasets[name]}
+                parts = trial_setup.dataset_config.configure(given, self._session.size, None, list(trial_setup.nodes))
                 shards = [part[name] for part in parts]
             self._shards[name] = self._broadcast(shards)[self._session.rank]
         return self._shards[name]
@@ -152,7 +152,7 @@ class TrialTrainFnUtils(TrainFnUtils):
         info = None
         if self._session.rank == 0:
             if time.monotonic() - self._looked >= _LOOK_INTERVAL:
-                self._drained = preemption(self._surroundings.nodes, ray_core.draining())
+                self._drained = preemption(self._trial_setup.nodes, ray_core.draining())
                 self._looked = time.monotonic()
             info = self._drained
         return self._broadcast(info)

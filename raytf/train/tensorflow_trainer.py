@@ -171,7 +171,7 @@ class TensorflowTrainer(EngineTrainer):
         self.train_run_context = dataclasses.replace(
             context, run_config=self.run_config, scaling_config=self.scaling_config
         )
-        folder = RunFolder.of(self.run_config)
+        folder = RunFolder.from_config(self.run_config)
         try:
             with RunLock(folder.filesystem, folder.path, self._cancel) as lock:
                 lock.confirm()

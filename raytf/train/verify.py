@@ -60,17 +60,17 @@ class Order:
 
     Args:
         batch: Rows of the training's steps.
-        goes_on: Whether the comparison continues after the calling process' wait for it; otherwise it is ended.
+        may_continue: Whether the comparison continues after the calling process' wait for it; otherwise it is ended.
         seconds: Limit of that wait, or None for the default.
     """
 
     batch: int
-    goes_on: bool = False
+    may_continue: bool = False
     seconds: float | None = None
 
     @property
     def wait(self) -> float:
-        return (_START_WAIT if self.goes_on else _WAIT) if self.seconds is None else self.seconds
+        return (_START_WAIT if self.may_continue else _WAIT) if self.seconds is None else self.seconds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,7 +157,7 @@ def _table_of(block: StoredDataset) -> pa.Table:
 def _spread(block: StoredDataset, table: pa.Table, count: int) -> StoredDataset:
     """Returns so many rows from all over a block."""
     places = np.linspace(0, table.num_rows - 1, count).astype(int)
-    rows = pa.concat_tables([table.slice(int(place), 1) for place in places])  # `take` lacks some types of columns
+    rows = pa.concat_tables([table.slice(int(row), 1) for row in places])  # `take` lacks some types of columns
     return StoredDataset([rows], [count], block.columns)
 
 
@@ -427,8 +427,8 @@ class _Supervisor:
 @contextlib.contextmanager
 def local_addresses(count: int) -> Iterator[list[str]]:
     """Yields addresses of this host that no other process takes meanwhile, for workers in forks of this process."""
-    with contextlib.ExitStack() as held:
-        sockets = [held.enter_context(socket.socket()) for _ in range(count)]
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for sock in sockets:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             sock.bind(("127.0.0.1", 0))
@@ -465,17 +465,17 @@ def read_memory(memory: int) -> Any:
         return pickle.load(file) if os.fstat(memory).st_size else None
 
 
-def _unable(one: dict, two: dict, other: dict) -> Proof | None:
+def _unable(single: dict, double: dict, other: dict) -> Proof | None:
     """Returns why nothing can be compared, or a failure on two workers only; otherwise None."""
-    skipped = next((run["skipped"] for run in (one, two, other) if "skipped" in run), None)
+    skipped = next((run["skipped"] for run in (single, double, other) if "skipped" in run), None)
     if skipped is not None:
         return Proof(skipped=skipped)
-    failures = [run for run in (two, other) if "error" in run]
+    failures = [run for run in (double, other) if "error" in run]
     causes = [run for run in failures if not run.get("lost")]
-    if "error" in one and not one.get("lost"):
-        return Proof(failed=f"one device fails on them: {one['error']}")
-    if causes and "error" not in one:
+    if "error" in single and not single.get("lost"):
+        return Proof(failed=f"one device fails on them: {single['error']}")
+    if causes and "error" not in single:
         return Proof(differences=(f"a step fails on two workers, and not on one device: {causes[0]['error']}",))
-    if failures or "error" in one:
-        return Proof(failed=(causes or failures or [one])[0]["error"])
+    if failures or "error" in single:
+        return Proof(failed=(causes or failures or [single])[0]["error"])
     return None

@@ -74,14 +74,14 @@ class _Gap:
     how: str = ""
 
 
-def _gaps(one: Mapping[str, Any], two: Mapping[str, Any]) -> dict[str, _Gap]:
+def _gaps(single_run: Mapping[str, Any], double_run: Mapping[str, Any]) -> dict[str, _Gap]:
     gaps = {}
-    for name in [*one["logs"], *(name for name in two["logs"] if name not in one["logs"])]:
-        if name not in one["logs"] or name not in two["logs"]:
+    for name in [*single_run["logs"], *(name for name in double_run["logs"] if name not in single_run["logs"])]:
+        if name not in single_run["logs"] or name not in double_run["logs"]:
             gaps[f"log {name}"] = _Gap("log", np.inf, 1.0, "there on one of them alone")
             continue
-        gaps[f"log {name}"] = _gap_of("log", *(run["logs"][name] for run in (one, two)))
-    for (path, initial, single), (_, _, double) in zip(one["weights"], two["weights"], strict=True):
+        gaps[f"log {name}"] = _gap_of("log", *(run["logs"][name] for run in (single_run, double_run)))
+    for (path, initial, single), (_, _, double) in zip(single_run["weights"], double_run["weights"], strict=True):
         initial, single, double = (np.asarray(value, np.float64) for value in (initial, single, double))
         moved, distance = (
             _norm(single - initial),
@@ -90,10 +90,10 @@ def _gaps(one: Mapping[str, Any], two: Mapping[str, Any]) -> dict[str, _Gap]:
         floor = 8 * np.finfo(np.float32).eps * _norm(single) / _ROUNDING
         shown = f"apart by {distance / max(moved, 1e-30):.2g} times what the two steps change"
         gaps[f"weight {path}"] = _Gap("weight", distance, moved + floor, shown)
-    for (path, single, how), (_, double, _) in zip(one["states"], two["states"], strict=True):
+    for (path, single, how), (_, double, _) in zip(single_run["states"], double_run["states"], strict=True):
         gaps[f"state {path}"] = _gap_of("state", single, double, how)
     for kind in ("slot", "rate"):
-        for (path, single), (_, double) in zip(one[f"{kind}s"], two[f"{kind}s"], strict=True):
+        for (path, single), (_, double) in zip(single_run[f"{kind}s"], double_run[f"{kind}s"], strict=True):
             gaps[f"{kind} {path}"] = _gap_of(kind, single, double)
     return gaps
 
@@ -114,13 +114,13 @@ def _most(gap: np.ndarray, a: np.ndarray, b: np.ndarray) -> float:
     return float(np.max(np.where(np.isnan(gap), np.inf, gap), initial=0.0))
 
 
-def suspected(one: Mapping[str, Any], two: Mapping[str, Any]) -> list[str]:
+def suspected(single: Mapping[str, Any], double: Mapping[str, Any]) -> list[str]:
     """Returns the names of values that differ by more than rounding does in most models."""
-    most = _HALF_ROUNDING if one["half"] else _ROUNDING
-    return [name for name, difference in _gaps(one, two).items() if not difference.gap <= most * difference.scale]
+    most = _HALF_ROUNDING if single["half"] else _ROUNDING
+    return [name for name, difference in _gaps(single, double).items() if not difference.gap <= most * difference.scale]
 
 
-def judged(one: dict, two: dict, again: dict, suspects: Sequence[str], alike: bool) -> Proof:
+def judged(single: dict, double: dict, again: dict, suspects: Sequence[str], alike: bool) -> Proof:
     """Returns the proof: which suspects differ by more than other last bits and other seeds change on one device.
 
     Args:
@@ -129,10 +129,10 @@ def judged(one: dict, two: dict, again: dict, suspects: Sequence[str], alike: bo
         suspects: Result of `suspected`.
         alike: Whether both workers have the same weights.
     """
-    gaps, noise = _gaps(one, two), _gaps(one, again)
+    gaps, noise = _gaps(single, double), _gaps(single, again)
     real = [name for name in suspects if gaps[name].gap > _TIMES * noise[name].gap]
     random = tuple(name for name in suspects if name not in real)
-    traits, differences = one["traits"], []
+    traits, differences = single["traits"], []
     if not alike:
         differences.append(
             "the two workers have other weights than each other, or another state of the optimizer, after two steps: a "

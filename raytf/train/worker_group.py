@@ -22,8 +22,8 @@ import ray
 from ray.util.placement_group import placement_group_table
 
 from raytf import activity, procfs, timeouts
-from raytf.collectives import healing, ring_token
-from raytf.collectives.healing import Waiting
+from raytf.collectives import recovery_client, ring_token
+from raytf.collectives.recovery_client import BlockedWorker
 from raytf.compat import autograph, legacy_names, ray_core
 from raytf.compat.fast_import import import_keras
 from raytf.compat.ray_train import set_train_fn_utils
@@ -45,8 +45,8 @@ from raytf.train.decisions import (
 )
 from raytf.train.entry import import_raytf
 from raytf.train.group import EventGroup, LoopEnded, LostGroupError, MemberProcess, Report, Wait
-from raytf.train.healing import Member
-from raytf.train.session_functions import Surroundings, TrialTrainFnUtils
+from raytf.train.recovery_coordinator import Member
+from raytf.train.session_functions import TrialSetup, TrialTrainFnUtils
 from raytf.worker import clearing, stop
 from raytf.worker.trial_session import TrialCheckpointDir, TrialSession, TrialStopped
 
@@ -90,7 +90,7 @@ class TrialRun:
         config: Config of the trial.
         name: Name of the trial.
         files: Files of the checkpoint to resume from, by name, or None.
-        around: Arguments of the loop's `session_functions.Surroundings`, without the nodes.
+        around: Arguments of the loop's `session_functions.TrialSetup`, without the nodes.
         within: Where it saves checkpoints within its epochs, or None.
         heals: Number of lost workers that are replaced in place if possible.
     """
@@ -99,7 +99,7 @@ class TrialRun:
     config: dict[str, Any]
     name: str
     files: dict[str, bytes] | None = None
-    surroundings: dict[str, Any] = field(default_factory=dict)
+    trial_setup: dict[str, Any] = field(default_factory=dict)
     step_checkpoints: TrialCheckpointDir | None = None
     heals: float = 0
 
@@ -107,7 +107,7 @@ class TrialRun:
 class WorkerGroup(EventGroup):
     """Opens workers in the current placement group, see the module's docstring.
 
-    A worker that is lost within a step is replaced in place if its trial allows it, see `healing`.
+    A worker that is lost within a step is replaced in place if its trial allows it, see `recovery_coordinator`.
 
     Args:
         setup: The workers' `settings.WorkerSetup`.
@@ -191,7 +191,7 @@ class WorkerGroup(EventGroup):
         return None
 
     def begin(self, job: TrialRun, replacement_trial: Callable[[], TrialRun] | None = None) -> None:
-        """Starts a trial, which waits for `go_on`.
+        """Starts a trial, which waits for `continue_trial`.
 
         Args:
             job: The trial.
@@ -212,7 +212,7 @@ class WorkerGroup(EventGroup):
         self._decisions = Decisions(state)
         self._all("begin", self._run, what="the begin of a trial")
 
-    def go_on(self, why: Callable[[], str | None] | None = None) -> list[dict] | None:
+    def continue_trial(self, why: Callable[[], str | None] | None = None) -> list[dict] | None:
         """Continues the trial to its next report. Returns the metrics of each worker, or None when the loop has ended.
 
         Args:
@@ -226,7 +226,7 @@ class WorkerGroup(EventGroup):
         self._first_error_at: float | None = None
         self._watch_for_hangs()
         try:
-            self._begin_following({member.actor.go_on.remote(): member.rank for member in self.members})
+            self._begin_following({member.actor.continue_trial.remote(): member.rank for member in self.members})
             while len(self._received) < len(self.members):
                 self._follow()
                 self._judge()
@@ -273,23 +273,25 @@ class WorkerGroup(EventGroup):
             return
         if time.monotonic() - self._first_error_at < timeouts.get().alike_failures:
             return
-        if (frozen := self._watchdog.standing()) is not None:
-            raise WorkerGroupLostError(self._frozen(frozen.keys[0], f"its process {frozen.place.pid} is {frozen.how}"))
+        if (frozen := self._watchdog.stopped_process()) is not None:
+            raise WorkerGroupLostError(
+                self._frozen(frozen.keys[0], f"its process {frozen.location.pid} is {frozen.how}")
+            )
         rank, error = next((r, e.error) for r, e in sorted(self._received.items()) if getattr(e, "error", None))
         raise WorkerGroupLostError(f"worker {rank} failed alone: {error.cause}\n{error.details}")
 
     def _lost_group(self, lost: LostGroupError) -> WorkerGroupLostError:
         rank, error = min(lost.errors.items())
         if rank in self._watchdog.gone:
-            found = WorkerGroupLostError(self._watchdog.gone[rank])
+            error_found = WorkerGroupLostError(self._watchdog.gone[rank])
         elif rank in self._watchdog.ended:
-            found = WorkerGroupLostError(self._frozen(rank, self._watchdog.ended[rank]))
+            error_found = WorkerGroupLostError(self._frozen(rank, self._watchdog.ended[rank]))
         elif isinstance(error, WorkerFrozenError):
-            found = WorkerGroupLostError(f"worker {rank} hangs: {error}\n{error.stack}")
+            error_found = WorkerGroupLostError(f"worker {rank} hangs: {error}\n{error.stack}")
         else:
-            found = WorkerGroupLostError(f"worker {rank} of the trial was lost: {error}")
-        found.unhealed = lost.why or None
-        return found
+            error_found = WorkerGroupLostError(f"worker {rank} of the trial was lost: {error}")
+        error_found.unhealed = lost.why or None
+        return error_found
 
     def _started_again(self, rank: int) -> Member:
         return self._process(rank, self.members[rank].bundle)
@@ -301,7 +303,7 @@ class WorkerGroup(EventGroup):
         return member.actor.settle.remote(*self._opening(member.rank, addresses, token, pinned))
 
     def start_again(self, member: Member) -> None:
-        member.actor.take_place.remote(self._run)
+        member.actor.start_as_replacement.remote(self._run)
 
     def _ask_to_end(self, why: Callable[[], str | None] | None) -> None:
         """Stops all workers after the same step, once there is a reason."""
@@ -445,11 +447,11 @@ class GroupWorker(MemberProcess):
         self._thread.start()
 
     def settle(self, *opening) -> None:
-        """Stores the arguments of `open` for `take_place`."""
+        """Stores the arguments of `open` for `start_as_replacement`."""
         self._opening = opening
 
-    def take_place(self, job: TrialRun) -> None:
-        """Opens this replacement worker, and trains; `standing` returns its error."""
+    def start_as_replacement(self, job: TrialRun) -> None:
+        """Opens this replacement worker, and trains; `poll_recovery_state` returns its error."""
         try:
             import_raytf()
             self.open(*self._opening)
@@ -458,15 +460,15 @@ class GroupWorker(MemberProcess):
         except Exception as error:
             self._failed = error
 
-    def standing(self, seconds: float) -> tuple[Waiting | str | None, Exception | None]:
-        """Returns `Healer.waiting(seconds)` of this process, and the trial's error or None."""
+    def poll_recovery_state(self, seconds: float) -> tuple[BlockedWorker | str | None, Exception | None]:
+        """Returns `RecoveryClient.waiting(seconds)` of this process, and the trial's error or None."""
         if self._failed is None and self._session is not None and self._session.waits:
             return "it has reported, and waits for the others to do so", None
-        return healing.healer.waiting(0.0 if self._failed is not None else seconds), self._failed
+        return recovery_client.client.waiting(0.0 if self._failed is not None else seconds), self._failed
 
     def _run(self, job: TrialRun, session, folder: str) -> None:
-        surroundings = Surroundings(nodes=self._nodes, **job.surroundings)
-        set_train_fn_utils(TrialTrainFnUtils(session, surroundings, _broadcast, folder))
+        trial_setup = TrialSetup(nodes=self._nodes, **job.trial_setup)
+        set_train_fn_utils(TrialTrainFnUtils(session, trial_setup, _broadcast, folder))
         activity.tracker.reset()
         activity.tracker.register_thread()
         try:
@@ -474,7 +476,7 @@ class GroupWorker(MemberProcess):
             session.park()
             with output.as_status(), autograph.in_memory():
                 ended = job.train(session, job.config)
-            activity.tracker.at(activity.END)
+            activity.tracker.enter(activity.END)
             session.events.put(("end", ended))
             session.park()
         except TrialStopped:
@@ -487,7 +489,7 @@ class GroupWorker(MemberProcess):
         finally:
             set_train_fn_utils(None)
 
-    def go_on(self) -> Report | LoopEnded | Wait | None:
+    def continue_trial(self) -> Report | LoopEnded | Wait | None:
         """Continues the trial; returns the result of `next_event`."""
         activity.tracker.renew()
         self._session.commands.put("go")
@@ -501,7 +503,7 @@ class GroupWorker(MemberProcess):
         with contextlib.suppress(queue.Empty):
             kind, value = self._session.events.get(timeout=_BEAT_INTERVAL)
             return Report(value) if kind == "report" else LoopEnded(value) if kind == "end" else LoopEnded(error=value)
-        return Wait() if isinstance(healing.healer.waiting(), Waiting) else None
+        return Wait() if isinstance(recovery_client.client.waiting(), BlockedWorker) else None
 
     def save(self) -> dict[str, bytes] | None:
         self._session.commands.put("save")

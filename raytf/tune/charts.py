@@ -106,14 +106,14 @@ def line_chart(
     if not points:
         return None
     ys = [y for _, y in points]
-    across = _Scale([x for x, _ in points], (_LEFT, _WIDTH - _RIGHT), whole=True)
-    up = _Scale([*ys, *([0.0] if zero else [])], (_HEIGHT - _BOTTOM, _TOP), log=not zero and spans_decades(ys))
-    body = [_frame(across, up, x_label, y_label, show)]
+    x_scale = _Scale([x for x, _ in points], (_LEFT, _WIDTH - _RIGHT), whole=True)
+    y_scale = _Scale([*ys, *([0.0] if zero else [])], (_HEIGHT - _BOTTOM, _TOP), log=not zero and spans_decades(ys))
+    body = [_frame(x_scale, y_scale, x_label, y_label, show)]
     named = [curve for curve in series if curve.named]
     colors = [curve.color or COLORS[i % len(COLORS)] for i, curve in enumerate(named)]
     unnamed = [(curve, curve.color or GREY) for curve in series if not curve.named]
     for curve, color in [*unnamed, *reversed(list(zip(named, colors, strict=True)))]:  # draws the first one on top
-        body.append(_curve(curve, color, across, up, show))
+        body.append(_curve(curve, color, x_scale, y_scale, show))
     legend = [(color, curve.name, curve.dotted) for curve, color in zip(named, colors, strict=True)]
     return _figure("".join(body), _legend(legend) if len(legend) > 1 else "", f"{y_label} by {x_label}")
 
@@ -123,11 +123,11 @@ def scatter_chart(points: Sequence[Point], x_label: str, y_label: str, value_lab
     if not points:
         return None
     xs, ys = [p.x for p in points], [p.y for p in points]
-    across = _Scale(xs, (_LEFT + 8, _WIDTH - _RIGHT - 8), log=spans_decades(xs), only=True)
-    up = _Scale(ys, (_HEIGHT - _BOTTOM - 6, _TOP + 6), log=min(ys) > 0 and max(ys) / min(ys) > 5)
-    body = [_frame(across, up, x_label, y_label, format_number)]
+    x_scale = _Scale(xs, (_LEFT + 8, _WIDTH - _RIGHT - 8), log=spans_decades(xs), only=True)
+    y_scale = _Scale(ys, (_HEIGHT - _BOTTOM - 6, _TOP + 6), log=min(ys) > 0 and max(ys) / min(ys) > 5)
+    body = [_frame(x_scale, y_scale, x_label, y_label, format_number)]
     for p in sorted(points, key=lambda p: p.value):
-        position = f'cx="{across(p.x):.1f}" cy="{up(p.y):.1f}" r="6.5"'
+        position = f'cx="{x_scale(p.x):.1f}" cy="{y_scale(p.y):.1f}" r="6.5"'
         body.append(f'<circle {position} fill="{_shade(p.value)}" stroke="#fff">{_title(p.detail)}</circle>')
     legend = [(_shade(1.0), f"best {value_label}", False), (_shade(0.0), "worst", False)]
     return _figure("".join(body), _legend(legend), f"{y_label} by {x_label}")
@@ -218,14 +218,14 @@ def _log_ticks(low: float, high: float) -> list[float]:
     return [m * 10.0**i for i in range(first, last + 1) for m in (1, 2, 5) if low <= m * 10.0**i <= high] or [low, high]
 
 
-def _frame(across: _Scale, up: _Scale, x_label: str, y_label: str, show: Callable[[float], str]) -> str:
+def _frame(x_scale: _Scale, y_scale: _Scale, x_label: str, y_label: str, show: Callable[[float], str]) -> str:
     parts = []
-    for tick in up.ticks:
-        y = up(tick)
+    for tick in y_scale.ticks:
+        y = y_scale(tick)
         parts.append(f'<line x1="{_LEFT}" y1="{y:.1f}" x2="{_WIDTH - _RIGHT}" y2="{y:.1f}" class="g"/>')
         parts.append(_text(_LEFT - 6, y + 4, show(tick), "end", "t"))
-    for tick in across.ticks:
-        parts.append(_text(across(tick), _HEIGHT - _BOTTOM + 16, format_number(tick), "middle", "t"))
+    for tick in x_scale.ticks:
+        parts.append(_text(x_scale(tick), _HEIGHT - _BOTTOM + 16, format_number(tick), "middle", "t"))
     parts.append(
         f'<line x1="{_LEFT}" y1="{_HEIGHT - _BOTTOM}" x2="{_WIDTH - _RIGHT}" y2="{_HEIGHT - _BOTTOM}" class="a"/>'
     )
@@ -234,21 +234,23 @@ def _frame(across: _Scale, up: _Scale, x_label: str, y_label: str, show: Callabl
     return "".join(parts)
 
 
-def _curve(one: Series, color: str, across: _Scale, up: _Scale, show: Callable[[float], str]) -> str:
+def _curve(series: Series, color: str, x_scale: _Scale, y_scale: _Scale, show: Callable[[float], str]) -> str:
     runs: list[list[tuple[float, float]]] = [[]]
-    for x, y in zip(one.x, one.y, strict=True):
+    for x, y in zip(series.x, series.y, strict=True):
         if is_finite(x) and is_finite(y):
-            runs[-1].append((across(x), up(y)))
+            runs[-1].append((x_scale(x), y_scale(y)))
         elif runs[-1]:
             runs.append([])
-    last = next((y for y in reversed(one.y) if is_finite(y)), None)
-    tooltip = "\n".join(part for part in (one.name, one.detail, "" if last is None else f"last: {show(last)}") if part)
+    last = next((y for y in reversed(series.y) if is_finite(y)), None)
+    tooltip = "\n".join(
+        part for part in (series.name, series.detail, "" if last is None else f"last: {show(last)}") if part
+    )
     parts = []
     for run in runs:
         if len(run) > 1:
             path = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in run)
-            dots = ' stroke-dasharray="4 3"' if one.dotted else ""
-            parts.append(f'<path d="{path}" stroke="{color}" stroke-width="{one.width}"{dots}/>')
+            dots = ' stroke-dasharray="4 3"' if series.dotted else ""
+            parts.append(f'<path d="{path}" stroke="{color}" stroke-width="{series.width}"{dots}/>')
         elif run:
             ((x, y),) = run
             parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="{color}"/>')

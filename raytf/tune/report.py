@@ -117,8 +117,8 @@ def read_entries(folder: str | os.PathLike, metric: str) -> list[Entry]:
         raise _damaged(states[-1], f"is no state of Tune's: {one_line(error)}") from error
 
 
-def _entry(filesystem, where: str, trial: dict[str, Any], metric: str) -> Entry:
-    trial_path = posixpath.join(where, posixpath.basename(trial["relative_logdir"] or "-"))
+def _entry(filesystem, folder: str, trial: dict[str, Any], metric: str) -> Entry:
+    trial_path = posixpath.join(folder, posixpath.basename(trial["relative_logdir"] or "-"))
 
     def read(name: str) -> bytes:
         try:
@@ -179,10 +179,10 @@ def _end(status: Any, reports: list[dict[str, Any]], failure: str) -> str:
     return known.get(status, "")
 
 
-def _flat(values: dict[str, Any], before: str = "") -> dict[str, Any]:
+def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     flattened: dict[str, Any] = {}
     for name, value in values.items():
-        flattened |= _flat(value, f"{before}{name}/") if isinstance(value, dict) else {before + name: value}
+        flattened |= _flat(value, f"{prefix}{name}/") if isinstance(value, dict) else {prefix + name: value}
     return flattened
 
 
@@ -231,8 +231,8 @@ def page(folder: str, metric: str, mode: str, trials: list[Entry]) -> str:
     return pages.page(f"Sweep {folder}", body)
 
 
-def _summary(metric: str, mode: str, good: list[Entry], rest: list[Entry]) -> str:
-    trials = good + rest
+def _summary(metric: str, mode: str, good: list[Entry], others: list[Entry]) -> str:
+    trials = good + others
     ends = collections.Counter(t.end for t in trials if t.end)
     pairs = [("trials", str(len(trials))), *((end, str(count)) for end, count in ends.most_common())]
     spent = [t.seconds for t in trials if t.seconds is not None]
@@ -244,8 +244,8 @@ def _summary(metric: str, mode: str, good: list[Entry], rest: list[Entry]) -> st
     return pages.facts(pairs)
 
 
-def _table(good: list[Entry], rest: list[Entry], metric: str) -> str:
-    trials = good + rest
+def _table(good: list[Entry], others: list[Entry], metric: str) -> str:
+    trials = good + others
     names = list(map(str, dict.fromkeys(name for t in trials for name in t.config)))
     rows = [
         [
@@ -282,10 +282,10 @@ def _label(trial: Entry) -> str:
     )
 
 
-def _curves(good: list[Entry], rest: list[Entry], metric: str) -> str | None:
+def _curves(good: list[Entry], others: list[Entry], metric: str) -> str | None:
     """Draws the curves: the best trials have colours and names; others are grey, with a tooltip."""
     series = []
-    for n, trial in enumerate(good + rest):
+    for n, trial in enumerate(good + others):
         named = n < len(charts.COLORS)
         series.append(
             charts.Series(

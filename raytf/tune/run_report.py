@@ -63,17 +63,17 @@ def page(filesystem, path: str, folder: str) -> str:
 
 def read_run(filesystem, path: str, folder: str) -> RunFigures:
     """Reads a run's folder; see `page`."""
-    kept = list_checkpoints(filesystem, path)
+    checkpoints = list_checkpoints(filesystem, path)
     figures = read_figures(filesystem, path)
     runs = run_list.listed(folder)
-    if len(runs) != 1 or not (kept or figures):
+    if len(runs) != 1 or not (checkpoints or figures):
         detail = f"; it holds {len(runs)} runs" if len(runs) > 1 else ""
         raise ConfigError(
             "A report is about the folder of a run or of a sweep",
             f"{folder!r}{detail}",
             "Name the folder that it printed at its start; `raytf runs DIR` lists those below a folder",
         )
-    sizes = [(checkpoint, _bytes_of(filesystem, checkpoint.path)) for checkpoint in kept]
+    sizes = [(checkpoint, _bytes_of(filesystem, checkpoint.path)) for checkpoint in checkpoints]
     run_events = events.read_events(filesystem, path)
     state = run_list.newest(filesystem, path)
     return RunFigures(run=runs[0], state=state, checkpoints=sizes, figures=figures, events=run_events)
@@ -214,9 +214,9 @@ def _events(figures: Sequence[RunEvent]) -> str:
     return pages.table(["time", "what"], rows, texts=(0, 1)) if rows else ""
 
 
-def _checkpoints(kept: Sequence[tuple[StoredCheckpoint, int]]) -> str:
+def _checkpoints(sizes: Sequence[tuple[StoredCheckpoint, int]]) -> str:
     rows = []
-    for checkpoint, count in kept:
+    for checkpoint, count in sizes:
         state = checkpoint.state()
         progress = (
             "" if state is None else f"{state.epoch}" + (f" + {state.epoch_step} steps" if state.epoch_step else "")

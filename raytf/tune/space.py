@@ -58,11 +58,11 @@ def numbers(value: Any, name: str) -> list[int]:
     Raises:
         ConfigError: They are others, or unknown before the trials.
     """
-    found = key_bounds(value, name)
-    if not all(isinstance(n, (int, np.integer)) and n >= 1 for n in found):
+    bounds = key_bounds(value, name)
+    if not all(isinstance(n, (int, np.integer)) and n >= 1 for n in bounds):
         rule = f"{name} of a trial must be an integer of at least 1"
-        raise ConfigError(rule, found, f"Put numbers of {name.removeprefix('num_')} into the space")
-    return [int(n) for n in found]
+        raise ConfigError(rule, bounds, f"Put numbers of {name.removeprefix('num_')} into the space")
+    return [int(n) for n in bounds]
 
 
 def key_bounds(value: Any, name: str) -> list:

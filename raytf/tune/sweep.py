@@ -277,7 +277,7 @@ def _existing(run_config) -> str | None:
     """Returns the started sweep of a RunConfig's name, in the form of `resume`; None if there is none."""
     if run_folder.is_unnamed(run_config) or run_config.storage_filesystem is not None:
         return None
-    folder = RunFolder.of(run_config)
+    folder = RunFolder.from_config(run_config)
     files = folder.filesystem.get_file_info(FileSelector(folder.path, allow_not_found=True))
     names = [file.base_name for file in files]
     if report.SETTINGS not in names or not any(name.startswith(_TUNES_STATE) for name in names):
@@ -468,7 +468,7 @@ def _plan(trainer, config: Mapping[str, Any], options: SweepOptions, training: P
         )
         loop_parts = {"train_loop_per_worker": trainer.train_loop_per_worker, "train_loop_config": dict(config)}
         data = {name: fingerprint.dataset_fingerprint(d, sum(contents[name].rows)) for name, d in datasets.items()}
-        data |= {name: fingerprint.pipeline_fingerprint(one) for name, one in trainer.pipelines.items()}
+        data |= {name: fingerprint.pipeline_fingerprint(pipeline) for name, pipeline in trainer.pipelines.items()}
         return spec, {"version": same_run.VERSION, **canonical.describe(loop_parts), "data": data}
     contents, every = training.read(trainer), options.report_every_steps
     shown.begin(TRYING)
@@ -476,7 +476,7 @@ def _plan(trainer, config: Mapping[str, Any], options: SweepOptions, training: P
     if tried.logs is not None and not options.identity:  # a resumed sweep may have no trial left to run
         check_metric(options.metric, tried.logs, "validation" in contents, trainer.callbacks is not None)
     steps = None if every is None else (every, options.metric)
-    by_epochs = isinstance(contents["train"], TFData) and contents["train"].looked.goes_on == "epoch"
+    by_epochs = isinstance(contents["train"], TFData) and contents["train"].looked.resume_unit == "epoch"
     heals = trainer.tensorflow_config.heal and failures != 0 and not by_epochs
     task = dataclasses.replace(
         trainer.task(contents), warmup_steps=options.scaling.warmup_steps, report_steps=steps, heals=heals
@@ -532,14 +532,14 @@ class _KerasLoop:
     def clone(self) -> _KerasLoop:
         """Returns a copy for one worker group with its own streams, as groups are at different rows."""
         datasets = {
-            n: d.another() if isinstance(d, streamed.StreamedDataset) else d for n, d in self.task.datasets.items()
+            n: d.clone() if isinstance(d, streamed.StreamedDataset) else d for n, d in self.task.datasets.items()
         }
         return _KerasLoop(dataclasses.replace(self.task, datasets=datasets))
 
-    def rest(self) -> None:
+    def release_prefetch(self) -> None:
         for dataset in self.task.datasets.values():
             if isinstance(dataset, streamed.StreamedDataset):
-                dataset.rest()
+                dataset.release_prefetch()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -562,7 +562,7 @@ class _UserLoop:
     def clone(self) -> _UserLoop:
         return self
 
-    def rest(self) -> None:
+    def release_prefetch(self) -> None:
         pass
 
 
@@ -570,16 +570,16 @@ def _run_config(given, trainers, keep: int) -> tune.RunConfig:
     """Returns Tune's RunConfig: the sweep's own, or one derived from the trainer's."""
     if given is None:
         failure = getattr(trainers, "failure_config", None)
-        kept = trainers.checkpoint_config
+        checkpoint_config = trainers.checkpoint_config
         given = tune.RunConfig(
             name=None if run_folder.is_unnamed(trainers) else trainers.name,
             storage_path=trainers.storage_path,
             storage_filesystem=trainers.storage_filesystem,
             failure_config=tune.FailureConfig(max_failures=getattr(failure, "max_failures", 0)),
             checkpoint_config=tune.CheckpointConfig(
-                num_to_keep=kept.num_to_keep or keep,
-                checkpoint_score_attribute=kept.checkpoint_score_attribute,
-                checkpoint_score_order=kept.checkpoint_score_order,
+                num_to_keep=checkpoint_config.num_to_keep or keep,
+                checkpoint_score_attribute=checkpoint_config.checkpoint_score_attribute,
+                checkpoint_score_order=checkpoint_config.checkpoint_score_order,
             ),
         )
     checkpoint = dataclasses.replace(given.checkpoint_config or tune.CheckpointConfig(num_to_keep=keep))
@@ -600,7 +600,7 @@ def _with_table(run_config, table: SweepTable) -> tune.RunConfig:
 def _sweep_folder(run_config, resume) -> tuple:
     """Returns (filesystem, path) of the sweep's folder, which may be a resumed one."""
     if resume is None:
-        folder = RunFolder.of(run_config)
+        folder = RunFolder.from_config(run_config)
         return folder.filesystem, folder.path
     filesystem, path = get_fs_and_path(report.absolute_folder(resume), None)
     return filesystem, path.rstrip("/")
@@ -608,7 +608,7 @@ def _sweep_folder(run_config, resume) -> tuple:
 
 def _write_settings(options: SweepOptions, run_config) -> None:
     """Stores next to the trials what a resumed sweep and a report need."""
-    folder = RunFolder.of(run_config)
+    folder = RunFolder.from_config(run_config)
     with folder.filesystem.open_output_stream(f"{folder.path}/{report.SETTINGS}") as file:
         file.write(json.dumps(options.content()).encode())
 

@@ -38,18 +38,18 @@ class SweepEnd:
         """Records that a trial is about to train steps, which are lost unless it ends after one."""
         self._entries.put(_TRIALS + trial, {"ended": False})
 
-    def ended(self, trial: str, step: int | None, kept: bool) -> None:
+    def ended(self, trial: str, step: int | None, is_saved: bool) -> None:
         """Records that a trial has ended, and blocks until Tune ends.
 
         Args:
             trial: Its id.
             step: Steps that it made in total; None if it has not begun.
-            kept: Whether they are saved.
+            is_saved: Whether they are saved.
 
         Raises:
             NotReleasedError: Tune does not end.
         """
-        self._entries.put(_TRIALS + trial, {"ended": True, "step": step, "kept": kept})
+        self._entries.put(_TRIALS + trial, {"ended": True, "step": step, "kept": is_saved})
         # after its end a trial waits for the end of Tune, which waits for all trials
         seconds = 2 * timeouts.get().run_end
         deadline = time.monotonic() + seconds

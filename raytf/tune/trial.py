@@ -124,7 +124,7 @@ class Trial(tune.Trainable):
                     self._close()
             except WorkerGroupLostError:  # a worker died after its trial had ended: this one gets others
                 self._close(well=False)
-            self._train.rest()  # what streams have prefetched for a stopped trial
+            self._train.release_prefetch()  # what streams have prefetched for a stopped trial
         self._record()
         self._take_config(new_config)
         return True
@@ -132,7 +132,7 @@ class Trial(tune.Trainable):
     def step(self) -> dict[str, Any]:
         end = self._plan.end
         if end is not None and not self._running and end.is_requested():
-            end.ended(self.trial_id, None, kept=True)
+            end.ended(self.trial_id, None, is_saved=True)
             return {}  # Tune has ended
         try:
             metrics = self._next()
@@ -171,7 +171,7 @@ class Trial(tune.Trainable):
 
     def _ended(self, step: int, why: str | None) -> dict[str, Any]:
         """Handles workers that ended after a step on request."""
-        kept = self._saved_step >= step or trial_steps.is_finished(
+        is_saved = self._saved_step >= step or trial_steps.is_finished(
             self._step_folder.filesystem, self._step_folder.folder, step
         )
         if why == DRAIN:
@@ -179,7 +179,7 @@ class Trial(tune.Trainable):
             moved = MovedError(step)
             events.emit(RunEvent(kind=Kind.ENDED_AFTER_STEP, step=step, why=str(moved)))
             raise moved  # Tune does not count it as a failure, and starts the trial elsewhere
-        self._plan.end.ended(self.trial_id, step, kept)
+        self._plan.end.ended(self.trial_id, step, is_saved)
         return {}  # Tune has ended
 
     def _why_end(self) -> str | None:
@@ -211,7 +211,7 @@ class Trial(tune.Trainable):
                 config=config,
                 name=self.trial_name,
                 files=self._start,
-                surroundings=context,
+                trial_setup=context,
                 step_checkpoints=self._step_folder,
                 heals=plan.failures if plan.unhealed is None else 0,
             )
@@ -220,7 +220,7 @@ class Trial(tune.Trainable):
             self._running = True
             if plan.end is not None:
                 plan.end.record_begun(self.trial_id)
-        reports = self._worker_group.go_on(None if plan.end is None else self._why_end)
+        reports = self._worker_group.continue_trial(None if plan.end is None else self._why_end)
         return None if reports is None else reports[0]
 
     def _newest(self, storage) -> dict[str, bytes] | None:

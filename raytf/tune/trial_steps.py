@@ -52,7 +52,7 @@ def initial_checkpoint(checkpoint: str, trial: str, files: Mapping[str, bytes]) 
     return f"{posixpath.basename(trial_folder)}/{name}"
 
 
-def newest_checkpoint(filesystem, folder: str, after: int) -> tuple[dict[str, bytes], int] | None:
+def newest_checkpoint(filesystem, folder: str, step_limit: int) -> tuple[dict[str, bytes], int] | None:
     """Returns (files, number of the trial's reports) of the last whole checkpoint after a step; None without one.
 
     Waits for the processes that write some; warns of damaged ones.
@@ -60,10 +60,10 @@ def newest_checkpoint(filesystem, folder: str, after: int) -> tuple[dict[str, by
     Args:
         filesystem: A `pyarrow.fs.FileSystem`.
         folder: Path there, see `trial_folder`.
-        after: Total steps at Tune's checkpoint, 0 without one.
+        step_limit: Total steps at Tune's checkpoint, 0 without one.
     """
     snapshots.wait_for_all(filesystem, folder)
-    steps = [name for step, name in step_folders.finished_folders(filesystem, folder) if step > after]
+    steps = [name for step, name in step_folders.finished_folders(filesystem, folder) if step > step_limit]
     if not steps:
         return None
     candidates = [Checkpoint(posixpath.join(folder, name), filesystem=filesystem) for name in steps]
@@ -71,7 +71,8 @@ def newest_checkpoint(filesystem, folder: str, after: int) -> tuple[dict[str, by
         return checkpoint_files.first_whole(candidates, _read)[1]
     except DamagedCheckpointError as error:
         warnings.warn(
-            f"Damaged: {error.received}. The trial resumes from step {after}, that of Tune's checkpoint", stacklevel=2
+            f"Damaged: {error.received}. The trial resumes from step {step_limit}, that of Tune's checkpoint",
+            stacklevel=2,
         )
         return None
 

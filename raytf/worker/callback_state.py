@@ -66,7 +66,7 @@ class CallbackStates:
         entries = [_state(*args, arrays) for args in zip(self.callbacks, self._built, begun, strict=True)]
         return entries, arrays
 
-    def held(self) -> list[tuple]:
+    def copy_states(self) -> list[tuple]:
         """Returns copies of the current state of the callbacks, for `restore_copies` in this process."""
         return [_copy_state(callback) for callback in self.callbacks]
 
@@ -74,7 +74,7 @@ class CallbackStates:
         """Restores the attributes of callbacks that changed since `copies`.
 
         Args:
-            copies: Result of `held()`.
+            copies: Result of `copy_states()`.
         """
         for callback, (own, digests, values) in zip(self.callbacks, copies, strict=True):
             if own is not None:

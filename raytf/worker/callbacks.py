@@ -60,7 +60,7 @@ class FeedCallback(TrainingPart):
         self.skipped = 0
 
     @classmethod
-    def of(cls, training: Training) -> TrainingPart:
+    def create(cls, training: Training) -> TrainingPart:
         return training.position
 
     def state_dict(self) -> dict[str, Any]:
@@ -71,7 +71,7 @@ class FeedCallback(TrainingPart):
         """Returns the number of steps of an epoch."""
         return self._feed.steps
 
-    def go_on(self, epoch: int, step: int, skip: int = 0):
+    def resume_at(self, epoch: int, step: int, skip: int = 0):
         """Resumes an epoch after some steps, and returns the dataset of the remaining ones.
 
         If the next step skips rows, the dataset contains only this step.
@@ -149,7 +149,7 @@ class ReportCallback(keras.callbacks.Callback):
         self._states = callbacks if isinstance(callbacks, CallbackStates) else CallbackStates(callbacks)
         self._history = list(history)
         self._reported = None
-        self._kept: Callable[[], NotWrittenError | None] | None = None
+        self._write_error: Callable[[], NotWrittenError | None] | None = None
 
     def on_train_begin(self, logs: dict | None = None) -> None:
         self._states.begin()
@@ -162,23 +162,23 @@ class ReportCallback(keras.callbacks.Callback):
         # EarlyStopping and averaged weights may have replaced the weights after the last epoch
         if self._history and self._reported is not None:
             with activity.tracker.in_phase(activity.CHECKPOINT):  # the last checkpoint may not be whole yet
-                kept = self._fingerprint() == self._reported and self._is_kept()
-            if not kept:
+                is_saved = self._fingerprint() == self._reported and self._is_saved()
+            if not is_saved:
                 self._report(stopped=bool(self.model.stop_training))
             with activity.tracker.in_phase(activity.CHECKPOINT):
-                failed = self._kept and self._kept()
+                failed = self._write_error and self._write_error()
             if failed is not None:
                 raise failed
         self._states.end()
 
-    def _is_kept(self) -> bool:
+    def _is_saved(self) -> bool:
         """Whether the chief's last checkpoint is whole; if not, all workers report once more."""
-        if self._kept is None:  # `report` has no such result, and raises errors itself
+        if self._write_error is None:  # `report` has no such result, and raises errors itself
             return True
-        kept = self._kept() is None
+        is_saved = self._write_error() is None
         if not communicator.spans_workers(self.model.distribute_strategy):
-            return kept
-        (chief_kept,) = communicator.from_chief(self.model.distribute_strategy, [np.int64(kept)])
+            return is_saved
+        (chief_kept,) = communicator.from_chief(self.model.distribute_strategy, [np.int64(is_saved)])
         return bool(chief_kept)
 
     def _fingerprint(self):
@@ -188,7 +188,7 @@ class ReportCallback(keras.callbacks.Callback):
         self._reported = self._fingerprint()
         moment = self._snapshot(stopped) if self._checkpoint else None
         with activity.tracker.in_phase(activity.CHECKPOINT), shards.whole(self.model):
-            self._kept = self._to(dict(self._history[-1]), moment)
+            self._write_error = self._to(dict(self._history[-1]), moment)
 
     def _snapshot(self, stopped: bool) -> checkpoints.CheckpointSnapshot:
         moment = checkpoints.CheckpointSnapshot(self.model, self._state(stopped), self._states, self._build)
@@ -231,7 +231,7 @@ class EpochReports(ReportCallback, TrainingPart):
     """Reports ends of epochs to the session of a training, see `ReportCallback`."""
 
     @classmethod
-    def of(cls, training: Training) -> EpochReports:
+    def create(cls, training: Training) -> EpochReports:
         session, options, position = training.session, training.options, training.position
         keep = options.report_steps is not None
         return cls(
@@ -262,7 +262,7 @@ class StepReportCallback(TrainingPart):
         self._last: dict = dict(training.history[-1]) if training.history else {}
 
     @classmethod
-    def of(cls, training: Training) -> StepReportCallback | None:
+    def create(cls, training: Training) -> StepReportCallback | None:
         return None if training.options.report_steps is None else cls(training)
 
     def on_epoch_begin(self, epoch, logs=None):
@@ -317,7 +317,7 @@ class WarmupCallback(TrainingPart):
         self._done, self._begin = training.position.step, 0
 
     @classmethod
-    def of(cls, training: Training) -> WarmupCallback | None:
+    def create(cls, training: Training) -> WarmupCallback | None:
         return cls(training) if training.options.warmup_steps else None
 
     def state_dict(self) -> dict[str, int]:
@@ -351,7 +351,7 @@ class RestoreCallback(TrainingPart):
         self._chief = training.session.rank == 0
 
     @classmethod
-    def of(cls, training: Training) -> RestoreCallback | None:
+    def create(cls, training: Training) -> RestoreCallback | None:
         """Restores the model at once, as later parts and `fit` begin with it."""
         model, state, options = training.model, training.state, training.options
         if state is None:
@@ -415,13 +415,13 @@ def continue_logs(callbacks, epoch: int) -> None:
         if isinstance(callback, keras.callbacks.CSVLogger) and os.path.isfile(callback.filename):
             with open(callback.filename, newline="") as file:
                 lines = file.readlines()
-            kept = len(lines)
+            line_count = len(lines)
             # rows of a previous run, which `append` keeps, end with a lower epoch or with a header
-            while kept and (number := re.match(r"\d+", lines[kept - 1])) and int(number[0]) >= epoch:
-                kept -= 1
-            if kept < len(lines):
+            while line_count and (number := re.match(r"\d+", lines[line_count - 1])) and int(number[0]) >= epoch:
+                line_count -= 1
+            if line_count < len(lines):
                 with open(callback.filename, "w", newline="") as file:
-                    file.writelines(lines[:kept])
+                    file.writelines(lines[:line_count])
             callback.append = True
 
 
@@ -443,7 +443,7 @@ class ProgressCallback(TrainingPart):
         self._sent = 0.0
 
     @classmethod
-    def of(cls, training: Training) -> ProgressCallback | None:
+    def create(cls, training: Training) -> ProgressCallback | None:
         board = training.options.board
         shown = board is not None and training.session.rank == 0
         return cls(board, training.global_batch, training.waited) if shown else None

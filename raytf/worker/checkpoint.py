@@ -162,35 +162,35 @@ def checkpoint_parts(
     return contents
 
 
-def write(folder: str, model, found: Mapping[str, Any], version: int) -> None:
+def write(folder: str, model, parts: Mapping[str, Any], version: int) -> None:
     """Writes the files of a checkpoint into an empty folder, arrays directly from their own memory.
 
     Args:
         folder: Path of an existing folder on this machine.
         model: A compiled and built `keras.Model`.
-        found: Result of `checkpoint_parts`.
+        parts: Result of `checkpoint_parts`.
         version: Version of the state.
     """
-    for part, pieces in _pieces(model, found):
+    for part, pieces in _pieces(model, parts):
         with open(os.path.join(folder, part), "xb") as file:
             file.writelines(pieces)
     checkpoint_files.write_manifest(folder, version)
 
 
-def checkpoint_files_of(model, found: Mapping[str, Any]) -> dict[str, bytes]:
+def checkpoint_files_of(model, parts: Mapping[str, Any]) -> dict[str, bytes]:
     """Returns the files of a checkpoint by name, in memory, with the arguments of `write`."""
-    contents = {part: b"".join(pieces) for part, pieces in _pieces(model, found)}
+    contents = {part: b"".join(pieces) for part, pieces in _pieces(model, parts)}
     return {**contents, MANIFEST: snapshot_store.manifest({part: [content] for part, content in contents.items()})}
 
 
-def _pieces(model, found: Mapping[str, Any]) -> Iterator[tuple[str, list]]:
+def _pieces(model, parts: Mapping[str, Any]) -> Iterator[tuple[str, list]]:
     """Yields (name, pieces of memory) of each file but the manifest."""
     import numpy as np
 
     from raytf.worker.model_file import ModelFile
 
     yield MODEL, ModelFile(model).pieces()
-    for part, content in found.items():
+    for part, content in parts.items():
         if isinstance(content, str):
             yield part, [content.encode()]
         else:
@@ -199,16 +199,16 @@ def _pieces(model, found: Mapping[str, Any]) -> Iterator[tuple[str, list]]:
 
 def _described(build_model: Callable, config: Mapping, inputs) -> dict:
     """Returns the content of `build.json` for (build_model, config, inputs)."""
-    kept, left_out = {}, {}
+    plain_config, left_out = {}, {}
     for name, value in config.items():
         try:
-            kept[str(name)] = plain_values.encode(value)
+            plain_config[str(name)] = plain_values.encode(value)
         except TypeError:
             left_out[str(name)] = f"{type(value).__module__}.{type(value).__qualname__}"
     path = (
         f"{getattr(build_model, '__module__', '?')}:{getattr(build_model, '__qualname__', type(build_model).__name__)}"
     )
-    return {"build_model": path, "config": kept, "left_out": left_out, "inputs": plain_values.encode(inputs)}
+    return {"build_model": path, "config": plain_config, "left_out": left_out, "inputs": plain_values.encode(inputs)}
 
 
 def rate_of(config: Mapping) -> float | None:

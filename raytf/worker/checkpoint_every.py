@@ -84,9 +84,9 @@ def parse_steps(given: object) -> int | None:
     return interval
 
 
-def crosses_multiple(every: int, before: int, after: int) -> bool:
+def crosses_multiple(every: int, first: int, last: int) -> bool:
     """Whether (before, after] contains a multiple of `every` steps."""
-    return before // every < after // every
+    return first // every < last // every
 
 
 class CheckpointClock:

@@ -48,17 +48,17 @@ class CheckpointSaver:
                 stacklevel=2,
             )
 
-    def ready(self, model, held: bool = False) -> None:
+    def ready(self, model, in_memory: bool = False) -> None:
         """Prepares the first checkpoint before the first step: layout, memory, and the process that writes.
 
         Args:
             model: A compiled and built `keras.Model`.
-            held: Whether some checkpoints stay in memory.
+            in_memory: Whether some checkpoints stay in memory.
         """
         size = self._layout_of(model).size
         if self._writer is None:
             self._start()
-            self._writer.ready(size + _OTHER_BYTES, held)
+            self._writer.ready(size + _OTHER_BYTES, in_memory)
 
     def keep(self, name: str, model, parts: Mapping[str, Any], writers: int = 1, last: bool = False) -> bool:
         """Saves a checkpoint, see `session.Session.save_step`.
@@ -78,7 +78,7 @@ class CheckpointSaver:
 
     def hold_in_memory(self, name: str, model, parts: Mapping[str, Any]) -> bool:
         """Keeps a checkpoint in memory; it is written only if this worker fails before the next one."""
-        self._copy(name, model, parts, held=True)
+        self._copy(name, model, parts, in_memory=True)
         return True
 
     def save_part(self, name: str, model, index: int, writers: int, pinned: bool = False) -> bool:
@@ -91,7 +91,7 @@ class CheckpointSaver:
             writers: Number of writers, including the chief.
             pinned: Whether newer checkpoints do not replace it before it is written.
         """
-        if self._cutter is None or self._cutter.of != (index, writers):
+        if self._cutter is None or self._cutter.index_and_count != (index, writers):
             self._cutter = RangeCutter(index, writers)
         piece = self._cutter.piece(self._content(model))
         self._write(name, {checkpoint_files.MODEL: piece}, writers=writers, index=index, pinned=pinned)
@@ -121,11 +121,11 @@ class CheckpointSaver:
     def _copy(self, name: str, model, parts: Mapping[str, Any], **how: Any) -> int:
         return self._write(name, {checkpoint_files.MODEL: self._content(model), **parts}, **how)
 
-    def _write(self, name: str, found: Mapping[str, Any], **how: Any) -> int:
+    def _write(self, name: str, parts: Mapping[str, Any], **how: Any) -> int:
         """Sends a checkpoint to the writer process, and restarts that if it was killed; returns its number there."""
         if self._writer is not None:
             try:
-                return self._writer.write(name, found, **how)
+                return self._writer.write(name, parts, **how)
             except NoRoomError:
                 raise
             except NotWrittenError as error:  # the writer process was killed
@@ -133,7 +133,7 @@ class CheckpointSaver:
                 self._writes_alone = self._writer.alone
                 self._writer.close()
         self._start()
-        return self._writer.write(name, found, **how)
+        return self._writer.write(name, parts, **how)
 
     def _start(self) -> None:
         self._writer = SnapshotWriter(self._filesystem, self._run, _KEPT_STEPS, cores.cores_before())

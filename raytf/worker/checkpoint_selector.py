@@ -80,8 +80,8 @@ def list_checkpoints(filesystem, run: str, others: bool = True) -> list[StoredCh
         return mid_epoch
     entries = filesystem.get_file_info(FileSelector(run, allow_not_found=True))
     folders = [StoredCheckpoint(filesystem, info.path) for info in entries if info.type == FileType.Directory]
-    ends = [kept for kept in folders if not kept.is_within_epoch]
-    ends = [kept for kept in ends if kept.name.startswith(AT_ENDS) or _has_part(kept, MODEL)]
+    ends = [checkpoint for checkpoint in folders if not checkpoint.is_within_epoch]
+    ends = [checkpoint for checkpoint in ends if checkpoint.name.startswith(AT_ENDS) or _has_part(checkpoint, MODEL)]
     return checkpoint_files.newest_first(ends) + mid_epoch
 
 

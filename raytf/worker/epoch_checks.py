@@ -49,7 +49,7 @@ class EpochChecks(TrainingPart):
         self._executed = 0
 
     @classmethod
-    def of(cls, training: Training) -> EpochChecks:
+    def create(cls, training: Training) -> EpochChecks:
         return cls(training.options.nan, training.users, training.session.rank, training.session.size)
 
     def on_epoch_begin(self, epoch, logs=None):

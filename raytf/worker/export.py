@@ -137,7 +137,7 @@ def _check_output(output: str, format: str) -> None:
 def check_source(source, choice: CheckpointSelector) -> None:
     """Raises ConfigError if there is no such checkpoint in the files; Ray's metrics are checked later."""
     if model_source.is_uri(source):
-        stored = model_source.StorageLocation.at(source)
+        stored = model_source.StorageLocation.from_uri(source)
         if stored.kind() == FileType.File or stored.is_checkpoint():
             return
     else:
@@ -145,15 +145,15 @@ def check_source(source, choice: CheckpointSelector) -> None:
         if not os.path.isdir(path) or model_source.is_checkpoint(path):
             return
         stored = model_source.StorageLocation(LocalFileSystem(), os.path.abspath(path), path)
-    path, kept = stored.shown, list_checkpoints(stored.filesystem, stored.path)
-    if not kept:
+    path, checkpoints = stored.shown, list_checkpoints(stored.filesystem, stored.path)
+    if not checkpoints:
         raise ConfigError(
             "A run's folder needs a checkpoint to load a model from",
             f"{path!r}, which has none",
             "Name the folder of the run, below its storage path, or train longer",
         )
     if choice.which != "best":
-        choice.ordered(kept, path)
+        choice.ordered(checkpoints, path)
 
 
 def _write(model, path: str, format: str, custom_objects: Mapping | None) -> None:
@@ -307,10 +307,12 @@ def _flat(outputs) -> list[np.ndarray]:
     return [np.asarray(tensor) for tensor in keras.tree.flatten(outputs)]
 
 
-def _compare(wanted: list[np.ndarray], found: list[np.ndarray], format: str) -> None:
-    if [array.shape for array in wanted] != [array.shape for array in found]:
-        raise _difference_error(format, f"outputs of shapes {[o.shape for o in found]} for {[o.shape for o in wanted]}")
-    for expected, actual in zip(wanted, found, strict=True):
+def _compare(wanted: list[np.ndarray], outputs: list[np.ndarray], format: str) -> None:
+    if [array.shape for array in wanted] != [array.shape for array in outputs]:
+        raise _difference_error(
+            format, f"outputs of shapes {[o.shape for o in outputs]} for {[o.shape for o in wanted]}"
+        )
+    for expected, actual in zip(wanted, outputs, strict=True):
         if not (distance := _distance(expected, actual)) <= _TOLERANCE:  # also false for NaN
             raise _difference_error(format, f"an output that differs by {distance:.1e}")
 

@@ -64,7 +64,7 @@ class FiguresCallback(TrainingPart):
         self._worker = {"rank": rank, "workers": size, "host": socket.gethostname(), "pid": os.getpid()}
 
     @classmethod
-    def of(cls, training: Training) -> FiguresCallback | None:
+    def create(cls, training: Training) -> FiguresCallback | None:
         """Returns the part if anything shows its figures: `raytf report`, or the user's TensorBoard callback."""
         session, storage = training.session, training.session.storage
         files = [] if storage is None else [storage.storage_filesystem, storage.experiment_fs_path]
@@ -195,10 +195,10 @@ def events_writer(callbacks: Sequence[keras.callbacks.Callback]) -> Callable[[Ma
         callbacks: Callbacks of the training, including raytf's.
     """
     tensorboard = next((callback for callback in callbacks if isinstance(callback, keras.callbacks.TensorBoard)), None)
-    return None if tensorboard is None else _Events(os.path.join(str(tensorboard.log_dir), _SYSTEM))
+    return None if tensorboard is None else _FigureWriter(os.path.join(str(tensorboard.log_dir), _SYSTEM))
 
 
-class _Events:
+class _FigureWriter:
     """Writes events of figures in a separate folder, as TensorBoard reads one file of a folder at a time."""
 
     def __init__(self, folder: str):

@@ -37,7 +37,7 @@ def train(task: TrainJob, session: Session) -> dict | None:
         MovedError: The training was stopped for the run to continue with other workers.
     """
     context.get_strategy()
-    task = task.of(session.size)
+    task = task.for_workers(session.size)
     with session.checkpoint() as folder, input_wait.measure_input_wait() as waited:
         state = checkpoint.read_state(folder) if folder else None
         if job.is_complete(state, task):

@@ -74,7 +74,7 @@ class TrainJob(TrainingOptions):
     validate: bool = False
     fewest: int | None = None
 
-    def of(self, workers: int) -> TrainJob:
+    def for_workers(self, workers: int) -> TrainJob:
         """Returns the job for a number of workers, with the scaled batch_size in the config."""
         if self.fewest is None:
             return self
@@ -106,9 +106,9 @@ class TrainJob(TrainingOptions):
         """Returns `Feed.order` of the training rows, as far as it is known before the workers start."""
         if isinstance(self.datasets["train"], TFData):
             source, seed = self.datasets["train"], self.sampling.seed
-            return source.order(self.config["batch_size"], seed, source.looked.goes_on)
+            return source.order(self.config["batch_size"], seed, source.looked.resume_unit)
         arguments = self.feed("train")
-        return self.batch.order(arguments["sampling"].of(arguments["dataset"].rows))
+        return self.batch.order(arguments["sampling"].sampler(arguments["dataset"].rows))
 
 
 def is_complete(state, task: TrainJob) -> bool:

@@ -125,8 +125,8 @@ def _of_outputs(model, spec, labels) -> Iterator[tuple[Any, np.ndarray, int]]:
             yield loss, np.asarray(y_true), int(y_pred.shape[-1])
 
 
-def _example(one):
-    return keras.KerasTensor((2, *(size or 1 for size in one.shape[1:])), keras.backend.standardize_dtype(one.dtype))
+def _example(leaf):
+    return keras.KerasTensor((2, *(size or 1 for size in leaf.shape[1:])), keras.backend.standardize_dtype(leaf.dtype))
 
 
 def refuse_unknown(error: Exception) -> None:

@@ -71,19 +71,19 @@ def refuse_keras_2_file(file: str) -> None:
     )
 
 
-def check(found: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+def check(description: Mapping[str, Any], given: Mapping[str, Any]) -> None:
     """Raises ConfigError for a name that is neither of `tf_keras`, nor passed, nor registered.
 
     Args:
-        found: Object of the config with a "class_name".
+        description: Object of the config with a "class_name".
         given: Classes and functions of the caller's, by name.
     """
     import tf_keras
 
-    name, module, registered = found["class_name"], found.get("module"), found.get("registered_name")
-    inner = found.get("config") if name == "function" else name
+    name, module, registered = description["class_name"], description.get("module"), description.get("registered_name")
+    inner = description.get("config") if name == "function" else name
     if not isinstance(inner, str) or not isinstance(module, (str, type(None))):
-        _raise(found)
+        _raise(description)
     if any(isinstance(key, str) and _is_known(tf_keras, key, given) for key in (inner, registered)):
         return
     if name in _VALUES:
@@ -94,7 +94,7 @@ def check(found: Mapping[str, Any], given: Mapping[str, Any]) -> None:
             return
     elif is_own and name not in _CODE and (name in _INNER or _is_public(tf_keras, name, (*_CLASSES, *_DEEPER))):
         return
-    _raise(found)
+    _raise(description)
 
 
 def _is_known(tf_keras, name: str, given: Mapping[str, Any]) -> bool:
@@ -111,12 +111,13 @@ def _is_public(tf_keras, name: str, modules: tuple[str, ...]) -> bool:
     return False
 
 
-def _raise(found: Mapping[str, Any]) -> None:
-    shown = {key: found.get(key) for key in ("module", "class_name", "registered_name")}
+def _raise(description: Mapping[str, Any]) -> None:
+    shown = {key: description.get(key) for key in ("module", "class_name", "registered_name")}
     raise ConfigError(
         "A file of Keras 2 names layers, losses, metrics and functions of Keras alone, and those that are given: "
         "others could run code",
-        f"{shown}" + (f", config {str(found.get('config'))[:80]!r}" if found["class_name"] == "function" else ""),
+        f"{shown}"
+        + (f", config {str(description.get('config'))[:80]!r}" if description["class_name"] == "function" else ""),
         "Pass it in custom_objects= if it is yours, or build_model= for the weights alone",
     )
 

@@ -22,7 +22,7 @@ def run_training(training: Training, table: Sequence[type[TrainingPart]]) -> ker
     """
     states = shared_states()
     for kind in table:
-        part = kind.of(training)
+        part = kind.create(training)
         if part is not None:
             training.parts[kind] = part
             if kind.__name__ in states:

@@ -102,17 +102,17 @@ def load_model(
     arguments = (compile, build_model, config, custom_objects, legacy_keras)
     choice = CheckpointSelector(which=which, average=average, metric=metric, mode=mode)
     if hasattr(source, "checkpoint"):
-        kept = _checkpoints_of(source)
-        if not kept:
+        checkpoints = _checkpoints_of(source)
+        if not checkpoints:
             raise ConfigError(
                 "A result needs a checkpoint to load a model from", "a result without one", "Train longer"
             )
-        return _load_chosen(kept, source.path, choice, arguments)
+        return _load_chosen(checkpoints, source.path, choice, arguments)
     if hasattr(source, "as_directory"):
         _check_single(choice, source.path)
         return _load_whole([source], arguments)
     if model_source.is_uri(source):
-        return _load_stored(model_source.StorageLocation.at(source), choice, arguments)
+        return _load_stored(model_source.StorageLocation.from_uri(source), choice, arguments)
     path = model_source.existing_path(source)
     if os.path.isdir(path):
         if not model_source.is_checkpoint(path):
@@ -185,23 +185,23 @@ def _load_run(stored: model_source.StorageLocation, choice: CheckpointSelector, 
         with quiet.quiet_result_reading():
             result = Result.from_path(stored.path, storage_filesystem=stored.filesystem)
     except (RuntimeError, ValueError, OSError, AssertionError, KeyError, CheckpointManagerInitializationError) as error:
-        kept = list_checkpoints(stored.filesystem, stored.path)
-        if kept:
+        checkpoints = list_checkpoints(stored.filesystem, stored.path)
+        if checkpoints:
             taken = "choosing among those in the folder" if choice.needs_run else "using the newest whole one"
             warnings.warn(
                 f"Ray's list of the checkpoints in {stored.shown!r} cannot be used ({first_line(error)}); {taken}",
                 stacklevel=3,
             )
-            return _load_chosen(kept, stored.shown, choice, arguments)
+            return _load_chosen(checkpoints, stored.shown, choice, arguments)
         raise ConfigError(
             f"A model is loaded from a run's folder, or from a checkpoint folder that holds {MODEL}",
             f"{stored.shown!r}, in which there is neither",
             "Look for it below the storage path of the run, or train longer: `raytf runs DIR` lists runs",
         ) from error
-    kept = _checkpoints_of(result)
-    if not kept:
+    checkpoints = _checkpoints_of(result)
+    if not checkpoints:
         raise ConfigError("A run's folder needs a checkpoint to load a model from", repr(result.path), "Train longer")
-    return _load_chosen(kept, result.path, choice, arguments)
+    return _load_chosen(checkpoints, result.path, choice, arguments)
 
 
 def _checkpoints_of(result) -> list[StoredCheckpoint]:
@@ -212,12 +212,15 @@ def _checkpoints_of(result) -> list[StoredCheckpoint]:
     return ends + list_checkpoints(result.filesystem, result.path, others=False)
 
 
-def _load_chosen(kept: list[StoredCheckpoint], run: str, choice: CheckpointSelector, arguments):
+def _load_chosen(checkpoints: list[StoredCheckpoint], run: str, choice: CheckpointSelector, arguments):
     """Loads the model of the selected checkpoints of a run."""
     from ray.train import Checkpoint
 
     candidates = iter(
-        [Checkpoint(checkpoint.path, filesystem=checkpoint.filesystem) for checkpoint in choice.ordered(kept, run)]
+        [
+            Checkpoint(checkpoint.path, filesystem=checkpoint.filesystem)
+            for checkpoint in choice.ordered(checkpoints, run)
+        ]
     )
     if choice.average == 1:
         return _load_whole(candidates, arguments)
@@ -267,15 +270,15 @@ def _load_whole(candidates, arguments):
         return _load(os.path.join(whole, MODEL), candidate.path, *arguments)
 
 
-def _load(file: str, place: str, *arguments):
+def _load(file: str, shown_path: str, *arguments):
     """Loads a model from a file of Keras.
 
     Args:
         file: Path on this machine.
-        place: Path of its checkpoint in the storage.
+        shown_path: Path of its checkpoint in the storage.
         arguments: compile, build_model, config, custom_objects and legacy_keras.
     """
-    model = _load_file(file, place, *arguments)
+    model = _load_file(file, shown_path, *arguments)
     folder = os.path.dirname(file)
     _loaded_models[model] = {"identity": _identity(folder)}
     if not getattr(model, "inputs", None):
@@ -291,12 +294,16 @@ def _identity(folder: str) -> dict:
         return {}
 
 
-def _load_file(file: str, place: str, compile: bool, build_model, config, custom_objects, legacy: bool):
-    checkpoint_files.check_archive(file, place)
+def _load_file(file: str, shown_path: str, compile: bool, build_model, config, custom_objects, legacy: bool):
+    checkpoint_files.check_archive(file, shown_path)
     if checkpoint_files.keras_version(file).startswith("2."):
         if build_model is not None:
             return legacy_models.load_weights(file, build_model, config)
-        return legacy_models.load(file, compile, custom_objects) if legacy else legacy_models.refuse_keras_2_file(place)
+        return (
+            legacy_models.load(file, compile, custom_objects)
+            if legacy
+            else legacy_models.refuse_keras_2_file(shown_path)
+        )
     with quiet.quiet_native():
         import keras
 
@@ -307,7 +314,7 @@ def _load_file(file: str, place: str, compile: bool, build_model, config, custom
             except scratch.ScratchError:
                 raise
             except Exception as error:
-                known = model_source.run_of_process(place)
+                known = model_source.run_of_process(shown_path)
                 if known is None:
                     raise _not_built(file, error) from error
                 reason = _keras_message(error)

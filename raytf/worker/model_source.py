@@ -49,7 +49,7 @@ class StorageLocation:
     shown: str
 
     @staticmethod
-    def at(uri: str) -> StorageLocation:
+    def from_uri(uri: str) -> StorageLocation:
         """Returns the location of a URI; raises ConfigError if the storage or the location does not exist."""
         from raytf.compat.ray_train import get_fs_and_path
 

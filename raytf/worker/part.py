@@ -9,7 +9,7 @@ from typing import Any
 
 import keras
 
-from raytf.collectives import healing
+from raytf.collectives import recovery_client
 from raytf.parallel import epoch_iterator
 from raytf.storage.checkpoint_files import CheckpointState
 from raytf.worker.callback_state import CallbackStates
@@ -31,7 +31,7 @@ class TrainingPart(keras.callbacks.Callback):
         super().__init__()
 
     @classmethod
-    def of(cls, training: Training) -> TrainingPart | None:
+    def create(cls, training: Training) -> TrainingPart | None:
         """Returns the part of a training, or None if it needs none. The parts before it in the table exist."""
         return cls(training)
 
@@ -58,8 +58,8 @@ class TrainingPart(keras.callbacks.Callback):
 
 def shared_states() -> dict[str, dict[str, Any]]:
     """Returns the states of parts, by class, that this replacement worker takes over; empty on other workers."""
-    place = healing.healer.place
-    return {} if place is None else place.agreed["parts"]
+    state = recovery_client.client.replacement_state
+    return {} if state is None else state.agreed["parts"]
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
@@ -89,7 +89,7 @@ class Training:
     Attributes:
         parts: The parts by class, in order.
         states: States of the user's callbacks.
-        place: State of the lost worker that this one replaces, or None.
+        replacement_state: State of the lost worker that this one replaces, or None.
         initial_epoch: Index of the next epoch.
     """
 
@@ -114,7 +114,7 @@ class Training:
     def __post_init__(self):
         self.parts: dict[type[TrainingPart], TrainingPart] = {}
         self.states = CallbackStates(self.users)
-        self.place = healing.healer.place
+        self.replacement_state = recovery_client.client.replacement_state
         self.initial_epoch = self.first_epoch
         if self.state is not None:
             self.state = dataclasses.replace(self.state, epoch=self.first_epoch + self.state.epoch)

@@ -2,7 +2,7 @@
 
 A replacement worker gets weights and optimizer of a worker that waits in the next step, which has not changed them. It
 also gets the lost worker's own state from that worker's successor, and the state of callbacks that all workers share.
-Its `fit` begins with the step of the others; until then it exchanges nothing (`healing.Detached`).
+Its `fit` begins with the step of the others; until then it exchanges nothing (`recovery_client.Detached`).
 
 If no process can replace the lost worker, another worker saves a checkpoint of the last common step (`keep`). All
 workers restart from it. See docs/design/recovery.md.
@@ -20,8 +20,8 @@ import numpy as np
 import tensorflow as tf
 
 from raytf import activity
-from raytf.collectives import communicator, gradient_ring, healing
-from raytf.collectives.healing import ReplacementState
+from raytf.collectives import communicator, gradient_ring, recovery_client
+from raytf.collectives.recovery_client import ReplacementState
 from raytf.compat.keras import pythonify_logs
 from raytf.errors import RaytfError, one_line
 from raytf.parallel import (
@@ -53,8 +53,10 @@ def _unrecoverable(model, holder) -> str | None:
     if local_sgd.every(model.distribute_strategy) > 1:
         return "with sync_every workers have different weights"
     size = own_state.bytes_of(model)
-    if size is None or size > healing.MOST_BYTES:
-        return f"metrics and moving statistics have {size} bytes, more than {healing.MOST_BYTES} to be passed on"
+    if size is None or size > recovery_client.MOST_BYTES:
+        return (
+            f"metrics and moving statistics have {size} bytes, more than {recovery_client.MOST_BYTES} to be passed on"
+        )
     return None
 
 
@@ -103,9 +105,9 @@ class _StepBoundary:
 
     def __call__(self) -> ReplacementState:
         changed = []
-        for variable, held in self._watch.before():
+        for variable, old_value in self._watch.old_values():
             kind, shape = tf.as_dtype(variable.dtype).as_numpy_dtype, tuple(variable.shape)
-            values = (held, self._local_value(variable))
+            values = (old_value, self._local_value(variable))
             changed.append((variable, *(value.view(kind).reshape(shape).copy() for value in values)))
         strategy = self._model.distribute_strategy
         own_state.put_each(strategy, [(variable, saved) for variable, saved, _ in changed])
@@ -136,11 +138,11 @@ class CallbackPhases(TrainingPart):
     """Marks, before all other callbacks, the begin of a batch and the end of an epoch as phases with callbacks."""
 
     def on_train_batch_begin(self, batch, logs=None):
-        healing.healer.begin_batch()
+        recovery_client.client.begin_batch()
 
     def on_epoch_end(self, epoch, logs=None):
         # if recoverable, a recovery need not be visible to all workers here; the next step checks
-        if not healing.healer.tell_callbacks() and healing.healer.healed:
+        if not recovery_client.client.tell_callbacks() and recovery_client.client.healed:
             own_state.check_alike(self.model)
 
 
@@ -158,7 +160,11 @@ class RecoveryCallback(TrainingPart):
 
     def __init__(self, training: Training):
         super().__init__()
-        self._training, self._position, self._replacement_state_taken = training, training.position, training.place
+        self._training, self._position, self._replacement_state_taken = (
+            training,
+            training.position,
+            training.replacement_state,
+        )
 
     def state_dict(self) -> dict[str, Any]:
         return {"steps_per_execution": self._training.model.steps_per_execution}
@@ -169,13 +175,13 @@ class RecoveryCallback(TrainingPart):
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """Allows recovery, if the training does, while it runs."""
-        training, recovery = self._training, healing.healer
+        training, recovery = self._training, recovery_client.client
         model, session = training.model, training.session
         self._holder = gradient_ring.ring_of(model.distribute_strategy)
         allowed = training.options.heals and session.recovers
         refused = _unrecoverable(model, self._holder) if allowed else "TensorflowConfig(heal=False)"
         if refused is not None:
-            recovery.place = None
+            recovery.replacement_state = None
             recovery.disarm(refused)
             yield
             return
@@ -201,7 +207,7 @@ class RecoveryCallback(TrainingPart):
 
     def _pending_steps(self) -> int:
         """Returns the number of steps for which callbacks were not called yet."""
-        return healing.healer.step - self._position.step
+        return recovery_client.client.step - self._position.step
 
     def _steps_made(self) -> int:
         """Returns the number of steps of the epoch that are made."""
@@ -215,12 +221,12 @@ class RecoveryCallback(TrainingPart):
         return report.parts(named, ahead=self._pending_steps(), epoch_step=self._steps_made(), **state)
 
     def _save(self, owned: Sequence[bytes], steps_behind: Collection[int]) -> int:
-        """Saves a checkpoint of the last common step, see `Healer.arm`; this worker makes no further step.
+        """Saves a checkpoint of the last common step, see `RecoveryClient.arm`; this worker makes no further step.
 
         If a worker is lost before it sends the state of its last step, the state of the step before is used. The
         metrics of the epoch then lack its rows of one step, and a warning reports it.
         """
-        model, session, step = self._training.model, self._training.session, healing.healer.step
+        model, session, step = self._training.model, self._training.session, recovery_client.client.step
         if early := own_state.written_early(model):
             raise RaytfError(f"its steps change {', '.join(early)} before gradients are summed, or after updates")
         variables = own_state.variables_of(model)
@@ -246,7 +252,7 @@ class RecoveryCallback(TrainingPart):
             raise RaytfError(f"what {', '.join(self._chief_only)} held was the chief's alone")
 
     def _replacement_state(self) -> ReplacementState:
-        model, recovery = self._training.model, healing.healer
+        model, recovery = self._training.model, recovery_client.client
         self._check_chief()
         if self._position.skipped:
             raise RaytfError("the other workers have made no step since they resumed with another batch")
@@ -257,7 +263,7 @@ class RecoveryCallback(TrainingPart):
         return ReplacementState(recovery.step, recovery.tag, execution_steps, recovery.at_end, files, b"", shared_state)
 
     def _take_boundary(self, epoch_ends: bool) -> Callable[[], ReplacementState] | None:
-        training, recovery = self._training, healing.healer
+        training, recovery = self._training, recovery_client.client
         steps = training.options.report_steps is None
         observed = steps and training.model.__dict__.get("_raytf_sync_batches")
         if not training.session.numbers_reports and self._steps_made() >= self._position.steps:
@@ -281,7 +287,7 @@ class RecoveryCallback(TrainingPart):
 
     def on_epoch_begin(self, epoch, logs=None):
         replacement_state, self._replacement_state_taken = self._replacement_state_taken, None
-        if replacement_state is None and healing.healer.armed:
+        if replacement_state is None and recovery_client.client.armed:
             own_state.began(self.model)
         elif replacement_state is not None:
             self._take_state(replacement_state)
@@ -290,17 +296,17 @@ class RecoveryCallback(TrainingPart):
         own_state.take(self.model, replacement_state.own)
         activity.tracker.step = replacement_state.step
         if replacement_state.after_step:
-            healing.healer.tag = replacement_state.tag
+            recovery_client.client.tag = replacement_state.tag
             self.model.__dict__["_raytf_last"] = replacement_state.agreed["last"]
         if replacement_state.at_end:
-            healing.healer.end_epoch()
-        healing.healer.enter(replacement_state.steps_in_execution)
+            recovery_client.client.end_epoch()
+        recovery_client.client.enter(replacement_state.steps_in_execution)
         if replacement_state.between:
             self._end_batch()
 
     def _end_batch(self) -> None:
         """Calls `on_train_batch_end` of all callbacks for the batch after which this worker begins."""
-        healing.healer.steps_made()
+        recovery_client.client.steps_made()
         attributes, (logs, rows) = self.model.__dict__, self.model.__dict__["_raytf_last"]
         if attributes.get("_raytf_sync_batches"):
             logs = metrics.global_logs(self.model, logs, rows)
@@ -319,7 +325,7 @@ class RecoveryCallback(TrainingPart):
 
     def on_train_batch_end(self, batch, logs=None):
         if self._position.epoch_step >= self._position.steps and self._replacement_state_taken is None:
-            healing.healer.end_epoch()
+            recovery_client.client.end_epoch()
 
 
 def _zeros_like(variable: keras.Variable) -> np.ndarray:

@@ -22,7 +22,7 @@ import ray.train
 from ray.train.collective import broadcast_from_rank_zero
 
 from raytf import activity, timeouts
-from raytf.collectives import healing
+from raytf.collectives import recovery_client
 from raytf.compat import ray_train
 from raytf.compat.ray_train import CheckpointConsistencyMode
 from raytf.storage import checkpoint_files, scratch, step_folders
@@ -192,12 +192,12 @@ class Session:
     def report_loss(self) -> None:
         """Reports the loss of another worker to the driver, if that does not notice it at once."""
 
-    def ready(self, model, held: bool) -> None:
+    def ready(self, model, in_memory: bool) -> None:
         """Prepares the first checkpoint before the first step, on workers that save checkpoints or keep them in memory.
 
         Args:
             model: A compiled and built `keras.Model`.
-            held: Whether some checkpoints stay in memory.
+            in_memory: Whether some checkpoints stay in memory.
         """
 
     def save_step(self, name: str, model, parts: Mapping[str, Any], writers: int = 1) -> None:
@@ -253,10 +253,12 @@ class RaySession(Session):
         """
         with contextlib.ExitStack() as stack:
             stack.push(self._close)
-            if healing.healer.place is not None:
-                folder = stack.enter_context(scratch.temporary_folder(size_of_files(healing.healer.place.files)))
-                write_files(healing.healer.place.files, folder)
-                self._report_for(healing.healer.place, checkpoint_files.read_state(folder).history)
+            if recovery_client.client.replacement_state is not None:
+                folder = stack.enter_context(
+                    scratch.temporary_folder(size_of_files(recovery_client.client.replacement_state.files))
+                )
+                write_files(recovery_client.client.replacement_state.files, folder)
+                self._report_for(recovery_client.client.replacement_state, checkpoint_files.read_state(folder).history)
                 yield folder
                 return
             name, folder, unlisted = self._newest(stack) if self.rank == 0 else (None, None, [])
@@ -266,33 +268,33 @@ class RaySession(Session):
             if self.rank != 0 and name is not None:
                 folder = _open_checkpoint(stack, self._snapshot_path(name), contents=False)
             for end, metrics in unlisted:
-                self._report_kept(metrics, end if self.rank == 0 else None)
+                self._report_stored(metrics, end if self.rank == 0 else None)
             yield folder
 
-    def _report_for(self, place: healing.ReplacementState, history: list[dict]) -> None:
+    def _report_for(self, state: recovery_client.ReplacementState, history: list[dict]) -> None:
         """Reports the epochs that the lost worker did not report before this one replaced it.
 
         That worker may have reported the epoch whose end this one repeats.
         """
-        missing = max(0, place.agreed["missing"])
-        self._reported_ends = max(0, -place.agreed["missing"])
-        ray_train.count_reports(place.agreed["reports"] - missing)
+        missing = max(0, state.agreed["missing"])
+        self._reported_ends = max(0, -state.agreed["missing"])
+        ray_train.count_reports(state.agreed["reports"] - missing)
         ends: dict[int, str] = {}
-        if (missing or place.after_step) and self.rank == 0:
+        if (missing or state.after_step) and self.rank == 0:
             self._keeper.wait_for_others()
             unlisted = checkpoint_files.unlisted_checkpoints(
                 self.storage.storage_filesystem, self.storage.experiment_fs_path, _names_reported
             )
             ends = {state.epoch: name for name, state in dict(unlisted).items()}
         for row in history[len(history) - missing :]:
-            self._report_kept(row, ends.get(row["epoch"]))
-        if place.after_step and (epoch := len(history) + 1) in ends:
+            self._report_stored(row, ends.get(row["epoch"]))
+        if state.after_step and (epoch := len(history) + 1) in ends:
             self._whole = epoch, ends[epoch]
 
-    def _report_kept(self, metrics: dict, name: str | None) -> None:
+    def _report_stored(self, metrics: dict, name: str | None) -> None:
         """Reports metrics with a checkpoint that is whole, or without a checkpoint."""
-        kept = (None, False) if name is None else (self._snapshot_path(name), self._validate)
-        self._reports.add(ray_train.report_later(metrics, lambda: kept))
+        checkpoint_and_validate = (None, False) if name is None else (self._snapshot_path(name), self._validate)
+        self._reports.add(ray_train.report_later(metrics, lambda: checkpoint_and_validate))
 
     def reports_made(self) -> int:
         return ray_train.reports_made()
@@ -343,9 +345,9 @@ class RaySession(Session):
     def save_step(self, name: str, model, parts: Mapping[str, Any], writers: int = 1) -> None:
         self._keeper.keep(name, model, parts, writers, last=self.stop_request() is not None)
 
-    def ready(self, model, held: bool) -> None:
-        if self.rank == 0 or (held and self.holders().own):
-            self._keeper.ready(model, held)
+    def ready(self, model, in_memory: bool) -> None:
+        if self.rank == 0 or (in_memory and self.holders().own):
+            self._keeper.ready(model, in_memory)
 
     def save_sync(self, name: str, model, parts: Mapping[str, Any]) -> None:
         """Saves a checkpoint while the training waits, on any worker and in any thread. Returns when it is whole.
@@ -402,16 +404,18 @@ class RaySession(Session):
         if snapshot is None or self.rank != 0:
             if snapshot is not None and snapshot.agreed is not None:
                 self.save_part(name, snapshot.model, snapshot.writers, pinned=True)
-            self._report_kept(metrics, None)
+            self._report_stored(metrics, None)
             return lambda: None
         if self._whole is not None and self._whole[0] == snapshot.state.epoch:
-            self._report_kept(metrics, self._whole[1])
+            self._report_stored(metrics, self._whole[1])
             return lambda: None
         pending = self._pending = PendingCheckpoint(
             self._kept_at_end(name, snapshot), snapshot.state.epoch, self._keeper.writer_priority
         )
-        kept = self._snapshot_path(name), self._validate
-        self._reports.add(ray_train.report_later(metrics, lambda: kept if pending.settle() else (None, False)))
+        checkpoint_and_validate = self._snapshot_path(name), self._validate
+        self._reports.add(
+            ray_train.report_later(metrics, lambda: checkpoint_and_validate if pending.settle() else (None, False))
+        )
         return pending
 
     def _kept_at_end(self, name: str, moment: CheckpointSnapshot) -> Callable[[], None]:

@@ -69,7 +69,7 @@ class StepCheckpointCallback(TrainingPart):
         self._state: Mapping | None = None
 
     @classmethod
-    def of(cls, training: Training) -> StepCheckpointCallback | None:
+    def create(cls, training: Training) -> StepCheckpointCallback | None:
         session, options = training.session, training.options
         if not session.saves:
             return None
@@ -119,8 +119,8 @@ class StepCheckpointCallback(TrainingPart):
         if self._memory_every is not None:
             self._holds = self._holds or checkpoint_every.crosses_multiple(self._memory_every, previous, self._seen)
         ends = self._position.epoch_step >= (self.params["steps"] or math.inf) and not self._validates
-        due, held = ended or (self._waits and not ends), self._holds and not ends
-        if not (due or held) or self.model.stop_training or not self._are_alike():
+        due, in_memory = ended or (self._waits and not ends), self._holds and not ends
+        if not (due or in_memory) or self.model.stop_training or not self._are_alike():
             return
         if not due:
             self._holds = False
@@ -130,7 +130,7 @@ class StepCheckpointCallback(TrainingPart):
         self._waits = self._holds = False
         began = time.monotonic()
         with activity.tracker.in_phase(activity.CHECKPOINT):
-            self._save(logs, to_storage=True, in_memory=held)
+            self._save(logs, to_storage=True, in_memory=in_memory)
         self._clock.made(time.monotonic(), time.monotonic() - began + self.stood)
         if ended:
             raise stop.StopTraining(stop.stop_barrier.why, self._position.step)
@@ -155,11 +155,11 @@ class StepCheckpointCallback(TrainingPart):
         numbers = [number for number in (self._every.steps, self._memory_every) if number is not None]
         return min((number - step % number for number in numbers), default=math.inf)
 
-    def _is_due(self, before: int, step: int) -> bool:
+    def _is_due(self, last_step: int, step: int) -> bool:
         if not self._every.is_within_epochs:
             return False
         if self._every.steps is not None:
-            return checkpoint_every.crosses_multiple(self._every.steps, before, step)
+            return checkpoint_every.crosses_multiple(self._every.steps, last_step, step)
         if step < self._next_look:
             return False
         began = time.monotonic()
@@ -184,7 +184,7 @@ class StepCheckpointCallback(TrainingPart):
         self.saved_step = step if to_storage else self.saved_step
         self.memory_step = step if in_memory else self.memory_step
         assign = in_memory or self._every.steps is not None
-        values, averages, logs = metrics.standing(self.model, logs, assign)
+        values, averages, logs = metrics.collect_metrics(self.model, logs, assign)
         if assign:
             own_state.averaged(self.model)
         with _assigned(averages):
@@ -241,17 +241,17 @@ class BeforeResumption(TrainingPart):
         self._begins = True
 
     @classmethod
-    def of(cls, training: Training) -> BeforeResumption | None:
+    def create(cls, training: Training) -> BeforeResumption | None:
         """Returns the part if the training resumes after some steps of an epoch, or joins others in an epoch.
 
         If steps have another number of rows now, as that scales with the number of workers, it resumes after the rows
         of earlier steps.
         """
         state = training.state
-        if state is None or (training.place is None and not state.epoch_step):
+        if state is None or (training.replacement_state is None and not state.epoch_step):
             return None
         begin = state.epoch_step, 0
-        differs = None if training.place else sampling.differences(state.order, training.order)
+        differs = None if training.replacement_state else sampling.differences(state.order, training.order)
         if differs:
             scaled = state.batch_scale != training.options.scale
             begin = sampling.regrouped(state.order, training.order, state.epoch_step) if scaled else None
@@ -274,7 +274,7 @@ class BeforeResumption(TrainingPart):
     def on_epoch_begin(self, epoch, logs=None):
         if self._begins:
             self._begins = False
-            self.held, self.random = self._training.states.held(), random_state.random_states()
+            self.callback_copies, self.random = self._training.states.copy_states(), random_state.random_states()
 
 
 class Resumption(TrainingPart):
@@ -282,48 +282,54 @@ class Resumption(TrainingPart):
 
     Args:
         training: The training, with a checkpoint.
-        before: Holds the restored values.
+        begin_state: Holds the restored values.
     """
 
     raytf_after_agreement = True
 
-    def __init__(self, training: Training, before: BeforeResumption):
+    def __init__(self, training: Training, begin_state: BeforeResumption):
         super().__init__()
-        self._before: BeforeResumption | None = before
+        self._begin_state: BeforeResumption | None = begin_state
         self._repeats_step: tuple | None = None
-        self._replacement_state, self._position, self._states = training.place, training.position, training.states
+        self._replacement_state, self._position, self._states = (
+            training.replacement_state,
+            training.position,
+            training.states,
+        )
         self._epoch, self._logs, self._names = training.state.epoch, training.state.logs, training.state.metrics
-        self._step, self._skip = before.begin
+        self._step, self._skip = begin_state.begin
         self._metrics = checkpoints.metrics_of(training.folder)
         self._late_variables: dict[int, list[np.ndarray]] = {}
 
     @classmethod
-    def of(cls, training: Training) -> Resumption | None:
-        before = training.parts.get(BeforeResumption)
-        return None if before is None else cls(training, before)
+    def create(cls, training: Training) -> Resumption | None:
+        begin_state = training.parts.get(BeforeResumption)
+        return None if begin_state is None else cls(training, begin_state)
 
     def on_epoch_begin(self, epoch, logs=None):
         """Restores metrics and what callbacks have changed, and makes the first epoch begin at its step.
 
         A callback may have chosen another epoch than the checkpoint's: that one begins with its first step.
         """
-        before, self._before = self._before, None
-        if before is None or epoch != self._epoch:
+        begin_state, self._begin_state = self._begin_state, None
+        if begin_state is None or epoch != self._epoch:
             return
-        self._restore(before.held, before.variables, before.random)
+        self._restore(begin_state.callback_copies, begin_state.variables, begin_state.random)
         if (
             self._replacement_state is not None and not self._replacement_state.after_step
         ):  # callbacks had the begin of the execution's batch
-            self._repeats_step = before.held, before.variables, before.random
+            self._repeats_step = begin_state.callback_copies, begin_state.variables, begin_state.random
         try:
-            self._late_variables = {i: self._metrics[i] for i in metrics.go_on(self.model, self._metrics, self._names)}
+            self._late_variables = {
+                i: self._metrics[i] for i in metrics.restore_sums(self.model, self._metrics, self._names)
+            }
         except ValueError as error:  # with resume=True the model may have other metrics
             warnings.warn(
                 f"The metrics of epoch {epoch + 1} count the steps after its first {self._step} alone, as the "
                 f"checkpoint knows others: {error}",
                 stacklevel=2,
             )
-        self._begin_at(before.iterator, epoch)
+        self._begin_at(begin_state.iterator, epoch)
         if (
             self._replacement_state is None and self._step >= self._position.steps
         ):  # the epoch's logs are the checkpoint's
@@ -337,23 +343,23 @@ class Resumption(TrainingPart):
         random_state.restore_random_states(random)
 
     def _begin_at(self, iterator, epoch: int) -> None:
-        dataset = self._position.go_on(epoch, self._step, self._skip)
+        dataset = self._position.resume_at(epoch, self._step, self._skip)
         first = 1 if self._skip else None
         if self._replacement_state is not None:  # the other workers may be within an execution of several steps
             first = max(1, self.model.steps_per_execution - self._replacement_state.steps_in_execution)
         if first is None or self._step + first >= self._position.steps:
             iterator.begin_at(self._step, dataset)
             return
-        remaining = functools.partial(self._position.go_on, epoch, self._step + first)
+        remaining = functools.partial(self._position.resume_at, epoch, self._step + first)
         iterator.begin_at(self._step, worker_part.mark_worker_part(dataset.take(first)), (first, remaining))
 
     def on_train_batch_begin(self, batch, logs=None):
         """Reverts, after all callbacks, their second `on_train_batch_begin` of the first execution."""
         again, self._repeats_step = self._repeats_step, None
         if again is not None:
-            held, variables, random = again
+            callback_copies, variables, random = again
             own = {id(v) for v in own_state.variables_of(self.model)}  # the worker's own, which were restored since
-            self._restore(held, [pair for pair in variables if id(pair[0]) not in own], random)
+            self._restore(callback_copies, [pair for pair in variables if id(pair[0]) not in own], random)
 
     def on_train_batch_end(self, batch, logs=None):
         """Restores metrics that were created in the first execution."""

@@ -66,7 +66,7 @@ class ExecutionCallback(TrainingPart):
         self._fixed = any(callbacks_module.looks_at_batches(c) for c in callbacks)
 
     @classmethod
-    def of(cls, training: Training) -> ExecutionCallback | None:
+    def create(cls, training: Training) -> ExecutionCallback | None:
         """Sets the model's steps per execution; returns None if they are given, or if other processes make steps."""
         steps = training.options.steps_per_execution
         if steps != "auto":

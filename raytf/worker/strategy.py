@@ -69,7 +69,7 @@ def _with_ring(config: TensorflowConfig, init: Callable, strategy, resolver, opt
     The decision depends only on values that all workers share: the cluster, the driver's config, and whether there is a
     token.
     """
-    from raytf.collectives import exchange, gradient_ring, healing
+    from raytf.collectives import exchange, gradient_ring, recovery_client
     from raytf.compat import multi_worker
 
     members = gradient_ring.members(resolver)
@@ -78,9 +78,9 @@ def _with_ring(config: TensorflowConfig, init: Callable, strategy, resolver, opt
     if ring_token.token() is None:
         gradient_ring.check_without(config.gradient_dtype)
         return False
-    recovery, detached = healing.healer, None
-    if recovery.place is not None or recovery.rehearses:
-        detached = healing.Detached(members.rank, len(members.addresses), config.timeout_s, recovery.rehearses)
+    recovery, detached = recovery_client.client, None
+    if recovery.replacement_state is not None or recovery.warms_up:
+        detached = recovery_client.Detached(members.rank, len(members.addresses), config.timeout_s, recovery.warms_up)
     joined = gradient_ring.join(
         members,
         detached=detached,

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from raytf import activity
-from raytf.collectives import healing
+from raytf.collectives import recovery_client
 from raytf.storage import checkpoint_files, scratch, step_folders
 from raytf.storage.folder_contents import size_of_files, write_files
 from raytf.worker.checkpoint import CheckpointSnapshot
@@ -76,7 +76,7 @@ class TrialSession(Session):
         with contextlib.ExitStack() as stack:
             if self._keeper is not None:
                 stack.callback(self._keeper.close)
-            if (replacement_state := healing.healer.place) is not None:
+            if (replacement_state := recovery_client.client.replacement_state) is not None:
                 self.folder = stack.enter_context(scratch.temporary_folder(size_of_files(replacement_state.files)))
                 write_files(replacement_state.files, self.folder)
                 self._reports = replacement_state.agreed["reports"]
@@ -91,9 +91,9 @@ class TrialSession(Session):
         parts = {**parts, TRIAL: json.dumps({"reports": self._reports})}
         self._keeper.keep(name, model, parts, last=self.stop_request() is not None)
 
-    def ready(self, model, held: bool) -> None:
+    def ready(self, model, in_memory: bool) -> None:
         if self._keeper is not None:
-            self._keeper.ready(model, held)
+            self._keeper.ready(model, in_memory)
 
     def report(self, metrics: dict, snapshot: CheckpointSnapshot | ReportedFiles | None, keep: bool = False) -> None:
         """Sends the metrics to the group, and waits for a command; a checkpoint is written only on request.

@@ -240,10 +240,10 @@ def _fit_two_steps(trial: VerificationTask, eagerly: bool, model, train, shard: 
     if shard.count > 1:
         return results
     changed = sorted(name for name, value in _of_python(model).items() if python.get(name) != value)
-    found = custom_code(model)
-    if trial.whole is not None and any(found.values()):
+    custom_parts = custom_code(model)
+    if trial.whole is not None and any(custom_parts.values()):
         results["whole_s"] = seconds * trial.whole.global_batch / trial.global_batch
-    return results | {"traits": found | {"python": changed}}
+    return results | {"traits": custom_parts | {"python": changed}}
 
 
 def _rates_and_slots(model) -> tuple[list[tuple[str, np.ndarray]], list[tuple[str, np.ndarray]]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 
-from raytf.collectives import communicator, healing
+from raytf.collectives import communicator, recovery_client
 from raytf.data import worker_part
 from raytf.parallel import own_state
 from raytf.storage import scratch
@@ -26,13 +26,13 @@ _MOST_BYTES = 64 << 20
 def warm_up(task: TrainJob, workers: int) -> None:
     """Runs a step of the first rows, in the environment of the last one of `workers` workers."""
     no_op = lambda: None
-    healing.healer.rehearses = True
-    healing.healer.arm(no_op, no_op, no_op, step=0)
+    recovery_client.client.warms_up = True
+    recovery_client.client.arm(no_op, no_op, no_op, step=0)
     try:
         _step(task, Session(workers - 1, workers))
     finally:
-        healing.healer.rehearses = False
-        healing.healer.disarm()
+        recovery_client.client.warms_up = False
+        recovery_client.client.disarm()
         gc.collect()
 
 

@@ -284,14 +284,14 @@ def test_an_error_and_an_interrupt_leave_the_last_epoch(alone, tmp_path):
 
 def test_weights_come_once_whatever_the_number_of_epochs(monkeypatch):
     """A worker's report of an epoch is not of a model's size; the counting changes nothing of it."""
-    results, go_on = [], WorkerGroup.go_on
+    results, go_on = [], WorkerGroup.continue_trial
 
     def counted(group, why=None):
         reports = go_on(group, why)
         results.extend(reports or ())
         return reports
 
-    monkeypatch.setattr(WorkerGroup, "go_on", counted)
+    monkeypatch.setattr(WorkerGroup, "continue_trial", counted)
     raytf.fit(make(), X, Y, epochs=3, num_workers=2, **ARGUMENTS)
     assert sum(bool(report.get("values")) for report in results) == 1 and results[-2]["values"]
     assert max(len(pickle.dumps(report)) for report in results if not report.get("ended")) < 1000

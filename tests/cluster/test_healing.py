@@ -79,9 +79,9 @@ def noted(config):
 
 def noting_spares(config):
     """`mlp`, which notes in which processes it is built ahead, and when."""
-    from raytf.collectives import healing
+    from raytf.collectives import recovery_client
 
-    if healing.healer.rehearses:
+    if recovery_client.client.warms_up:
         pathlib.Path(config["notes"], f"ahead_{os.getpid()}").write_text(repr(time.time()))
     return models.mlp(config)
 
@@ -156,10 +156,10 @@ def dying_in_validation(config):
     built for a worker that takes a lost one's place."""
     import tensorflow as tf
 
-    from raytf.collectives import healing
+    from raytf.collectives import recovery_client
 
     marker = pathlib.Path(config["notes"], "replacing")
-    if healing.healer.place is not None and not marker.exists():
+    if recovery_client.client.replacement_state is not None and not marker.exists():
         marker.touch()
         os.kill(os.getpid(), signal.SIGKILL)
     model = models.accumulating(config)

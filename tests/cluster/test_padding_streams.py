@@ -33,9 +33,9 @@ def test_a_streams_lists_are_filled_up_alike_on_all_workers(folder, bucket, monk
     how = Sampling(global_batch=8, seed=2, shuffle="window", window=32)
     try:
         assert isinstance(found["train"], streamed.StreamedDataset)
-        single = Feed(found["train"].another(), spec, how)
+        single = Feed(found["train"].clone(), spec, how)
         alone = list(single.dataset().as_numpy_iterator())
-        stream = found["train"].another()
+        stream = found["train"].clone()
         feeds = [Feed(stream, spec, how, Shard(worker, 2)) for worker in range(2)]
         iterators = [feed.dataset().as_numpy_iterator() for feed in feeds]
         many = list(zip(*iterators, strict=True))

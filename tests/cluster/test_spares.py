@@ -123,10 +123,10 @@ def with_sparse_gradients(config):
 
 def left_behind():
     """What a step ahead must not leave."""
-    from raytf.collectives import healing
+    from raytf.collectives import recovery_client
     from raytf.worker import context
 
-    return os.environ.get("TF_CONFIG"), healing.healer.rehearses, context.setup()
+    return os.environ.get("TF_CONFIG"), recovery_client.client.warms_up, context.setup()
 
 
 def test_a_step_ahead_of_a_model_that_gathers_and_of_one_that_cannot_be_built(tmp_path):
@@ -140,7 +140,7 @@ def test_a_step_ahead_of_a_model_that_gathers_and_of_one_that_cannot_be_built(tm
         task = made.task({"train": StoredDataset([ray.put(table)], [97], table.column_names)})
         reported[loss] = [ray.put((task, made.setup()))]
     actor = processes.start_process(Process, ray.get_runtime_context().get_node_id(), {})
-    right, wrong = (actor.execute.remote(entry.rehearse, its, 3, 1) for its in reported.values())
+    right, wrong = (actor.execute.remote(entry.warm_up_standby, its, 3, 1) for its in reported.values())
     assert ray.get(right) is None
     assert ray.get(wrong) == "KeyError: 'loss'"
     assert ray.get(actor.execute.remote(left_behind)) == (None, False, None)

@@ -155,14 +155,14 @@ def test_server_that_cannot_restart_is_reported_in_a_sentence(stream):
 
 
 def test_a_server_of_its_own_lets_go_of_what_it_read_ahead(stream):
-    own, order = stream.another(), an_order(stream)
+    own, order = stream.clone(), an_order(stream)
     ids(own, order, 0, 0, 0, 60)
 
     def held(self):
         return sum(len(run._blocks) for run in self._runs.values())
 
     assert ray.get(own.server.__ray_call__.remote(held)) > 0
-    own.rest()
+    own.release_prefetch()
     assert ray.get(own.server.__ray_call__.remote(held)) == 0
     assert ids(own, order, 0, 0, 60, 120) == expected(order, 0, 60, 120)
 

@@ -170,7 +170,7 @@ def test_the_part_of_a_worker(tmp_path):
     values = models.rows()["x0"]
     for epoch, seen in enumerate(returned["seen"]):
         expected = values[
-            sampling.worker_part(sampling.shuffled(97, 3, epoch).at(np.arange(97)), 30, 0, 2, slice(0, 4))
+            sampling.worker_part(sampling.shuffled(97, 3, epoch).elements_at(np.arange(97)), 30, 0, 2, slice(0, 4))
         ]
         np.testing.assert_array_equal(np.float32(seen), expected)
     assert returned["threads"] == ["1", "2"]

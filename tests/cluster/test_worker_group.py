@@ -68,8 +68,8 @@ class Leader:
         self._group.begin(TrialRun(train=loop, config={}, name="trial"))
         metrics = None
         try:
-            metrics = self._group.go_on()[0]
-            self._group.go_on()
+            metrics = self._group.continue_trial()[0]
+            self._group.continue_trial()
         except WorkerGroupLostError as error:
             return metrics, str(error)
         finally:
@@ -151,11 +151,11 @@ def test_hosts_are_looked_at_by_an_actor_there(set_timeouts):
             time.sleep(0.01)
 
     until(lambda: looks._watched[3].seen)
-    assert looks.standing() is None
+    assert looks.stopped_process() is None
     os.kill(place.pid, signal.SIGSTOP)
     (found,) = until(lambda: False)
-    assert found.keys == (3,) and found.place == place and found.how.startswith("stopped by a signal")
-    assert looks.standing() is not None
+    assert found.keys == (3,) and found.location == place and found.how.startswith("stopped by a signal")
+    assert looks.stopped_process() is not None
     os.kill(place.pid, signal.SIGCONT)
     looks.begin()
     until(lambda: looks._watched[3].seen.state != "T")

@@ -284,7 +284,7 @@ def scaled(place: Place, name: str):
     made, rows = int(model.optimizer.iterations), table(case.rows).to_pandas()
     assert made == 15
     for epoch, starts in ((1, [80, *range(90, 205, 30)]), (2, range(0, 205, 30))):
-        order = Sampling(global_batch=30, seed=5).of(stored(case.rows).rows).epoch(epoch)
+        order = Sampling(global_batch=30, seed=5).sampler(stored(case.rows).rows).epoch(epoch)
         numbers = order.row_numbers(order.positions(0))
         for start, stop in itertools.pairwise([*starts, 205]):
             part = rows.iloc[numbers[start:stop]]

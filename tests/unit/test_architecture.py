@@ -13,7 +13,7 @@ import raytf
 WITH_TENSORFLOW = {"collectives", "data", "parallel", "worker", "parameter_server", "fitting"}
 # Of these rooms, what drivers and processes without TensorFlow import.
 WITHOUT = {
-    "raytf.collectives.lookout",
+    "raytf.collectives.failure_notifier",
     "raytf.collectives.ring",
     "raytf.collectives.ring_links",
     "raytf.collectives.ring_listener",

@@ -297,7 +297,7 @@ def test_what_an_epochs_begin_changes_is_put_back():
     counting, telling = Counting(), Telling()
     states = CallbackStates([counting, telling])
     counting.seen, counting.rows, telling.best = 7, [np.arange(3)], np.array([1.0, 2.0])
-    held = states.held()
+    held = states.copy_states()
     counting.rows[0][:] = 9  # they are copies
     for callback in (counting, telling):
         callback.on_epoch_begin(2)

@@ -131,7 +131,7 @@ def test_while_a_large_one_is_written_others_are_left_out_and_pinned_ones_wait(l
         large.write(folder_name(2), parts_of(2, 100_000))
         with pytest.warns(UserWarning, match="slower than checkpoints come"):
             assert large.write(folder_name(3), parts_of(3, 100_000)) == 0
-        assert large.write(folder_name(4), parts_of(4, 100_000), held=True) > 0, "which has one more"
+        assert large.write(folder_name(4), parts_of(4, 100_000), in_memory=True) > 0, "which has one more"
         assert memory(large) <= 2 * one()
         pinned = threading.Thread(
             target=large.write, args=(folder_name(5), parts_of(5, 100_000)), kwargs={"pinned": True}

@@ -141,8 +141,8 @@ def test_a_file_that_several_workers_write_is_warned_of_once(tmp_path):
                 file.read()
 
     def warned(total):
-        before = double_writes.Before()
-        after = double_writes.After(before, ["Appends"], total, True)
+        before = double_writes.WriteRecorder()
+        after = double_writes.WriteComparison(before, ["Appends"], total, True)
         with warnings.catch_warnings(record=True) as found:
             warnings.simplefilter("always")
             for epoch in range(2):

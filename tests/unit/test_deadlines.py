@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 import raytf
 from raytf import testing, timeouts
-from raytf.collectives import healing as worker
-from raytf.collectives.healing import Healer
+from raytf.collectives import recovery_client as worker
+from raytf.collectives.recovery_client import RecoveryClient
 from raytf.errors import ConfigError
 from raytf.storage import snapshots
 from raytf.timeouts import Pace, Timeouts, deadline
@@ -37,7 +37,7 @@ def test_a_large_model_has_the_time_that_a_slow_network_takes_for_it():
 def test_worker_reports_its_pace_and_waits_no_shorter_than_the_driver_does():
     its = Timeouts()
     nothing = lambda: None
-    healer = Healer()
+    healer = RecoveryClient()
     healer.arm(nothing, nothing, nothing, step=0, size=7)
     before = healer.pace()
     healer.steps_made()

@@ -43,7 +43,7 @@ def test_the_ranges_in_order_are_the_file(data):
     expected = bytearray(content)
     for (begin, size), value in zip(places, values, strict=True):
         expected[begin : begin + size] = value.tobytes()
-    archive, count = ZipTemplate([], FileTemplate.of(content, places), values), data.draw(st.integers(1, 7))
+    archive, count = ZipTemplate([], FileTemplate.from_content(content, places), values), data.draw(st.integers(1, 7))
     assert b"".join(map(bytes, archive.image.pieces(values))) == expected
     found = b""
     for index in range(count):
@@ -52,8 +52,8 @@ def test_the_ranges_in_order_are_the_file(data):
         assert len(part) == piece.image.size
         found += part
     assert found == expected
-    assert sharded_write.layout_checksum(FileTemplate.of(content, places)) == sharded_write.layout_checksum(
-        FileTemplate.of(bytes(expected), places)
+    assert sharded_write.layout_checksum(FileTemplate.from_content(content, places)) == sharded_write.layout_checksum(
+        FileTemplate.from_content(bytes(expected), places)
     )
 
 

@@ -129,15 +129,15 @@ def test_each_worker_has_as_many_rows_and_the_rate_is_that_of_the_batch(fewest, 
     """Through any changes of the number, as each restores the rate of the one before."""
     rate = before = 1.0
     for workers in counts:
-        made = job(each * fewest, fewest).of(workers)
-        assert made.config["batch_size"] == each * workers and made.of(workers + 1) is made
+        made = job(each * fewest, fewest).for_workers(workers)
+        assert made.config["batch_size"] == each * workers and made.for_workers(workers + 1) is made
         rate, before = rate * (made.scale / before), made.scale
     assert rate == pytest.approx(counts[-1] / fewest, rel=1e-12)
-    assert job(7, None).of(3).config["batch_size"] == 7 and job(7, None).of(3).scale == 1
+    assert job(7, None).for_workers(3).config["batch_size"] == 7 and job(7, None).for_workers(3).scale == 1
 
 
 def order(rows, batch, shuffle="full"):
-    return BatchSpec.parsed("id", None, None, None).order(Sampling(global_batch=batch, shuffle=shuffle).of([rows]))
+    return BatchSpec.parsed("id", None, None, None).order(Sampling(global_batch=batch, shuffle=shuffle).sampler([rows]))
 
 
 @given(st.integers(1, 200), st.lists(st.tuples(st.integers(1, 40), st.integers(1, 6)), min_size=1, max_size=6))
@@ -192,9 +192,9 @@ def test_the_first_step_of_the_rest_of_an_epoch(workers):
 
 def test_checkpoint_records_its_batch():
     text = CheckpointState(1, 10, 0, False, [], batch_scale=1.5).to_json()
-    assert CheckpointState.of(json.loads(text), "one").batch_scale == 1.5
+    assert CheckpointState.from_dict(json.loads(text), "one").batch_scale == 1.5
     old = {name: value for name, value in json.loads(text).items() if name != "batch_scale"}
-    assert CheckpointState.of(old, "one").batch_scale == 1.0
+    assert CheckpointState.from_dict(old, "one").batch_scale == 1.0
     for wrong in (0, -1, True, float("nan"), "2"):
         with pytest.raises(ConfigError, match="no right 'batch_scale'"):
-            CheckpointState.of(old | {"batch_scale": wrong}, "one")
+            CheckpointState.from_dict(old | {"batch_scale": wrong}, "one")

@@ -58,7 +58,7 @@ def test_why_an_evaluation_is_missing(monkeypatch, tmp_path):
 
 def test_record_lists_what_is_missing_and_forgets_all():
     record = Record(Memory())
-    record.found(1, {"eval_loss": 0.5})
+    record.put_metrics(1, {"eval_loss": 0.5})
     record.missing(2, "it rained")
     with pytest.warns(UserWarning, match=r"The evaluation is missing of epoch 2 \(it rained\)"):
         assert record.close() == {1: {"eval_loss": 0.5}}

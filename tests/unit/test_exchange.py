@@ -132,7 +132,7 @@ def test_an_update_is_made_as_a_whole_or_not(workers, sparse):
 
     def other(worker, packs):
         for _ in range(packs):
-            worker.ring.add(np.zeros(32, np.float32), place=1)
+            worker.ring.add(np.zeros(32, np.float32), sum_number=1)
         worker.close()
 
     def work(worker):

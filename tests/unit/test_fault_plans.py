@@ -15,7 +15,7 @@ import pytest
 from pyarrow.fs import FSSpecHandler, LocalFileSystem, PyFileSystem
 
 from raytf import activity
-from raytf.collectives import lookout
+from raytf.collectives import failure_notifier
 from raytf.data import sampling
 from raytf.data.sampling import Sampler
 from raytf.runtime.hangs import HangDetector
@@ -68,7 +68,7 @@ def test_a_run_makes_each_step_of_the_undisturbed_one_once_whatever_happens():
             if faults and faults[0].step <= len(made):
                 # one that fails in its own code keeps the step that it was in, as one does that is stopped
                 saved = latest if type(faults.pop(0)) is Fail else kept
-                state = CheckpointState.of(json.loads(saved), "checkpoint")
+                state = CheckpointState.from_dict(json.loads(saved), "checkpoint")
                 made, workers = made[: state.step], source.randint(1, 5)
                 assert (state.epoch, state.epoch_step) == divmod(len(made), of_epoch)
             made.append(global_batch(epochs, order, *divmod(len(made), of_epoch), workers))
@@ -169,11 +169,11 @@ def test_a_cause_reaches_its_own_generation_alone():
     for seed in PLANS:
         source = random.Random(seed)
         why = "".join(source.choice("aä漢🙂 ") for _ in range(source.randint(0, 300)))
-        cause = lookout.Cause(source.randrange(2**32), source.randrange(2**32), why, source.random() < 0.5)
+        cause = failure_notifier.Cause(source.randrange(2**32), source.randrange(2**32), why, source.random() < 0.5)
         generation, other = source.sample(range(2**32), 2)
-        message = lookout.pack(cause, generation)
-        assert lookout.unpack(message, other) is None
-        found = lookout.unpack(message, generation)
+        message = failure_notifier.pack(cause, generation)
+        assert failure_notifier.unpack(message, other) is None
+        found = failure_notifier.unpack(message, generation)
         assert (found.lost, found.seen_by, found.left) == (cause.lost, cause.seen_by, cause.left), f"seed {seed}"
         assert why.startswith(found.why) and (found.why == why or len(found.why.encode()) > 390), f"seed {seed}"
 
@@ -189,7 +189,7 @@ def test_the_worker_with_the_fault_is_the_one_that_is_named():
         for rank in range(workers):
             where = {"phase": source.choice(phases)} if rank == fault.rank else {}
             if rank != fault.rank:
-                where["meeting"] = (source.choice([activity.SUM, activity.COLLECTIVE]), 18, source.uniform(0, 2))
+                where["collective"] = (source.choice([activity.SUM, activity.COLLECTIVE]), 18, source.uniform(0, 2))
             group.append(Worker(step=fault.step + 1, usual=source.uniform(0.001, 0.05), **where))
         second, hang = seconds_until(HangDetector(limit, 60), group)
         assert hang.rank == fault.rank, f"seed {seed}: {fault}, {hang}"
@@ -263,7 +263,7 @@ def test_of_torn_checkpoints_the_newest_whole_one_is_taken(run):
     folder, files = run
     local = LocalFileSystem()
     names = sorted({os.path.dirname(path) for path in files})
-    step_of = {name: CheckpointState.of(json.loads(files[f"{name}/{STATE}"]), name).step for name in names}
+    step_of = {name: CheckpointState.from_dict(json.loads(files[f"{name}/{STATE}"]), name).step for name in names}
     for seed in PLANS:
         source = random.Random(seed)
         hurt = source.sample(names, source.randint(0, len(names) - (seed % 10 > 0)))

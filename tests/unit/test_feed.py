@@ -76,7 +76,7 @@ def test_step_one_million_is_not_looked_for(shuffle, bucket):
         made.set_epoch(epoch, first)
         _, found = next(iter(made.dataset()))
         taken[first].append(time.process_time() - began)
-    order = Sampling(global_batch=1, seed=4, shuffle=shuffle).of([10, 50, rows - 60])
+    order = Sampling(global_batch=1, seed=4, shuffle=shuffle).sampler([10, 50, rows - 60])
     chunk, within = divmod(step, order.chunk_steps)
     lengths = np.ones_like if bucket else None
     epoch = order.epoch(3)

@@ -62,7 +62,7 @@ def test_an_epoch_has_a_line_of_each_worker_and_another_start_adds_its_own(tmp_p
 
 def test_what_a_checkpoint_takes_is_that_of_the_training_since_the_last_line(tmp_path):
     noted = trained(tmp_path, epochs=1)
-    activity.tracker.at(activity.CALLBACKS)
+    activity.tracker.enter(activity.CALLBACKS)
     before = noted._now()
     with activity.tracker.in_phase(activity.CHECKPOINT):
         pass

@@ -23,13 +23,13 @@ def test_gather_takes_rows_from_blocks_in_any_order(sizes, seed, count):
     blocks = [table(a=data[s:e, 0], b=data[s:e, 1], c=data[s:e, 2]) for s, e in itertools.pairwise(starts)]
     rows = rng.integers(0, len(data), count)
     block = np.searchsorted(starts, rows, side="right") - 1
-    stacked = gather.source(blocks, Columns.of(["a", "b", "c"], "x")).gather(
+    stacked = gather.source(blocks, Columns.from_spec(["a", "b", "c"], "x")).gather(
         gather.Places(block, rows - starts[block])
     )[0]
     np.testing.assert_array_equal(stacked, data[rows])
     assert stacked.dtype == np.float32
     assert not count or stacked.ctypes.data % gather.ALIGNMENT == 0
-    single = gather.source(blocks, Columns.of("b", "x")).gather(gather.Places(block, rows - starts[block]))[0]
+    single = gather.source(blocks, Columns.from_spec("b", "x")).gather(gather.Places(block, rows - starts[block]))[0]
     np.testing.assert_array_equal(single, data[rows, 1])
 
 
@@ -37,7 +37,7 @@ def test_gather_takes_rows_from_blocks_in_any_order(sizes, seed, count):
     "dtype", ["int8", "uint8", "int16", "int32", "int64", "uint32", "float16", "float32", "float64"]
 )
 def test_a_number_keeps_its_type(dtype):
-    source = gather.source([table(x=pa.array(np.arange(5).astype(dtype)))], Columns.of("x", "x"))
+    source = gather.source([table(x=pa.array(np.arange(5).astype(dtype)))], Columns.from_spec("x", "x"))
     assert source.dtype == np.dtype(dtype) and source.shape == ()
 
 
@@ -72,7 +72,7 @@ def gathered(array, spec, rows=(1, 0, 1)):
     cut = len(array) // 2
     tables = [table(x=array[:cut]), table(x=array[cut:])]
     rows = np.array(rows, int)
-    return gather.source(tables, Columns.of(spec, "x")).gather(
+    return gather.source(tables, Columns.from_spec(spec, "x")).gather(
         gather.Places((rows >= cut).astype(int), rows - (rows >= cut) * cut)
     )
 
@@ -81,7 +81,7 @@ def gathered(array, spec, rows=(1, 0, 1)):
 def test_a_string_is_no_part_of_a_vector_and_may_be_an_input(kind):
     data = table(a=[1.0, 2.0], s=pa.array(["x", "y"]).cast(kind))
     with pytest.raises(ConfigError, match=r"single numbers; received: 's' of type .*features=\{.*'s': 's'"):
-        gather.stack(data, Columns.of(["a", "s"], "x"))
+        gather.stack(data, Columns.from_spec(["a", "s"], "x"))
 
 
 def test_strings_and_bytes_are_whole():
@@ -122,7 +122,7 @@ def test_nulls_are_filled_where_a_fill_value_is_given():
 )
 def test_what_has_no_tensor_is_refused(array, spec, rule):
     with pytest.raises(ConfigError, match=rule):
-        gather.source([table(x=array)], Columns.of(spec, "x"))
+        gather.source([table(x=array)], Columns.from_spec(spec, "x"))
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,9 @@ def test_blocks_are_never_handed_out():
     """What is gathered is stored in memory of its own, as TensorFlow may write into what it is given."""
     block = table(x=np.arange(64.0))
     view = gather.column_array(block, Column("x"))
-    (copied,) = gather.source([block], Columns.of("x", "x")).gather(gather.Places(np.zeros(64, int), np.arange(64)))
+    (copied,) = gather.source([block], Columns.from_spec("x", "x")).gather(
+        gather.Places(np.zeros(64, int), np.arange(64))
+    )
     assert not np.shares_memory(view, copied)
 
 

@@ -28,7 +28,7 @@ class Worker:
             "phase": activity.STEP,
             "seconds": 0.0,
             "hook": None,
-            "meeting": None,
+            "collective": None,
             "numbers": {activity.SUM: 17, activity.COLLECTIVE: 3, activity.REPORT: 0},
             "step": 17,
             "began": 0,
@@ -44,15 +44,15 @@ class Worker:
 
     def second(self):
         self.told = dict(self.told, seconds=self.told["seconds"] + 1, clock=self.told["clock"] + 1)
-        if self.told["meeting"] is not None:
-            kind, number, seconds = self.told["meeting"]
-            self.told["meeting"] = kind, number, seconds + 1
+        if self.told["collective"] is not None:
+            kind, number, seconds = self.told["collective"]
+            self.told["collective"] = kind, number, seconds + 1
         self.told["processor"] += 0.9 if self.works else 0.02
         self.told["switches"] += self.moves
 
 
 def waits(**status):
-    return Worker(meeting=(activity.SUM, 18, 0.0), **status)
+    return Worker(collective=(activity.SUM, 18, 0.0), **status)
 
 
 def seconds_until(judge, workers, most=1000, ends=False):
@@ -89,7 +89,7 @@ def test_the_one_that_does_not_come_is_named_and_ended_later(status, words):
 
 
 def test_worker_with_fewer_steps_is_named():
-    late = Worker(meeting=(activity.COLLECTIVE, 4, 0.0))
+    late = Worker(collective=(activity.COLLECTIVE, 4, 0.0))
     ahead = waits(numbers={activity.SUM: 18, activity.COLLECTIVE: 3, activity.REPORT: 0})
     _, hang = seconds_until(HangDetector(10, 60), [ahead, late])
     assert hang.rank == 1 and "another number of steps" in str(hang) and "worker 0 waits" in str(hang)
@@ -117,7 +117,7 @@ import os, signal
 from raytf import activity
 here = activity.tracker
 here.register_thread()
-here.at(activity.CALLBACKS)
+here.enter(activity.CALLBACKS)
 os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
 other = os.fork()
 while other == 0:
@@ -188,7 +188,7 @@ def test_no_false_alarm_in_steps_that_take_20_times_as_long():
                 for rank, worker in enumerate(workers):
                     met = None if rank == slow else (activity.SUM, 18, float(now))
                     phase = activity.CALLBACKS if rank == slow else activity.STEP
-                    worker.told = dict(worker.told, phase=phase, meeting=met, seconds=float(now), clock=clock + now)
+                    worker.told = dict(worker.told, phase=phase, collective=met, seconds=float(now), clock=clock + now)
                 reports = {rank: worker.told for rank, worker in enumerate(workers)}
                 assert judge.look(reports, {}) is None, (usual, clock, now)
             clock += took
@@ -229,7 +229,7 @@ def test_activity_reports_the_phase_and_the_callback():
     inside.wait(60)
     now[0] += 3
     status = tracker.snapshot()
-    assert (status["phase"], status["hook"], status["step"], status["meeting"]) == (
+    assert (status["phase"], status["hook"], status["step"], status["collective"]) == (
         "callbacks",
         "Mine.on_epoch_end",
         4,

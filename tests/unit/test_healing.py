@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import ray
 
-from raytf.collectives.healing import Healer, Rejoin, Waiting, tag_of
+from raytf.collectives.recovery_client import BlockedWorker, RecoveryClient, RingConfig, state_version
 from raytf.collectives.ring_listener import Listener
 from raytf.errors import PeerLostError, RaytfError
-from raytf.train.healing import NotHealedError, _said, is_to_be_made_anew
+from raytf.train.recovery_coordinator import RecoveryFailedError, error_clause, replays_from_boundary
 from tests.unit.test_ring import TOKEN
 from tests.waiting import until
 
@@ -41,7 +41,7 @@ def joined(listeners, rank, generation=0):
 
 def standing(healer):
     """Where it waits, once it does."""
-    return until(lambda: isinstance(found := healer.waiting(), Waiting) and found)
+    return until(lambda: isinstance(found := healer.waiting(), BlockedWorker) and found)
 
 
 @pytest.fixture
@@ -50,12 +50,12 @@ def survivor():
     with ThreadPoolExecutor(2) as pool:
         listeners = [Listener("127.0.0.1") for _ in range(2)]
         ring, other = pool.map(lambda rank: joined(listeners, rank), range(2))
-        healer, holder = Healer(), Holder(ring)
+        healer, holder = RecoveryClient(), Holder(ring)
         losses = []
         healer.arm(lambda: Listener("127.0.0.1"), lambda: None, lambda: losses.append("lost"), step=0)
         with healer.execution():
             healer.stepped(holder, b"mine")
-            other.pass_on(2, b"the other's")
+            other.send_to_successor(2, b"the other's")
             other.close()
             yield healer, holder, pool.submit(healer.make, holder, holder.add)
         holder.ring.close()
@@ -63,7 +63,7 @@ def survivor():
 
 
 def ring_of(waiting, listener, generation):
-    return Rejoin([waiting.address, (listener.host, listener.port)], TOKEN, generation, {})
+    return RingConfig([waiting.address, (listener.host, listener.port)], TOKEN, generation, {})
 
 
 @pytest.mark.slow
@@ -72,7 +72,7 @@ def test_a_ring_that_will_not_be_is_left_at_once_and_the_next_one_joined(survivo
     set_timeouts(ring_join=3600.0)
     healer, holder, sum_ = survivor
     first = standing(healer)
-    assert first.held == ((2, b"the other's"),)
+    assert first.peer_messages == ((2, b"the other's"),)
     gone = Listener("127.0.0.1")
     healer.command(ring_of(first, gone, 1))
     while healer.waiting() is not None:  # it joins
@@ -80,15 +80,17 @@ def test_a_ring_that_will_not_be_is_left_at_once_and_the_next_one_joined(survivo
     gone.close()
     healer.leave(1)
     second = standing(healer)
-    assert second.held == first.held and second.address != first.address
+    assert second.peer_messages == first.peer_messages and second.address != first.address
     new = Listener("127.0.0.1")
     rejoin = ring_of(second, new, 2)
     healer.command(rejoin)
     ring = new.join(1, rejoin.addresses, TOKEN, 20.0, 20.0, generation=2)
     ring.add(array := np.ones(2))
     assert array.tolist() == sum_.result(20).tolist() == [2, 2]
-    assert ring.held == ((tag_of(1), b"mine"),), "this one may be lost next, and the new one is behind it"
-    assert holder.ring.held == ((2, b"the other's"),), "the new one may be lost before it passes on anything"
+    assert ring.peer_messages == ((state_version(1), b"mine"),), (
+        "this one may be lost next, and the new one is behind it"
+    )
+    assert holder.ring.peer_messages == ((2, b"the other's"),), "the new one may be lost before it passes on anything"
     ring.close()
 
 
@@ -151,7 +153,7 @@ class Epoch:
     def __init__(self, pool):
         listeners = [Listener("127.0.0.1") for _ in range(2)]
         ring, self.other = pool.map(lambda rank: joined(listeners, rank), range(2))
-        self.healer, self.holder, self.made, self.pool = Healer(), Holder(ring), [], pool
+        self.healer, self.holder, self.made, self.pool = RecoveryClient(), Holder(ring), [], pool
         nothing = lambda: None
         self.healer.arm(lambda: Listener("127.0.0.1"), nothing, nothing, step=0, note=self.note)
         with self.healer.execution():
@@ -196,7 +198,7 @@ class Epoch:
     def goes_on(self, from_scratch):
         """The ring of the one that is new."""
         waiting, new = standing(self.healer), Listener("127.0.0.1")
-        rejoin = Rejoin([waiting.address, (new.host, new.port)], TOKEN, 1, {}, from_scratch)
+        rejoin = RingConfig([waiting.address, (new.host, new.port)], TOKEN, 1, {}, from_scratch)
         self.made.clear()
         self.healer.command(rejoin)
         return waiting, new.join(1, rejoin.addresses, TOKEN, 20.0, 20.0, generation=1)
@@ -213,7 +215,7 @@ def ended():
 def test_what_followed_an_epoch_is_exchanged_again(ended):
     """Also within the first step of the next one, with a process that begins after the last step."""
     with ended.lost_in_the_next(from_scratch=True) as (sum_, waiting, ring):
-        assert (waiting.since, waiting.tag, waiting.between) == (tag_of(1), tag_of(1) + 2, False)
+        assert (waiting.since, waiting.tag, waiting.between) == (state_version(1), state_version(1) + 2, False)
         assert ended.healer.image(True) == "the end"
         assert [ended.add(ring, 1).tolist() for _ in range(3)] == [[3, 3]] * 3
         assert sum_.result(20).tolist() == [3, 3] and ended.made == ["logs", "rate", "gradients"]
@@ -229,14 +231,14 @@ def test_what_callbacks_left_of_what_each_has_for_itself_is_passed_on_again(ende
     """Before the step that follows them; what it was after the step before them is kept, for one that begins there."""
     ended.make_a_step()
     ended.healer.resumes(ended.holder, b"mine")
-    assert ended.healer.tag == tag_of(2), "nothing has changed"
+    assert ended.healer.tag == state_version(2), "nothing has changed"
     ended.healer.resumes(ended.holder, b"reset")
     with ended.healer.execution():
         ended.other.close()
         step = ended.pool.submit(ended.make, "gradients")
         waiting, ring = ended.goes_on(from_scratch=False)
-        assert (waiting.since, waiting.tag, waiting.between) == (tag_of(2), tag_of(2) + 3, False)
-        assert waiting.own == ((tag_of(2), b"mine"), (tag_of(2) + 3, b"reset"))
+        assert (waiting.since, waiting.tag, waiting.between) == (state_version(2), state_version(2) + 3, False)
+        assert waiting.own == ((state_version(2), b"mine"), (state_version(2) + 3, b"reset"))
         ended.add(ring, 1)
         assert step.result(20).tolist() == [3, 3] and ended.made == ["gradients"]
     ring.close()
@@ -255,12 +257,12 @@ def test_what_followed_an_execution_is_exchanged_again_where_that_was_foreseen(e
     ended.other.close()
     stop = ended.pool.submit(ended.make, "stop")
     waiting, ring = ended.goes_on(from_scratch=True)
-    assert (waiting.since, waiting.tag, waiting.between) == (tag_of(2), tag_of(2) + 1, True)
-    assert waiting.own == ((tag_of(2), b"mine"), (tag_of(2) + 1, b"mean"))
+    assert (waiting.since, waiting.tag, waiting.between) == (state_version(2), state_version(2) + 1, True)
+    assert waiting.own == ((state_version(2), b"mine"), (state_version(2) + 1, b"mean"))
     assert ended.healer.image(True) == "the step"
     assert [ended.add(ring, 1).tolist() for _ in range(2)] == [[3, 3]] * 2
     assert stop.result(20).tolist() == [3, 3] and ended.made == ["logs of the batch", "stop"]
-    assert ring.held == waiting.own, "of this one, should it be lost next"
+    assert ring.peer_messages == waiting.own, "of this one, should it be lost next"
     with pytest.raises(RaytfError, match="callbacks may have been called after the step"):
         ended.healer._waiting, ended.healer._keep = waiting, lambda *_: 0
         ended.healer.keep([], [])
@@ -303,14 +305,14 @@ def test_exchanges_within_batch_callbacks_are_made_again(ended):
         ended.other.close()
         step = ended.pool.submit(ended.make, "gradients")
         waiting, ring = ended.goes_on(from_scratch=True)
-        assert waiting.met and not waiting.between and is_to_be_made_anew({0: at(8, 8, 8, met=True)}, [1], 2)
+        assert waiting.met and not waiting.between and replays_from_boundary({0: at(8, 8, 8, met=True)}, [1], 2)
         assert [ended.add(ring, 1).tolist() for _ in range(2)] == [[3, 3]] * 2
         assert step.result(20).tolist() == [3, 3] and ended.made == ["evaluation", "gradients"]
     ring.close()
 
 
 def at(tag, held=None, since=None, between=False, met=False):
-    return Waiting(tag, ("", 0), () if held is None else ((held, b""),), {}, (), since, between, met)
+    return BlockedWorker(tag, ("", 0), () if held is None else ((held, b""),), {}, (), since, between, met)
 
 
 @pytest.mark.parametrize(
@@ -330,16 +332,16 @@ def at(tag, held=None, since=None, between=False, met=False):
 def test_what_is_made_again(waiting, lost, expected):
     size = len(waiting) + len(lost)
     if expected is None:
-        with pytest.raises(NotHealedError, match="not in one step"):
-            is_to_be_made_anew(waiting, lost, size)
+        with pytest.raises(RecoveryFailedError, match="not in one step"):
+            replays_from_boundary(waiting, lost, size)
         return
-    assert is_to_be_made_anew(waiting, lost, size) is expected
+    assert replays_from_boundary(waiting, lost, size) is expected
 
 
 def test_refusal_of_a_worker_is_reported_with_its_own_text():
     """And not as Ray wraps it, whose first line names the actor."""
     refused = RaytfError("what ModelCheckpoint held was the chief's alone")
     wrapped = ray.exceptions.RayTaskError("execute", "of a worker", refused).as_instanceof_cause()
-    assert _said(wrapped) == str(refused) and "actor" not in _said(wrapped)
-    assert _said(NotHealedError("no node has room")) == "no node has room"
-    assert _said(ray.exceptions.RayTaskError("execute", "", ValueError("x"))) == "ValueError: x"
+    assert error_clause(wrapped) == str(refused) and "actor" not in error_clause(wrapped)
+    assert error_clause(RecoveryFailedError("no node has room")) == "no node has room"
+    assert error_clause(ray.exceptions.RayTaskError("execute", "", ValueError("x"))) == "ValueError: x"

@@ -37,10 +37,10 @@ def keep(folder, step, state_of):
 
 
 def test_same_call_resumes_and_another_one_is_named(tmp_path, capsys):
-    keeping = NamedFitCheckpoints.of("digits", tmp_path, "4 steps", "auto")
+    keeping = NamedFitCheckpoints.from_arguments("digits", tmp_path, "4 steps", "auto")
     assert keeping.newest(sent()) == (None, None) and keeping.last() == 0
     with pytest.raises(ConfigError, match="resumes from a checkpoint"):
-        NamedFitCheckpoints.of("digits", tmp_path, "auto", True).newest(sent())
+        NamedFitCheckpoints.from_arguments("digits", tmp_path, "auto", True).newest(sent())
     keep(tmp_path / "digits" / "fit", 4, sent())
     keep(tmp_path / "digits" / "fit", 6, json.loads(json.dumps(sent())))
     files, state = keeping.newest(sent())
@@ -56,8 +56,8 @@ def test_same_call_resumes_and_another_one_is_named(tmp_path, capsys):
         with pytest.raises(ConfigError, match=message):
             keeping.newest(other)
     with pytest.warns(UserWarning, match="resumes with batch_size 3, was 2"):
-        assert NamedFitCheckpoints.of("digits", tmp_path, "auto", True).newest(sent(batch=3))[1].step == 6
-    assert NamedFitCheckpoints.of("digits", tmp_path, "auto", False).newest(sent(batch=3)) == (None, None)
+        assert NamedFitCheckpoints.from_arguments("digits", tmp_path, "auto", True).newest(sent(batch=3))[1].step == 6
+    assert NamedFitCheckpoints.from_arguments("digits", tmp_path, "auto", False).newest(sent(batch=3)) == (None, None)
     assert not (tmp_path / "digits" / "fit").exists()
     keeping.forget()  # of nothing
 
@@ -75,5 +75,5 @@ def test_same_call_resumes_and_another_one_is_named(tmp_path, capsys):
 )
 def test_what_means_nothing_is_refused(arguments, message):
     with pytest.raises(ConfigError, match=message):
-        NamedFitCheckpoints.of(*arguments)
-    assert NamedFitCheckpoints.of(None, None, "auto", "auto") is None
+        NamedFitCheckpoints.from_arguments(*arguments)
+    assert NamedFitCheckpoints.from_arguments(None, None, "auto", "auto") is None

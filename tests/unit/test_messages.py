@@ -101,9 +101,9 @@ PARTS = (
     ("storage/run_lock.py", "RunLock._refused"),
     ("storage/run_lock.py", "RunLock._lose"),
     ("train/evaluator.py", "_why"),
-    ("train/healing.py", "Healing.place"),
-    ("train/healing.py", "STARTS_ANEW"),
-    ("train/healing.py", "TAKES_ITS_PLACE"),
+    ("train/recovery_coordinator.py", "Healing.place"),
+    ("train/recovery_coordinator.py", "STARTS_ANEW"),
+    ("train/recovery_coordinator.py", "TAKES_ITS_PLACE"),
     ("worker/stop.py", "MovedError"),
     ("worker/stop.py", "_MOVES"),
 )

@@ -22,7 +22,7 @@ def dictionary(indices):
 
 
 def gathered(tables, spec):
-    source = gather.source(tables, Columns.of(spec, "x"))
+    source = gather.source(tables, Columns.from_spec(spec, "x"))
     table = np.repeat(np.arange(len(tables)), [len(t) for t in tables])
     row = np.concatenate([np.arange(len(t)) for t in tables])
     return source.gather(gather.Places(table, row))
@@ -64,7 +64,7 @@ def test_nulls_are_refused_or_filled(case):
     whole = pa.table({"x": extended}).slice(len(array), len(array))
     for tables in ([pa.table({"x": array})], [whole]):
         with pytest.raises(ConfigError, match=r"\d null\(s\).* of 'x'.*Column\('x', fill=\.\.\.\)"):
-            gather.source(tables, Columns.of(Column("x", **options), "x"))
+            gather.source(tables, Columns.from_spec(Column("x", **options), "x"))
         filled = gathered(tables, Column("x", **options, fill=fill))
         assert [one.tolist() for one in filled] == expected
         assert not any(one.dtype.kind == "f" for one in filled), "integers stay integers"
@@ -114,7 +114,7 @@ def test_blocks_of_nulls_or_empty_lists_alone_have_the_others_type():
 def test_stacked_columns(copied_bytes):
     table = pa.table({"a": [1.0, None, 3.0], "b": [4, 5, 6]})
     with pytest.raises(ConfigError, match=r"1 null\(s\) of 'a'"):
-        sources_of([table], [Columns.of(["a", "b"], "x")], copied_bytes)
+        sources_of([table], [Columns.from_spec(["a", "b"], "x")], copied_bytes)
     columns = parse([Column("a", fill=2), "b"], "x")
     (source,) = sources_of([table], [columns], copied_bytes)
     places = gather.Places(np.zeros(3, int), np.array([2, 1, 0]))
@@ -130,6 +130,6 @@ def test_blocks_are_as_safe_as_streams():
 
     good, bad = pa.table({"x": [[1, 2]] * 200}), pa.table({"x": [[1, None]]})
     blocks = StoredDataset([good, bad], [200, 1], ["x"])
-    assert StoredReader(blocks.first(), [Columns.of("x", "x")])
+    assert StoredReader(blocks.first(), [Columns.from_spec("x", "x")])
     with pytest.raises(ConfigError, match=r"1 null\(s\) inside"):
-        StoredReader(blocks, [Columns.of("x", "x")])
+        StoredReader(blocks, [Columns.from_spec("x", "x")])

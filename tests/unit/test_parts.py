@@ -7,7 +7,7 @@ import types
 import keras
 import pytest
 
-from raytf.collectives import healing
+from raytf.collectives import recovery_client
 from raytf.fitting import fit_training
 from raytf.worker import loop, parts
 from raytf.worker.part import TrainingPart
@@ -36,7 +36,7 @@ class Counting(TrainingPart):
 
 class Unneeded(TrainingPart):
     @classmethod
-    def of(cls, training):
+    def create(cls, training):
         assert Counting in training.parts, "those before it exist"
 
 
@@ -66,7 +66,7 @@ def test_the_loop_assembles_parts_in_the_order_of_the_table():
 
 def test_a_replacement_worker_takes_over_the_state_of_its_parts(monkeypatch):
     place = types.SimpleNamespace(agreed={"parts": {"Counting": {"count": 3}, "Another": {}}})
-    monkeypatch.setattr(healing.healer, "place", place)
+    monkeypatch.setattr(recovery_client.client, "replacement_state", place)
     assert trained([Counting, Several]).parts[Counting].count == 3
 
 

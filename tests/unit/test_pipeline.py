@@ -217,7 +217,7 @@ def test_a_py_dataset_with_workers_of_its_own(workers, processes):
         parts = []
         for worker in range(2):
             feed = opened(source, worker, 2)
-            assert feed.goes_on == "epoch" and feed.hidden
+            assert feed.resume_unit == "epoch" and feed.hidden
             feed.set_epoch(number)
             parts.append([(x["half"], y) for x, y in feed.dataset().as_numpy_iterator()])
         for half, y in itertools.chain(*parts):

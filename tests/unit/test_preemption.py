@@ -13,7 +13,7 @@ from raytf.compat.ray_configs import Preemption, of_preemption
 from raytf.train import group, run_group
 from raytf.train.decisions import Decisions, Phase, RunState
 from raytf.train.group import LostGroupError, Report
-from raytf.train.healing import Member
+from raytf.train.recovery_coordinator import Member
 from raytf.worker.stop import MovedError
 
 GONE = RayActorError(preempted=True)
@@ -39,7 +39,7 @@ class Group(run_group.RunGroup):
         self.members = [Member(Actor(), rank, rank) for rank in range(2)]
         self.places = {rank: types.SimpleNamespace(node=f"node {rank}") for rank in range(2)}
         self._deadlines = {"node 1": time.time() + deadline}
-        self._errors, self._values, self._pending, self._meeting, self._asking = {}, {}, {}, {}, {}
+        self._errors, self._values, self._pending, self._gathered, self._asking = {}, {}, {}, {}, {}
         self._waits, self.reported, self._own = set(), {}, collections.Counter()
         self._received = collections.defaultdict(collections.deque)
         self._watchdog, self._hangs = types.SimpleNamespace(ended={}, last_words={}), None
@@ -52,7 +52,7 @@ class Group(run_group.RunGroup):
 def test_a_report_does_without_those_that_are_gone_if_that_is_asked_for(relaxed, taken):
     made = Group(relaxed)
     made._on(made.members[0], Report({"loss": 1.0}))
-    made._meeting[0] = "name"
+    made._gathered[0] = "name"
     made._take_reports()
     made._answer_requests()
     assert not made.taken and not made.members[0].actor.answers, "the other one may still come"

@@ -16,7 +16,7 @@ from ray.train.v2._internal.execution.context import TrainRunContext
 import raytf
 from raytf.runtime import reservation
 from raytf.train import arguments, local, ray_config
-from raytf.train.session_functions import Surroundings, TrialContext, TrialTrainFnUtils, place_of, preemption
+from raytf.train.session_functions import TrialContext, TrialSetup, TrialTrainFnUtils, place_of, preemption
 from raytf.worker.trial_session import TrialSession
 
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "reference" / "ray-compatibility.md"
@@ -91,7 +91,7 @@ def trial(folder, **given):
     """The functions that Ray Train has, in a trial that stops at no report."""
     session = TrialSession(0, 1, None, "trial")
     session.commands.put("go")
-    return TrialTrainFnUtils(session, Surroundings(nodes=("a",)), lambda value: value, str(folder))
+    return TrialTrainFnUtils(session, TrialSetup(nodes=("a",)), lambda value: value, str(folder))
 
 
 def reports(folder, **given):
@@ -271,7 +271,7 @@ def test_what_ray_refuses(name, tmp_path):
     if name == "ray.train.SyncConfig":
         name = "RunConfig(sync_config)"
     if name.startswith("get_context()."):
-        contexts = [trial(tmp_path).get_context(), TrialContext("here", 0, Surroundings(nodes=("a",)))]
+        contexts = [trial(tmp_path).get_context(), TrialContext("here", 0, TrialSetup(nodes=("a",)))]
         for context in contexts:
             with pytest.raises(DeprecationWarning):
                 getattr(context, name.partition(".")[2])()
@@ -300,8 +300,8 @@ def test_local_and_node_ranks_of_a_trials_workers():
 def test_a_trials_context_and_report(tmp_path):
     filesystem, folder = ray.train.v2._internal.execution.storage.get_fs_and_path(str(tmp_path / "sweep" / "trial_1"))
     session = TrialSession(1, 2, None, "trial_1")
-    surroundings = Surroundings(nodes=("a", "a"), filesystem=filesystem, folder=folder)
-    functions = TrialTrainFnUtils(session, surroundings, lambda value: value, str(tmp_path / "scratch"))
+    trial_setup = TrialSetup(nodes=("a", "a"), filesystem=filesystem, folder=folder)
+    functions = TrialTrainFnUtils(session, trial_setup, lambda value: value, str(tmp_path / "scratch"))
     assert functions.get_context().get_storage().experiment_fs_path == folder
     with pytest.raises(KeyError, match=r"one that the trainer was given \(none\); received: 'train'"):
         functions.get_dataset_shard(ray.train.v2._internal.data_integration.interfaces.DatasetShardMetadata("train", 1))

@@ -9,13 +9,18 @@ from raytf.train.decisions import Decisions, Lost, Phase, RunState
 
 
 class Tried:
-    """A `Healing` that ends at once, with the outcome of its arguments."""
+    """A `RecoveryCoordinator` that ends at once, with the outcome of its arguments."""
 
     done = True
 
     def __init__(self, lost, generation, *, healed=False, why="", another=False, also=(), new_lost=0):
-        self.lost, self.generation, self.healed, self.why, self.another = lost, generation, healed, why, another
-        self.also, self.new_lost, self.kept, self.place = set(also), new_lost, None, "the last checkpoint"
+        self.lost, self.generation, self.recovered, self.why, self.lost_another = lost, generation, healed, why, another
+        self.also_lost, self.new_lost, self.saved_step, self.restart_point = (
+            set(also),
+            new_lost,
+            None,
+            "the last checkpoint",
+        )
         self.new, self.gave_up = {}, False
 
     def give_up(self):
@@ -45,7 +50,7 @@ def losing(monkeypatch):
 
     def losing(*ends):
         made = Group(state, ends)
-        monkeypatch.setattr(group, "Healing", made.heal)
+        monkeypatch.setattr(group, "RecoveryCoordinator", made.heal)
         made._recover(made._decisions.take(Lost(frozenset({1}))).ranks)
         return made
 

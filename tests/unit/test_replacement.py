@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from raytf.collectives import healing
+from raytf.collectives import recovery_client
 from raytf.errors import RaytfError
 from raytf.parallel import assigned, trainer
 from raytf.storage import checkpoint_files
@@ -85,11 +85,11 @@ def test_no_process_gets_weights_that_a_compiled_function_has_changed(model, not
 def test_what_is_no_longer_asked_for_is_not_noted(model):
     """Nor is what a training step assigns, or each worker has for itself."""
     watch = assigned.AssignmentWatch(model)
-    with healing.healer.execution():
+    with recovery_client.client.execution():
         model.optimizer.learning_rate = 0.5
     model.layers[0].bias.assign(model.layers[0].bias + 1)
     model.metrics[0].reset_state()
-    assert [variable.path for variable, _ in watch.before()] == [model.layers[0].bias.path]
+    assert [variable.path for variable, _ in watch.old_values()] == [model.layers[0].bias.path]
     kept = weakref.ref(watch)
     del watch
     assert kept() is None
@@ -125,7 +125,7 @@ def test_callback_that_needs_the_begin_of_a_batch_is_named(model):
 
     model.__dict__["_raytf_callbacks"] = [keras.callbacks.Callback(), timing := Timing()]
     position = types.SimpleNamespace(epoch_step=3, steps=3)
-    last = replacement.RecoveryCallback(types.SimpleNamespace(position=position, place=None))
+    last = replacement.RecoveryCallback(types.SimpleNamespace(position=position, replacement_state=None))
     last.set_model(model)
     with pytest.raises(
         RaytfError, match=r"accept the end of a batch .* Timing with AttributeError: .*began.* get_state"
@@ -158,11 +158,11 @@ def test_what_callbacks_did_at_the_begin_of_a_step_is_not_done_twice(model, tmp_
         folder=str(tmp_path),
         state=state,
         states=states,
-        position=types.SimpleNamespace(steps=9, go_on=lambda *_: tf.data.Dataset.range(9)),
+        position=types.SimpleNamespace(steps=9, resume_at=lambda *_: tf.data.Dataset.range(9)),
         iterator=lambda: types.SimpleNamespace(begin_at=lambda *_: None),
-        place=types.SimpleNamespace(after_step=not begun, steps_in_execution=0),
+        replacement_state=types.SimpleNamespace(after_step=not begun, steps_in_execution=0),
     )
-    before = step_checkpoints.BeforeResumption.of(training)
+    before = step_checkpoints.BeforeResumption.create(training)
     after = step_checkpoints.Resumption(training, before)
     callbacks = keras.callbacks.CallbackList([before, counting, after], model=model)
     callbacks.on_train_begin()

@@ -186,9 +186,9 @@ def test_what_each_has_comes_to_all_while_sockets_are_full(ring_of):
 
     def work(place):
         for number in range(5):
-            place.pass_on(number, bytes(12_000))
+            place.send_to_successor(number, bytes(12_000))
         traded = [place.trade(content[place.rank]).tobytes() for _ in range(50)]
-        return traded, [number for number, _ in place.held]
+        return traded, [number for number, _ in place.peer_messages]
 
     assert together(work, places) == [([np.stack(content).tobytes()] * 50, [1, 2, 3, 4])] * 5
 
@@ -255,7 +255,7 @@ def test_without_shared_memory_sockets_carry_all(ring_of, monkeypatch, fails):
     if fails == "own":
         monkeypatch.setattr(os, "memfd_create", refuse)
     else:
-        monkeypatch.setattr(shared_memory, "Neighbours", refuse)
+        monkeypatch.setattr(shared_memory, "PeerMemory", refuse)
     with pytest.warns(UserWarning, match="workers of this host exchange through sockets, as"):
         for _ in range(2):
             arrays = [laid(place, np.ones(300_000)) for place in places]

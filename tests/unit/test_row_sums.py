@@ -64,7 +64,7 @@ def warned(loss_of) -> list[str]:
         one = step_module.Step(tf.shape(y)[0], partial=True)
         one._global_rows.append(tf.constant(16.0, tf.float64))
         with step_module.override_state(step=one):
-            RowSums.of(model, (y, p)).check(loss_of(one, y, p))
+            RowSums.create(model, (y, p)).check(loss_of(one, y, p))
         return p
 
     with warnings.catch_warnings(record=True) as caught:
@@ -89,5 +89,5 @@ def test_what_may_be_a_mean_over_rows_raises_no_alarm(name):
 
 def test_keras_own_step_is_not_looked_at():
     with tf.Graph().as_default():
-        assert RowSums.of(keras.Model(), ()) is None
-    assert RowSums.of(Model(), ()) is None
+        assert RowSums.create(keras.Model(), ()) is None
+    assert RowSums.create(Model(), ()) is None

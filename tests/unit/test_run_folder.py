@@ -142,11 +142,11 @@ def epoch(folder, **arguments):
 def test_fate_of_a_begun_epoch_is_logged(folder):
     within(folder, 6, 2, seed=3)
     last = folder.last()
-    assert keras_trainer._goes_on(last, {"seed": 3}) == "resuming from step 6 (step 2 of epoch 3)"
+    assert keras_trainer._describe_resume(last, {"seed": 3}) == "resuming from step 6 (step 2 of epoch 3)"
     again = "resuming from step 6; epoch 3 restarts at its first step, as its 2 step(s) would have other rows now"
-    assert keras_trainer._goes_on(last, {"seed": 4}) == f"{again} (seed 4, was 3)"
+    assert keras_trainer._describe_resume(last, {"seed": 4}) == f"{again} (seed 4, was 3)"
     complete = dataclasses.replace(last, epoch_step=0, order={})
-    assert keras_trainer._goes_on(complete, {}) == "resuming from step 6 (epoch 2 complete)"
+    assert keras_trainer._describe_resume(complete, {}) == "resuming from step 6 (epoch 2 complete)"
 
 
 def test_names_are_not_distinguished_by_a_clock():
@@ -174,7 +174,7 @@ def test_names_below_the_storage_are_taken(name):
 
 def test_unknown_storage_is_reported():
     with pytest.raises(ConfigError, match="storage_path must be a path, or the URI of a storage that pyarrow knows"):
-        RunFolder.of(RunConfig(name="run", storage_path="nowhere://bucket"))
+        RunFolder.from_config(RunConfig(name="run", storage_path="nowhere://bucket"))
 
 
 def test_last_checkpoint_of_a_run(folder):

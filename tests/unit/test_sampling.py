@@ -124,7 +124,7 @@ def test_positions_are_uniform():
     rows, epochs = 12, 3000
     counts = np.zeros((rows, rows))
     for epoch in range(epochs):
-        counts[sampling.shuffled(rows, 1, epoch).at(np.arange(rows)), np.arange(rows)] += 1
+        counts[sampling.shuffled(rows, 1, epoch).elements_at(np.arange(rows)), np.arange(rows)] += 1
     expected = epochs / rows
     statistic = ((counts - expected) ** 2 / expected).sum()
     freedom = (rows - 1) ** 2

@@ -20,13 +20,13 @@ def feistel(rows, seed=0, epoch=0):
 
 def test_each_row_comes_once_for_every_small_number_of_rows():
     for rows in range(1, 700):
-        assert np.array_equal(np.sort(feistel(rows, rows, 3).at(np.arange(rows))), np.arange(rows)), rows
+        assert np.array_equal(np.sort(feistel(rows, rows, 3).elements_at(np.arange(rows))), np.arange(rows)), rows
 
 
 @settings(deadline=None, max_examples=30)
 @given(st.integers(1, 200_000), seeds, st.integers(0, 10_000))
 def test_each_row_comes_once(rows, seed, epoch):
-    assert np.array_equal(np.sort(feistel(rows, seed, epoch).at(np.arange(rows))), np.arange(rows))
+    assert np.array_equal(np.sort(feistel(rows, seed, epoch).elements_at(np.arange(rows))), np.arange(rows))
 
 
 @settings(deadline=None)
@@ -35,10 +35,10 @@ def test_a_place_can_be_looked_at_alone(rows, seed, data):
     """Of any number of rows, with no work for the others; no two places have the same row."""
     places = data.draw(st.lists(st.integers(0, rows - 1), unique=True, max_size=50))
     made = feistel(rows, seed)
-    found = made.at(np.array(places, np.int64))
+    found = made.elements_at(np.array(places, np.int64))
     assert found.dtype == np.int64 and len(set(found.tolist())) == len(places)
     assert all(0 <= row < rows for row in found.tolist())
-    assert found.tolist() == [int(made.at(np.array([place]))[0]) for place in places]
+    assert found.tolist() == [int(made.elements_at(np.array([place]))[0]) for place in places]
 
 
 def far(statistic, freedom):
@@ -57,14 +57,14 @@ def test_rows_are_everywhere_alike_often(rows):
     epochs = 2000
     counts = np.zeros((rows, rows))
     for epoch in range(epochs):
-        counts[feistel(rows, 1, epoch).at(np.arange(rows)), np.arange(rows)] += 1
+        counts[feistel(rows, 1, epoch).elements_at(np.arange(rows)), np.arange(rows)] += 1
     assert not far(((counts - epochs / rows) ** 2 / (epochs / rows)).sum(), (rows - 1) ** 2)
 
 
 @pytest.mark.parametrize("epoch", range(4))
 def test_neighbours_are_not_related(epoch):
     """What is next to a row, or a power of two from it, may be anything; both in the order and in the dataset."""
-    found = feistel(ROWS, 5, epoch).at(np.arange(ROWS))
+    found = feistel(ROWS, 5, epoch).elements_at(np.arange(ROWS))
     for one in (found, np.argsort(found)):
         for lag in (1, 2, 7, 64, 256, 512, 1024):
             differences = (one[lag:] - one[:-lag]) % ROWS
@@ -72,7 +72,7 @@ def test_neighbours_are_not_related(epoch):
             assert abs(np.corrcoef(one[lag:], one[:-lag])[0, 1]) < 6 / np.sqrt(ROWS)
             both = one[lag:] * 20 // ROWS * 20 + one[:-lag] * 20 // ROWS
             assert not far(chi_square(both, 400), 399), lag
-    following = feistel(ROWS, 5, epoch + 1).at(np.arange(ROWS))
+    following = feistel(ROWS, 5, epoch + 1).elements_at(np.arange(ROWS))
     assert abs(np.corrcoef(found, following)[0, 1]) < 6 / np.sqrt(ROWS)
     assert not far(chi_square((following - found) % ROWS * 200 // ROWS, 200), 199)
 
@@ -89,7 +89,7 @@ def test_batches_are_mixed_as_at_random(batch):
     for number, half in enumerate(halves):
         ratios = []
         for epoch in range(6):
-            mixed = half(feistel(ROWS, number, epoch).at(np.arange(ROWS)))
+            mixed = half(feistel(ROWS, number, epoch).elements_at(np.arange(ROWS)))
             part = mixed.mean()
             counts = mixed[: ROWS // batch * batch].reshape(-1, batch).sum(1)
             ratios.append(counts.var() / (batch * part * (1 - part) * (ROWS - batch) / (ROWS - 1)))

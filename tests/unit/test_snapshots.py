@@ -46,7 +46,7 @@ _images: dict[int, FileTemplate] = {}
 
 
 def image(size: int) -> FileTemplate:
-    return _images.setdefault(size, FileTemplate.of(b"head" + bytes(4 * size) + b"tail", [(4, 4 * size)]))
+    return _images.setdefault(size, FileTemplate.from_content(b"head" + bytes(4 * size) + b"tail", [(4, 4 * size)]))
 
 
 def check(folder, step: int, size: int = 1000) -> None:

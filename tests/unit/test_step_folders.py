@@ -72,7 +72,7 @@ def test_a_state_within_an_epoch_is_of_a_newer_format():
     )
     assert (json.loads(ended.to_json())["version"], json.loads(within.to_json())["version"]) == (2, 3)
     for state in (ended, within):
-        assert CheckpointState.of(json.loads(state.to_json()), "it") == state
+        assert CheckpointState.from_dict(json.loads(state.to_json()), "it") == state
     for name, value in {"epoch_step": -1, "logs": [], "order": None}.items():
         with pytest.raises(checkpoint_files.DamagedCheckpointError, match=f"has no right '{name}'"):
-            CheckpointState.of(json.loads(within.to_json()) | {name: value}, "it")
+            CheckpointState.from_dict(json.loads(within.to_json()) | {name: value}, "it")

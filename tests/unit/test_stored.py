@@ -124,11 +124,14 @@ def _buffers(column):
 def test_ranges_are_those_of_searchsorted(sizes, begin, seed):
     starts = begin + np.cumsum([0, *sizes])[:-1]
     numbers = np.random.default_rng(seed).integers(starts[0], starts[-1] + sizes[-1] + 1, 100)
-    assert np.array_equal(sampling.Ranges(starts).of(numbers), np.searchsorted(starts, numbers, side="right") - 1)
+    assert np.array_equal(sampling.Ranges(starts).find(numbers), np.searchsorted(starts, numbers, side="right") - 1)
 
 
 def test_one_column_in_two_ways_stays_as_it_is():
-    specs = {"features": Columns.of(Column("a", fill=1), "f"), "labels": Columns.of(Column("a", fill=2), "l")}
+    specs = {
+        "features": Columns.from_spec(Column("a", fill=1), "f"),
+        "labels": Columns.from_spec(Column("a", fill=2), "l"),
+    }
     kept = stored._prepared(specs, pa.table({"a": [None, 3], "b": [1, 2]}))
     assert kept.to_pydict() == {"a": [None, 3]}
     one = stored._prepared({"features": specs["features"]}, pa.table({"a": [None, 3], "b": [1, 2]}))

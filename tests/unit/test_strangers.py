@@ -102,13 +102,13 @@ def test_a_neighbour_that_is_not_at_its_local_socket_is_found_at_its_port(monkey
 
     monkeypatch.setattr(ring_listener, "_local_name", name_of)
     bound = threading.Barrier(2)
-    hold = ring_listener._Meeting.hold
+    hold = ring_listener._Handshake.hold
 
     async def both_bound(self, timeout):
         bound.wait(20)
         return await hold(self, timeout)
 
-    monkeypatch.setattr(ring_listener._Meeting, "hold", both_bound)
+    monkeypatch.setattr(ring_listener._Handshake, "hold", both_bound)
     with ThreadPoolExecutor(2) as pool:
         places = list(pool.map(lambda i: listeners[i].join(i, addresses, bytes(TOKEN_BYTES), 20.0, 20.0), range(2)))
         assert not any(ring_links.is_local(place._next) for place in places)

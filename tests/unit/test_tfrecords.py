@@ -81,9 +81,9 @@ def check(table, rows):
     assert table["words"].to_pylist() == [[b"t0"] * (i % 2) for i in rows]
     assert table["pairs"].to_pylist() == [[[2 * j, 2 * j + 1] for j in range(i % 3)] for i in rows]
     places = Places(np.zeros(len(table), int), np.arange(len(table)))
-    (image,) = source([table.select(["image"]).combine_chunks()], Columns.of("image", "features")).gather(places)
+    (image,) = source([table.select(["image"]).combine_chunks()], Columns.from_spec("image", "features")).gather(places)
     np.testing.assert_array_equal(image, [np.arange(6).reshape(2, 3) + i for i in rows])
-    values, lengths = source([table], Columns.of(Column("tokens", ragged=True), "features")).gather(places)
+    values, lengths = source([table], Columns.from_spec(Column("tokens", ragged=True), "features")).gather(places)
     assert lengths.tolist() == [i % 4 for i in rows] and values.dtype == np.int64
 
 

@@ -112,13 +112,13 @@ def test_a_sweep_waits_for_the_trials_that_make_steps_and_for_no_others(set_time
     assert end.is_requested() and len(messages) == 1 and not ends
     set_timeouts(run_end=-1.0)
     with pytest.raises(sweep_end.NotReleasedError, match="timeout after .* driver did not end"):
-        end.ended("one", 7, kept=True)
+        end.ended("one", 7, is_saved=True)
     asking.look(running)
     assert not ends
     asking.look(lambda: ["one", "three"])  # the other one has come to its own end meanwhile
     asking.look(running)
     assert ends == [True] and asking.lost == []
-    end.ended("three", None, kept=True)  # at once, as it is released
+    end.ended("three", None, is_saved=True)  # at once, as it is released
 
 
 def test_to_tune_a_drained_node_is_no_failure():
@@ -131,7 +131,7 @@ def test_what_is_not_kept_is_named(set_timeouts):
     end = SweepEnd(Entries(over=True))
     asking = SweepStop(end, lambda: None, lambda text: None)
     set_timeouts(run_end=0.0)
-    end.ended("one", 7, kept=False)
+    end.ended("one", 7, is_saved=False)
     end.record_begun("two")
     asking.request()
     asking.look(lambda: ["one", "two", "three"])

@@ -10,7 +10,7 @@ from raytf.runtime.hangs import PollOrder
 def test_each_is_asked_in_turn(workers, most, looks):
     turns, asked = PollOrder(most), []
     for _ in range(looks):
-        chosen = turns.of(range(workers))
+        chosen = turns.next_ranks(range(workers))
         assert len(chosen) == min(workers, most)
         asked.append(chosen)
     rounds = -(-workers // most)
@@ -21,13 +21,13 @@ def test_each_is_asked_in_turn(workers, most, looks):
 @given(st.sets(st.integers(0, 100), max_size=30), st.integers(1, 5))
 def test_all_are_asked_where_one_may_hang(ranks, most):
     turns = PollOrder(most)
-    turns.of(range(101))
-    assert turns.of(ranks, everybody=True) == ranks
-    assert len(turns.of(ranks)) == min(most, len(ranks))
+    turns.next_ranks(range(101))
+    assert turns.next_ranks(ranks, everybody=True) == ranks
+    assert len(turns.next_ranks(ranks)) == min(most, len(ranks))
 
 
 def test_those_that_have_not_answered_are_not_asked_again():
     turns = PollOrder(2)
-    assert turns.of({0, 1, 2, 3}) == {0, 1}
-    assert turns.of({0, 2, 3}) == {2, 3}  # 1 is to answer yet
-    assert turns.of({0, 1, 3}) == {0, 1}
+    assert turns.next_ranks({0, 1, 2, 3}) == {0, 1}
+    assert turns.next_ranks({0, 2, 3}) == {2, 3}  # 1 is to answer yet
+    assert turns.next_ranks({0, 1, 3}) == {0, 1}

@@ -3,7 +3,7 @@
 A step's update is applied only when all of its sums are complete. So all remaining workers wait before its update. The
 driver starts a replacement worker with their state before that step. All join another ring, and repeat the sums of this
 step from inputs in memory. They repeat exchanges between steps, and at the end of an epoch, in the same way. See
-docs/design/recovery.md. Driver: `raytf.train.healing`; the state of a training: `raytf.worker.replacement`.
+docs/design/recovery.md. Driver: `raytf.train.recovery_coordinator`; state of a training: `raytf.worker.replacement`.
 
 Over 500 lines: one protocol, whose phases share the state of a loss.
 """
@@ -36,7 +36,7 @@ MOST_BYTES = 64 << 10
 
 
 @dataclass(frozen=True)
-class Rejoin:
+class RingConfig:
     """The next ring.
 
     Args:
@@ -44,7 +44,7 @@ class Rejoin:
         token: Token of the ring, `TOKEN_BYTES` bytes.
         generation: Generation of the ring.
         numbers: Numbers of collectives by kind from which `activity` continues, the same for all.
-        anew: Whether all exchanges after the last step are repeated, see `Waiting.since`.
+        from_scratch: Whether all exchanges after the last step are repeated, see `BlockedWorker.since`.
     """
 
     addresses: Sequence[tuple[str, int]]
@@ -55,13 +55,13 @@ class Rejoin:
 
 
 @dataclass(frozen=True)
-class Waiting:
+class BlockedWorker:
     """A worker that waits for the next ring.
 
     Args:
-        tag: Tag of its last message to the next worker, see `tag_of`.
+        tag: Tag of its last message to the next worker, see `state_version`.
         address: (host, port) on which it listens.
-        held: Last (tag, bytes) from the previous worker, in order.
+        peer_messages: Last (tag, bytes) from the previous worker, in order.
         numbers: Numbers of collectives by kind, as `activity` counted them.
         own: (tag, bytes) that this worker has sent to the next one since the step, in order.
         since: Tag after which all exchanges can be repeated, or None.
@@ -71,7 +71,7 @@ class Waiting:
 
     tag: int
     address: tuple[str, int]
-    held: tuple[tuple[int, bytes], ...]
+    peer_messages: tuple[tuple[int, bytes], ...]
     numbers: dict[str, int]
     own: tuple[tuple[int, bytes], ...] = ()
     since: int | None = None
@@ -85,9 +85,9 @@ class ReplacementState:
 
     Args:
         step: Number of steps of the training that the others have completed.
-        tag: Tag of the lost worker's own state, see `tag_of`.
+        tag: Tag of the lost worker's own state, see `state_version`.
         within: Number of these steps that belong to the current execution.
-        at_end: Whether it begins after the last step of an epoch, see `Healer`.
+        at_end: Whether it begins after the last step of an epoch, see `RecoveryClient`.
         between: Whether it begins after an execution of steps, with the callbacks for it.
         files: Files of a checkpoint of that step by name, from another worker.
         own: Bytes that the lost worker had sent to the next one after that step.
@@ -109,7 +109,7 @@ class ReplacementState:
         return self.at_end or self.between
 
 
-def tag_of(step: int) -> int:
+def state_version(step: int) -> int:
     """Returns the tag of a worker's own state after `step` steps.
 
     The state may change before the next step: at a checkpoint, when an epoch begins, and after callbacks that read
@@ -118,9 +118,9 @@ def tag_of(step: int) -> int:
     return 4 * step
 
 
-def passed_on(held: Iterable[tuple[int, bytes]], tag: int) -> bytes | None:
+def message_with_tag(messages: Iterable[tuple[int, bytes]], tag: int) -> bytes | None:
     """Returns the bytes that were sent with a tag, or None."""
-    return dict(held).get(tag)
+    return dict(messages).get(tag)
 
 
 def is_step_before(tag: int, other: int) -> bool:
@@ -133,15 +133,15 @@ class Detached:
 
     Args:
         rank, size, timeout: As for the later `Ring`.
-        rehearses: Whether no ring will follow, so that gathers repeat this worker's own data.
+        warms_up: Whether no ring will follow, so that gathers repeat this worker's own data.
     """
 
     alone = True
     generation = 0
 
-    def __init__(self, rank: int, size: int, timeout: float | None, rehearses: bool = False):
-        self.rank, self.size, self.timeout, self.sent, self.rehearses = rank, size, timeout, 0, rehearses
-        self.held: tuple[tuple[int, bytes], ...] = ()
+    def __init__(self, rank: int, size: int, timeout: float | None, warms_up: bool = False):
+        self.rank, self.size, self.timeout, self.sent, self.warms_up = rank, size, timeout, 0, warms_up
+        self.peer_messages: tuple[tuple[int, bytes], ...] = ()
 
     def padded(self, items: int) -> int:
         """Returns the same as `Ring.padded`."""
@@ -150,7 +150,7 @@ class Detached:
     def empty(self, items: int, dtype: np.dtype) -> None:
         """Returns None: no other process would read it."""
 
-    def add(self, array: np.ndarray, place: int = 0, fill: Callable[[int, int], None] | None = None) -> np.ndarray:
+    def add(self, array: np.ndarray, sum_number: int = 0, fill: Callable[[int, int], None] | None = None) -> np.ndarray:
         """Returns the sum of equal arrays of all workers."""
         if fill is not None:
             fill(0, array.size)
@@ -169,14 +169,14 @@ class Detached:
         """Raises: there are no other workers with other parts."""
         raise NotImplementedError("other workers' parts cannot be read before the replacement has joined")
 
-    def pass_on(self, number: int, content: bytes) -> None:
+    def send_to_successor(self, number: int, content: bytes) -> None:
         """Does nothing: there is no next worker."""
 
     def close(self) -> None:
         """Does nothing: no connection is open."""
 
 
-class _Made(NamedTuple):
+class _RepeatableExchange(NamedTuple):
     """An exchange that can be repeated.
 
     Attributes:
@@ -187,7 +187,7 @@ class _Made(NamedTuple):
     exchange: Callable[[], Any]
     digest: int | None
 
-    def again(self) -> bool:
+    def repeat(self) -> bool:
         """Repeats the exchange; returns whether the result is the same."""
         result = self.exchange()
         return self.digest is None or _digest(result) == self.digest
@@ -201,36 +201,36 @@ def _digest(arrays: Sequence[np.ndarray] | np.ndarray | None) -> int:
     return digest
 
 
-class Healer:
+class RecoveryClient:
     """The recovery of this process.
 
     Attributes:
-        place: State that this worker starts from as a replacement worker, or None.
+        replacement_state: State that this worker starts from as a replacement worker, or None.
         within: Number of steps of the current execution that this process has made.
         begun: Number of steps of the execution that others made before this replacement worker started.
         step: Number of steps of the training in all.
-        tag: Tag of the last message to the next worker, see `tag_of`.
+        tag: Tag of the last message to the next worker, see `state_version`.
         at_end: Whether all steps of the epoch are made, and its end, with the validation, is running.
         healed: Whether a loss was recovered since this was set to False; the same on all workers between two steps.
-        rehearses: Whether this process trains alone and discards the result.
+        warms_up: Whether this process trains alone and discards the result.
     """
 
     def __init__(self):
-        self.place: ReplacementState | None = None
-        self.healed = self.rehearses = False
+        self.replacement_state: ReplacementState | None = None
+        self.healed = self.warms_up = False
         self._why: str | None = None  # reason of a failed recovery, which outlives the training
         self._lock = threading.Lock()
         self._changed = threading.Condition()  # notifies of changes of the waiting state
         self._left = 0  # generation of the last cancelled ring
         self._joining: Listener | None = None
-        self._commands: queue.SimpleQueue[Rejoin | str] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[RingConfig | str] = queue.SimpleQueue()
         self.disarm()
 
     def reset(self) -> None:
         """Clears the state for another training in this process, whose rings have new numbers."""
         with self._lock:
             self._left = 0
-        self.place, self.healed, self._why = None, False, None
+        self.replacement_state, self.healed, self._why = None, False, None
         self.disarm()
 
     def arm(
@@ -274,10 +274,10 @@ class Healer:
         self.tag = -1
         self._open = self.at_end = self._ends = False
         self._enters = self._executes = self._callbacks_called = False
-        self._made: list[_Made] = []
+        self._repeatable: list[_RepeatableExchange] = []
         self._forget_moment()
         self._completed = 0  # number of updates at the end of the step before
-        self._waiting: Waiting | None = None
+        self._waiting: BlockedWorker | None = None
         self._passed: list[tuple[int, bytes]] = []  # messages since the step, in order
         self.refused: str | None = self._why or why
         with self._changed:
@@ -287,7 +287,7 @@ class Healer:
     def execution(self) -> Iterator[None]:
         """Marks an execution of training steps."""
         self._open, self.steps_in_execution = True, 0
-        self._executes, self._before_step = True, len(self._made)
+        self._executes, self._before_step = True, len(self._repeatable)
         try:
             yield
         finally:
@@ -305,7 +305,7 @@ class Healer:
 
     def begin_batch(self) -> None:
         """Marks that callbacks get the begin of an execution's batch."""
-        self._before_batch = len(self._made)
+        self._before_batch = len(self._repeatable)
 
     def end_epoch(self) -> None:
         """Marks that the last step of an epoch is made, and that the end of the epoch begins."""
@@ -333,7 +333,7 @@ class Healer:
         """Marks that the following exchanges, as of callbacks, cannot be repeated, unless the moment is noted."""
         if self._since is None:
             self._open = self.at_end = False
-            self._made.clear()
+            self._repeatable.clear()
 
     def _forget_moment(self) -> None:
         self._since: int | None = None
@@ -360,22 +360,22 @@ class Healer:
 
     def stepped(self, holder, content: bytes) -> None:
         """Marks the end of a step, and sends this worker's own state to the next one."""
-        self._made.clear()
+        self._repeatable.clear()
         if self._since is not None:
             self._forget_moment()
         self._completed = holder.completed
         self.step += 1
         self.steps_in_execution += 1
         self._passed.clear()
-        self._pass_on(holder, tag_of(self.step), content)
+        self._send_to_successor(holder, state_version(self.step), content)
 
     def averaged(self, holder, content: bytes) -> None:
         """Sends this worker's own state to the next one after a checkpoint that averaged it over the workers."""
-        self._pass_on(holder, tag_of(self.step) + 1, content)
+        self._send_to_successor(holder, state_version(self.step) + 1, content)
 
     def began(self, holder, content: bytes) -> None:
         """Sends this worker's own state to the next one after the begin of an epoch, which resets metrics."""
-        self._pass_on(holder, tag_of(self.step) + 2, content)
+        self._send_to_successor(holder, state_version(self.step) + 2, content)
 
     def resumes(self, holder, content: bytes) -> None:
         """Sends this worker's own state to the next one before an execution, if callbacks that read batches changed it.
@@ -384,13 +384,13 @@ class Healer:
         """
         if self._passed and self._passed[-1][1] == content:
             return
-        self._pass_on(holder, tag_of(self.step) + 3, content)
+        self._send_to_successor(holder, state_version(self.step) + 3, content)
 
-    def _pass_on(self, holder, tag: int, content: bytes) -> None:
+    def _send_to_successor(self, holder, tag: int, content: bytes) -> None:
         self.tag = tag
         self._passed.append((tag, content))
         try:
-            holder.ring.pass_on(tag, content)
+            holder.ring.send_to_successor(tag, content)
         except PeerLostError:  # the next exchange detects the loss, and can be repeated
             return
 
@@ -403,18 +403,18 @@ class Healer:
         """
         if self._enters:
             self._enters = False
-            self._meet(holder, None)
+            self._rejoin(holder, None)
         while True:
             try:
                 result = exchange()
                 break
             except PeerLostError as error:
-                self._mend(holder, error)
+                self._recover_exchange(holder, error)
         if self._open and self.armed:
-            self._made.append(_Made(exchange, None if self._executes else _digest(result)))
+            self._repeatable.append(_RepeatableExchange(exchange, None if self._executes else _digest(result)))
         return result
 
-    def _mend(self, holder, error: PeerLostError) -> None:
+    def _recover_exchange(self, holder, error: PeerLostError) -> None:
         if not self._open or not self.armed:
             if self.armed:
                 self._refuse("it met the others between two steps, as in a checkpoint or in a callback")
@@ -423,9 +423,9 @@ class Healer:
             self._refuse("a part of the step's updates was applied")
             raise error
         while True:
-            self._meet(holder, error)
+            self._rejoin(holder, error)
             try:
-                if not all(made.again() for made in self._made):
+                if not all(made.repeat() for made in self._repeatable):
                     self._refuse("what followed the last step, made again, came to something else")
                     warnings.warn(
                         "A replacement worker has repeated what followed the last step with another result, as a "
@@ -435,28 +435,31 @@ class Healer:
                     )
                     raise error
                 return
-            except PeerLostError as another:
+            except PeerLostError as new_error:
                 if self.refused is not None:
                     raise
-                error = another
+                error = new_error
 
     def _refuse(self, why: str) -> None:
         self.refused = self._why = why
 
-    def _meet(self, holder, error: PeerLostError | None) -> None:
+    def _rejoin(self, holder, error: PeerLostError | None) -> None:
         """Waits for the driver's command, and joins the new ring; repeats this if that ring is cancelled."""
         ring = None
         while ring is None:
             ring = self._join_next(holder.ring, error)
         holder.replace(ring)
         self._completed, self.healed = holder.completed, True
-        if self.place is not None:
-            self.tag, self._passed = self.place.tag, [(self.place.tag, self.place.own)]
-            self.place = None
+        if self.replacement_state is not None:
+            self.tag, self._passed = (
+                self.replacement_state.tag,
+                [(self.replacement_state.tag, self.replacement_state.own)],
+            )
+            self.replacement_state = None
         passed = self._passed if sum(len(message) for _, message in self._passed) <= MOST_BYTES else self._passed[-1:]
         with contextlib.suppress(PeerLostError):  # the next exchange detects the loss
             for number, content in passed:  # the next member may be new, and this one the next that is lost
-                ring.pass_on(number, content)
+                ring.send_to_successor(number, content)
 
     def _join_next(self, old, error: PeerLostError | None) -> Ring | None:
         if error is not None:
@@ -470,7 +473,7 @@ class Healer:
             between = self._since is not None and not self._executes
             met = self._executes and self._before_step > self._before_batch
             own = tuple(self._passed)
-            self._waiting = Waiting(self.tag, address, old.held, numbers, own, self._since, between, met)
+            self._waiting = BlockedWorker(self.tag, address, old.peer_messages, numbers, own, self._since, between, met)
             self._changed.notify_all()
         try:
             with activity_log.collective(activity.HEALING):
@@ -480,21 +483,21 @@ class Healer:
                 except queue.Empty:
                     command = f"timeout after {seconds:.0f} s: the driver sent nothing"
                 self._waiting = None
-                if not isinstance(command, Rejoin):
+                if not isinstance(command, RingConfig):
                     raise error or PeerLostError(old.rank, f"took no place of a lost worker: {command}", None)
                 ring = self._join(listener, old, command)
         finally:
             listener.close()
             self._waiting = None
         if ring is not None:
-            ring.held = old.held
+            ring.peer_messages = old.peer_messages
             activity_log.count(command.numbers)
             if self._since is not None and not command.from_scratch:  # a new worker repeats only the step
-                del self._made[: self._before_step]
+                del self._repeatable[: self._before_step]
                 self._forget_moment()
         return ring
 
-    def _join(self, listener: Listener, old, command: Rejoin) -> Ring | None:
+    def _join(self, listener: Listener, old, command: RingConfig) -> Ring | None:
         """Returns the ring of the driver's command; None if the driver has cancelled it meanwhile."""
         with self._lock:
             if command.generation <= self._left:
@@ -524,19 +527,19 @@ class Healer:
             if self._joining is not None:
                 self._joining.stop()
 
-    def waiting(self, seconds: float = 0.0) -> Waiting | str | None:
+    def waiting(self, seconds: float = 0.0) -> BlockedWorker | str | None:
         """Returns the state of this worker if it waits within `seconds`, a reason if it never will, otherwise None."""
         with self._changed:
             self._changed.wait_for(lambda: self._where() is not None, seconds)
             return self._where()
 
-    def _where(self) -> Waiting | str | None:
+    def _where(self) -> BlockedWorker | str | None:
         if self._waiting is not None:
             return self._waiting
-        return None if self.armed or self.place is not None else self.refused
+        return None if self.armed or self.replacement_state is not None else self.refused
 
     def image(self, from_scratch: bool = False) -> ReplacementState:
-        """Returns the `image` of `arm`; with `from_scratch`, of the noted moment, see `Waiting.since`."""
+        """Returns the `image` of `arm`; with `from_scratch`, of the noted moment, see `BlockedWorker.since`."""
         return self._noted_image() if from_scratch else self._image()
 
     def keep(self, owned: Sequence[bytes], older: Collection[int]) -> int:
@@ -556,44 +559,44 @@ class Healer:
         seconds = self._first_step
         return Pace(self._bytes, time.monotonic() - self._begun_at if seconds is None else seconds)
 
-    def command(self, order: Rejoin | str) -> None:
+    def command(self, order: RingConfig | str) -> None:
         """Sends a waiting worker its next ring, or the reason why there is none."""
         self._commands.put(order)
 
 
 # The instance of this process.
-healer = Healer()
+client = RecoveryClient()
 
 
 # ----------------------------------------------------------------------------- remote calls from the driver
 
 
 def image(from_scratch: bool = False) -> ReplacementState:
-    """Calls `Healer.image` of this process."""
-    return healer.image(from_scratch)
+    """Calls `RecoveryClient.image` of this process."""
+    return client.image(from_scratch)
 
 
 def keep(owned: Sequence[bytes], older: Collection[int]) -> int:
-    """Calls `Healer.keep` of this process."""
-    return healer.keep(owned, older)
+    """Calls `RecoveryClient.keep` of this process."""
+    return client.keep(owned, older)
 
 
-def command(order: Rejoin | str) -> None:
-    """Calls `Healer.command` of this process."""
-    healer.command(order)
+def command(order: RingConfig | str) -> None:
+    """Calls `RecoveryClient.command` of this process."""
+    client.command(order)
 
 
 def pace() -> Pace:
-    """Calls `Healer.pace` of this process."""
-    return healer.pace()
+    """Calls `RecoveryClient.pace` of this process."""
+    return client.pace()
 
 
 def leave(generation: int) -> None:
-    """Calls `Healer.leave` of this process."""
-    healer.leave(generation)
+    """Calls `RecoveryClient.leave` of this process."""
+    client.leave(generation)
 
 
-def take(place: ReplacementState) -> None:
-    """Makes the next training of this process start as a replacement worker, from `place`."""
-    healer.disarm("the replacement has not joined yet")
-    healer.place = place
+def set_replacement_state(state: ReplacementState) -> None:
+    """Makes the next training of this process start as a replacement worker, from `state`."""
+    client.disarm("the replacement has not joined yet")
+    client.replacement_state = state

@@ -54,7 +54,7 @@ def unpack(message: bytes, generation: int) -> Cause | None:
     return Cause(lost, seen_by, text[:length].decode(errors="replace"), bool(left)) if received == generation else None
 
 
-class Lookout:
+class FailureNotifier:
     """Listens on the control connections of a member, in its own thread, until `close`.
 
     Args:
@@ -73,7 +73,7 @@ class Lookout:
         # readable when sums must end, and when the thread must end
         self._alarm, self._set_alarm = socket.socketpair()
         self._stop, self._set_stop = socket.socketpair()
-        self._thread = threading.Thread(target=self._listen, name="raytf-ring-lookout", daemon=True)
+        self._thread = threading.Thread(target=self._listen, name="raytf-ring-notifier", daemon=True)
         self._thread.start()
 
     def fileno(self) -> int:
@@ -160,7 +160,7 @@ class Lookout:
             return True
         except OSError as error:
             if number not in self._left:  # a member that leaves with unread data resets the connection
-                self.tell(Cause(neighbour, self._rank, f"is lost: {said(error)}"))
+                self.tell(Cause(neighbour, self._rank, f"is lost: {describe_error(error)}"))
             return False
         if not came:
             if number not in self._left:
@@ -178,7 +178,7 @@ class Lookout:
         return True
 
 
-def said(error: OSError) -> str:
+def describe_error(error: OSError) -> str:
     """Returns the meaning of a connection's error, as a clause."""
     if error.errno in (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH):
         return f"its host does not answer any more ({error.strerror})"

@@ -1,6 +1,6 @@
 """Recovers a worker group in place: replacement workers join, and the other workers continue. Driver side.
 
-A thread does it for seconds; the group waits for it. The workers' part is `raytf.collectives.healing`. If it fails, all
+A thread does it; the group waits for it. The workers' part is `raytf.collectives.recovery_client`. If it fails, all
 workers restart from the last checkpoint, and an event has the reason. If no node has room for a replacement, the others
 first save a checkpoint of their last step. So no step is repeated. See docs/design/recovery.md.
 """
@@ -18,8 +18,8 @@ from typing import Any
 import ray
 
 from raytf import events, timeouts
-from raytf.collectives import healing, ring_token
-from raytf.collectives.healing import Rejoin, ReplacementState, Waiting
+from raytf.collectives import recovery_client, ring_token
+from raytf.collectives.recovery_client import BlockedWorker, ReplacementState, RingConfig
 from raytf.errors import RaytfError, one_line
 from raytf.events import Kind, RunEvent, worker_names
 from raytf.runtime import answers, ports
@@ -34,12 +34,12 @@ _LOOK_INTERVAL = 0.1
 _ROOM_INTERVAL = 0.5
 
 # Addition to the event of a worker's loss, if the worker is replaced.
-TAKES_ITS_PLACE = ". A replacement worker is started; the other workers wait in their step"
+REPLACING = ". A replacement worker is started; the other workers wait in their step"
 # ... and if all workers restart.
-STARTS_ANEW = ". All workers restart from the last checkpoint; steps after it are repeated"
+RESTARTING = ". All workers restart from the last checkpoint; steps after it are repeated"
 
 
-class NotHealedError(RaytfError, RuntimeError):
+class RecoveryFailedError(RaytfError, RuntimeError):
     """A lost worker cannot be replaced in place; the message is the reason, as a clause."""
 
 
@@ -48,8 +48,8 @@ class Member:
     """A worker of a group.
 
     Args:
-        actor: Actor with an `execute(function, *arguments)`, and `standing(seconds)`, which returns
-            (`Healer.waiting(seconds)` in its process, error of its training or None).
+        actor: Actor with an `execute(function, *arguments)`, and `poll_recovery_state(seconds)`, which returns
+            (`RecoveryClient.waiting(seconds)` in its process, error of its training or None).
         rank: Its rank.
         bundle: Index of the bundle of its resources.
     """
@@ -59,7 +59,7 @@ class Member:
     bundle: int
 
 
-class Healing:
+class RecoveryCoordinator:
     """Recovery from one loss, in a thread that starts at once.
 
     Args:
@@ -70,29 +70,29 @@ class Healing:
     Attributes:
         lost: Ranks to replace.
         done: Whether it has ended, successful or not.
-        healed: Whether it was successful.
+        recovered: Whether it was successful.
         new: Replacement workers by rank after a success, otherwise {}.
         why: Reason of the failure, as a clause.
-        another: Whether another worker was lost meanwhile, so that a retry is possible.
-        also: Ranks that were lost during the recovery.
+        lost_another: Whether another worker was lost meanwhile, so that a retry is possible.
+        also_lost: Ranks that were lost during the recovery.
         new_lost: Number of replacement workers that were lost.
-        kept: Number of steps in the checkpoint that the others saved after the failure, or None.
+        saved_step: Number of steps in the checkpoint that the others saved after the failure, or None.
         behind: Ranks whose own part of that checkpoint is of the step before.
-        not_kept: Why the others saved none, as a clause, if `why` does not contain it; or "".
+        not_saved: Why the others saved none, as a clause, if `why` does not contain it; or "".
     """
 
     def __init__(self, group, lost: Iterable[int], generation: int):
         self._group, self.lost, self._generation = group, frozenset(lost), generation
-        self._rest = {rank: worker for rank, worker in enumerate(group.members) if rank not in lost}
+        self._survivors = {rank: worker for rank, worker in enumerate(group.members) if rank not in lost}
         self._made: dict[int, Member] = {}
         self.new: dict[int, Member] = {}
-        self.healed = False
-        self.why, self.another, self.new_lost = "", False, 0
-        self.also: set[int] = set()
-        self.kept: int | None = None
-        self.not_kept = ""
+        self.recovered = False
+        self.why, self.lost_another, self.new_lost = "", False, 0
+        self.also_lost: set[int] = set()
+        self.saved_step: int | None = None
+        self.not_saved = ""
         self.older: list[int] = []
-        self._held: list[bytes] | None = None  # own state of each worker by rank, with the lost ones
+        self._states: list[bytes] | None = None  # own state of each worker by rank, with the lost ones
         self._lock, self._given_up = threading.Lock(), False
         self._pace = Pace()
         self._began = time.monotonic()
@@ -107,18 +107,18 @@ class Healing:
         if not self.lost:
             events.emit(RunEvent(kind=Kind.WORKERS_DISCONNECTED))
         try:
-            self._heal()
-            self.new, self.healed = self._made, True
+            self._recover()
+            self.new, self.recovered = self._made, True
             kind = Kind.WORKER_REPLACED if self.lost else Kind.WORKERS_RECONNECTED
             seconds = time.monotonic() - self._began
             events.emit(RunEvent(kind=kind, ranks=tuple(sorted(self.lost)), seconds=seconds))
         except Exception as error:  # no other code handles it, and the run must continue from its checkpoint
-            self.why = _said(error)
-            self.another = isinstance(error, ray.exceptions.RayActorError)
-            if self.another:
-                self._see_who_is_lost()
+            self.why = error_clause(error)
+            self.lost_another = isinstance(error, ray.exceptions.RayActorError)
+            if self.lost_another:
+                self._find_lost()
             else:
-                self._keep()
+                self._save_checkpoint()
             with self._lock:
                 self._given_up = True
                 for worker in self._made.values():
@@ -126,20 +126,20 @@ class Healing:
             if not isinstance(error, (RaytfError, ray.exceptions.RayError, OSError)):
                 raise
 
-    def _see_who_is_lost(self) -> None:
+    def _find_lost(self) -> None:
         with self._lock:
             made = dict(self._made)
-        self.also |= self._dead(self._rest)
+        self.also_lost |= self._dead(self._survivors)
         gone = self._dead(made)
         self.new_lost = len(gone)
-        lost = [worker_names(self.also)] if self.also else []
+        lost = [worker_names(self.also_lost)] if self.also_lost else []
         lost += [f"the process that was to become worker {rank}" for rank in sorted(gone)]
         if lost:
             self.why = f"{' and '.join(lost)} was lost"
 
     def _dead(self, workers: Mapping[int, Member]) -> set[int]:
         """Returns the ranks whose processes have ended."""
-        refs = {worker.actor.standing.remote(0.0): rank for rank, worker in workers.items()}
+        refs = {worker.actor.poll_recovery_state.remote(0.0): rank for rank, worker in workers.items()}
         dead = set()
         with contextlib.suppress(NoAnswerError):  # the watchdog detects a frozen process
             for _, ref in answers.in_completion_order(list(refs), timeouts.get().sign_of_life, "whether it lives"):
@@ -150,12 +150,12 @@ class Healing:
         return dead
 
     @property
-    def place(self) -> str:
+    def restart_point(self) -> str:
         """Returns the point from which all workers restart after its failure, as a clause."""
-        if self.kept is None:
-            return f"the last checkpoint{self.not_kept and f', as {self.not_kept}'}"
+        if self.saved_step is None:
+            return f"the last checkpoint{self.not_saved and f', as {self.not_saved}'}"
         lacks = f"; metrics of the epoch lack the rows of {worker_names(self.older)} in that step" if self.older else ""
-        return f"step {self.kept}, of which the others have saved a checkpoint{lacks}"
+        return f"step {self.saved_step}, of which the others have saved a checkpoint{lacks}"
 
     def wait(self, seconds: float | None = None) -> None:
         """Blocks until it ends, or for some seconds; each of its parts has a timeout."""
@@ -163,53 +163,65 @@ class Healing:
 
     def give_up(self) -> None:
         """Reports to waiting workers that there is no next ring."""
-        give_up(self._rest.values(), self.why)
+        give_up(self._survivors.values(), self.why)
 
-    def _keep(self) -> None:
+    def _save_checkpoint(self) -> None:
         """Saves a checkpoint of the last common step on one of the others, unless they may have continued."""
-        if self._held is None:
+        if self._states is None:
             return
         try:
-            refs = [self._rest[min(self._rest)].actor.execute.remote(healing.keep, self._held, self.older)]
+            refs = [
+                self._survivors[min(self._survivors)].actor.execute.remote(
+                    recovery_client.keep, self._states, self.older
+                )
+            ]
             seconds = self._pace.deadline(timeouts.get().recovery_checkpoint, copies=1)
-            (self.kept,) = answers.collect_answers(refs, seconds, "a checkpoint of the last step that all have made")
+            (self.saved_step,) = answers.collect_answers(
+                refs, seconds, "a checkpoint of the last step that all have made"
+            )
         except (RaytfError, ray.exceptions.RayError) as error:  # they restart from the last checkpoint
-            self.not_kept = _said(error)
+            self.not_saved = error_clause(error)
 
-    def _heal(self) -> None:
+    def _recover(self) -> None:
         starting = threading.Thread(target=self._start, daemon=True)
         self._failed: BaseException | None = None
         if self.lost:
             starting.start()
         if self._generation > 1:  # workers may still join the previous ring, with a member that is lost now
-            sent = [worker.actor.execute.remote(healing.leave, self._generation - 1) for worker in self._rest.values()]
+            sent = [
+                worker.actor.execute.remote(recovery_client.leave, self._generation - 1)
+                for worker in self._survivors.values()
+            ]
             self._ask(sent, "an end of what went before")
-        sent = [worker.actor.execute.remote(healing.pace) for worker in self._rest.values()]
+        sent = [worker.actor.execute.remote(recovery_client.pace) for worker in self._survivors.values()]
         self._pace = Pace.slowest(self._ask(sent, "how large its training is"))
         seconds = self._pace.deadline(timeouts.get().recovery_break, first_steps=1)
-        waiting = self._all_wait(self._rest, seconds, "reach the all-reduce that failed")
-        repeats_all = is_to_be_made_anew(waiting, self.lost, len(self._group.members))
+        waiting = self._all_wait(self._survivors, seconds, "reach the all-reduce that failed")
+        repeats_all = replays_from_boundary(waiting, self.lost, len(self._group.members))
         if self.lost:
             self._replace(starting, waiting, repeats_all)
-        self._held = None  # after this the workers may continue
-        sent = Rejoin(
+        self._states = None  # after this the workers may continue
+        sent = RingConfig(
             [waiting[rank].address for rank in sorted(waiting)],
             ring_token.new_token(),
             self._generation,
             {kind: max(state.numbers[kind] for state in waiting.values()) for kind in waiting[min(waiting)].numbers},
             repeats_all,
         )
-        everyone = self._rest | self._made
-        self._ask([worker.actor.execute.remote(healing.command, sent) for worker in everyone.values()], "the next ring")
+        everyone = self._survivors | self._made
+        self._ask(
+            [worker.actor.execute.remote(recovery_client.command, sent) for worker in everyone.values()],
+            "the next ring",
+        )
 
-    def _replace(self, starting: threading.Thread, waiting: dict[int, Waiting], from_scratch: bool) -> None:
+    def _replace(self, starting: threading.Thread, waiting: dict[int, BlockedWorker], from_scratch: bool) -> None:
         """Brings replacement workers to the step in which the others wait."""
-        donor = self._rest[min(self._rest)].actor
+        donor = self._survivors[min(self._survivors)].actor
         copies = self._pace.deadline(timeouts.get().recovery_answer, copies=1)
         (state,) = self._ask(
-            [donor.execute.remote(healing.image, from_scratch)], "a copy of the training's state", copies
+            [donor.execute.remote(recovery_client.image, from_scratch)], "a copy of the training's state", copies
         )
-        self._held = self._held_by_all(state, waiting)
+        self._states = self._all_states(state, waiting)
         owned = self._owned(state, waiting)
         deadline = time.monotonic() + timeouts.get().replacement_start
         next_check = 0.0
@@ -217,15 +229,15 @@ class Healing:
             starting.join(_LOOK_INTERVAL)
             if time.monotonic() >= next_check:
                 if not self._group.has_room(self.lost):
-                    raise NotHealedError("no node has room for a replacement worker")
+                    raise RecoveryFailedError("no node has room for a replacement worker")
                 next_check = time.monotonic() + _ROOM_INTERVAL
         if self._failed is not None:
             raise self._failed
         if starting.is_alive():
-            raise NotHealedError(
+            raise RecoveryFailedError(
                 f"timeout after {timeouts.get().replacement_start:g} s: no replacement worker has started"
             )
-        self._take_places(state, owned, waiting)
+        self._start_replacements(state, owned, waiting)
         seconds = self._pace.deadline(timeouts.get().replacement_place, copies=1, first_steps=1)
         waiting |= self._all_wait(self._made, seconds, "make the step")
 
@@ -241,31 +253,31 @@ class Healing:
         except BaseException as error:
             self._failed = error
 
-    def _owned(self, place: ReplacementState, waiting: Mapping[int, Waiting]) -> dict[int, bytes]:
+    def _owned(self, state: ReplacementState, waiting: Mapping[int, BlockedWorker]) -> dict[int, bytes]:
         """Returns the own state of each lost worker before the current step, from the next worker."""
         size, owned = len(self._group.members), {}
         for rank in self.lost:
             following = (rank + 1) % size
             if following in self.lost:
-                raise NotHealedError(
+                raise RecoveryFailedError(
                     f"only worker {following} had a copy of worker {rank}'s own state, and was lost, too"
                 )
-            content = healing.passed_on(waiting[following].held, place.tag)
+            content = recovery_client.message_with_tag(waiting[following].peer_messages, state.tag)
             if content is None:
-                raise NotHealedError(
-                    f"worker {rank} was lost between two steps, and its own state after step {place.step} with it"
+                raise RecoveryFailedError(
+                    f"worker {rank} was lost between two steps, and its own state after step {state.step} with it"
                 )
             owned[rank] = content
         return owned
 
-    def _held_by_all(self, place: ReplacementState, waiting: Mapping[int, Waiting]) -> list[bytes] | None:
+    def _all_states(self, donor_state: ReplacementState, waiting: Mapping[int, BlockedWorker]) -> list[bytes] | None:
         """Returns the own state of each worker after the last step, by rank.
 
         The state of a lost worker may be of the step before. Returns None if a state is unknown, or no step was made.
         """
         size, states = len(self._group.members), []
-        if not place.step:
-            self.not_kept = "no step was made"
+        if not donor_state.step:
+            self.not_saved = "no step was made"
             return None
         for rank in range(size):
             following = (rank + 1) % size
@@ -274,9 +286,14 @@ class Healing:
             elif following in self.lost:
                 return None
             else:
-                passed = waiting[following].held
-            state = healing.passed_on(passed, place.tag)
-            if state is None and rank in self.lost and passed and healing.is_step_before(passed[-1][0], place.tag):
+                passed = waiting[following].peer_messages
+            state = recovery_client.message_with_tag(passed, donor_state.tag)
+            if (
+                state is None
+                and rank in self.lost
+                and passed
+                and recovery_client.is_step_before(passed[-1][0], donor_state.tag)
+            ):
                 state = passed[-1][1]
                 self.older.append(rank)
             if state is None:
@@ -284,12 +301,14 @@ class Healing:
             states.append(state)
         return states
 
-    def _take_places(self, place: ReplacementState, owned: Mapping[int, bytes], waiting: Mapping[int, Waiting]) -> None:
+    def _start_replacements(
+        self, state: ReplacementState, owned: Mapping[int, bytes], waiting: Mapping[int, BlockedWorker]
+    ) -> None:
         calls = []
         for rank, worker in self._made.items():
-            agreed = {**place.agreed, "missing": place.agreed["reports"] - self._group.reported.get(rank, 0)}
-            taken = dataclasses.replace(place, own=owned[rank], agreed=agreed)
-            calls.append(worker.actor.execute.remote(healing.take, taken))
+            agreed = {**state.agreed, "missing": state.agreed["reports"] - self._group.reported.get(rank, 0)}
+            replacement_state = dataclasses.replace(state, own=owned[rank], agreed=agreed)
+            calls.append(worker.actor.execute.remote(recovery_client.set_replacement_state, replacement_state))
         self._ask(calls, "a place in the training", self._pace.deadline(timeouts.get().recovery_answer, copies=1))
         allowed, cores = self._group.config.listening, self._group.cores
         asked = timeouts.call_with, timeouts.get(), backend.reserve, allowed, cores
@@ -308,35 +327,37 @@ class Healing:
         try:
             return answers.collect_answers(refs, timeouts.get().recovery_answer if seconds is None else seconds, what)
         except NoAnswerError as error:
-            raise NotHealedError(str(error)) from None
+            raise RecoveryFailedError(str(error)) from None
 
-    def _all_wait(self, workers: Mapping[int, Member], seconds: float, what: str) -> dict[int, Waiting]:
+    def _all_wait(self, workers: Mapping[int, Member], seconds: float, what: str) -> dict[int, BlockedWorker]:
         """Blocks until all of these workers wait; returns the state of each by rank."""
         deadline, states = time.monotonic() + seconds, {}
         while True:
             ranks = [rank for rank in workers if rank not in states]
-            replies = self._ask([workers[rank].actor.standing.remote(_LOOK_INTERVAL) for rank in ranks], what, seconds)
+            replies = self._ask(
+                [workers[rank].actor.poll_recovery_state.remote(_LOOK_INTERVAL) for rank in ranks], what, seconds
+            )
             for rank, (state, error) in zip(ranks, replies, strict=True):
                 if error is not None and not (isinstance(state, str) and is_consequence(error)):
-                    raise NotHealedError(f"worker {rank} failed: {one_line(user_error(error))}")
-                if isinstance(state, Waiting):
+                    raise RecoveryFailedError(f"worker {rank} failed: {one_line(user_error(error))}")
+                if isinstance(state, BlockedWorker):
                     states[rank] = state
                 elif isinstance(state, str):
-                    raise NotHealedError(f"worker {rank}: {state}")
+                    raise RecoveryFailedError(f"worker {rank}: {state}")
             if len(states) == len(workers):
                 return states
             if time.monotonic() > deadline:
                 late = ", ".join(f"worker {rank}" for rank in ranks)
-                raise NotHealedError(f"timeout after {seconds:.0f} s: {late} did not {what}")
+                raise RecoveryFailedError(f"timeout after {seconds:.0f} s: {late} did not {what}")
 
 
-def _said(error: BaseException) -> str:
+def error_clause(error: BaseException) -> str:
     """Returns an error as a clause; for a raytf error, its message."""
     cause = user_error(error)
     return str(cause) if isinstance(cause, RaytfError) else one_line(cause)
 
 
-def is_to_be_made_anew(waiting: Mapping[int, Waiting], lost: Collection[int], size: int) -> bool:
+def replays_from_boundary(waiting: Mapping[int, BlockedWorker], lost: Collection[int], size: int) -> bool:
     """Returns whether everything after the last step is repeated, on replacement workers with callbacks.
 
     Args:
@@ -351,7 +372,7 @@ def is_to_be_made_anew(waiting: Mapping[int, Waiting], lost: Collection[int], si
         NotHealedError: The others are neither in one step, nor after one step that can be repeated.
     """
     tags, boundaries = {item.tag for item in waiting.values()}, {item.since for item in waiting.values()}
-    passed = [waiting[(rank + 1) % size].held for rank in lost if (rank + 1) % size in waiting]
+    passed = [waiting[(rank + 1) % size].peer_messages for rank in lost if (rank + 1) % size in waiting]
     # the last message of a lost worker may be older than the epoch in whose first step the others are
     outdated = any(tags.isdisjoint(tag for tag, _ in item) for item in passed)
     if len(tags) == 1 and not outdated and not any(item.between or item.met for item in waiting.values()):
@@ -359,11 +380,11 @@ def is_to_be_made_anew(waiting: Mapping[int, Waiting], lost: Collection[int], si
     if len(boundaries) == 1 and None not in boundaries:
         return True
     if len(tags) > 1:
-        raise NotHealedError("the others are not in one step: some have applied an update that others have not")
+        raise RecoveryFailedError("the others are not in one step: some have applied an update that others have not")
     return False
 
 
 def give_up(workers: Iterable[Member], why: str) -> None:
     """Reports to waiting workers that there is no next ring, with the reason as a clause."""
     for worker in workers:
-        worker.actor.execute.remote(healing.command, why)
+        worker.actor.execute.remote(recovery_client.command, why)
