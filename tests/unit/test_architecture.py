@@ -222,10 +222,10 @@ def test_programs_without_raytf_import_nothing_of_it():
 
 
 def test_a_class_has_a_name_of_its_own():
-    """Who reads or searches for one finds one."""
+    """Who reads or searches for one finds one; a leading underscore is no difference."""
     places: dict[str, list[str]] = {}
     for path in sorted(pathlib.Path(raytf.__file__).parent.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ClassDef):
-                places.setdefault(node.name, []).append(f"{path.name}:{node.lineno}")
+                places.setdefault(node.name.strip("_"), []).append(f"{path.name}:{node.lineno}")
     assert {name: found for name, found in places.items() if len(found) > 1} == {}
