@@ -164,7 +164,7 @@ def defined(name: str) -> frozenset:
 def unknown(tree: ast.Module) -> list[str]:
     """Names that a file takes from other files, and that these do not define.
 
-    They stand in `module.name`, in `monkeypatch.setattr(module, "name", ...)`, and in programs in strings.
+    They are in `module.name`, in `monkeypatch.setattr(module, "name", ...)`, and in programs in strings.
     """
     nodes = list(ast.walk(tree))
     modules = {

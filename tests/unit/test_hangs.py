@@ -217,12 +217,12 @@ def test_activity_reports_the_phase_and_the_callback():
 
     def train():
         tracker.register_thread()
-        tracker.at(activity.STEP)
+        tracker.enter(activity.STEP)
         with tracker.collective(activity.SUM):
             pass
         tracker.executed(4)
         Mine().on_epoch_end()
-        tracker.at(activity.END)
+        tracker.enter(activity.END)
 
     thread = threading.Thread(target=train)
     thread.start()
@@ -261,7 +261,7 @@ def test_the_cost_of_a_step():
     tracker = PhaseTracker()
 
     def step():
-        tracker.at(activity.STEP)
+        tracker.enter(activity.STEP)
         tracker.begin_collective(activity.SUM)
         tracker.leave()
         tracker.executed(1)

@@ -70,12 +70,14 @@ ELSEWHERE: dict[tuple[str, str], str | tuple[tuple[str, str], ...]] = {
     ("storage/run_folder.py", "f'{self.name}: {checkpoint_files.describe_choice(damaged, chosen.name)}'"): _DAMAGED,
     ("storage/snapshots.py", "text"): _HELPER,
     ("train/evaluator.py", "sentence(why)"): (("train/evaluator.py", "sentence"),),
-    ("train/keras_trainer.py", "config_keys.unread_warning(found.unread)"): (
+    ("train/keras_trainer.py", "config_keys.unread_warning(outcome.unread)"): (
         ("identity/config_keys.py", "unread_warning"),
     ),
     ("train/keras_trainer.py", "f'run     {location}'"): RESULT,
-    ("train/keras_trainer.py", "f'{folder.name}: {_goes_on(last, order)}'"): (("train/keras_trainer.py", "_goes_on"),),
-    ("train/keras_trainer.py", "found.warning"): (("compat/versions.py", "untested_warning"),),
+    ("train/keras_trainer.py", "f'{folder.name}: {_describe_resume(last, order)}'"): (
+        ("train/keras_trainer.py", "_describe_resume"),
+    ),
+    ("train/keras_trainer.py", "outcome.warning"): (("compat/versions.py", "untested_warning"),),
     (
         "train/keras_trainer.py",
         "ingest.describe(name, dataset, task.sampling.shuffle if name == 'train' else 'none')",
@@ -101,9 +103,9 @@ PARTS = (
     ("storage/run_lock.py", "RunLock._refused"),
     ("storage/run_lock.py", "RunLock._lose"),
     ("train/evaluator.py", "_why"),
-    ("train/recovery_coordinator.py", "Healing.place"),
-    ("train/recovery_coordinator.py", "STARTS_ANEW"),
-    ("train/recovery_coordinator.py", "TAKES_ITS_PLACE"),
+    ("train/recovery_coordinator.py", "RecoveryCoordinator.restart_point"),
+    ("train/recovery_coordinator.py", "RESTARTING"),
+    ("train/recovery_coordinator.py", "REPLACING"),
     ("worker/stop.py", "MovedError"),
     ("worker/stop.py", "_MOVES"),
 )
@@ -202,7 +204,7 @@ def _values(block: ast.AST, name: str, whole: bool) -> Iterator[ast.expr]:
 
 
 def _counts(text: str) -> bool:
-    return len(_stripped(text)) >= LEAST_LETTERS
+    return len(_stripped(text)) >= LEAST_LETTERS and not text.isidentifier()  # as a key is
 
 
 def _stripped(text: str) -> str:

@@ -240,6 +240,8 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
     "ray.train.v2.api.result:Result._from_checkpoint_manager": ("(checkpoint_manager, storage_context, error=)",),
     "ray.train.v2.api.validation_config:ValidationConfig": ("(fn, task_config=, ray_remote_kwargs=)",),
     "ray.tune.schedulers.hyperband:HyperBandScheduler._process_bracket": ("(self, tune_controller, bracket)",),
+    "tensorflow._api.v2.nn:compute_average_loss": ("(per_example_loss, sample_weight=, global_batch_size=)",),
+    "tensorflow._api.v2.nn:scale_regularization_loss": ("(regularization_loss)",),
     "tensorflow.python.autograph.pyct.loader:load_source": ("(source, delete_on_exit)",),
     "tensorflow.python.data.ops.dataset_ops:DatasetV2._functions": ("(self)",),
     "tensorflow.python.data.ops.dataset_ops:DatasetV2._inputs": ("(self)",),
