@@ -86,7 +86,7 @@ class ReplacementState:
     Args:
         step: Number of steps of the training that the others have completed.
         tag: Tag of the lost worker's own state, see `state_version`.
-        within: Number of these steps that belong to the current execution.
+        steps_in_execution: Number of these steps that belong to the current execution.
         at_end: Whether it begins after the last step of an epoch, see `RecoveryClient`.
         between: Whether it begins after an execution of steps, with the callbacks for it.
         files: Files of a checkpoint of that step by name, from another worker.

@@ -774,7 +774,7 @@ class _AroundTheRing:
 
     Args:
         array, fill: As for `Ring.add`.
-        its: Bytes of the previous process's array, if they are read from shared memory.
+        neighbour: Bytes of the previous process's array, if they are read from shared memory.
         rank, size: As for `Ring`.
         accumulate: accumulate(mine, theirs) adds theirs to mine.
         halves: Halves to do: segments are added in the first one, and copied in the second.

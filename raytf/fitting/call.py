@@ -68,7 +68,7 @@ class Call:
         model: The user's model.
         scaling_config, run_config: Configs of the workers.
         parts: `arrays.RowData` by name.
-        keeping: Its checkpoints, or None for a call without a name.
+        checkpoints: Its checkpoints, or None for a call without a name.
         phases: Shows the phases before the first step.
 
     Attributes:

@@ -285,7 +285,7 @@ class _Elastic:
     Args:
         spec: What all groups of the run have in common.
         run: Decisions of the run.
-        beside: Resources of each task in addition to the workers.
+        sidecar_resources: Resources of each task in addition to the workers.
         idle: Processes for the next group; new ones are added.
 
     Attributes:

@@ -27,7 +27,7 @@ class EngineTrainer(DataParallelTrainer):
 
     Args:
         launch: The processes that it uses, or None to start them.
-        beside: A process in addition to the workers: an `evaluator.EvaluatorSidecar`, or None.
+        sidecar: A process in addition to the workers: an `evaluator.EvaluatorSidecar`, or None.
         shown: (names of datasets, config) for Ray's dashboard, of a train loop with its own datasets; or None.
         heals: Whether a lost worker is replaced in place if possible.
         warm_up_job: `job.TrainJob` for the warm-up step of standby workers, or None.

@@ -45,7 +45,7 @@ class Evaluator:
 
     Args:
         given: (ref of a `TrainJob` with a dataset "validation", `Record` of the results, entries of `once.py`).
-        its: Timeouts of the driver.
+        deadlines: Timeouts of the driver.
     """
 
     def __init__(self, given: tuple, deadlines: Timeouts):

@@ -83,7 +83,7 @@ class TrialTrainFnUtils(TrainFnUtils):
 
     Args:
         session: Session of the trial.
-        around: `TrialSetup` of the trial.
+        trial_setup: `TrialSetup` of the trial.
         broadcast: Returns the value of rank 0 on every worker.
         folder: Folder in which a reported checkpoint is stored until the next one.
     """

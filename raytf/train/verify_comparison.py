@@ -124,7 +124,7 @@ def judged(single: dict, double: dict, again: dict, suspects: Sequence[str], ali
     """Returns the proof: which suspects differ by more than other last bits and other seeds change on one device.
 
     Args:
-        one, two: Outcomes on one device and on two workers.
+        single, double: Outcomes on one device and on two workers.
         again: Outcome on one device with other last bits and seeds.
         suspects: Result of `suspected`.
         alike: Whether both workers have the same weights.

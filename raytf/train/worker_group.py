@@ -90,8 +90,8 @@ class TrialRun:
         config: Config of the trial.
         name: Name of the trial.
         files: Files of the checkpoint to resume from, by name, or None.
-        around: Arguments of the loop's `session_functions.TrialSetup`, without the nodes.
-        within: Where it saves checkpoints within its epochs, or None.
+        trial_setup: Arguments of the loop's `session_functions.TrialSetup`, without the nodes.
+        step_checkpoints: Where it saves checkpoints within its epochs, or None.
         heals: Number of lost workers that are replaced in place if possible.
     """
 

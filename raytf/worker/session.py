@@ -47,7 +47,7 @@ class MemoryReplicas:
     """Workers that keep checkpoints in memory.
 
     Args:
-        mine: Whether this worker does.
+        own: Whether this worker does.
         peer: Whether a worker on another host than the chief's does; the same on all workers.
     """
 

@@ -45,7 +45,7 @@ class TrialSession(Session):
         size: Number of workers.
         folder: Folder of the checkpoint to resume from, or None.
         name: Name of the trial.
-        within: Location of checkpoints within epochs, or None without any.
+        step_checkpoints: Location of checkpoints within epochs, or None without any.
 
     Attributes:
         waits: Whether it pauses at a report.

@@ -208,3 +208,33 @@ def test_sentences_are_split():
         (7, "Eight"),
     ]
     assert [words(sentence) for _, sentence in sentences(text)] == [2, 2, 1, 2, 1, 1]
+
+
+def arguments_of(node: ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -> set[str]:
+    """Names of the arguments of a function, or of what a class is made of, its bases' fields apart."""
+    if isinstance(node, ast.ClassDef):
+        fields = {part.target.id for part in node.body if isinstance(part, ast.AnnAssign)}
+        made = [part for part in node.body if getattr(part, "name", "") in ("__init__", "__new__", "__call__")]
+        return fields.union(*map(arguments_of, made))
+    given = node.args
+    named = [*given.posonlyargs, *given.args, *given.kwonlyargs, given.vararg, given.kwarg]
+    return {argument.arg for argument in named if argument is not None}
+
+
+def documented(text: str) -> list[str]:
+    """Names in the section Args of a docstring."""
+    _, _, section = text.partition("\nArgs:\n")
+    section = re.split(r"^\w+:$", section, maxsplit=1, flags=re.MULTILINE)[0]
+    found = re.findall(r"^    ((?:\*{0,2}\w+(?:, )?)+):", section, re.MULTILINE)
+    return [name.lstrip("*") for names in found for name in names.split(", ")]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda f: f.relative_to(FOLDER).as_posix())
+def test_documented_arguments_exist(path):
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        inherits = isinstance(node, ast.ClassDef) and any("Fault" in ast.unparse(base) for base in node.bases)
+        missing = set(documented(ast.get_docstring(node) or "")) - arguments_of(node)
+        assert inherits or not missing, f"{path}:{node.lineno} {node.name} has no {sorted(missing)}"
