@@ -326,7 +326,7 @@ class KerasTrainer:
         phases.begin(phases_module.COMPARING if has_ended else phases_module.TRYING)
         with ThreadPoolExecutor(1) as executor:
             data = executor.submit(self._data_identity, blocks)
-            tried = self.try_model(launch, blocks, self.config, may_continue=not has_ended)
+            tried = self._try_model(launch, blocks, self.config, may_continue=not has_ended)
             if self.elastic_batch == "scale":
                 arguments.check_scalable(tried.identity)
             identity = self._identity(blocks, tried.identity, data.result())
@@ -346,7 +346,7 @@ class KerasTrainer:
 
     def _order(self, last: run_folder.LastCheckpoint, blocks: dict) -> dict[str, Any]:
         """Returns the `Feed.order` of the run; parts that depend on the number of workers are the last checkpoint's."""
-        order = self.task(blocks).order
+        order = self._task(blocks).order
         by_workers = ("batch_size", "window") if self.elastic_batch == "scale" else ()
         if isinstance(blocks["train"], TFData):
             by_workers = ("steps", "shards")
@@ -366,15 +366,6 @@ class KerasTrainer:
             )
         return last
 
-    def identity(self, blocks: dict, model: dict[str, Any]) -> dict[str, Any]:
-        """Returns the identity of this trainer's trainings.
-
-        Args:
-            blocks: Datasets that were read, by name.
-            model: Identity of the tried model.
-        """
-        return self._identity(blocks, model, self._data_identity(blocks))
-
     def _data_identity(self, blocks: dict) -> dict[str, Any]:
         return {
             name: fingerprint.pipeline_fingerprint(part)
@@ -383,8 +374,14 @@ class KerasTrainer:
             for name, part in blocks.items()
         }
 
-    def _identity(self, blocks: dict, model: dict[str, Any], data: dict[str, Any]) -> dict[str, Any]:
-        """Returns the identity of this run for read data and a tried model, see `same_run.py`."""
+    def _identity(self, blocks: dict, model: dict[str, Any], data: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Returns the identity of this run, see `same_run.py`.
+
+        Args:
+            blocks: Datasets that were read, by name.
+            model: Identity of the tried model.
+            data: Identity of the datasets, or None to compute it.
+        """
         settings = {name: getattr(self.tensorflow_config, name) for name in ("sync_every", "gradient_dtype")}
         if self.tensorflow_config.sparse_updates:
             settings["sparse_updates"] = self.tensorflow_config.sparse_updates
@@ -400,7 +397,7 @@ class KerasTrainer:
             "batch_size": self.config["batch_size"],
             "order": {"shuffle": self.shuffle, "used": self._shuffle(blocks), "window": self.window},
             "settings": settings,
-            "data": data,
+            "data": self._data_identity(blocks) if data is None else data,
         }
         del identity["types"]
         return json.loads(json.dumps(identity))
@@ -420,7 +417,7 @@ class KerasTrainer:
         rows = [metrics for _, metrics in result.best_checkpoints or ()] if self.validation_config else []
         return {row["epoch"]: row for row in rows if "epoch" in row}
 
-    def task(self, blocks: dict) -> TrainJob:
+    def _task(self, blocks: dict) -> TrainJob:
         """Returns the `TrainJob` of the workers for read data, without a progress line.
 
         Raises:
@@ -467,22 +464,22 @@ class KerasTrainer:
         streamed = isinstance(blocks["train"], streamed_module.StreamedDataset)
         return self.shuffle if self.shuffle != "auto" else "window" if streamed else "full"
 
-    def servers(self) -> tuple[ScalingConfig, ServerSpec | None]:
+    def _servers(self) -> tuple[ScalingConfig, ServerSpec | None]:
         """Returns (the ScalingConfig of the workers, the `servers.ServerSpec` or None)."""
         environment = worker_environment(self.run_config, self.scaling_config)
         return arguments.servers(self.num_ps, self.scaling_config, environment)
 
-    def setup(self) -> TensorflowBackendConfig:
+    def _setup(self) -> TensorflowBackendConfig:
         """Returns the setup of the workers' processes."""
         return TensorflowBackendConfig(
             config=dataclasses.replace(self.tensorflow_config, seed=self.seed % 2**31),
             strategy=self.strategy,
-            servers=self.servers()[1],
+            servers=self._servers()[1],
             tpu=bool(self.scaling_config.use_tpu),
         )
 
     def _train(self, launch: Startup, blocks: dict, identity: dict[str, Any]) -> ray.train.Result:
-        task = dataclasses.replace(self.task(blocks), identity=identity)
+        task = dataclasses.replace(self._task(blocks), identity=identity)
         if not self.progress:
             return self._run(task, launch)
         for name, dataset in blocks.items():
@@ -512,8 +509,8 @@ class KerasTrainer:
 
         inner = EngineTrainer(
             keras_training,
-            backend_config=self.setup(),
-            scaling_config=self.servers()[0],
+            backend_config=self._setup(),
+            scaling_config=self._servers()[0],
             run_config=launch.run_config,
             launch=launch,
             validation_config=sidecar.validation() if sidecar else self.validation_config,
@@ -528,7 +525,7 @@ class KerasTrainer:
         with progress.ProgressLine(task.board, phases_module.console()):
             return inner.fit()
 
-    def try_model(
+    def _try_model(
         self,
         processes: WarmPool,
         blocks: dict,

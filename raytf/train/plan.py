@@ -181,7 +181,7 @@ def _plan(trainer: KerasTrainer, phases: phases_module.Phases) -> Plan:
         workers = arguments.check_workers(scaling)
         replicas = 1 if trainer.num_ps else workers * devices
         batch = per_replica_batch(trainer.config["batch_size"], replicas)
-        facts = trainer.try_model(training.processes, sources, trainer.config, batch[0]).facts
+        facts = trainer._try_model(training.processes, sources, trainer.config, batch[0]).facts
         rows = _rows(trainer, sources["train"])
     name = pick_strategy(trainer.strategy, workers=workers, devices=devices, tpu=bool(scaling.use_tpu))
     sent = wire_bytes(facts, name, workers, trainer.tensorflow_config)

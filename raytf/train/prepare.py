@@ -49,7 +49,7 @@ def place_workers(trainer) -> ScalingConfig:
 
     def processes():
         evaluator = resources.resources_per_worker(trainer.scaling_config) if trainer.evaluator else None
-        return *trainer.servers(), evaluator
+        return *trainer._servers(), evaluator
 
     network = trainer.tensorflow_config.network
     trainer.scaling_config = placed(trainer.scaling_config, resources.run_bundles(*processes()), network)

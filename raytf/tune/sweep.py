@@ -472,18 +472,18 @@ def _plan(trainer, config: Mapping[str, Any], options: SweepOptions, training: P
         return spec, {"version": same_run.VERSION, **canonical.describe(loop_parts), "data": data}
     contents, every = training.read(trainer), options.report_every_steps
     shown.begin(TRYING)
-    tried = trainer.try_model(processes, contents, {**config, **options.sample}, own=_OWN_KEYS)
+    tried = trainer._try_model(processes, contents, {**config, **options.sample}, own=_OWN_KEYS)
     if tried.logs is not None and not options.identity:  # a resumed sweep may have no trial left to run
         check_metric(options.metric, tried.logs, "validation" in contents, trainer.callbacks is not None)
     steps = None if every is None else (every, options.metric)
     by_epochs = isinstance(contents["train"], TFData) and contents["train"].looked.resume_unit == "epoch"
     heals = trainer.tensorflow_config.heal and failures != 0 and not by_epochs
     task = dataclasses.replace(
-        trainer.task(contents), warmup_steps=options.scaling.warmup_steps, report_steps=steps, heals=heals
+        trainer._task(contents), warmup_steps=options.scaling.warmup_steps, report_steps=steps, heals=heals
     )
     spec = SweepSpec(
         train=_KerasLoop(task),
-        setup=dataclasses.replace(trainer.setup(), warned=processes.warned),
+        setup=dataclasses.replace(trainer._setup(), warned=processes.warned),
         datasets={},
         dataset_config=ray.train.DataConfig(),
         rows=None if isinstance(contents["train"], TFData) else sum(contents["train"].rows),
@@ -491,7 +491,7 @@ def _plan(trainer, config: Mapping[str, Any], options: SweepOptions, training: P
         unhealed=None if trainer.tensorflow_config.heal else "TensorflowConfig(heal=False)",
         **common,
     )
-    return spec, trainer.identity(contents, tried.identity)
+    return spec, trainer._identity(contents, tried.identity)
 
 
 def check_metric(metric: str, logs: Collection[str], validates: bool, has_callbacks: bool) -> None:

@@ -137,8 +137,8 @@ def test_a_step_ahead_of_a_model_that_gathers_and_of_one_that_cannot_be_built(tm
     reported = {}
     for loss in ("sparse_categorical_crossentropy", None):
         made = trainer(tmp_path, build=with_sparse_gradients, config={"loss": loss} if loss else {})
-        task = made.task({"train": StoredDataset([ray.put(table)], [97], table.column_names)})
-        reported[loss] = [ray.put((task, made.setup()))]
+        task = made._task({"train": StoredDataset([ray.put(table)], [97], table.column_names)})
+        reported[loss] = [ray.put((task, made._setup()))]
     actor = processes.start_process(Process, ray.get_runtime_context().get_node_id(), {})
     right, wrong = (actor.execute.remote(entry.warm_up_standby, its, 3, 1) for its in reported.values())
     assert ray.get(right) is None
