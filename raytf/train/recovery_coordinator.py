@@ -369,7 +369,7 @@ def replays_from_boundary(waiting: Mapping[int, BlockedWorker], lost: Collection
         False: only the exchanges of the current step are repeated, or those since callbacks received its begin.
 
     Raises:
-        NotHealedError: The others are neither in one step, nor after one step that can be repeated.
+        RecoveryFailedError: The others are neither in one step, nor after one step that can be repeated.
     """
     tags, boundaries = {item.tag for item in waiting.values()}, {item.since for item in waiting.values()}
     passed = [waiting[(rank + 1) % size].peer_messages for rank in lost if (rank + 1) % size in waiting]

@@ -27,7 +27,7 @@ class TrainingOptions:
         checkpoint_every: When to save checkpoints within epochs.
         memory_every: Interval in steps of checkpoints in memory, or None.
         heals: Whether to replace a lost worker in place, if that is possible.
-        scale: Factor of batch_size and learning rate, see `TrainJob.of`.
+        scale: Factor of batch_size and learning rate, see `TrainJob.for_workers`.
         nan: Reaction to a loss that is NaN or infinite, see `epoch_checks.EpochChecks`.
     """
 

@@ -24,7 +24,7 @@ LEVELS = {"debug", "info", "warning", "error", "exception", "critical"}
 HELPERS = {"_print", "_log", "say", "tell_request"}
 # Errors whose text becomes a part of a message, or is the last line of a run. Those without a literal pass one on.
 CLAUSES = {
-    "NotHealedError",
+    "RecoveryFailedError",
     "NotWrittenError",
     "NoRoomError",
     "ServerLostError",
