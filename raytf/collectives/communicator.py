@@ -18,12 +18,12 @@ from raytf.compat.tensorflow import is_chief as strategy_is_chief
 
 
 def spans_workers(strategy) -> bool:
-    """Whether `strategy` trains synchronously with other processes through collectives."""
+    """Returns whether `strategy` trains synchronously with other processes through collectives."""
     return isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy) and in_multi_worker_mode(strategy)
 
 
 def many_replicas(strategy) -> bool:
-    """Whether `strategy` trains synchronously on several replicas, in one or several processes."""
+    """Returns whether `strategy` trains synchronously on several replicas, in one or several processes."""
     local = (
         tf.distribute.MirroredStrategy,
         tf.distribute.MultiWorkerMirroredStrategy,
@@ -33,7 +33,7 @@ def many_replicas(strategy) -> bool:
 
 
 def is_chief(strategy) -> bool:
-    """Whether this process writes the files: the chief of the cluster, or the only process."""
+    """Returns whether this process writes the files: the chief of the cluster, or the only process."""
     return not spans_workers(strategy) or strategy_is_chief(strategy)
 
 

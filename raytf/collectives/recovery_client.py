@@ -105,7 +105,7 @@ class ReplacementState:
 
     @property
     def after_step(self) -> bool:
-        """Whether it begins after a step, and not within one."""
+        """Returns whether it begins after a step, and not within one."""
         return self.at_end or self.between
 
 
@@ -124,7 +124,7 @@ def message_with_tag(messages: Iterable[tuple[int, bytes]], tag: int) -> bytes |
 
 
 def is_step_before(tag: int, other: int) -> bool:
-    """Whether `tag` is of the step before the step of `other`, and nothing has changed after that step."""
+    """Returns whether `tag` is of the step before the step of `other`, and nothing has changed after that step."""
     return other % 4 == 0 and other - 4 <= tag < other
 
 
@@ -350,12 +350,12 @@ class RecoveryClient:
 
     @property
     def executes(self) -> bool:
-        """Whether this worker is within an execution of training steps."""
+        """Returns whether this worker is within an execution of training steps."""
         return self._executes
 
     @property
     def armed(self) -> bool:
-        """Whether recovery from a loss within a step is enabled."""
+        """Returns whether recovery from a loss within a step is enabled."""
         return self._listen is not None
 
     def stepped(self, holder, content: bytes) -> None:

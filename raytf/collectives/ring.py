@@ -808,7 +808,7 @@ class _AroundTheRing:
 
     @property
     def fills(self) -> bool:
-        """Whether the next bytes to send may not be filled yet."""
+        """Returns whether the next bytes to send may not be filled yet."""
         return self._filled < self._length
 
     @property

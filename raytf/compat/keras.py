@@ -324,7 +324,7 @@ def own_state(saved) -> dict[str, Any]:
 
 
 def _saves_as_keras(saved) -> bool:
-    """Whether an object is an optimizer with Keras' own way to save its variables."""
+    """Returns whether an object is an optimizer with Keras' own way to save its variables."""
     own = "save_own_variables" in vars(saved)
     return (
         isinstance(saved, BaseOptimizer)

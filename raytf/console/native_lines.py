@@ -23,7 +23,7 @@ _NATIVE = re.compile(
 
 
 def is_native(line: str) -> bool:
-    """Whether a line is a start-up line of TensorFlow's native code."""
+    """Returns whether a line is a start-up line of TensorFlow's native code."""
     return _NATIVE.match(line) is not None
 
 

@@ -39,6 +39,6 @@ def is_unknown(name: str) -> bool:
 
 
 def draws(operation: str) -> bool:
-    """Whether an operation of a function is random."""
+    """Returns whether an operation of a function is random."""
     random = operation.startswith(("Random", "Stateful")) and not operation.startswith("StatefulPart")
     return random or operation.startswith(("ShuffleDataset", "ShuffleAndRepeat"))

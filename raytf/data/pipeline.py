@@ -453,7 +453,7 @@ def _draws(layer) -> bool:
 
 
 def _by_chance(dataset) -> bool:
-    """Whether the content of a dataset depends on a seed."""
+    """Returns whether the content of a dataset depends on a seed."""
     return any(reshuffles(layer) or _draws(layer) for layer in dataset_graph.layers(dataset))
 
 

@@ -92,7 +92,7 @@ def check_rows(x, y, sample_weight, class_weight, features, labels, name: str = 
 
 
 def is_arrays(x) -> bool:
-    """Whether this process can count and slice the rows."""
+    """Returns whether this process can count and slice the rows."""
     return not isinstance(x, (str, os.PathLike, ray.data.Dataset, TFData))
 
 

@@ -27,7 +27,7 @@ _CHANGEABLE = (dict, list, set, bytearray, collections.deque)
 
 
 def may_change(kind: type) -> bool:
-    """Whether a class is a user's or another library's, related to Keras, and importable by name."""
+    """Returns whether a class is a user's or another library's, related to Keras, and importable by name."""
     kinds = (keras.Operation, keras.metrics.Metric, keras.Loss, keras.optimizers.Optimizer, keras.callbacks.Callback)
     if not issubclass(kind, kinds) or kind.__module__.split(".")[0] in _LIBRARIES:
         return False
@@ -41,7 +41,7 @@ def may_change(kind: type) -> bool:
 
 
 def _by_value(module: str) -> bool:
-    """Whether the user has registered a module, or its package, for pickling by value with cloudpickle."""
+    """Returns whether the user has registered a module, or its package, for pickling by value with cloudpickle."""
     parts = module.split(".")
     registered = cloudpickle.list_registry_pickle_by_value()
     return any(".".join(parts[:end]) in registered for end in range(1, len(parts) + 1))
@@ -65,7 +65,7 @@ def class_changes(kind: type, pickles: Callable[[Any], bool]) -> dict[str, Any]:
 
 
 def _is_definition(kind: type, name: str, value) -> bool:
-    """Whether an import defines this attribute of a class, or it cannot be sent."""
+    """Returns whether an import defines this attribute of a class, or it cannot be sent."""
     if name.startswith("__") or name.startswith("_abc_"):
         return True
     if isinstance(value, types.FunctionType):

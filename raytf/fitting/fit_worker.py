@@ -285,7 +285,7 @@ def _predict(session, work: CallWork, model, sent, distribution) -> None:
 
 
 def _predicts_itself(model) -> bool:
-    """Whether the model overrides `predict`, with its own use of the rows."""
+    """Returns whether the model overrides `predict`, with its own use of the rows."""
     import keras
 
     return type(model).predict is not keras.Model.predict

@@ -126,7 +126,7 @@ def _column(values: Mapping[str, Any], name: str):
 
 
 def _is_model(run) -> bool:
-    """Whether it is a Keras model; without Keras imported, there is none."""
+    """Returns whether it is a Keras model; without Keras imported, there is none."""
     return "keras" in sys.modules and isinstance(run, sys.modules["keras"].Model)
 
 
@@ -284,7 +284,7 @@ class _Loaded:
         )
 
     def _takes_names(self) -> bool:
-        """Whether the model takes a dict of its inputs; several inputs are always fed as a dict."""
+        """Returns whether the model takes a dict of its inputs; several inputs are always fed as a dict."""
         import keras
 
         model = self._model
@@ -292,7 +292,7 @@ class _Loaded:
 
 
 def _fits(given, wanted) -> bool:
-    """Whether Keras accepts rows of a shape for another one: it adds or drops a last dimension of 1."""
+    """Returns whether Keras accepts rows of a shape for another one: it adds or drops a last dimension of 1."""
     if given.rank is None:
         return True
     given, wanted = list(given)[1:], list(wanted)[1:]

@@ -187,7 +187,7 @@ class _Pickler(ray.cloudpickle.Pickler):
         return changed_classes.import_class, (kind.__module__, kind.__qualname__)
 
     def _pickles(self, value) -> bool:
-        """Whether a value can be written, and is smaller than data that a module reads at its import."""
+        """Returns whether a value can be written, and is smaller than data that a module reads at its import."""
         file = io.BytesIO()
         try:
             _Pickler(file, self._known, classes=False).write(value)

@@ -69,7 +69,7 @@ class WarmGroup:
             raise
 
     def is_alive(self) -> bool:
-        """Whether all workers are alive."""
+        """Returns whether all workers are alive."""
         try:
             collect_answers(
                 [w.__ray_ready__.remote() for w in self.worker_group.actors],
@@ -207,7 +207,7 @@ def end_group() -> None:
 
 
 def has_group() -> bool:
-    """Whether workers of an earlier call are kept."""
+    """Returns whether workers of an earlier call are kept."""
     return _idle._group is not None
 
 

@@ -90,7 +90,7 @@ class AssignmentWatch:
 
 
 def _in_a_replica() -> bool:
-    """Whether the code runs in a replica of a strategy; callbacks run without a strategy, or in its scope."""
+    """Returns whether the code runs in a replica of a strategy; callbacks run without a strategy, or in its scope."""
     return tf.distribute.has_strategy() and not tf.distribute.in_cross_replica_context()
 
 

@@ -135,7 +135,7 @@ def settable_rate(optimizer):
 
 
 def looks_at_batches(callback) -> bool:
-    """Whether a callback reads the logs of training batches, or may stop the training between two batches."""
+    """Returns whether a callback reads the logs of training batches, or may stop the training between two batches."""
     if isinstance(callback, (ModelCheckpoint, BackupAndRestore, *_ORBAX)):
         return callback.save_freq != "epoch"
     if type(callback) is TensorBoard:
@@ -151,7 +151,7 @@ def looks_at_batches(callback) -> bool:
 
 
 def _sees_begins(callback) -> bool:
-    """Whether a callback, other than those of Keras and raytf, is called before a batch, when it may assign."""
+    """Returns whether a callback, other than those of Keras and raytf, is called before a batch, when it may assign."""
     module = type(callback).__module__.partition(".")[0]
     known = module in ("keras", "raytf") and not isinstance(callback, LambdaCallback)
     if known or getattr(callback, "raytf_local_batches", False):
@@ -245,7 +245,7 @@ def _warn_of_test_batches(callbacks: list) -> None:
 
 
 def _may_write(callback) -> bool:
-    """Whether a callback runs on all workers, and may write files."""
+    """Returns whether a callback runs on all workers, and may write files."""
     module = type(callback).__module__.partition(".")[0]
     return module not in ("keras", "raytf") and not chief_callbacks.is_chiefs(callback)
 

@@ -59,7 +59,7 @@ def on_chief(given: keras.callbacks.Callback | Callable) -> keras.callbacks.Call
 
 
 def _is_chief() -> bool:
-    """Whether this process is the chief of its cluster, or the only process."""
+    """Returns whether this process is the chief of its cluster, or the only process."""
     known = json.loads(os.environ.get("TF_CONFIG") or "{}")
     task = known.get("task", {"type": "chief"})
     if task["type"] != "worker":
@@ -68,12 +68,12 @@ def _is_chief() -> bool:
 
 
 def is_chiefs(callback) -> bool:
-    """Whether only the chief runs a callback: it is marked so, or belongs to a tracker."""
+    """Returns whether only the chief runs a callback: it is marked so, or belongs to a tracker."""
     return getattr(callback, "raytf_on_chief", False) or any(map(_of_tracker, type(callback).__mro__))
 
 
 def tracks_batches(callback) -> bool | None:
-    """Whether a tracker's callback logs batches; None for other callbacks, and if it has no such setting.
+    """Returns whether a tracker's callback logs batches; None for other callbacks, and if it has no such setting.
 
     Trackers' callbacks have batch hooks even if they log epochs; global values for them would cost a collective a step.
     """

@@ -21,7 +21,7 @@ _EXCHANGES = ("PyFunc", "Collective")
 
 
 def is_due(model) -> bool:
-    """Whether to compile a model's call: only with `jit_compile`, and not on GPUs."""
+    """Returns whether to compile a model's call: only with `jit_compile`, and not on GPUs."""
     return bool(model.jit_compile) and not tf.config.list_physical_devices("GPU")
 
 
@@ -37,7 +37,7 @@ def refuse(layer, why: str) -> NoReturn:
 
 
 def is_within() -> bool:
-    """Whether this thread traces a model's call to compile."""
+    """Returns whether this thread traces a model's call to compile."""
     return getattr(step_module.state, "compiles_call", False)
 
 

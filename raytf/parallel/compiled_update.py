@@ -78,7 +78,7 @@ def made(optimizer, update: Callable, gradients: Sequence, variables: Sequence) 
 
 
 def updates_apart(optimizer, gradients: Sequence) -> bool:
-    """Whether to compile one update for all variables of a shape: one for each variable would take seconds."""
+    """Returns whether to compile one update for all variables of a shape: one for each variable would take seconds."""
     return (
         enabled
         and not tf.executing_eagerly()
@@ -89,7 +89,7 @@ def updates_apart(optimizer, gradients: Sequence) -> bool:
 
 
 def compiles_together(variables: Sequence) -> bool:
-    """Whether variables are few enough to compile their update as one computation."""
+    """Returns whether variables are few enough to compile their update as one computation."""
     return len(variables) <= _MOST_TOGETHER
 
 
@@ -185,12 +185,12 @@ def _log(optimizer, why: str) -> None:
 
 
 def is_within() -> bool:
-    """Whether this thread traces an update to compile."""
+    """Returns whether this thread traces an update to compile."""
     return getattr(step_module.state, "compiles", False)
 
 
 def is_possible(optimizer, pairs: Sequence) -> bool:
-    """Whether an update of (gradient, variable) pairs may be compiled; logs the reason if not."""
+    """Returns whether an update of (gradient, variable) pairs may be compiled; logs the reason if not."""
     if tf.executing_eagerly() or not enabled:
         return False
     why = _hindrance(pairs, optimizer)

@@ -45,7 +45,7 @@ _looks: list[weakref.ref] = []
 
 
 def looking() -> bool:
-    """Whether the running `fit` still has to check the end of an epoch, as on all its workers."""
+    """Returns whether the running `fit` still has to check the end of an epoch, as on all its workers."""
     callback = _looks[0]() if _looks else None
     return callback is not None and callback.looking
 

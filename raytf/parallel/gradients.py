@@ -183,7 +183,7 @@ def _upstream(step: step_module.Step, target):
 
 
 def _is_of_rows(step: step_module.Step, value) -> bool:
-    """Whether a value of the loss has one number for each row, as far as its shape is known."""
+    """Returns whether a value of the loss has one number for each row, as far as its shape is known."""
     if not value.shape.rank:
         return False
     rows = tf.get_static_value(step.rows)
@@ -194,7 +194,7 @@ def _is_of_rows(step: step_module.Step, value) -> bool:
 
 
 def _is_alike(step: step_module.Step, source) -> bool:
-    """Whether all workers have the same source: a weight, or a function of weights only."""
+    """Returns whether all workers have the same source: a weight, or a function of weights only."""
     if isinstance(source, (keras.Variable, tf.Variable)):
         known = getattr(source, "synchronization", None) not in ("on_read", tf.VariableSynchronization.ON_READ)
         if known:
@@ -211,7 +211,7 @@ def _note_weight(step: step_module.Step, variable) -> None:
 
 
 def known_alike(step: step_module.Step, value) -> bool:
-    """Whether a tensor of a graph, or slices, depend only on summed gradients and weights.
+    """Returns whether a tensor of a graph, or slices, depend only on summed gradients and weights.
 
     Constants are assumed to be equal on all workers, as for a learning rate.
     """
@@ -264,7 +264,7 @@ def _origins(step: step_module.Step, value) -> tuple[bool, bool] | None:
 
 
 def may_differ(step: step_module.Step, value) -> bool:
-    """Whether a tensor may depend on a batch, or on random numbers; variables count as equal on all workers."""
+    """Returns whether a tensor may depend on a batch, or on random numbers; variables count as equal on all workers."""
     if known_alike(step, value):
         return False
     if tf.executing_eagerly():
@@ -286,7 +286,7 @@ def has_fixed_ids(step: step_module.Step | None, gradient: tf.IndexedSlices) -> 
 def _reaches_batch(
     step: step_module.Step | None, value, passes: Callable[[Any], bool] = lambda tensor: False, most: float = math.inf
 ) -> bool:
-    """Whether a tensor of a graph is a function of a batch, or of random numbers, or of more than is known.
+    """Returns whether a tensor of a graph is a function of a batch, or of random numbers, or of more than is known.
 
     Args:
         step: The step, which knows equal values, or None.
@@ -312,7 +312,7 @@ def _reaches_batch(
 
 
 def _is_later_dimension(tensor) -> bool:
-    """Whether a tensor is one dimension of another tensor's shape, and not the first, in which rows are."""
+    """Returns whether a tensor is one dimension of another tensor's shape, and not the first, in which rows are."""
     operation = tensor.op
     if operation.type != "StridedSlice" or operation.inputs[0].op.type != "Shape":
         return False

@@ -55,7 +55,7 @@ class Outcome:
 
     @property
     def unknown(self) -> bool:
-        """Whether the trials have no result."""
+        """Returns whether the trials have no result."""
         return self.why is not None
 
 
@@ -264,7 +264,7 @@ def _alike(a: np.ndarray, b: np.ndarray) -> bool:
 
 
 def has_rows(leaf: Any, rows: int | None) -> bool:
-    """Whether a tensor has a first dimension that may be the one of the batch.
+    """Returns whether a tensor has a first dimension that may be the one of the batch.
 
     Args:
         leaf: A leaf of a nest, which may be no tensor.

@@ -36,7 +36,7 @@ class _Ends:
 
     @property
     def closed(self) -> bool:
-        """Whether no more iterators are accepted, as Python exits."""
+        """Returns whether no more iterators are accepted, as Python exits."""
         return self._closed or sys.is_finalizing()
 
     def begin(self, resources: list) -> None:

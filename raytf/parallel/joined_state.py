@@ -59,7 +59,7 @@ def of_shared(step: step_module.Step, variable: keras.Variable, old_value: tf.Te
 
 
 def _is_one_draw(step: step_module.Step, variable: keras.Variable, value) -> bool:
-    """Whether a variable without an `aggregation` gets noise, of which one draw counts, or replicas diverge."""
+    """Returns whether a variable without an `aggregation` gets noise, of which one draw counts, or replicas diverge."""
     if variable.aggregation != "none" or variable.synchronization == "on_read" or step.is_in_control_flow():
         return False
     return gradients.differs_by_draws(step, value)

@@ -11,7 +11,7 @@ from raytf.compat import keras_objects
 
 
 def is_one_of(optimizer, names: Collection[str]) -> bool:
-    """Whether an optimizer is Keras' own of one of these names, and of no subclass."""
+    """Returns whether an optimizer is Keras' own of one of these names, and of no subclass."""
     return type(optimizer) in [getattr(keras.optimizers, name) for name in names]
 
 

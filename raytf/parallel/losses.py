@@ -169,7 +169,7 @@ def scale_regularization_loss(original, regularization_loss):
 
 
 def own_compute_loss(model) -> bool:
-    """Whether a model has its own `compute_loss`."""
+    """Returns whether a model has its own `compute_loss`."""
     return type(model).compute_loss is not keras.Model.compute_loss
 
 

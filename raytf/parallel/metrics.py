@@ -333,7 +333,7 @@ def _counts_once(variable) -> bool:
 
 
 def may_compare(metric) -> bool:
-    """Whether a metric may be no sum over rows: it is a user's, or wraps a function."""
+    """Returns whether a metric may be no sum over rows: it is a user's, or wraps a function."""
     return type(metric) is keras.metrics.MeanMetricWrapper or not type(metric).__module__.startswith("keras.")
 
 

@@ -62,7 +62,7 @@ def alike(model) -> list:
 
 
 def has_call(model) -> bool:
-    """Whether a model computes something from its inputs; with its own `train_step` it need not, as a GAN."""
+    """Returns whether a model computes something from its inputs; with its own `train_step` it need not, as a GAN."""
     import keras
 
     return type(model).call is not keras.Model.call

@@ -44,7 +44,7 @@ class Loop:
 
     @property
     def has_taped(self) -> bool:
-        """Whether a tape has computed a gradient outside of graphs."""
+        """Returns whether a tape has computed a gradient outside of graphs."""
         return any(kind == _TAPED for _, kind in self._eager.values())
 
     def kind_of(self, tensor) -> str | None:
@@ -131,7 +131,7 @@ def for_optimizer(grads: Sequence, total) -> list:
 
 
 def _draws(operation) -> bool:
-    """Whether an operation draws random numbers, and changes no variable."""
+    """Returns whether an operation draws random numbers, and changes no variable."""
     return operation.type in DRAWS and all(t.dtype != tf.resource for t in operation.inputs)
 
 

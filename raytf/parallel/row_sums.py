@@ -88,7 +88,7 @@ class RowSums:
         return tensor.op in self._reached or any(tensor is leaf for leaf in self._leaves)
 
     def _has_rows(self, step, tensor) -> bool:
-        """Whether a tensor's first dimension is that of the batch, as far as its shape shows."""
+        """Returns whether a tensor's first dimension is that of the batch, as far as its shape shows."""
         return bool(tensor.shape.rank) and tensor.shape[0] in (None, step.known_rows) and self._depends(tensor)
 
     def _fault_of(self, step, loss) -> str | None:
@@ -142,7 +142,7 @@ class RowSums:
         return any(self._is_cut(step, op) for op in leaf.consumers())
 
     def _is_cut(self, step, op) -> bool:
-        """Whether an operation takes rows by their position."""
+        """Returns whether an operation takes rows by their position."""
         if op.type in ("Split", "SplitV"):
             axis = tf.get_static_value(op.inputs[0 if op.type == "Split" else 2])
             values = op.inputs[1 if op.type == "Split" else 0]

@@ -74,7 +74,7 @@ class Shares:
         return [tf.TensorSpec(v.shape, v.dtype) for v in self.variables]
 
     def has(self, variable) -> bool:
-        """Whether the state of a trained variable is shared out."""
+        """Returns whether the state of a trained variable is shared out."""
         return id(variable) in self._bounds
 
     # ------------------------------------------------------------------------------------------ a step
@@ -303,7 +303,7 @@ def in_step(model, replica_step):
 
 
 def are_in(model) -> bool:
-    """Whether this worker has a share of the state of a model's optimizer."""
+    """Returns whether this worker has a share of the state of a model's optimizer."""
     return model.optimizer is not None and shares_of(model.optimizer) is not None
 
 

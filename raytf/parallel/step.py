@@ -42,7 +42,7 @@ class Step:
         self._alike[id(tensor)] = tensor
 
     def is_alike(self, tensor) -> bool:
-        """Whether a tensor was recorded as equal on all workers."""
+        """Returns whether a tensor was recorded as equal on all workers."""
         return id(tensor) in self._alike
 
     def note_drawn(self, seed) -> None:
@@ -50,7 +50,7 @@ class Step:
         self._drawn[id(seed)] = seed
 
     def is_drawn(self, tensor) -> bool:
-        """Whether a tensor was recorded as a seed."""
+        """Returns whether a tensor was recorded as a seed."""
         return id(tensor) in self._drawn
 
     def note_local(self, gradient: tf.Tensor) -> None:
@@ -58,7 +58,7 @@ class Step:
         self._local[id(gradient)] = gradient
 
     def is_local(self, gradient: tf.Tensor) -> bool:
-        """Whether a gradient was recorded as local."""
+        """Returns whether a gradient was recorded as local."""
         return id(gradient) in self._local
 
     def note_merged(self, gradient: tf.IndexedSlices) -> None:
@@ -66,7 +66,7 @@ class Step:
         self._merged[id(gradient.indices)] = gradient.indices
 
     def is_merged(self, gradient: tf.IndexedSlices) -> bool:
-        """Whether the ids of a gradient were recorded as unique."""
+        """Returns whether the ids of a gradient were recorded as unique."""
         return id(gradient.indices) in self._merged
 
     def note_whole(self, value) -> None:
@@ -74,15 +74,15 @@ class Step:
         self._whole[id(value)] = value
 
     def is_whole(self, value) -> bool:
-        """Whether a value was recorded as that of the rows of all workers."""
+        """Returns whether a value was recorded as that of the rows of all workers."""
         return id(value) in self._whole
 
     def is_nested(self) -> bool:
-        """Whether the code that is traced is in a function, condition or loop within the step."""
+        """Returns whether the code that is traced is in a function, condition or loop within the step."""
         return not tf.executing_eagerly() and tf.compat.v1.get_default_graph() is not self._graph
 
     def is_in_control_flow(self) -> bool:
-        """Whether the code that is traced is in a condition or loop within the step."""
+        """Returns whether the code that is traced is in a condition or loop within the step."""
         graph = tf.compat.v1.get_default_graph() if self.is_nested() else self._graph
         while graph not in (None, self._graph) and not getattr(graph, "is_control_flow_graph", False):
             graph = getattr(graph, "outer_graph", None)
@@ -120,7 +120,7 @@ class Step:
 
 
 def _is_visible(tensor) -> bool:
-    """Whether the current code may use a tensor: of this graph, of an outer graph, or an eager tensor."""
+    """Returns whether the current code may use a tensor: of this graph, of an outer graph, or an eager tensor."""
     if tf.executing_eagerly() or (tf.is_tensor(tensor) and hasattr(tensor, "numpy")):
         return True
     graph = tf.compat.v1.get_default_graph()
@@ -135,7 +135,7 @@ def current() -> Step | None:
 
 
 def is_trial() -> bool:
-    """Whether a user's function is tried on synthetic rows; see `halves`."""
+    """Returns whether a user's function is tried on synthetic rows; see `halves`."""
     return getattr(state, "trial", False)
 
 
@@ -151,7 +151,7 @@ def override_state(**values):
 
 
 def in_replica_of_many() -> bool:
-    """Whether this code runs for one replica of several."""
+    """Returns whether this code runs for one replica of several."""
     return not tf.distribute.in_cross_replica_context() and many_replicas(tf.distribute.get_strategy())
 
 
@@ -272,17 +272,17 @@ def outside():
 
 
 def is_shared(variable) -> bool:
-    """Whether all replicas share one variable, as under CentralStorageStrategy."""
+    """Returns whether all replicas share one variable, as under CentralStorageStrategy."""
     return isinstance(keras_objects.variable_of(variable), AggregatingVariable)
 
 
 def is_joined(variable) -> bool:
-    """Whether a variable's `aggregation` defines how replicas' values are joined when they are assigned."""
+    """Returns whether a variable's `aggregation` defines how replicas' values are joined when they are assigned."""
     return says_how_to_join(variable) and not is_shared(variable)
 
 
 def says_how_to_join(variable) -> bool:
-    """Whether it has an `aggregation`, and is no metric's variable, which is joined when an epoch ends."""
+    """Returns whether it has an `aggregation`, and is no metric's variable, which is joined when an epoch ends."""
     return variable.aggregation != "none" and variable.synchronization != "on_read"
 
 

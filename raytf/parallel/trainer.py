@@ -137,7 +137,7 @@ def _make_function(original, self, step_function):
         return result
 
     def together(iterator) -> bool:
-        """Whether one call may make all steps of an execution."""
+        """Returns whether one call may make all steps of an execution."""
         if compiled is None or not isinstance(iterator, (tf.data.Iterator, tf.distribute.DistributedIterator)):
             return False
         if self.steps_per_execution == 1 or not spans_workers(strategy) or exchange.exchange_of(strategy) is not None:

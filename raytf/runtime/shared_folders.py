@@ -33,7 +33,7 @@ class Folder:
     shared: tuple[str, str] | None
 
     def is_same(self, other: Folder) -> bool:
-        """Whether two processes, each on some host, see the same files."""
+        """Returns whether two processes, each on some host, see the same files."""
         if (self.path, self.inode) != (other.path, other.inode):
             return False
         same_host = self.boot == other.boot and self.device == other.device
@@ -53,7 +53,7 @@ def describe_folder(path: str) -> Folder:
 
 
 def exists_as(other: Folder) -> bool:
-    """Whether this process sees another process's folder at the same path."""
+    """Returns whether this process sees another process's folder at the same path."""
     with contextlib.suppress(OSError):
         return describe_folder(other.path).is_same(other)
     return False

@@ -57,7 +57,7 @@ def _check(path: str, seen: os.stat_result, allowed: int = 0) -> None:
 
 
 def _is_private_group(seen: os.stat_result) -> bool:
-    """Whether the group is its owner's private group, as on Debian and Red Hat (umask 002)."""
+    """Returns whether the group is its owner's private group, as on Debian and Red Hat (umask 002)."""
     try:
         user, group = pwd.getpwuid(seen.st_uid), grp.getgrgid(seen.st_gid)
     except KeyError:

@@ -68,7 +68,7 @@ def set_normal_with_children(pid: int) -> None:
 
 
 def _can_be_reverted() -> bool:
-    """Whether niceness can be lowered; tested in a thread, as Linux keeps niceness per thread."""
+    """Returns whether niceness can be lowered; tested in a thread, as Linux keeps niceness per thread."""
     successes = []
 
     def try_it() -> None:

@@ -49,7 +49,7 @@ def new_name(kind: str) -> str:
 
 
 def is_unnamed(run_config) -> bool:
-    """Whether a RunConfig was created without a name."""
+    """Returns whether a RunConfig was created without a name."""
     return not run_config.name or _RAYS_NAME.fullmatch(run_config.name) is not None
 
 
@@ -354,7 +354,7 @@ class RunFolder:
         return archive
 
     def _is_a_run(self, info) -> bool:
-        """Whether an entry is the folder of another run, whose name begins with this one's and a slash."""
+        """Returns whether an entry is the folder of another run, whose name begins with this one's and a slash."""
         if info.type != FileType.Directory:
             return False
         markers = [f"{info.path}/{CHECKPOINT_MANAGER_SNAPSHOT_FILENAME}", f"{info.path}/{LOCK}"]

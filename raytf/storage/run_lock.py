@@ -250,7 +250,7 @@ def _same_machine(owner: dict) -> bool:
 
 
 def _is_dead(owner: dict, age: float | None) -> bool:
-    """Whether the owner is dead: by its process on this machine, by its heartbeat on another one."""
+    """Returns whether the owner is dead: by its process on this machine, by its heartbeat on another one."""
     if not _same_machine(owner):
         return age is not None and age > timeouts.get().lock_silent
     pid = owner.get("pid")

@@ -107,7 +107,7 @@ def locations() -> list[str]:
 
 
 def _is_of(error: Exception, path: str) -> bool:
-    """Whether an error means that a folder accepts no more data."""
+    """Returns whether an error means that a folder accepts no more data."""
     number = error.errno if isinstance(error, OSError) else None
     if number is None and any(f"errno = {full}" in str(error) for full in _FULL):  # HDF5's wording
         number = errno.ENOSPC
@@ -170,7 +170,7 @@ def _clean_once() -> None:
 
 
 def _is_abandoned(name: str) -> bool:
-    """Whether a folder's name contains a process of this host that has ended."""
+    """Returns whether a folder's name contains a process of this host that has ended."""
     parts = name.removeprefix(_PREFIX).split("_")
     if not name.startswith(_PREFIX) or len(parts) < 4 or parts[0] != _host() or not parts[1].isdecimal():
         return False

@@ -287,7 +287,7 @@ class SnapshotStore:
         return self._steps[name]
 
     def _is_whole(self, name: str) -> bool:
-        """Whether every part of a snapshot has its recorded size."""
+        """Returns whether every part of a snapshot has its recorded size."""
         if name not in self._whole:
             try:
                 checkpoint_files.check_stored(self._filesystem, posixpath.join(self._folder, name))

@@ -514,7 +514,7 @@ class SnapshotWriter:
 
     @property
     def alone(self) -> bool:
-        """Whether others' parts were missing repeatedly."""
+        """Returns whether others' parts were missing repeatedly."""
         return self._late >= _MOST_LATE
 
     def _end(self, number: int) -> None:

@@ -56,7 +56,7 @@ class CheckpointList:
             self._validations.tick()
 
     def validates(self) -> bool:
-        """Whether a checkpoint is still to be validated."""
+        """Returns whether a checkpoint is still to be validated."""
         return bool(self._manager.get_pending_training_results())
 
     def answer(self, what: str) -> Any:

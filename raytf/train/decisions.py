@@ -68,7 +68,7 @@ class RunState:
 
     @property
     def is_whole(self) -> bool:
-        """Whether all workers train, and none is missing."""
+        """Returns whether all workers train, and none is missing."""
         return self.phase in (Phase.TRAINING, Phase.LEAVING)
 
 

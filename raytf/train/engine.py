@@ -51,7 +51,7 @@ _ELASTIC_WAIT_INTERVAL, _COUNT_INTERVAL = 10.0, 0.5
 
 
 def is_slice(scaling_config) -> bool:
-    """Whether Ray reserves slices of TPU hosts for the workers, in its own way."""
+    """Returns whether Ray reserves slices of TPU hosts for the workers, in its own way."""
     return bool(scaling_config.use_tpu and scaling_config.topology and scaling_config.accelerator_type)
 
 

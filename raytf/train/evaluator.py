@@ -110,7 +110,7 @@ class Record:
         return failures
 
     def given_up(self) -> bool:
-        """Whether the evaluator died, or did not start, too often to be called again."""
+        """Returns whether the evaluator died, or did not start, too often to be called again."""
         return (self.entries.get("failures") or 0) >= _CHECKPOINTS_IN_A_ROW
 
     def results(self) -> tuple[dict[int, dict[str, float]], dict[int, str]]:

@@ -339,7 +339,7 @@ class EventGroup:
         raise LostGroupError(dict(self._errors), why)
 
     def has_room(self, ranks: Iterable[int]) -> bool:
-        """Whether processes can start for these ranks; True if the group has to wait for room."""
+        """Returns whether processes can start for these ranks; True if the group has to wait for room."""
         return True
 
     def replace(self, rank: int) -> Member:

@@ -454,7 +454,7 @@ class KerasTrainer:
         )
 
     def _heals(self) -> bool:
-        """Whether a lost worker is replaced in place."""
+        """Returns whether a lost worker is replaced in place."""
         return self.tensorflow_config.heal and not self.num_ps and arguments.survives_failures(self.run_config)
 
     def _shuffle(self, blocks: dict) -> str:

@@ -239,7 +239,7 @@ class RunGroup(EventGroup):
         self._joining[member.actor.next_event.remote(SOON_INTERVAL)] = member
 
     def has_room(self, ranks: Iterable[int]) -> bool:
-        """Whether processes can start for these ranks: their bundles are on a living node, or fit on one."""
+        """Returns whether processes can start for these ranks: their bundles are on a living node, or fit on one."""
         if not self._spec.elastic:
             return True
         living = resources.living({self.places[rank].node for rank in ranks})

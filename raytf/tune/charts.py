@@ -75,12 +75,12 @@ def format_number(value: float) -> str:
 
 
 def is_finite(value) -> bool:
-    """Whether a value is a number that a chart can show."""
+    """Returns whether a value is a number that a chart can show."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def spans_decades(values: Sequence[float]) -> bool:
-    """Whether values need a logarithmic axis."""
+    """Returns whether values need a logarithmic axis."""
     return bool(values) and min(values) > 0 and max(values) / min(values) >= _DECADES
 
 

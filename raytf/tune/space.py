@@ -87,7 +87,7 @@ def key_bounds(value: Any, name: str) -> list:
 
 
 def is_listed(value: Any) -> bool:
-    """Whether all values of a key are written out."""
+    """Returns whether all values of a key are written out."""
     return _is_grid(value) or isinstance(value, Categorical)
 
 

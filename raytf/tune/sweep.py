@@ -359,13 +359,13 @@ class _TuneLoop:
 
 
 def _is_logged(record: logging.LogRecord) -> bool:
-    """Whether to log a trial's failure; a metric that no trial reports ends the sweep with its own message."""
+    """Returns whether to log a trial's failure; a metric that no trial reports ends the sweep with its own message."""
     error = record.exc_info[1] if record.exc_info else None
     return not isinstance(getattr(error, "cause", error), UnknownMetricError)
 
 
 def _is_unreported(record: logging.LogRecord) -> bool:
-    """Whether raytf does not itself log what Tune logs about an ended sweep."""
+    """Returns whether raytf does not itself log what Tune logs about an ended sweep."""
     return record.levelno >= logging.ERROR and not str(record.msg).startswith("Trials did not complete")
 
 

@@ -87,7 +87,7 @@ def _read(saved: Checkpoint) -> tuple[dict[str, bytes], int]:
 
 
 def is_finished(filesystem, folder: str, step: int) -> bool:
-    """Whether there is a finished checkpoint of a step."""
+    """Returns whether there is a finished checkpoint of a step."""
     return any(kept_step == step for kept_step, _ in step_folders.finished_folders(filesystem, folder))
 
 

@@ -172,7 +172,7 @@ class ReportCallback(keras.callbacks.Callback):
         self._states.end()
 
     def _is_saved(self) -> bool:
-        """Whether the chief's last checkpoint is whole; if not, all workers report once more."""
+        """Returns whether the chief's last checkpoint is whole; if not, all workers report once more."""
         if self._write_error is None:  # `report` has no such result, and raises errors itself
             return True
         is_saved = self._write_error() is None

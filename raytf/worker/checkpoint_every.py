@@ -85,7 +85,7 @@ def parse_steps(given: object) -> int | None:
 
 
 def crosses_multiple(every: int, first: int, last: int) -> bool:
-    """Whether (before, after] contains a multiple of `every` steps."""
+    """Returns whether (before, after] contains a multiple of `every` steps."""
     return first // every < last // every
 
 

@@ -105,7 +105,7 @@ class CheckpointSaver:
         return self._layout[1]
 
     def writes_alone(self) -> bool:
-        """Whether this worker must write alone, as parts of other workers did not arrive before."""
+        """Returns whether this worker must write alone, as parts of other workers did not arrive before."""
         return self._writes_alone or (self._writer is not None and self._writer.alone)
 
     def _content(self, model) -> ZipTemplate:

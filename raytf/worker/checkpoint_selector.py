@@ -127,7 +127,7 @@ class CheckpointSelector:
 
     @property
     def needs_run(self) -> bool:
-        """Whether the choice needs a run, and not only a single checkpoint."""
+        """Returns whether the choice needs a run, and not only a single checkpoint."""
         return self.which != "last" or self.average > 1
 
     def ordered(self, checkpoints: Sequence[StoredCheckpoint], run: str) -> list[StoredCheckpoint]:

@@ -108,5 +108,5 @@ def servers():
 
 
 def uses_tpu() -> bool:
-    """Whether this run trains on TPUs."""
+    """Returns whether this run trains on TPUs."""
     return bool(_context) and strategy.uses_tpu(_context[0].setup)

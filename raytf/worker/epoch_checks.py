@@ -112,7 +112,7 @@ class EpochChecks(TrainingPart):
         self._waiting.clear()
 
     def _compares(self) -> bool:
-        """Whether all workers must have the same weights."""
+        """Returns whether all workers must have the same weights."""
         strategy = self.model.distribute_strategy
         return self._size > 1 and spans_workers(strategy) and local_sgd.every(strategy) == 1
 

@@ -93,13 +93,13 @@ def _check_shares(name: str, values: np.ndarray) -> None:
 
 
 def _steps_as_keras(model) -> bool:
-    """Whether the model uses the train step and loss computation of Keras."""
+    """Returns whether the model uses the train step and loss computation of Keras."""
     own = any(getattr(type(model), name) is not getattr(keras.Model, name) for name in ("train_step", "compute_loss"))
     return not own and "train_step" not in vars(model) and model_optimizers.has_call(model)
 
 
 def _is_kerass(losses) -> bool:
-    """Whether all losses are names or objects of Keras, none of which accepts strings."""
+    """Returns whether all losses are names or objects of Keras, none of which accepts strings."""
     flat = [loss for loss in tree.flatten(losses) if loss is not None]
     return bool(flat) and all(
         isinstance(loss, str) or (getattr(loss, "__module__", "") or "").partition(".")[0] == "keras" for loss in flat

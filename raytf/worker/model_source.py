@@ -30,7 +30,7 @@ def remember_run(run: str, build_model: Callable, config: Mapping) -> None:
 
 
 def is_uri(source) -> bool:
-    """Whether the source is a URI of a storage, and not a path on this machine."""
+    """Returns whether the source is a URI of a storage, and not a path on this machine."""
     return isinstance(source, str) and "://" in source
 
 
@@ -73,7 +73,7 @@ class StorageLocation:
         return self.filesystem.get_file_info(self.path).type
 
     def is_checkpoint(self) -> bool:
-        """Whether it is the folder of a checkpoint, see the function `is_checkpoint`."""
+        """Returns whether it is the folder of a checkpoint, see the function `is_checkpoint`."""
         parts = [posixpath.join(self.path, part) for part in (MODEL, STATE, SEEDS, MANIFEST)]
         return any(info.type != FileType.NotFound for info in self.filesystem.get_file_info(parts))
 
@@ -101,15 +101,15 @@ def run_of_process(run: str) -> tuple[Callable, dict] | None:
 
 
 def is_checkpoint(folder: str) -> bool:
-    """Whether a folder is a checkpoint's, whole or not, and not a run's."""
+    """Returns whether a folder is a checkpoint's, whole or not, and not a run's."""
     return os.path.lexists(os.path.join(folder, MODEL)) or is_ours(folder)
 
 
 def is_ours(folder: str) -> bool:
-    """Whether a folder contains files of raytf in addition to a model's file."""
+    """Returns whether a folder contains files of raytf in addition to a model's file."""
     return any(os.path.lexists(os.path.join(folder, part)) for part in (STATE, SEEDS, MANIFEST))
 
 
 def is_bare(folder: str) -> bool:
-    """Whether a checkpoint is only a model's file: of Ray's callback, or of Keras 2."""
+    """Returns whether a checkpoint is only a model's file: of Ray's callback, or of Keras 2."""
     return os.path.isfile(os.path.join(folder, MODEL)) and not is_ours(folder)

@@ -367,7 +367,7 @@ class RaySession(Session):
         return self._keeper.layout(model)
 
     def writes_alone(self) -> bool:
-        """Whether the chief must write alone, see `CheckpointSaver.writes_alone`."""
+        """Returns whether the chief must write alone, see `CheckpointSaver.writes_alone`."""
         return self._keeper.writes_alone()
 
     def hold_in_memory(self, name: str, model, parts: Mapping[str, Any]) -> None:

@@ -142,7 +142,7 @@ class StepCheckpointCallback(TrainingPart):
         self._clock.epoch_ended(time.monotonic(), self._position.step)
 
     def wants(self, step: int) -> bool:
-        """Whether to wait for all steps that have begun, for a training that begins steps before others end.
+        """Returns whether to wait for all steps that have begun, for a training that begins steps before others end.
 
         Args:
             step: Number of steps in all.
@@ -172,7 +172,7 @@ class StepCheckpointCallback(TrainingPart):
         return bool(due)
 
     def _are_alike(self) -> bool:
-        """Whether all workers have the same weights; with `sync_every` they differ between two averages."""
+        """Returns whether all workers have the same weights; with `sync_every` they differ between two averages."""
         optimizers = model_optimizers.optimizers_of(self.model).values()
         return self._local_steps == 1 or all(
             int(optimizer.iterations) % self._local_steps == 0 for optimizer in optimizers

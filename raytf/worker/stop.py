@@ -118,7 +118,7 @@ class StopBarrier:
             return {"begun": self._begun, "asked": list(self._requests), "end_after": self._last_execution}
 
     def is_last(self) -> bool:
-        """Whether to stop after this execution. Blocks while a request waits for its last execution.
+        """Returns whether to stop after this execution. Blocks while a request waits for its last execution.
 
         Raises:
             NoStopAnswerError: The driver did not send the last execution before the timeout.
@@ -135,7 +135,7 @@ class StopBarrier:
             return self.is_over()
 
     def is_over(self) -> bool:
-        """Whether the last execution is the one to stop after, or a later one. Called between executions."""
+        """Returns whether the last execution is the one to stop after, or a later one. Called between executions."""
         with self._condition:
             return self._last_execution is not None and self._begun > self._last_execution
 

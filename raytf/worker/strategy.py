@@ -146,7 +146,7 @@ def connect_to_servers(setup: WorkerSetup):
 
 
 def uses_tpu(setup: WorkerSetup) -> bool:
-    """Whether a run trains on TPUs."""
+    """Returns whether a run trains on TPUs."""
     return setup.strategy == "tpu" or setup.tpu
 
 

@@ -390,7 +390,7 @@ def _is_kerass(function) -> bool:
 
 
 def _is_own(value) -> bool:
-    """Whether a function, or the class of an object, is the user's."""
+    """Returns whether a function, or the class of an object, is the user's."""
     kind = value if inspect.isroutine(value) else type(value)
     return value is not None and not _is_kerass(kind) and kind.__module__ != "builtins"
 
