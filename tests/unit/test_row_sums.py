@@ -8,7 +8,6 @@ import keras
 import pytest
 import tensorflow as tf
 
-from raytf.parallel import losses  # noqa: F401 - which replaces functions of TensorFlow
 from raytf.parallel import step as step_module
 from raytf.parallel.row_sums import RowSums
 
@@ -45,7 +44,6 @@ MEANS = {
     "columns": lambda step, y, p: tf.reduce_mean(p[:, 0]) + tf.reduce_mean(p[..., 1]),
     "sum over places": lambda step, y, p: tf.reduce_mean(tf.reduce_sum(tf.square(p), -1)),
     "of what counts": lambda step, y, p: tf.reduce_sum(each(y, p) * tf.sign(p[:, 0])) / tf.reduce_sum(p[:, 0]),
-    "of a global batch": lambda step, y, p: tf.nn.compute_average_loss(each(y, p), global_batch_size=16),
     "scaled by raytf": lambda step, y, p: tf.reduce_sum(each(y, p)) * step.upscale(tf.float32),
     "of weights": lambda step, y, p: tf.reduce_mean(each(y, p)) + tf.reduce_sum(tf.eye(4) ** 2),
     "for the tape to sum": lambda step, y, p: each(y, p),
