@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
+from collections.abc import Iterator
 
 from raytf.compat import keras_objects
 from raytf.compat.patching import patched
@@ -141,9 +143,22 @@ def _build_by_step(model, data_batch, method: str) -> None:
         step, strategy = getattr(model, _STEPS[method]), model.distribute_strategy
         # in a replica's context, as tapes do not know variables of several replicas
         of_replica = (lambda data: strategy.run(step, args=(data,))) if many_replicas(strategy) else step
-        with patched(BaseOptimizer, "apply", built_only):
+        with patched(BaseOptimizer, "apply", built_only), _same_draws():
             tf.function(of_replica).get_concrete_function(data_batch)
         model.built = not unbuilt(model)
+
+
+@contextlib.contextmanager
+def _same_draws() -> Iterator[None]:
+    """Restores the global generators of Python and NumPy, from which a step may draw as it is traced."""
+    import numpy as np
+
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
 
 
 def _build_metrics_by_step(model, data_batch, method: str) -> None:

@@ -131,6 +131,9 @@ def judged(single: dict, double: dict, again: dict, suspects: Sequence[str], ali
     """
     gaps, noise = _gaps(single, double), _gaps(single, again)
     real = [name for name in suspects if gaps[name].gap > _TIMES * noise[name].gap]
+    kinds = lambda names: {gaps[name].kind for name in names}
+    if "weight" in kinds(set(suspects) - set(real)) and "weight" not in kinds(real):
+        real = [name for name in real if gaps[name].kind != "log"]  # logs of random weights are random, too
     random = tuple(name for name in suspects if name not in real)
     traits, differences = single["traits"], []
     if not alike:
