@@ -171,3 +171,30 @@ def test_a_checkpoint_of_such_a_model_is_loaded_where_it_is_built(tmp_path):
     checkpoint.save(str(tmp_path), model, state, build=(built, {}, ((3,), "float64")))
     loaded = model_loading.load_model(str(tmp_path), build_model=built)
     np.testing.assert_array_equal(np.asarray(loaded.tower.kernel), np.asarray(model.tower.kernel))
+
+
+def test_building_for_labels_of_a_step_draws_nothing():
+    """Metrics are built for one-hot labels, which a step makes; what it draws as it is traced does not count."""
+    import keras
+    import tensorflow as tf
+
+    class OneHot(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.head = keras.layers.Dense(3)
+
+        def call(self, x):
+            return self.head(x)
+
+        def train_step(self, data):
+            x, y = data
+            return super().train_step((x + np.random.normal(), tf.one_hot(y, 3)))
+
+    model = OneHot()
+    model.compile("adam", keras.losses.CategoricalCrossentropy(from_logits=True), metrics=["accuracy"])
+    np.random.seed(5)
+    before = np.random.get_state()[1].copy()
+    model_optimizers.build(model, (tf.zeros([2, 4]), tf.zeros([2], tf.int32)))
+    assert np.array_equal(np.random.get_state()[1], before)
+    (metric,) = keras_objects.compiled_parts(model)[1].metrics
+    assert metric._fn.__name__ == "categorical_accuracy"
