@@ -267,7 +267,7 @@ def reordered(place: Place, name: str):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         out = train(place, case, begins=left(place, name, place.world))
-    messages = [str(w.message) for w in caught if "starts again" in str(w.message)]
+    messages = [str(w.message) for w in caught if "restarts, with weights" in str(w.message)]
     assert len(messages) == 1 and "have seen 4 of its steps" in messages[0], messages
     assert "(batch_size 25, was 20)" in messages[0], messages
     return {"epochs": out["n:last"][3:], "seen": out["n:last"][1], "steps": out["optimizer0"]}
