@@ -226,7 +226,8 @@ def known_alike(step: step_module.Step, value) -> bool:
 
 def differs_by_draws(step: step_module.Step, value) -> bool:
     """Whether random numbers alone make a tensor of a graph differ between workers, as noise added to a gradient."""
-    return isinstance(value, tf.Tensor) and _origins(step, value) in ((True, True), (False, True))
+    origins = _origins(step, value) if isinstance(value, tf.Tensor) else None
+    return origins is not None and origins[1]
 
 
 def note_drawn(seed: tf.Tensor) -> None:

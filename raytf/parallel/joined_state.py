@@ -38,8 +38,11 @@ def assigned(variable: keras.Variable, value) -> bool:
     value = tf.cast(value, tf_variable.dtype)
     # TensorFlow's own assignment would start another collective of the replicas
     local = strategy.experimental_local_results(tf_variable)[_number_here(context, strategy)]
-    aggregation = "only_first_replica" if drawn else variable.aggregation
-    local.assign(_joined(step, aggregation, tf.convert_to_tensor(local), value))
+    if drawn:
+        (joined,) = communicator.of_first([value])
+    else:
+        joined = _joined(step, variable.aggregation, tf.convert_to_tensor(local), value)
+    local.assign(joined)
     return True
 
 

@@ -86,6 +86,11 @@ def _is_own(model, name: str) -> bool:
     return getattr(type(model), name) is not getattr(keras.Model, name)
 
 
+def _is_traced(model, method: str) -> bool:
+    """Returns whether a step of the model can be traced to build parts: not in eager mode, nor for its own `fit`."""
+    return not _is_own(model, method) and not model.run_eagerly
+
+
 def build(model, data_batch, method: str = "fit") -> None:
     """Builds a compiled model and `model.optimizer`, as Keras does before the first step; a step builds other
     optimizers.
@@ -102,7 +107,7 @@ def build(model, data_batch, method: str = "fit") -> None:
         ConfigError: The model has its own `fit`, and is not built; or a metric keeps its state in Python.
     """
     if has_call(model):
-        in_step = _is_own(model, _STEPS[method]) and not _is_own(model, method) and not model.run_eagerly
+        in_step = _is_own(model, _STEPS[method]) and _is_traced(model, method)
         try:
             keras_objects.build_for(model, data_batch, left=keras_objects.unbuilt_parts(model) if in_step else ())
             if in_step:
@@ -139,7 +144,7 @@ def _build_by_step(model, data_batch, method: str) -> None:
         if not optimizer.built and trainable_variables:  # a step may list them before its layers are built
             optimizer.build(list(trainable_variables))
 
-    if not _is_own(model, method) and not model.run_eagerly:
+    if _is_traced(model, method):
         step, strategy = getattr(model, _STEPS[method]), model.distribute_strategy
         # in a replica's context, as tapes do not know variables of several replicas
         of_replica = (lambda data: strategy.run(step, args=(data,))) if many_replicas(strategy) else step

@@ -554,13 +554,13 @@ class KerasTrainer:
             ConfigError: The columns or the model do not fit the data.
             UnsupportedVersionError: raytf does not fit the installed versions of Ray, Keras or TensorFlow.
         """
-        ray_datasets = {name: outcome for name, outcome in blocks.items() if not isinstance(outcome, TFData)}
-        for name, outcome in ray_datasets.items():
-            if not outcome.rows:
+        ray_datasets = {name: block for name, block in blocks.items() if not isinstance(block, TFData)}
+        for name, block in ray_datasets.items():
+            if not block.rows:
                 raise ConfigError(
                     "A dataset must hold rows", f"{name!r} is empty", "Check the path or the filter that made it"
                 )
-            self.batch.check(outcome.columns)
+            self.batch.check(block.columns)
         names = sorted(set(config) - set(own))
         pickled = cloudpickle.dumps((self.build_model, dict(config), self.batch, names, self.callbacks))
         order = self._comparison(may_continue) if rows is None else None
