@@ -6,10 +6,8 @@ import contextlib
 import dataclasses
 import functools
 import io
-import math
 import os
 import zipfile
-from collections.abc import Callable
 from typing import Any
 
 import h5py
@@ -51,6 +49,7 @@ from keras.src.utils import tracking  # lists and dicts of layers, which are pic
 from keras.src.utils.backend_utils import DynamicBackend  # random layers hold one
 from keras.src.utils.python_utils import is_default, pythonify_logs  # marks of Keras' own get_config; logs as numbers
 
+from raytf.compat.lazy_array import LazyArray
 from raytf.compat.versions import at_least, uses_private
 
 __all__ = [
@@ -59,7 +58,6 @@ __all__ = [
     "DynamicBackend",
     "EpochIterator",
     "Functional",
-    "LazyArray",
     "LossFunctionWrapper",
     "PyDatasetAdapter",
     "TFOptimizer",
@@ -331,23 +329,6 @@ def _saves_as_keras(saved) -> bool:
         and not own
         and type(saved).save_own_variables is BaseOptimizer.save_own_variables
     )
-
-
-class LazyArray:
-    """An array of a checkpoint that is made while it is copied: `numpy.asarray` of it makes it.
-
-    Args:
-        shape: Its shape.
-        dtype: Its numpy dtype.
-        make: Function that returns it.
-    """
-
-    def __init__(self, shape: tuple[int, ...], dtype: np.dtype, make: Callable[[], np.ndarray]):
-        self.shape, self.dtype, self._make = shape, dtype, make
-        self.nbytes = math.prod(shape) * dtype.itemsize
-
-    def __array__(self, dtype=None, copy=None) -> np.ndarray:
-        return self._make()
 
 
 def as_array(value: Any) -> Any:

@@ -20,7 +20,8 @@ from raytf import logs
 from raytf.collectives import exchange, gradient_ring
 from raytf.collectives.communicator import spans_workers
 from raytf.compat import keras_objects
-from raytf.compat.keras import LazyArray, TFOptimizer
+from raytf.compat.keras import TFOptimizer
+from raytf.compat.lazy_array import LazyArray
 from raytf.compat.patching import patch
 from raytf.compat.tensorflow import may_record
 from raytf.errors import ConfigError
@@ -52,6 +53,7 @@ class Shares:
         self._model, self._optimizer, self._ring = weakref.ref(model), weakref.ref(model.optimizer), ring
         self.slots: dict[int, tuple] = {}
         self._serves = False  # whether other workers send their shares on request
+        self._next: int | None = None  # the slot that all workers gather next, while each writes a part
 
     @functools.cached_property
     def variables(self) -> list:
@@ -193,6 +195,8 @@ class Shares:
         return LazyArray(tuple(variable.shape), np.dtype(dtype), lambda: self._gathered(number))
 
     def _gathered(self, number: int) -> np.ndarray:
+        if self._next is not None:
+            return self._gather_up_to(number)
         if not self._serves:
             raise ConfigError(
                 "With shard_optimizer each worker has its share of the optimizer's state, and raytf's own checkpoints "
@@ -206,6 +210,16 @@ class Shares:
     def _shared(self, number: int) -> np.ndarray:
         slot, variable = list(self.slots.values())[number]
         return self._ring.whole(np.asarray(slot)).reshape(tuple(variable.shape))
+
+    def _gather_up_to(self, number: int) -> np.ndarray:
+        """Returns a whole slot; gathers those before it as well, which others may write. No slot is gathered twice."""
+        if number < self._next:
+            raise RuntimeError(f"slot {number} of the optimizer follows slot {self._next - 1} in the model's file")
+        while True:
+            slot = self._shared(self._next)
+            self._next += 1
+            if self._next > number:
+                return slot
 
     def _exchange(self, number: int) -> int:
         """Returns the sum of all workers' numbers, of which one worker's is not 0."""
@@ -226,6 +240,19 @@ class Shares:
         if self._ring.ring.rank != rank:
             while (number := self._exchange(0)) != end:
                 self._shared(number - 1)
+
+    @contextlib.contextmanager
+    def whole_everywhere(self) -> Iterator[None]:
+        """See the function `whole`. All workers gather each slot at once, and each copies what it writes."""
+        self._next = 0
+        try:
+            yield
+        finally:
+            try:
+                if self._next < len(self.slots):
+                    self._gather_up_to(len(self.slots) - 1)
+            finally:
+                self._next = None
 
     def load(self, store) -> None:
         """Replaces `load_own_variables`: takes this worker's share of whole slots.
@@ -307,12 +334,23 @@ def are_in(model) -> bool:
     return model.optimizer is not None and shares_of(model.optimizer) is not None
 
 
-def whole(model, rank: int = 0) -> contextlib.AbstractContextManager[None]:
-    """Returns a context in which the worker `rank` can save a checkpoint of a model; every worker enters it.
+def sharded_variables(model) -> list:
+    """Returns the trained variable of each slot that is shared out; the whole slot is as large."""
+    return [variable for _, variable in shares_of(model.optimizer).slots.values()] if are_in(model) else []
 
-    The others send their shares until that worker leaves it.
+
+def whole(model, rank: int = 0, writers: int = 1) -> contextlib.AbstractContextManager[None]:
+    """Returns a context in which workers can save a checkpoint of a model; every worker enters it.
+
+    Args:
+        model: A compiled and built `keras.Model`.
+        rank: The worker that saves it, if that is one. The others send their shares until it leaves the context.
+        writers: Number of workers that save parts of it. With several, each saves at most one part.
     """
-    return shares_of(model.optimizer).whole(rank) if are_in(model) else contextlib.nullcontext()
+    if not are_in(model):
+        return contextlib.nullcontext()
+    shares = shares_of(model.optimizer)
+    return shares.whole_everywhere() if writers > 1 else shares.whole(rank)
 
 
 @patch((TFOptimizer, "add_variable_from_reference"))

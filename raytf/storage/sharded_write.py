@@ -2,8 +2,9 @@
 
     cat model.keras.* > model.keras
 
-Each worker writes one range of the weights, which all workers have. The chief writes the first range, and what precedes
-and follows the weights. A part's name holds its checksum: so the chief, which has all bytes, can check a part by name.
+Each worker writes one range of the weights: all workers have them, or gather them together from their shares. The chief
+writes the first range, and what precedes and follows the weights. A part's name holds its checksum: so the chief, which
+has all bytes, can check a part by name.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from raytf.compat.lazy_array import LazyArray
 from raytf.storage import gather_io
 from raytf.storage.file_template import FileTemplate, TemplatePart, ZipTemplate, flat_bytes
 
@@ -77,7 +79,14 @@ class RangeCutter:
                 if max(offset, begin) < min(offset + len(text), end)
             ]
             self._image = FileTemplate(end - begin, texts, places)
-        return TemplatePart(self._image, [flat_bytes(archive.values[i])[start:stop] for i, start, stop in self._parts])
+        return TemplatePart(self._image, [_cut(archive.values[i], start, stop) for i, start, stop in self._parts])
+
+
+def _cut(value: np.ndarray | LazyArray, begin: int, end: int) -> np.ndarray | LazyArray:
+    """Returns some bytes of an array: a view, or those of a `LazyArray`, which is made when they are copied."""
+    if isinstance(value, LazyArray):
+        return LazyArray((end - begin,), np.dtype(np.uint8), lambda: flat_bytes(np.asarray(value))[begin:end])
+    return flat_bytes(value)[begin:end]
 
 
 def layout_checksum(image: FileTemplate) -> int:

@@ -187,7 +187,8 @@ class ReportCallback(keras.callbacks.Callback):
     def _report(self, stopped: bool):
         self._reported = self._fingerprint()
         moment = self._snapshot(stopped) if self._checkpoint else None
-        with activity.tracker.in_phase(activity.CHECKPOINT), shards.whole(self.model):
+        writers = 1 if moment is None else moment.writers
+        with activity.tracker.in_phase(activity.CHECKPOINT), shards.whole(self.model, writers=writers):
             self._write_error = self._to(dict(self._history[-1]), moment)
 
     def _snapshot(self, stopped: bool) -> checkpoints.CheckpointSnapshot:

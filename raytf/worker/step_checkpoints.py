@@ -191,7 +191,7 @@ class StepCheckpointCallback(TrainingPart):
             chief = session.rank == 0
             parts = self._parts(values, logs) if chief else {}
             writers = self._writers.count(self.model) if to_storage and self._writers is not None else 1
-            with shards.whole(self.model):
+            with shards.whole(self.model, writers=writers):
                 if chief and to_storage:
                     session.save_step(step_folders.folder_name(step), self.model, parts, writers)
                 elif writers > 1:

@@ -1,4 +1,4 @@
-"""Agrees on how many workers write a checkpoint. All workers have all weights, so many of them can share the work."""
+"""Agrees on how many workers write a checkpoint: all workers have all weights, or gather them together from shares."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from raytf.worker.session import RaySession
 
 # Bytes of a model's file for each writer; less is not worth another writer.
 LEAST_BYTES = 64 << 20
-# Minimum of writers: with fewer, each would need more than a tenth of the checkpoint in memory.
+# Minimum of writers: with fewer, each would need more than a tenth of the checkpoint in memory. With shares of the
+# optimizer's state each worker has given up more memory than that, so two are enough.
 FEWEST = 12
+_FEWEST_WITH_SHARES = 2
 _LONGEST_NAME = 128
 
 
@@ -35,9 +37,10 @@ class WriterCount:
             model: A compiled and built `keras.Model`.
         """
         size, strategy = self._session.size, model.distribute_strategy
-        variables = [*model.variables, *model_optimizers.alike(model)]
+        variables = [*model.variables, *model_optimizers.alike(model), *shards.sharded_variables(model)]
         count = min(size, sum(map(communicator.bytes_of, variables)) // LEAST_BYTES)
-        if count < FEWEST or shards.are_in(model) or not communicator.spans_workers(strategy):
+        fewest = _FEWEST_WITH_SHARES if shards.are_in(model) else FEWEST
+        if count < fewest or not communicator.spans_workers(strategy):
             return 1
         own_layout = np.array([self._session.layout(model), self._session.writes_alone()], np.int64)
         (chief_layout,) = communicator.from_chief(strategy, [own_layout])

@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+import os
+
 import numpy as np
 import pytest
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 
 import raytf
+from raytf.storage.checkpoint_files import MODEL
 from raytf.testing import FaultPlan, Kill
 from tests.cluster import models
 
 pytestmark = [pytest.mark.usefixtures("ray_cluster"), pytest.mark.slow, pytest.mark.timeout(900)]
 
 
-def trainer(tmp_path, name, shares=True, callbacks=None, workers=2, epochs=2, **options):
+def in_parts(config):
+    """A model that counts as large: both workers write its checkpoints, each a part."""
+    from raytf.worker import writers
+
+    writers.LEAST_BYTES = 1
+    return models.mlp(config)
+
+
+def trainer(tmp_path, name, shares=True, callbacks=None, workers=2, epochs=2, build=models.mlp, **options):
     return raytf.KerasTrainer(
-        models.mlp,
+        build,
         config={"batch_size": 24, "epochs": epochs},
         datasets={"train": models.dataset()},
         features=models.FEATURES,
@@ -38,7 +49,9 @@ def values(result):
 
 
 def test_a_lost_worker_and_one_that_is_not(tmp_path):
-    """All workers restart from the checkpoint that is in memory, as a share is nowhere else; the bits are the same."""
+    """All workers restart from the checkpoint that is in memory, as a share is nowhere else; the bits are the same.
+
+    In the run that loses one both workers write each checkpoint."""
     plan = FaultPlan([Kill(rank=1, step=7)])
 
     def faults(config):
@@ -46,7 +59,9 @@ def test_a_lost_worker_and_one_that_is_not(tmp_path):
 
     without = values(trainer(tmp_path, "without", shares=False).fit())
     quiet = values(trainer(tmp_path, "quiet").fit())
-    lost = values(trainer(tmp_path, "lost", callbacks=faults, memory_every="1 step").fit())
+    result = trainer(tmp_path, "lost", callbacks=faults, build=in_parts, memory_every="1 step").fit()
+    lost, files = values(result), os.listdir(result.checkpoint.path)
+    assert MODEL not in files and sum(name.startswith(MODEL) for name in files) == 3  # two ranges, and the end
     assert plan.happened(tmp_path / "faults") == list(plan.faults)
     for one, two, three in zip(without, quiet, lost, strict=True):
         assert one.tobytes() == two.tobytes() == three.tobytes()

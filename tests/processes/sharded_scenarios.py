@@ -5,15 +5,19 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
+import zipfile
 
 import keras
 import numpy as np
 from keras import layers
+from pyarrow.fs import LocalFileSystem
 
 from raytf.compat import keras as compat_keras
 from raytf.compat.patching import patched
 from raytf.parallel import shards
-from raytf.worker import replacement
+from raytf.storage import checkpoint_files, step_folders
+from raytf.worker import checkpoint, replacement
+from raytf.worker.checkpoint_saver import CheckpointSaver
 from raytf.worker.fit import build_from_data
 from tests.processes import resume_scenarios
 from tests.processes.scenarios import Place, classes, floats, results
@@ -99,6 +103,36 @@ def _trained(place: Place, build, features, epochs=2):
     return results(model, history) | saved | {"bytes": size, "sent": sent}
 
 
+def _in_parts(place: Place):
+    """Both workers save each a part of two checkpoints. Returns what the chief reads of the second, as bytes."""
+    data = place.data((floats(6), classes()))
+    with place.strategy.scope():
+        keras.utils.set_random_seed(7)
+        model = _dense(KINDS["adam"])
+    shards.attach(model, place.strategy)
+    with place.strategy.scope():
+        build_from_data(model, data)
+    saver, read = CheckpointSaver(LocalFileSystem(), place.folder), {}
+    for step in (1, 2):
+        model.fit(data, epochs=1, verbose=0)
+        name = step_folders.folder_name(step)
+        with shards.whole(model, writers=place.world):
+            if place.rank == 0:
+                state = checkpoint.CheckpointState(1, step, 7, False, [])
+                saver.keep(name, model, checkpoint.checkpoint_parts(model, state), place.world)
+            else:
+                saver.save_part(name, model, place.rank, place.world)
+        saver.close()
+    if place.rank == 0:
+        folder = os.path.join(place.folder, name)
+        checkpoint_files.check_folder(folder)
+        with checkpoint_files.whole_folder(folder) as whole:
+            with zipfile.ZipFile(os.path.join(whole, checkpoint_files.MODEL)) as archive:
+                read["file"] = np.frombuffer(archive.read("model.weights.h5"), np.uint8)
+            read["parts"] = sum(part.startswith(checkpoint_files.MODEL) for part in os.listdir(folder))
+    return read
+
+
 def _refused(place: Place, build, **_):
     with place.strategy.scope():
         model = build()
@@ -142,7 +176,7 @@ REFUSED = {
     "train_step": _own_step,
 }
 
-SCENARIOS = {}
+SCENARIOS = {"in_parts": _in_parts}
 
 
 def _with_features(name, build, features):
