@@ -8,6 +8,7 @@ are ready in memory. Models are trained by SGD with momentum, and those with "ad
 after a way is its `steps_per_execution`, which is 20 for the tabular model and else 1; "grpc" is raytf with gradients
 summed by TensorFlow's own collectives instead of raytf's ring of sockets, "bfloat16" the ring with 16-bit gradients,
 "operations" raytf with the update by Keras' operations and not compiled, "shard" raytf with `shard_optimizer`,
+"no-update" raytf with an optimizer that updates nothing, so that the rest is what an update costs,
 "unpinned" raytf without `pin_cpus`, which keeps each worker to a core of its own. Two processes that do not talk, each
 on a core of its own, too, are the limit of the machine.
 
@@ -28,7 +29,8 @@ BATCH = {"cnn": 64, "mlp": 64, "tabular": 512, "cnn adam": 64, "mlp adam": 64}
 STEPS = {"cnn": 150, "mlp": 20, "tabular": 1500, "cnn adam": 150, "mlp adam": 20}
 EXECUTION = {"cnn": 1, "mlp": 1, "tabular": 20, "cnn adam": 1, "mlp adam": 1}
 APART = "two that do not talk"
-RAYTF = ("raytf grpc", "raytf unpinned", "raytf operations", "raytf", "raytf shard", "raytf 20", "raytf bfloat16")
+RAYTF = ("raytf grpc", "raytf unpinned", "raytf operations", "raytf", "raytf shard", "raytf no-update")
+RAYTF += ("raytf 20", "raytf bfloat16")
 WAYS = ("one process", APART, "tf_keras", "tf_keras 20", "by hand", *RAYTF)
 
 
@@ -97,12 +99,12 @@ def once(way: str, kind: str, steps: str) -> None:
 def _seconds(strategy, name: str, kind: str, steps: int, execution: str) -> tuple[float, float]:
     import tensorflow as tf
 
-    execution = int(execution) if execution.isdigit() else EXECUTION[kind]
+    updates, execution = execution != "no-update", int(execution) if execution.isdigit() else EXECUTION[kind]
     batch = tf.data.Dataset.from_tensors(_rows(kind, BATCH[kind])).repeat(3 * steps)
     options = tf.data.Options()
     options.autotune.enabled = False  # a thread that tunes nothing here, for whose pause the end of a `fit` may wait
     batch = batch.with_options(options)
-    run = _by_hand(strategy, kind, batch) if name == "by" else _fit(name, strategy, kind, batch, execution)
+    run = _by_hand(strategy, kind, batch) if name == "by" else _fit(name, strategy, kind, batch, execution, updates)
     run(steps)
     began, computed = time.perf_counter(), time.process_time()
     run(steps)
@@ -111,7 +113,7 @@ def _seconds(strategy, name: str, kind: str, steps: int, execution: str) -> tupl
     return found
 
 
-def _fit(name: str, strategy, kind: str, batch, execution: int):
+def _fit(name: str, strategy, kind: str, batch, execution: int, updates: bool):
     """`fit` of Keras 2 or 3; the first call traces, the second is measured."""
     if name == "tf_keras":
         import tf_keras as keras
@@ -123,6 +125,8 @@ def _fit(name: str, strategy, kind: str, batch, execution: int):
         batch = worker_part.mark_worker_part(batch)
     with strategy.scope():
         model, optimizer, loss = _model(keras, kind)
+        if not updates:
+            optimizer = type("NoUpdate", (keras.optimizers.SGD,), {"update_step": lambda *_: None})()
         model.compile(optimizer, loss, metrics=["accuracy"], steps_per_execution=execution)
     if name == "raytf":
         from raytf.parallel import shards
