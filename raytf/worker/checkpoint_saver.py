@@ -48,14 +48,15 @@ class CheckpointSaver:
                 stacklevel=2,
             )
 
-    def ready(self, model, in_memory: bool = False) -> None:
+    def ready(self, model, in_memory: bool = False, parts: int = 1) -> None:
         """Prepares the first checkpoint before the first step: layout, memory, and the process that writes.
 
         Args:
             model: A compiled and built `keras.Model`.
             in_memory: Whether some checkpoints stay in memory.
+            parts: Number of equal parts of the file, of which this worker writes one.
         """
-        size = self._layout_of(model).size
+        size = self._layout_of(model).size // parts
         if self._writer is None:
             self._start()
             self._writer.ready(size + _OTHER_BYTES, in_memory)

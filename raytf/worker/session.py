@@ -192,12 +192,13 @@ class Session:
     def report_loss(self) -> None:
         """Reports the loss of another worker to the driver, if that does not notice it at once."""
 
-    def ready(self, model, in_memory: bool) -> None:
+    def ready(self, model, in_memory: bool, writers: int = 1) -> None:
         """Prepares the first checkpoint before the first step, on workers that save checkpoints or keep them in memory.
 
         Args:
             model: A compiled and built `keras.Model`.
             in_memory: Whether some checkpoints stay in memory.
+            writers: Number of workers that write a checkpoint together, see `WriterCount.most`.
         """
 
     def save_step(self, name: str, model, parts: Mapping[str, Any], writers: int = 1) -> None:
@@ -345,9 +346,10 @@ class RaySession(Session):
     def save_step(self, name: str, model, parts: Mapping[str, Any], writers: int = 1) -> None:
         self._keeper.keep(name, model, parts, writers, last=self.stop_request() is not None)
 
-    def ready(self, model, in_memory: bool) -> None:
-        if self.rank == 0 or (in_memory and self.holders().own):
-            self._keeper.ready(model, in_memory)
+    def ready(self, model, in_memory: bool, writers: int = 1) -> None:
+        copies_all = self.rank == 0 or (in_memory and self.holders().own)
+        if copies_all or self.rank < writers:
+            self._keeper.ready(model, in_memory, 1 if copies_all else writers)
 
     def save_sync(self, name: str, model, parts: Mapping[str, Any]) -> None:
         """Saves a checkpoint while the training waits, on any worker and in any thread. Returns when it is whole.

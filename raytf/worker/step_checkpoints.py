@@ -84,7 +84,7 @@ class StepCheckpointCallback(TrainingPart):
                 "All workers are on one host: copies of memory_every survive the loss of a worker, and not of the host",
                 stacklevel=2,
             )
-        session.ready(training.model, in_memory)
+        session.ready(training.model, in_memory, WriterCount(session).most(training.model))
         return cls(training, holders)
 
     def on_train_begin(self, logs=None):

@@ -91,7 +91,7 @@ class TrialSession(Session):
         parts = {**parts, TRIAL: json.dumps({"reports": self._reports})}
         self._keeper.keep(name, model, parts, last=self.stop_request() is not None)
 
-    def ready(self, model, in_memory: bool) -> None:
+    def ready(self, model, in_memory: bool, writers: int = 1) -> None:
         if self._keeper is not None:
             self._keeper.ready(model, in_memory)
 

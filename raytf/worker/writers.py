@@ -20,7 +20,7 @@ _LONGEST_NAME = 128
 
 
 class WriterCount:
-    """Agrees on the workers that write. Each method is a collective call.
+    """Agrees on the workers that write. Each method but `most` is a collective call.
 
     Args:
         session: Session of this worker.
@@ -30,17 +30,22 @@ class WriterCount:
         self._session = session
         self._differs = False
 
+    def most(self, model) -> int:
+        """Returns the number of workers that would write a checkpoint if nothing prevents them."""
+        if not communicator.spans_workers(model.distribute_strategy):
+            return 1
+        variables = [*model.variables, *model_optimizers.alike(model), *shards.sharded_variables(model)]
+        count = min(self._session.size, sum(map(communicator.bytes_of, variables)) // LEAST_BYTES)
+        return 1 if count < (_FEWEST_WITH_SHARES if shards.are_in(model) else FEWEST) else int(count)
+
     def count(self, model) -> int:
         """Returns the number of workers that write a checkpoint of the current state; 1 is the chief alone.
 
         Args:
             model: A compiled and built `keras.Model`.
         """
-        size, strategy = self._session.size, model.distribute_strategy
-        variables = [*model.variables, *model_optimizers.alike(model), *shards.sharded_variables(model)]
-        count = min(size, sum(map(communicator.bytes_of, variables)) // LEAST_BYTES)
-        fewest = _FEWEST_WITH_SHARES if shards.are_in(model) else FEWEST
-        if count < fewest or not communicator.spans_workers(strategy):
+        size, strategy, count = self._session.size, model.distribute_strategy, self.most(model)
+        if count == 1:
             return 1
         own_layout = np.array([self._session.layout(model), self._session.writes_alone()], np.int64)
         (chief_layout,) = communicator.from_chief(strategy, [own_layout])
@@ -54,7 +59,7 @@ class WriterCount:
                 stacklevel=2,
             )
         self._differs = int(equal_count) < size
-        return 1 if self._differs else int(count)
+        return 1 if self._differs else count
 
     def name(self, model, name: str) -> str:
         """Broadcasts the chief's name to every worker.
