@@ -13,11 +13,36 @@ import warnings
 import keras
 import tensorflow as tf
 
+from raytf import logs
 from raytf.collectives import communicator
 from raytf.collectives.communicator import all_sum, local_replicas
 from raytf.compat import keras_objects
 from raytf.parallel import gradients
 from raytf.parallel import step as step_module
+
+logger = logs.get_logger(__name__)
+
+
+def report_normalization(model, named: set[str]) -> None:
+    """Reports once that layers normalize the rows of their own worker; results then depend on the number of workers.
+
+    Args:
+        model: A model with built layers, about to be trained by several replicas.
+        named: Names that were reported already; "BatchNormalization" is added.
+    """
+    layers = [
+        layer
+        for layer in keras_objects.layers_of(model)
+        if isinstance(layer, keras.layers.BatchNormalization) and layer.trainable and not layer.synchronized
+    ]
+    if not layers or "BatchNormalization" in named or not communicator.is_chief(model.distribute_strategy):
+        return
+    named.add("BatchNormalization")
+    logger.info(
+        f"BatchNormalization ({len(layers)} in the model, such as {layers[0].name!r}) normalizes the rows of its own "
+        "worker, as Keras does: results depend on the number of workers. BatchNormalization(synchronized=True) gives "
+        "those of one process"
+    )
 
 
 def assigned(variable: keras.Variable, value) -> bool:

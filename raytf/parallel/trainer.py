@@ -90,7 +90,10 @@ def _make_function(original, self, step_function):
     if not many_replicas(strategy):
         return _track_activity(self, original(self, step_function), training)
     _refuse_what_cannot_work(self, strategy)
-    states = joined_state.States(self, self.__dict__.setdefault("_raytf_named", set())) if training else None
+    named, states = self.__dict__.setdefault("_raytf_named", set()), None
+    if training:
+        joined_state.report_normalization(self, named)
+        states = joined_state.States(self, named)
     replica_step = step_module.one_replica_step(self, step_function, states)
     if training:
         replica_step = shards.in_step(self, own_state.passing_on(self, replica_step))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 
 import keras
 import numpy as np
 from keras import layers, ops
 
+from raytf.compat.patching import patched
 from tests.processes.gradient_scenarios import ODD, SCENARIOS, UNEVEN
 from tests.processes.scenarios import classes, floats, scenario
 
@@ -98,14 +100,19 @@ def states_that_do_not_say(p):
         model.compile("sgd", "sparse_categorical_crossentropy")
         return model
 
-    expected = ["centers", "rows"]
-    with warnings.catch_warnings(record=True) as caught:
+    expected, reported = ["centers", "rows"], []
+    with (
+        warnings.catch_warnings(record=True) as caught,
+        patched(logging.getLogger("raytf.parallel.joined_state"), "handle", lambda record: reported.append(record)),
+    ):
         warnings.simplefilter("always")
         p.fit(build, rows(), batch=ODD, epochs=1)
+    lines = [text for text in (record.getMessage() for record in reported) if "BatchNormalization" in text]
     texts = [str(w.message) for w in caught if "add_weight" in str(w.message)]
     if p.strategy.num_replicas_in_sync == 1 or p.rank:
-        assert not texts, texts
+        assert not texts and not lines, (texts, lines)
     else:
+        assert len(lines) == 1 and lines[0].startswith("BatchNormalization (1 in the model, such as 'batch_"), lines
         assert len(texts) == 2 and all(f"/{name}'" in text for name, text in zip(expected, texts, strict=True)), texts
     return {}
 
