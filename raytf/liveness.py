@@ -49,7 +49,7 @@ class StopWatch:
         self._limit, self._clock = seconds, clock
         self.stands: str | None = None
         self._last: ProcessState | None = None
-        self._since: float | None = None
+        self._stopped_at: float | None = None
 
     def update(self, state: ProcessState | None) -> str | None:
         """Processes the next look (None: no such process). Returns a clause after "it is" at a timeout, else None."""
@@ -59,13 +59,15 @@ class StopWatch:
         letter = _letter(last, state)
         self.stands = _WORDS.get(letter)
         if self.stands is None:
-            self._since = None
+            self._stopped_at = None
             return None
         time_now = self._clock()
-        if self._since is None:
-            self._since = time_now
+        if self._stopped_at is None:
+            self._stopped_at = time_now
         limit = timeouts.get().uninterruptible if letter == "D" else self._limit
-        return f"{self.stands}, for {time_now - self._since:.0f} s" if time_now - self._since >= limit else None
+        return (
+            f"{self.stands}, for {time_now - self._stopped_at:.0f} s" if time_now - self._stopped_at >= limit else None
+        )
 
 
 def _letter(last: ProcessState | None, seen: ProcessState | None) -> str:

@@ -54,7 +54,7 @@ class Phases:
 
     def __init__(self, console, phase: str | None = None):
         self._console, self._phase, self._printed = console, phase, None
-        self._since, self._text = time.monotonic(), None
+        self._phase_began, self._text = time.monotonic(), None
         self._changed, self._ended = threading.Event(), False
         self._thread = threading.Thread(target=self._print_lines, daemon=True, name="raytf_phases")
         self._closing = threading.Lock()
@@ -76,7 +76,7 @@ class Phases:
     def begin(self, phase: str | None) -> None:
         """Begins a phase; None shows no phase."""
         if phase != self._phase:
-            self._phase, self._since, self._text = phase, time.monotonic(), None
+            self._phase, self._phase_began, self._text = phase, time.monotonic(), None
             self._changed.set()
 
     def show(self, text: str) -> None:
@@ -96,7 +96,7 @@ class Phases:
     def _print_lines(self) -> None:
         """Prints lines, outside of a terminal."""
         while not self._ended:
-            phase, began = self._phase, self._since
+            phase, began = self._phase, self._phase_began
             remaining = began + _WORTH_A_LINE - time.monotonic()
             waits = phase is not None and phase != self._printed
             if self._changed.wait(max(0.0, remaining) if waits else None):
@@ -113,7 +113,7 @@ class Phases:
             return Text(self._text, overflow="ellipsis", no_wrap=True)
         if self._phase is None:
             return Text("")
-        seconds = time.monotonic() - self._since
+        seconds = time.monotonic() - self._phase_began
         frames = _FRAMES if self._console.encoding.startswith("utf") else _PLAIN_FRAMES
         frame = frames[int(seconds * _FRAMES_A_SECOND) % len(frames)]
         shown = f" {self._phase} ... {seconds:.0f} s" if seconds >= 1 else f" {self._phase} ..."

@@ -191,10 +191,10 @@ class Probe:
                 if not hmac.compare_digest(proof, self._proof(b"client", nonce, peer_nonce)):
                     return
                 connection.sendall(self._proof(b"server", peer_nonce, nonce))
-                until = time.monotonic() + self._link
-                while time.monotonic() < until and (kind := connection.recv(1)):
+                deadline = time.monotonic() + self._link
+                while time.monotonic() < deadline and (kind := connection.recv(1)):
                     if kind == b"b":
-                        _drain(connection, until)
+                        _drain(connection, deadline)
                     connection.sendall(kind)
         finally:
             self._sockets_by_port.release()
@@ -244,8 +244,8 @@ class Probe:
         return len(numbers) - len(missing)
 
     def _answers(self, to: socket.socket, missing: set[int], seconds: float, unsent: int = 0) -> None:
-        until = time.monotonic() + seconds
-        while len(missing) > unsent and (remaining := until - time.monotonic()) > 0:
+        deadline = time.monotonic() + seconds
+        while len(missing) > unsent and (remaining := deadline - time.monotonic()) > 0:
             to.settimeout(remaining)
             try:
                 data = to.recv(2**16)
@@ -258,9 +258,9 @@ class Probe:
 
 
 def _receive_exactly(connection: socket.socket, count: int) -> bytes:
-    until, data = time.monotonic() + connection.gettimeout(), b""
+    deadline, data = time.monotonic() + connection.gettimeout(), b""
     while len(data) < count:
-        if time.monotonic() > until:
+        if time.monotonic() > deadline:
             raise TimeoutError("timed out")
         part = connection.recv(count - len(data))
         if not part:
@@ -269,9 +269,9 @@ def _receive_exactly(connection: socket.socket, count: int) -> bytes:
     return data
 
 
-def _drain(connection: socket.socket, until: float) -> None:
+def _drain(connection: socket.socket, deadline: float) -> None:
     """Receives bytes up to one that is not 0."""
-    while time.monotonic() < until and (data := connection.recv(2**18)):
+    while time.monotonic() < deadline and (data := connection.recv(2**18)):
         if data[-1]:
             return
 

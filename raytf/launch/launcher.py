@@ -263,7 +263,7 @@ class ScriptCluster:
     def _run_until_decided(self) -> tuple[dict[Task, TaskExit], bool]:
         """Prints the tasks' output until the run is decided; returns (exits in order, whether an actor was lost)."""
         exits: dict[Task, TaskExit] = {}
-        lost, until = False, None
+        lost, deadline = False, None
         while self._requests:
             for task, end, gone in self._receive():
                 lost = lost or gone
@@ -279,10 +279,10 @@ class ScriptCluster:
             exits |= self._hung_tasks(exits)
             first = roles.first_failure(exits)
             if first is not None:
-                until = until or time.monotonic() + timeouts.get().task_cause
+                deadline = deadline or time.monotonic() + timeouts.get().task_cause
                 if not exits[first].is_consequence():
                     break
-                if time.monotonic() >= until:
+                if time.monotonic() >= deadline:
                     exits |= self._stopped_tasks(exits)
                     break
             elif roles.ends_run(self._tasks) <= exits.keys():
@@ -386,8 +386,8 @@ class ScriptCluster:
 
     def _drain(self, tasks: set[Task], seconds: float) -> dict[Task, TaskExit]:
         """Prints the output of tasks until they have ended, or for some seconds; returns their exits."""
-        until, exits = time.monotonic() + seconds, {}
-        while tasks & set(self._requests.values()) and time.monotonic() < until:
+        deadline, exits = time.monotonic() + seconds, {}
+        while tasks & set(self._requests.values()) and time.monotonic() < deadline:
             exits |= {task: end for task, end, _ in self._receive()}
         return {task: end for task, end in exits.items() if task in tasks}
 

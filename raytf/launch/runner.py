@@ -209,13 +209,13 @@ class _Script:
         with selectors.DefaultSelector() as pipes, self._process.stdout, self._process.stderr:
             for name in self._started:
                 pipes.register(getattr(self._process, name), selectors.EVENT_READ, name)
-            until = None
-            while end is None or (pipes.get_map() and time.monotonic() < until):
+            deadline = None
+            while end is None or (pipes.get_map() and time.monotonic() < deadline):
                 for key, _ in self._wait(pipes):
                     if not self._receive(key.data, os.read(key.fd, _LONGEST)):
                         pipes.unregister(key.fileobj)
                 if end is None and (end := self._ended()) is not None:
-                    until = time.monotonic() + _LAST_INTERVAL
+                    deadline = time.monotonic() + _LAST_INTERVAL
                     for key in pipes.get_map().values():
                         self._receive(key.data, _pending_bytes(key.fd))
         for name, remaining in self._started.items():

@@ -89,9 +89,9 @@ def _settled(refs: Sequence, seconds: float | None, action: str, names, check) -
     for index, ref in enumerate(refs):
         ref.future().add_done_callback(lambda future, index=index: done.put((index, future)))
     pending = set(range(len(refs)))
-    until = None if seconds is None else time.monotonic() + seconds
+    deadline = None if seconds is None else time.monotonic() + seconds
     while pending:
-        remaining = None if until is None else max(0.0, until - time.monotonic())
+        remaining = None if deadline is None else max(0.0, deadline - time.monotonic())
         step = remaining if check is None else min(_LOOK_INTERVAL, _LOOK_INTERVAL if remaining is None else remaining)
         try:
             index, answer = done.get(timeout=step)

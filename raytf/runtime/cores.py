@@ -252,8 +252,8 @@ def _choice_lock() -> Iterator[None]:
     A suspended process is not waited for: claims are exclusive by themselves.
     """
     with socket.socket(socket.AF_UNIX) as door:
-        until = time.monotonic() + timeouts.get().core_claim
-        while (remaining := until - time.monotonic()) > 0:
+        deadline = time.monotonic() + timeouts.get().core_claim
+        while (remaining := deadline - time.monotonic()) > 0:
             try:
                 door.bind(_DOOR)
             except OSError as error:

@@ -282,10 +282,10 @@ class HangMonitor:
 
     def _as_they_come(self, refs: list, seconds: float) -> Iterator:
         """Yields refs as they complete within `seconds`, until `close`."""
-        until, remaining = time.monotonic() + seconds, refs
+        deadline, remaining = time.monotonic() + seconds, refs
         while remaining:
-            wait = min(_POLL_INTERVAL, max(0.0, until - time.monotonic()))
+            wait = min(_POLL_INTERVAL, max(0.0, deadline - time.monotonic()))
             ready, remaining = ray.wait(remaining, num_returns=len(remaining), timeout=wait)
             yield from ready
-            if self._closed.is_set() or time.monotonic() >= until:
+            if self._closed.is_set() or time.monotonic() >= deadline:
                 return

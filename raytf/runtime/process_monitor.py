@@ -331,11 +331,11 @@ class ProcessKiller(ProcessMonitor):
             words[key] = self._last_words(key)
 
         threads = [threading.Thread(target=ask, args=(key,), daemon=True, name="raytf_last_words") for key in keys]
-        until = time.monotonic() + timeouts.get().last_words
+        deadline = time.monotonic() + timeouts.get().last_words
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(max(0.0, until - time.monotonic()))
+            thread.join(max(0.0, deadline - time.monotonic()))
         return dict(words)
 
 

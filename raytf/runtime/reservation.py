@@ -79,7 +79,7 @@ class Reservation:
         self.places: dict[str, int] = {}
         self._bundles: list[dict[str, float]] = []
         self._workers = 0
-        self._since: float | None = None
+        self._wait_began: float | None = None
         self._report_at = 0.0
 
     def ensure(self, workers: int, each: Mapping[str, float], strategy: str, selectors: list | None) -> PlacementGroup:
@@ -122,24 +122,24 @@ class Reservation:
         Raises:
             ResourceError: The cluster has changed so that it can never reserve it.
         """
-        until = None if seconds is None else time.monotonic() + seconds
+        deadline = None if seconds is None else time.monotonic() + seconds
         while True:
             current_time = time.monotonic()
-            if self._since is None:
-                self._since, self._report_at = current_time, current_time + _PATIENCE_INTERVAL
-            step = _TICK_INTERVAL if until is None else max(0.0, min(_TICK_INTERVAL, until - current_time))
+            if self._wait_began is None:
+                self._wait_began, self._report_at = current_time, current_time + _PATIENCE_INTERVAL
+            step = _TICK_INTERVAL if deadline is None else max(0.0, min(_TICK_INTERVAL, deadline - current_time))
             if self.group.wait(step):
-                if current_time - self._since >= _PATIENCE_INTERVAL:
-                    events.emit(RunEvent(kind=Kind.RESOURCES_GIVEN, seconds=current_time - self._since))
-                self._since = None
+                if current_time - self._wait_began >= _PATIENCE_INTERVAL:
+                    events.emit(RunEvent(kind=Kind.RESOURCES_GIVEN, seconds=current_time - self._wait_began))
+                self._wait_began = None
                 return True
-            if cancelled() or (until is not None and time.monotonic() >= until):
+            if cancelled() or (deadline is not None and time.monotonic() >= deadline):
                 return False
             if current_time >= self._report_at:
                 self._report_at = current_time + _AGAIN_INTERVAL
-                if current_time - self._since >= _AGAIN_INTERVAL:  # earlier, a node may be restarting
+                if current_time - self._wait_began >= _AGAIN_INTERVAL:  # earlier, a node may be restarting
                     resources.check_bundles(self._bundles)
-                waited, more = current_time - self._since, self._end()
+                waited, more = current_time - self._wait_began, self._end()
                 events.emit(
                     RunEvent(kind=Kind.RESOURCES_AWAITED, seconds=waited, why=self._describe_missing(), more=more)
                 )

@@ -77,7 +77,7 @@ class Ending:
     def __init__(self, after_step: bool = True, signals: Sequence[int] = _SIGNALS, at_once: str = _AT_ONCE):
         self._after_step, self._signals, self._at_once = after_step, signals, at_once
         self.number: int | None = None
-        self._since = 0.0
+        self._received_at = 0.0
         self._raised: StoppedError | None = None
         self._heard: Callable[[], object] | None = None
         self._changed = threading.Event()
@@ -106,9 +106,9 @@ class Ending:
 
     def _hear(self, number, frame) -> None:
         received_at = time.monotonic()
-        if self.number is not None and received_at - self._since < _SAME_INTERVAL:
+        if self.number is not None and received_at - self._received_at < _SAME_INTERVAL:
             return
-        repeated, self.number, self._since = self.number is not None, self.number or number, received_at
+        repeated, self.number, self._received_at = self.number is not None, self.number or number, received_at
         if repeated or self._heard is None or self._heard() is False:
             self._raised = StoppedError(self.number, self._at_once)
             raise self._raised

@@ -263,8 +263,8 @@ class EventGroup:
 
     def _wait_for_all(self) -> None:
         """Waits until all workers have ended after the same step."""
-        until = time.monotonic() + timeouts.get().workers_leave
-        while self._pending and time.monotonic() < until:
+        deadline = time.monotonic() + timeouts.get().workers_leave
+        while self._pending and time.monotonic() < deadline:
             self._follow()
 
     # ------------------------------------------------------------------------------------------ recovery

@@ -212,11 +212,11 @@ class RunGroup(EventGroup):
             for member in self._needed():
                 member.actor.answer.remote(value)
                 self._poll(member.rank)
-        for rank, (member, event, since) in list(self._asking.items()):
+        for rank, (member, event, asked_at) in list(self._asking.items()):
             if event.what == "reported":
                 validated, seconds = event.value
                 waits = (self._own[rank] and self._received[rank]) or (validated and self._list.validates())
-                if waits and (seconds is None or time.monotonic() - since < seconds):
+                if waits and (seconds is None or time.monotonic() - asked_at < seconds):
                     continue
             del self._asking[rank]
             member.actor.answer.remote(self._list.answer(event.what))
@@ -288,8 +288,8 @@ class RunGroup(EventGroup):
         gone = [rank for rank, error in self._errors.items() if getattr(user_error(error), "preempted", False)]
         if not gone or self._decisions.state.ends_after_step:
             return False
-        until = max(self._deadlines.get(self.nodes[rank], 0.0) for rank in gone) + self._spec.preemption.seconds
-        return time.time() < until and len(self._errors.keys() | self._values.keys()) < len(self.members)
+        deadline = max(self._deadlines.get(self.nodes[rank], 0.0) for rank in gone) + self._spec.preemption.seconds
+        return time.time() < deadline and len(self._errors.keys() | self._values.keys()) < len(self.members)
 
     def staying(self, errors: Mapping[int, Exception]) -> list[tuple[str, Any]]:
         """Returns (node, actor) of the workers whose processes the next group can use, ready for another training."""

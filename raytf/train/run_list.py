@@ -36,22 +36,22 @@ class ListedRun:
             sweep, how many of its trials have ended.
         epochs: Number of complete epochs, with "/" and the requested number if it is known.
         best: (metric, value, epoch) or None.
-        when: Time of the last checkpoint, in seconds since 1970, or None.
+        modified: Time of the last checkpoint, in seconds since 1970, or None.
     """
 
     name: str
     state: str
     epochs: str
     best: tuple[str, float, int] | None
-    when: float | None
+    modified: float | None
 
     def cells(self) -> tuple[str, str, str, str, str]:
-        """Returns name, state, epochs, best and when as texts."""
+        """Returns name, state, epochs, best and modified as texts."""
         best = "" if self.best is None else f"{self.best[0]} {self.best[1]:.4g}"
         if self.best is not None and self.best[2]:
             best += f" (epoch {self.best[2]})"
-        when = "" if self.when is None else f"{datetime.datetime.fromtimestamp(self.when):%Y-%m-%d %H:%M}"
-        return self.name, self.state, self.epochs, best, when
+        modified = "" if self.modified is None else f"{datetime.datetime.fromtimestamp(self.modified):%Y-%m-%d %H:%M}"
+        return self.name, self.state, self.epochs, best, modified
 
 
 def located(folder: str | os.PathLike) -> tuple[FileSystem, str]:
@@ -87,7 +87,7 @@ def listed(folder: str | os.PathLike, metric: str | None = None, mode: str = "mi
     validation.check_word("mode", mode, validation.MODES)
     filesystem, path = located(folder)
     runs = _below(filesystem, path, "", metric, mode, _DEPTH)
-    return sorted(runs, key=lambda run: (-(run.when or 0.0), run.name))
+    return sorted(runs, key=lambda run: (-(run.modified or 0.0), run.name))
 
 
 def _below(filesystem, path: str, name: str, metric: str | None, mode: str, depth: int) -> list[ListedRun]:
@@ -109,7 +109,7 @@ def _run(
     last = _newest(checkpoints)
     holder = run_lock.describe_holder(filesystem, path)
     if last is None:
-        return ListedRun(name=name, state="running" if holder else "empty", epochs="0", best=None, when=None)
+        return ListedRun(name=name, state="running" if holder else "empty", epochs="0", best=None, modified=None)
     state, checkpoint = last
     wanted = _epochs(checkpoint)
     finished = wanted is not None and state.epoch >= wanted
@@ -119,7 +119,7 @@ def _run(
         state="running" if holder else ended,
         epochs=f"{state.epoch}" + (f"/{wanted}" if wanted else ""),
         best=best_of(state.history, metric, mode),
-        when=_when(filesystem, checkpoint.path),
+        modified=_modified(filesystem, checkpoint.path),
     )
 
 
@@ -177,17 +177,17 @@ def _sweep(filesystem, path: str, name: str, metric: str | None, mode: str) -> L
                 for text, _ in stored_json.read_object(filesystem, states[-1])["trial_data"]
             ]
     except (stored_json.UnreadableError, KeyError, TypeError, ValueError):
-        return ListedRun(name=name, state="damaged", epochs="", best=None, when=None)
+        return ListedRun(name=name, state="damaged", epochs="", best=None, modified=None)
     ended = sum(trial.get("status") == _ENDED for trial in trials)
     failed = sum(trial.get("status") == _FAILED for trial in trials)
     state = f"sweep, {ended} of {len(trials)} trials ended" + (f", {failed} failed" if failed else "")
     if run_lock.describe_holder(filesystem, path):
         state = f"running {state}"
-    when = _when(filesystem, states[-1]) if states else None
+    modified = _modified(filesystem, states[-1]) if states else None
     if metric is None:
         metric, mode = settings.get("metric", "loss"), settings.get("mode", "min")
     best = _best_trial(filesystem, path, trials, metric, mode)
-    return ListedRun(name=name, state=state, epochs="", best=best, when=when)
+    return ListedRun(name=name, state=state, epochs="", best=best, modified=modified)
 
 
 def _best_trial(filesystem, path: str, trials, name: str, mode: str):
@@ -216,7 +216,7 @@ def _epochs(checkpoint: StoredCheckpoint) -> int | None:
     return epochs if type(epochs) is int and epochs > 0 else None
 
 
-def _when(filesystem, path: str) -> float | None:
+def _modified(filesystem, path: str) -> float | None:
     names = [f"{path}/manifest.json", f"{path}/state.json", path]
     times = [info.mtime_ns for info in filesystem.get_file_info(names) if info.mtime_ns]
     return times[0] / 1e9 if times else None

@@ -334,7 +334,7 @@ class _Supervisor:
     def __init__(self, trial: Callable[[], Any], asking: int):
         self._trial, self._asking, self._eagerly = trial, asking, True
         self._whole_s: float | None = None
-        self._until = time.monotonic() + timeouts.get().verify
+        self._deadline = time.monotonic() + timeouts.get().verify
 
     def proof(self) -> Proof:
         result = self._compared()
@@ -344,7 +344,7 @@ class _Supervisor:
         # the user's own code may name positions that few rows do not have
         if result.text() or self._whole_s is None:
             return result
-        left, needed = self._until - time.monotonic(), 3 * self._whole_s
+        left, needed = self._deadline - time.monotonic(), 3 * self._whole_s
         if needed > left:
             why = f"it would take some {needed:.0f} s, with {max(0.0, left):.0f} s left"
             return dataclasses.replace(result, few=why)
@@ -415,7 +415,7 @@ class _Supervisor:
                     os.close(descriptor)
                 if os.getppid() != self._asking:
                     raise _ComparisonLostError
-                if left and time.monotonic() > self._until:
+                if left and time.monotonic() > self._deadline:
                     raise TimeoutError(f"timeout after {timeouts.get().verify:g} s")
         finally:
             for run in left.values():

@@ -103,7 +103,7 @@ class SweepStop:
 
     def __init__(self, end: SweepEnd, interrupt: Callable[[], object], tell: Callable[[str], None]):
         self._end, self._interrupt, self._log = end, interrupt, tell
-        self._until: float | None = None
+        self._deadline: float | None = None
         self._requested = self._is_over = False
         self.lost: list[str] = []
 
@@ -119,12 +119,12 @@ class SweepStop:
         """
         if not self._requested or self._is_over:
             return
-        if self._until is None:
+        if self._deadline is None:
             self._log("the trials stop after this step; a second signal ends them at once")
-            self._until = time.monotonic() + timeouts.get().run_end
+            self._deadline = time.monotonic() + timeouts.get().run_end
             self._end.ask()
         notes = self._end.notes(running())
-        if working_trials(notes) and time.monotonic() < self._until:
+        if working_trials(notes) and time.monotonic() < self._deadline:
             return
         self._is_over, self.lost = True, describe_losses(notes)
         self._end.release()

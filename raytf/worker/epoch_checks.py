@@ -45,7 +45,7 @@ class EpochChecks(TrainingPart):
         self._waiting: list[tuple] = []
         self._epoch, self._bad, self._step = 0, -1, -1
         self._warned = self._warned_of_divergence = False
-        self._since = True  # whether the first step is known
+        self._knows_step = True  # whether the first step is known
         self._executed = 0
 
     @classmethod
@@ -76,7 +76,7 @@ class EpochChecks(TrainingPart):
         self._drain()
         loss = (logs or {}).get("loss")
         if self._bad < 0 and self._nan != "ignore" and isinstance(loss, (int, float)) and not _is_finite(loss):
-            self._bad, self._since = 0, False  # the step is unknown, as with parameter servers
+            self._bad, self._knows_step = 0, False  # the step is unknown, as with parameter servers
         if self._nan != "ignore" or self._compares():
             self._agree(end=True)
         if self._nan != "ignore" and not self._warned and (self._size == 1 or self._compares()):
@@ -158,9 +158,10 @@ class EpochChecks(TrainingPart):
                 "The training continues; nan='stop' would end it. A lower learning rate, clipnorm, or a look at these "
                 "rows may help"
             )
-        location = f"since step {first + 1} of" if self._since else "in"
+        location = f"since step {first + 1} of" if self._knows_step else "in"
         return (
-            f"The loss is no finite number {location} epoch {self._epoch + 1}{rows if self._since else ''}. {advice}."
+            f"The loss is no finite number {location} epoch {self._epoch + 1}"
+            f"{rows if self._knows_step else ''}. {advice}."
         )
 
     def _warn_of_divergence(self, every: np.ndarray) -> None:

@@ -118,7 +118,7 @@ def test_a_phase_in_a_terminal_moves_and_goes():
     phases = Phases(console, "starting Ray")
     frames = set()
     for seconds in (0.0, 0.25, 3.0):
-        phases._since = time.monotonic() - seconds
+        phases._phase_began = time.monotonic() - seconds
         frames.add(phases.__rich__().plain)
     assert len(frames) == 3 and all("starting Ray ..." in frame for frame in frames)
     assert any(frame.endswith("... 3 s") for frame in frames)
