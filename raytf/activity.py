@@ -247,16 +247,16 @@ class PhaseTracker:
         return None if self._thread is None else procfs.switches(self._thread.native_id)
 
 
-def clipped(own: float, usual: float) -> tuple[float, float]:
+def clipped(seconds: float, usual: float) -> tuple[float, float]:
     """Returns (the step's own seconds, clipped; the updated median): one slow step adds little.
 
     Args:
-        own: Seconds of a step.
+        seconds: Seconds of a step.
         usual: The median so far in seconds, or 0 if it is not known.
     """
     if not usual:
-        return own, own
-    return min(own, _MOST * usual), usual * (_FOLLOWS if own > usual else 1 / _FOLLOWS)
+        return seconds, seconds
+    return min(seconds, _MOST * usual), usual * (_FOLLOWS if seconds > usual else 1 / _FOLLOWS)
 
 
 def _named(frame: FrameType) -> str | None:

@@ -108,10 +108,12 @@ def user_line(error: BaseException) -> str:
 
 def _shown_line(frames: Sequence[tuple[str, str, str]]) -> str:
     """Returns " (FILE, line N)" of the last frame that is in no package; a converted function has its name alone."""
-    own = [f for f in frames if "/site-packages/" not in f[0] and not f[0].startswith(os.path.dirname(__file__))]
+    user_frames = [
+        f for f in frames if "/site-packages/" not in f[0] and not f[0].startswith(os.path.dirname(__file__))
+    ]
     if not frames:
         return ""
-    path, line, name = (own or frames)[-1]
+    path, line, name = (user_frames or frames)[-1]
     return f" (in {name})" if "__autograph_generated" in path else f" ({os.path.basename(path)}, line {line})"
 
 

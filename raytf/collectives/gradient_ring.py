@@ -260,16 +260,16 @@ class GradientRing(Exchange):
         dtype = pack[0].dtype
         content = np.zeros(_ROWS_BYTES + self.ring.padded(starts[-1]) * dtype.itemsize, np.uint8)
         content[:_ROWS_BYTES].view(np.float64)[0] = rows
-        own = content[_ROWS_BYTES:].view(dtype)
+        local_gradients = content[_ROWS_BYTES:].view(dtype)
         for gradient, start in zip(pack, starts, strict=False):
-            own[start : start + gradient.size] = gradient.reshape(-1)
+            local_gradients[start : start + gradient.size] = gradient.reshape(-1)
         parts = self.ring.trade(content, sum_number)
         counted = [np.frombuffer(part[:_ROWS_BYTES], np.float64)[0] for part in parts]
         total = np.maximum(sum(counted), 1.0)
         numbers = parts[:, _ROWS_BYTES:].view(dtype)
         for part, part_rows in zip(numbers, counted, strict=True):
             _put(part, part_rows / total, part)
-        summed = empty(own.size, dtype)
+        summed = empty(local_gradients.size, dtype)
         self.ring.sum_in_order(numbers, summed)
         return summed, total
 

@@ -133,8 +133,8 @@ class Ring:
         """Returns a flat array in memory that the next process reads; None without such memory or if it is small."""
         if items * dtype.itemsize <= _READ_IN_PLACE:
             return None
-        own = self._own_memory()
-        return None if own is None else own.empty(items, dtype)
+        memory = self._own_memory()
+        return None if memory is None else memory.empty(items, dtype)
 
     def _own_memory(self) -> shared_memory.OwnMemory | None:
         with self._memory_lock:
@@ -314,10 +314,10 @@ class Ring:
         parts = [slice(*bounds[i : i + 2]) for i in range(size)]
         sends = [parts[(rank - i) % size] for i in range(size - 1)]
         receives = [parts[(rank - 1 - i) % size] for i in range(size - 1)]
-        own = bounds[rank + 1] - bounds[rank]
+        local_bytes = bounds[rank + 1] - bounds[rank]
         sent = sum(part.stop - part.start for part in sends)
         return self._exchange_array(
-            _GATHER, array, 0, sent, lambda ways: self._forward_parts(array, sends, receives, own, *ways)
+            _GATHER, array, 0, sent, lambda ways: self._forward_parts(array, sends, receives, local_bytes, *ways)
         )
 
     def broadcast(self, array: np.ndarray) -> np.ndarray:
@@ -334,9 +334,9 @@ class Ring:
         """
         whole, first, last = [slice(0, array.size)], self.rank == 0, self.rank == self.size - 1
         sends, receives = [] if last else whole, [] if first else whole
-        own, sent = array.size if first else 0, 0 if last else array.nbytes
+        local_bytes, sent = array.size if first else 0, 0 if last else array.nbytes
         return self._exchange_array(
-            _BROADCAST, array, 0, sent, lambda ways: self._forward_parts(array, sends, receives, own, *ways)
+            _BROADCAST, array, 0, sent, lambda ways: self._forward_parts(array, sends, receives, local_bytes, *ways)
         )
 
     def _exchange_array(
@@ -402,10 +402,10 @@ class Ring:
     def _show_memories(self) -> None:
         """Sends the descriptor of this process's memory to the next process, and maps the previous process's memory."""
         self._showed = True
-        own = self._own_memory()
+        memory = self._own_memory()
         if is_local(self._next):
             self._flush()
-            shown = [_NO] if own is None else [_YES], [] if own is None else [own.descriptor]
+            shown = [_NO] if memory is None else [_YES], [] if memory is None else [memory.descriptor]
             self._patiently(1, functools.partial(socket.send_fds, self._next, *shown), sending=True)
         if is_local(self._previous):
             look = functools.partial(socket.recv_fds, self._previous, 1, 1, socket.MSG_CMSG_CLOEXEC)
@@ -417,8 +417,8 @@ class Ring:
                     self._its_memory = shared_memory.PeerMemory(descriptors[0])
                 with contextlib.suppress(OSError):  # the next exchange detects the loss
                     self._previous.send(_NO if self._its_memory is None else _YES)
-        if own is not None:
-            own.sent()
+        if memory is not None:
+            memory.sent()
             answer = self._patiently(1, functools.partial(self._next.recv, 1), answering=True)
             if not answer:
                 raise _LostError((self.rank + 1) % self.size, ConnectionResetError("it closed its connection"))
@@ -689,17 +689,17 @@ class Ring:
         array: np.ndarray,
         sends: list[slice],
         receives: list[slice],
-        own: int,
+        local_bytes: int,
         shows: bool,
         neighbour: np.ndarray | None,
     ) -> None:
-        """Sends parts while others are received; sends bytes after the first `own` ones only once they are received."""
+        """Sends parts while others are received; sends bytes after the first `local_bytes` only when received."""
         self._flush()
         bytes_ = memoryview(array.view(np.uint8))
         sending, receiving, ready = _Parts(bytes_, sends), _Parts(bytes_, receives), 0
         while sending.left or receiving.left:
             moved = False
-            may_send = own + receiving.done - sending.done
+            may_send = local_bytes + receiving.done - sending.done
             if sending.left and may_send > 0:
                 with contextlib.suppress(BlockingIOError):
                     some = sending.now(min(may_send, _SENT_AT_ONCE))
@@ -720,22 +720,22 @@ class Ring:
                 self._wait(sending=bool(sending.left and may_send > 0), receiving=bool(receiving.left))
 
     @np.errstate(over="ignore", invalid="ignore")  # gradients may overflow; loss scaling checks for it afterwards
-    def _accumulate(self, own: np.ndarray, received: np.ndarray) -> None:
-        if own.dtype == scaled_float16.BLOCK:
-            a, b = self._wide[:, : own.size * scaled_float16.ITEMS].reshape(2, own.size, -1)
-            scaled_float16.decode(own, a)
+    def _accumulate(self, total: np.ndarray, received: np.ndarray) -> None:
+        if total.dtype == scaled_float16.BLOCK:
+            a, b = self._wide[:, : total.size * scaled_float16.ITEMS].reshape(2, total.size, -1)
+            scaled_float16.decode(total, a)
             scaled_float16.decode(received, b)
             np.add(a, b, out=a)
-            scaled_float16.encode(a, own)
+            scaled_float16.encode(a, total)
             return
-        if own.itemsize != 2:
-            np.add(own, received, out=own)
+        if total.itemsize != 2:
+            np.add(total, received, out=total)
             return
-        a, b = self._wide[:, : own.size]
-        a[...] = own
+        a, b = self._wide[:, : total.size]
+        a[...] = total
         b[...] = received
         np.add(a, b, out=a)
-        own[...] = a
+        total[...] = a
 
     def _wait(self, sending: bool = False, receiving: bool = False, answering: bool = False) -> None:
         """Blocks until a neighbour sends or accepts bytes or answers, as requested, or a member is lost."""
@@ -838,8 +838,8 @@ class _AroundTheRing:
         for begin in range(0, len(received), _CHUNK):
             end = min(begin + _CHUNK, len(received))
             self._fill_in(start + begin, start + end)
-            own = self._flat[start + begin : start + end]
-            self._accumulate(own.view(self._array.dtype), received[begin:end].view(self._array.dtype))
+            target = self._flat[start + begin : start + end]
+            self._accumulate(target.view(self._array.dtype), received[begin:end].view(self._array.dtype))
 
     def _fill_in(self, start: int, end: int) -> None:
         if self._fill is not None:

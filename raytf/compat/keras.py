@@ -323,10 +323,10 @@ def own_state(saved) -> dict[str, Any]:
 
 def _saves_as_keras(saved) -> bool:
     """Returns whether an object is an optimizer with Keras' own way to save its variables."""
-    own = "save_own_variables" in vars(saved)
+    is_replaced = "save_own_variables" in vars(saved)
     return (
         isinstance(saved, BaseOptimizer)
-        and not own
+        and not is_replaced
         and type(saved).save_own_variables is BaseOptimizer.save_own_variables
     )
 

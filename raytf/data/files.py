@@ -64,12 +64,12 @@ def listed(paths: str | os.PathLike | Sequence, filesystem: fs.FileSystem | None
     roots: list[str] = []
     system: Any = filesystem
     for path in given:
-        own, root, files = _below(os.fspath(path), filesystem)
-        if system is not None and not own.equals(system):
+        file_system, root, files = _below(os.fspath(path), filesystem)
+        if system is not None and not file_system.equals(system):
             raise ConfigError(
                 "All files must be on one file system", repr(given), "Read them one by one, and join them"
             )
-        system = own
+        system = file_system
         roots.append(root)
         infos += files
     if not infos:

@@ -159,9 +159,9 @@ class Probe:
         to = socket.create_connection((address, port), self._step, source_address=(self._address, 0))
         try:
             to.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            nonce, own = _receive_exactly(to, _NONCE), secrets.token_bytes(_NONCE)
-            to.sendall(own + self._proof(b"client", nonce, own))
-            if not hmac.compare_digest(_receive_exactly(to, _MAC), self._proof(b"server", own, nonce)):
+            nonce, client_nonce = _receive_exactly(to, _NONCE), secrets.token_bytes(_NONCE)
+            to.sendall(client_nonce + self._proof(b"client", nonce, client_nonce))
+            if not hmac.compare_digest(_receive_exactly(to, _MAC), self._proof(b"server", client_nonce, nonce)):
                 raise ValueError("another program answers on the port of the probe")
         except BaseException:
             to.close()
@@ -363,9 +363,9 @@ def cgroup_limits(root: pathlib.Path = pathlib.Path("/")) -> dict[str, float | N
         for line in (root / "proc/self/cgroup").read_text().splitlines():
             _, controllers, path = line.split(":", 2)
             base = root / "sys/fs/cgroup" / controllers  # version 2 has no controllers
-            own = base / path.lstrip("/")
+            group_folder = base / path.lstrip("/")
             # In a container the path may be the host's, and the limits are in the base.
-            for folder in {own, *own.parents, base}:
+            for folder in {group_folder, *group_folder.parents, base}:
                 if folder == base or base in folder.parents:
                     cpus += _cpus(folder)
                     memory += _numbers(folder / "memory.max") + _numbers(folder / "memory.limit_in_bytes")

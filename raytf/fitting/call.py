@@ -212,9 +212,9 @@ class Call:
         """
         self._data, sent = transport.serialize_named([(f"the model {self._model.name!r}", self._model)])
         names = [(f"callback {i}, a {type(c).__name__}", c) for i, c in enumerate(users)]
-        self._callbacks, own = transport.serialize_named(names, sent)
+        self._callbacks, callback_objects = transport.serialize_named(names, sent)
         self._values = sent.values()
-        self.objects = sent.joined(own)
+        self.objects = sent.joined(callback_objects)
 
     def resume_state(self, seed: int, batch: int, arguments: dict, shown: bool = True) -> tuple[int, dict]:
         """Returns the seed and the state to resume from, if a checkpoint of the same training exists.
@@ -462,8 +462,8 @@ def _rows(history) -> tuple[dict[str, Any], list[dict[str, Any]]]:
 def _build_rest(model, spec) -> None:
     """Builds layers that only a user's `train_step` uses by tracing it; runs nothing."""
     layers = [layer for layer in keras_objects.layers_of(model, with_itself=False) if not layer.built]
-    own = type(model).train_step is not keras.Model.train_step and type(model).fit is keras.Model.fit
-    if layers and not model.run_eagerly and own:
+    has_own_step = type(model).train_step is not keras.Model.train_step and type(model).fit is keras.Model.fit
+    if layers and not model.run_eagerly and has_own_step:
         tf.function(model.train_step).get_concrete_function(spec)
 
 

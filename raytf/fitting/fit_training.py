@@ -30,11 +30,11 @@ class FitTraining(Training):
     """A training of a model that the driver has sent.
 
     Args:
-        own: Objects that came with the callbacks.
+        callback_objects: Objects that came with the callbacks.
         everything: These, and those of the model.
     """
 
-    own: Any
+    callback_objects: Any
     everything: Any
 
 
@@ -47,14 +47,14 @@ class CallbackValues(TrainingPart):
 
     def __init__(self, training: FitTraining):
         super().__init__()
-        self._own = training.own
+        self._objects = training.callback_objects
 
     def state_dict(self) -> dict[str, Any]:
         # copies, as they may be sent while the next step writes into the variables
-        return {number: np.array(value) for number, value in self._own.values().items()}
+        return {number: np.array(value) for number, value in self._objects.values().items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._own.assign(state)
+        self._objects.assign(state)
 
 
 class EpochReport(TrainingPart):
@@ -99,14 +99,16 @@ def last_epoch() -> dict:
     return dict(_last_states)
 
 
-def run_fit(session, work, model, folder: str | None, users, own, everything, pairs: Mapping[str, tuple], waited):
+def run_fit(
+    session, work, model, folder: str | None, users, callback_objects, everything, pairs: Mapping[str, tuple], waited
+):
     """Returns the History of a training.
 
     Args:
         session, work, model: Those of the training, see `fit_worker`.
         folder: Folder of the checkpoint to resume from, or None.
         users: The user's callbacks.
-        own, everything: See `FitTraining`.
+        callback_objects, everything: See `FitTraining`.
         pairs: (feed, dataset) by name.
         waited: See `part.Training`.
 
@@ -140,7 +142,7 @@ def run_fit(session, work, model, folder: str | None, users, own, everything, pa
         first_epoch=work.arguments["initial_epoch"],
         arguments={"validation_freq": work.arguments["validation_freq"]},
         report=save,
-        own=own,
+        callback_objects=callback_objects,
         everything=everything,
     )
     return loop.run_training(training, TABLE)

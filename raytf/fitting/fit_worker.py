@@ -185,13 +185,13 @@ def _fit(session, work: CallWork, model, sent, distribution) -> int | None:
     from raytf.fitting import fit_training, transport
     from raytf.worker.callbacks import feed_state
 
-    users, own = transport.deserialize(work.callbacks, known=sent)
-    everything = sent.joined(own)
+    users, callback_objects = transport.deserialize(work.callbacks, known=sent)
+    everything = sent.joined(callback_objects)
     with session.checkpoint() as folder:
         pairs = {name: _dataset(work, name, session, feed_state(name)) for name in work.rows}
         try:
             history = fit_training.run_fit(
-                session, work, model, folder, users, own, everything, pairs, _models["waited"]
+                session, work, model, folder, users, callback_objects, everything, pairs, _models["waited"]
             )
         except StopTraining as stop:
             return stop.step

@@ -158,12 +158,12 @@ class _Turn:
     @contextlib.contextmanager
     def taken(self) -> Iterator[bool]:
         """Waits until no comparison runs, each of which has a timeout; yields False if a newer one came meanwhile."""
-        own = object()
+        ticket = object()
         with self._changed:
-            self._newest = own
+            self._newest = ticket
             self._changed.notify_all()
-            self._changed.wait_for(lambda: not self._is_taken or self._newest is not own)
-            admitted = self._newest is own
+            self._changed.wait_for(lambda: not self._is_taken or self._newest is not ticket)
+            admitted = self._newest is ticket
             self._is_taken |= admitted
         try:
             yield admitted

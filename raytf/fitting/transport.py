@@ -168,8 +168,8 @@ class _Pickler(ray.cloudpickle.Pickler):
         """Reduces an object that is only attributes, such as a graph's node; excludes those whose hash needs them."""
         kind = type(value)
         if kind not in self._plain:
-            own = (kind.__reduce_ex__, kind.__reduce__, kind.__hash__)
-            is_plain = own == (object.__reduce_ex__, object.__reduce__, object.__hash__)
+            methods = (kind.__reduce_ex__, kind.__reduce__, kind.__hash__)
+            is_plain = methods == (object.__reduce_ex__, object.__reduce__, object.__hash__)
             is_plain = is_plain and kind not in self.dispatch_table and not hasattr(kind, "__setstate__")
             self._plain[kind] = is_plain and bool(kind.__flags__ & _OF_PYTHON)
         if not self._plain[kind]:
@@ -264,9 +264,9 @@ def _optimizer_state(optimizer) -> dict[str, Any]:
 
 def _tracker_state(tracker) -> dict[str, Any]:
     stores = {name: store for name, (_, store) in tracker.config.items()}
-    own = {name: test for name, (test, _) in tracker.config.items() if name not in _PREDICATES}
+    predicates = {name: test for name, (test, _) in tracker.config.items() if name not in _PREDICATES}
     attributes = {k: v for k, v in vars(tracker).items() if k not in ("config", "stored_ids")}
-    return {"stores": stores, "own": own, "rest": attributes}
+    return {"stores": stores, "own": predicates, "rest": attributes}
 
 
 # ------------------------------------------------------------------------------------------ at the reader

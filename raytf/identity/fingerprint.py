@@ -114,14 +114,14 @@ def _graph(model) -> str | None:
 
     parts = []
     for operation in operations:
-        own = [
+        node_arguments = [
             [argument(node.arguments.args), argument(node.arguments.kwargs)]
             for i, node in enumerate(keras_objects.nodes_of(operation))
             if make_node_key(operation, i) in nodes
         ]
         is_layer = isinstance(operation, (keras.Layer, Functional))
         config = None if is_layer else describe(config_of(operation), _LEFT_OUT)
-        parts.append([type(operation).__name__, own, config])
+        parts.append([type(operation).__name__, node_arguments, config])
     ends = [[argument(t) for t in tensors] for tensors in (model.inputs, model.outputs)]
     return hash_value(dump([parts, ends]))
 

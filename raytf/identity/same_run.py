@@ -208,8 +208,8 @@ def _optimizer(was, now, path: tuple[str, ...], both_only: bool, slots: bool) ->
     changed = _leaves(was["config"], now["config"], path, both_only, lambda path: slots_differ)
     yield from changed
     if was["class"] == now["class"]:
-        own = ({key: part[key] for key in ("code", "reads") if key in part} for part in (was, now))
-        yield from _leaves(*own, (*path, now["class"]), both_only)
+        code_parts = ({key: part[key] for key in ("code", "reads") if key in part} for part in (was, now))
+        yield from _leaves(*code_parts, (*path, now["class"]), both_only)
     if slots_differ and not any(difference.refused for difference in changed):
         yield _difference((*path, f"state of the optimizer {now['class']}"), was["slots"], now["slots"], True)
     if "inner" in was and "inner" in now:

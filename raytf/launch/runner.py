@@ -111,8 +111,10 @@ class TaskRunner:
         if not pinned:
             cores.release_cores()
         self._number += 1  # first: a pending `follow` of the earlier script gets nothing of this one
-        own = sorted(cores.own_cores())
-        self._script = _Script(command, module, environment, self._location, frozen_s, token, self._ports, own)
+        claimed_cores = sorted(cores.own_cores())
+        self._script = _Script(
+            command, module, environment, self._location, frozen_s, token, self._ports, claimed_cores
+        )
         return self._number
 
     def follow(self, number: int) -> list[tuple]:
@@ -131,9 +133,11 @@ class TaskRunner:
 
     def process(self) -> process_monitor.ProcessLocation:
         """Returns the location of the script's process."""
-        own = process_monitor.current_process()
+        actor_location = process_monitor.current_process()
         seen = read_state(self._script.pid)
-        return process_monitor.ProcessLocation(own.node, own.host, self._script.pid, seen and seen.started)
+        return process_monitor.ProcessLocation(
+            actor_location.node, actor_location.host, self._script.pid, seen and seen.started
+        )
 
     def snapshot(self) -> dict | None:
         """Returns the training's snapshot from the script's process; None if it does not answer."""
@@ -168,7 +172,7 @@ class _Script:
         frozen_s: float,
         token: bytes,
         allowed: tuple[int, int],
-        own: list[int],
+        claimed_cores: list[int],
     ):
         self.events: queue.Queue = queue.Queue(_LINES)
         self._tail: collections.deque[str] = collections.deque(maxlen=_TAIL_LINES)
@@ -179,7 +183,7 @@ class _Script:
         self._request_pipe, asked = socket.socketpair()
         self._request_pipe.settimeout(timeouts.get().script_answer)
         self._request_lock, self._request, self._answer_pipe = threading.Lock(), b"", b""
-        options = {"ports": allowed, "timeouts": timeouts.get(), "cores": own}
+        options = {"ports": allowed, "timeouts": timeouts.get(), "cores": claimed_cores}
         order = BootOptions(alive=alive, asked=asked.fileno(), module=module, **options)
         try:
             self._process = subprocess.Popen(

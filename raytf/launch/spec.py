@@ -114,16 +114,16 @@ class LaunchSpec:
 
     def bundle(self, task: Task) -> dict[str, float]:
         """Returns the resources of a task."""
-        if (own := self.of_roles.get(task.role)) is not None:
-            return {"CPU": own.cpus} | ({"GPU": own.gpus} if own.gpus else {})
+        if (role_spec := self.of_roles.get(task.role)) is not None:
+            return {"CPU": role_spec.cpus} | ({"GPU": role_spec.gpus} if role_spec.gpus else {})
         trains = task.role in ("worker", "evaluator") or not self.num_ps
         gpus = {"GPU": self.gpus_per_worker} if trains and self.gpus_per_worker else {}
         return {"CPU": self.cpus_per_worker, **gpus}
 
     def arguments_of(self, task: Task) -> Sequence[str]:
         """Returns the script's arguments in a task's process."""
-        own = self.of_roles.get(task.role)
-        return self.arguments if own is None else own.arguments
+        role_spec = self.of_roles.get(task.role)
+        return self.arguments if role_spec is None else role_spec.arguments
 
     def listening(self) -> settings.Listening:
         """Returns where tasks listen."""
@@ -135,7 +135,7 @@ class LaunchSpec:
 
     def variables(self, task: Task) -> dict[str, str]:
         """Returns the environment of a task's process, without TF_CONFIG; the user's variables override it."""
-        own = self.of_roles.get(task.role)
+        role_spec = self.of_roles.get(task.role)
         cpus = max(1, int(self.bundle(task)["CPU"]))
         defaults = allocator(cpus) | {
             "OMP_NUM_THREADS": str(cpus),
@@ -146,7 +146,7 @@ class LaunchSpec:
             defaults["CUDA_VISIBLE_DEVICES"] = "-1"
         if self.legacy_keras:
             defaults |= legacy_keras.VARIABLES
-        return defaults | dict(own.environment if own else {}) | dict(self.environment)
+        return defaults | dict(role_spec.environment if role_spec else {}) | dict(self.environment)
 
 
 def _check_module(name: str) -> None:

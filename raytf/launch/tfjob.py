@@ -225,11 +225,11 @@ def _role(
     environment = _environment(role, container, variables, unread)
     known = {**environment, **variables}
     command, more = (_command_words(container, key, role, known) for key in ("command", "args"))
-    chosen, module, own = script, False, []
+    chosen, module, role_arguments = script, False, []
     if command or (more and _PYTHON.fullmatch(more[0])):  # an image without an entrypoint runs args
         words = _unwrapped([*command, *more])
         try:
-            chosen, module, own = _of_python(role, words, unread)
+            chosen, module, role_arguments = _of_python(role, words, unread)
         except ConfigError:
             if script is None:
                 raise
@@ -241,11 +241,11 @@ def _role(
             "Name the script, and options that the image's entrypoint gives it, after the file: --tfjob FILE SCRIPT",
         )
     else:
-        own = more
+        role_arguments = more
     if script is not None:
         chosen, module = script, False
     return (chosen, module), RoleSpec(
-        arguments=(*arguments, *own), environment=environment, **_resources(role, container, unread)
+        arguments=(*arguments, *role_arguments), environment=environment, **_resources(role, container, unread)
     )
 
 

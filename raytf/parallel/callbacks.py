@@ -233,8 +233,8 @@ def _warn_of_test_batches(callbacks: list) -> None:
 
     def takes(callback) -> bool:
         hook, local = callback.on_test_batch_end, getattr(callback, "raytf_local_batches", False)
-        own = "on_test_batch_end" in vars(callback) or not hook.__module__.startswith(("keras.", "raytf."))
-        return own and not local
+        has_own_hook = "on_test_batch_end" in vars(callback) or not hook.__module__.startswith(("keras.", "raytf."))
+        return has_own_hook and not local
 
     if names := sorted({type(c).__name__ for c in callbacks if takes(c)}):
         warnings.warn(

@@ -77,8 +77,8 @@ def tracks_batches(callback) -> bool | None:
 
     Trackers' callbacks have batch hooks even if they log epochs; global values for them would cost a collective a step.
     """
-    own = [kind for kind in type(callback).__mro__ if any(hook in vars(kind) for hook in BATCH_HOOKS)]
-    if not own or not _of_tracker(own[0]):  # a user's subclass has its own hooks
+    classes = [kind for kind in type(callback).__mro__ if any(hook in vars(kind) for hook in BATCH_HOOKS)]
+    if not classes or not _of_tracker(classes[0]):  # a user's subclass has its own hooks
         return None
     settings = [getattr(callback, name) for name in _FREQUENCIES if hasattr(callback, name)]
     return any(value not in (None, False, 0, "epoch") for value in settings) if settings else None

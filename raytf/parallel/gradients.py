@@ -126,7 +126,7 @@ def _differentiable_mean(gradients: Sequence) -> list:
     For slices each worker has the values of all workers, by rank, and the gradients of its own flow back.
     """
     slices = [i for i, g in enumerate(gradients) if isinstance(g, tf.IndexedSlices)]
-    own = _own_slices([gradients[i].values for i in slices])
+    local_slices = _own_slices([gradients[i].values for i in slices])
 
     @tf.custom_gradient
     def means(*contents):
@@ -138,7 +138,7 @@ def _differentiable_mean(gradients: Sequence) -> list:
 
         def back(*upstream):
             flowing = _differentiable_mean(upstream[: len(averaged)])
-            for i, (start, count) in zip(slices, own, strict=True):
+            for i, (start, count) in zip(slices, local_slices, strict=True):
                 # all workers' ids may be there once, which are this worker's
                 begin = tf.where(tf.equal(tf.shape(flowing[i])[0], count), 0, start)
                 flowing[i] = flowing[i][begin : begin + count]
@@ -159,10 +159,10 @@ def _own_slices(values: Sequence[tf.Tensor]) -> list[tuple[tf.Tensor, tf.Tensor]
         return []
     context = tf.distribute.get_replica_context()
     index, replicas = context.replica_id_in_sync_group, context.num_replicas_in_sync
-    own = tf.stack([tf.shape(value)[0] for value in values])
-    (counts,) = all_sum([tf.one_hot(index, replicas, dtype=tf.int32)[:, None] * own])
+    local_counts = tf.stack([tf.shape(value)[0] for value in values])
+    (counts,) = all_sum([tf.one_hot(index, replicas, dtype=tf.int32)[:, None] * local_counts])
     offsets = tf.reduce_sum(counts[:index], 0)
-    return [(offsets[i], own[i]) for i in range(len(values))]
+    return [(offsets[i], local_counts[i]) for i in range(len(values))]
 
 
 def _upstream(step: step_module.Step, target):

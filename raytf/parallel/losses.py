@@ -46,8 +46,8 @@ def reduce_weighted_values(
         return loss
     divisor = tf.where(step.rows > 0, divisor, 0.0)
     (total,) = all_sum([divisor])
-    own = tf.where(step.rows > 0, divisor + added, 0.0)  # divisor that Keras used in this process
-    return loss * tf.cast(tf.math.divide_no_nan(own, total + added), loss.dtype) * step.upscale(loss.dtype)
+    local_divisor = tf.where(step.rows > 0, divisor + added, 0.0)  # divisor that Keras used in this process
+    return loss * tf.cast(tf.math.divide_no_nan(local_divisor, total + added), loss.dtype) * step.upscale(loss.dtype)
 
 
 def _has_rows(y_pred) -> bool:
@@ -131,8 +131,8 @@ def compile_loss_build(original, self, y_true, y_pred):
     original(self, y_true, y_pred)
     losses = keras_objects.flat_losses(self)
     for i, entry in enumerate(losses):
-        own = type(entry.loss).__call__ is not loss_module.Loss.__call__
-        if own and not isinstance(entry.loss, _UserLoss):
+        has_own_call = type(entry.loss).__call__ is not loss_module.Loss.__call__
+        if has_own_call and not isinstance(entry.loss, _UserLoss):
             losses[i] = entry._replace(loss=_UserLoss(entry.loss))
 
 

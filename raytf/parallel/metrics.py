@@ -66,13 +66,17 @@ def collect_metrics(model, logs, assign: bool) -> tuple[list[list[np.ndarray]], 
         The variables of each metric over the rows of all workers, for `restore_sums`; [(moving statistic, its mean)],
         if they were not assigned; and the logs of the epoch, if this were its last step.
     """
-    own = [list(metric.variables) for metric in model.metrics]
+    variable_groups = [list(metric.variables) for metric in model.metrics]
     if not many_replicas(model.distribute_strategy):
-        return [[np.asarray(v) for v in group] for group in own], [], dict(keras_objects.epoch_logs(model, logs))
+        return (
+            [[np.asarray(v) for v in group] for group in variable_groups],
+            [],
+            dict(keras_objects.epoch_logs(model, logs)),
+        )
     totals, means = _totals(model, assign)
     local, rows = model.__dict__.get("_raytf_last", (logs, 1))
     sums = {id(v): np.asarray(total) for v, total in totals}
-    values = [[sums[id(v)] if id(v) in sums else _chiefs_own(model, v) for v in group] for group in own]
+    values = [[sums[id(v)] if id(v) in sums else _chiefs_own(model, v) for v in group] for group in variable_groups]
     return values, [] if assign else means, _logs(model, local, rows, totals, epoch=True)
 
 

@@ -65,8 +65,8 @@ def written_early(model) -> list[str]:
 
     While a worker waits in a step, they do not have their values from before the step.
     """
-    own = {id(v) for v in variables_of(model)}
-    return sorted(v.path for key, v in _written(model).items() if key not in own)
+    own_ids = {id(v) for v in variables_of(model)}
+    return sorted(v.path for key, v in _written(model).items() if key not in own_ids)
 
 
 def began(model) -> None:
@@ -103,8 +103,8 @@ def content_of(model) -> bytes:
 
 def alike(model) -> list:
     """Returns the variables that are equal on all workers: all others of a model and its optimizers."""
-    own = {id(v) for v in variables_of(model)}
-    return list({id(v): v for v in (*model.variables, *model_optimizers.alike(model)) if id(v) not in own}.values())
+    own_ids = {id(v) for v in variables_of(model)}
+    return list({id(v): v for v in (*model.variables, *model_optimizers.alike(model)) if id(v) not in own_ids}.values())
 
 
 def check_alike(model) -> None:

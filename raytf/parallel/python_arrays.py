@@ -28,10 +28,10 @@ def call(original, self, token, device, args):
     given = original(self, token, device, args)
     if releases_function(self.get(token)):
         return given
-    return [_own(value) for value in given] if isinstance(given, list) else _own(given)
+    return [_copy_if_aliased(value) for value in given] if isinstance(given, list) else _copy_if_aliased(given)
 
 
-def _own(value):
+def _copy_if_aliased(value):
     """Returns a value, or a copy of an array that TensorFlow would use in place; it copies unaligned arrays itself."""
     taken = isinstance(value, np.ndarray) and value.dtype != object and value.ctypes.data % ALIGNED == 0
     return value.copy() if taken else value

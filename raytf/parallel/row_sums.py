@@ -51,8 +51,8 @@ class RowSums:
     @classmethod
     def create(cls, model, data: Any) -> RowSums | None:
         """Returns the check, or None in eager mode, and for Keras' own step."""
-        own = type(model).train_step is not keras.Model.train_step
-        return cls(model, data) if own and not tf.executing_eagerly() else None
+        has_own_step = type(model).train_step is not keras.Model.train_step
+        return cls(model, data) if has_own_step and not tf.executing_eagerly() else None
 
     def check(self, target: Any) -> None:
         """Warns if a loss that a tape differentiates is no mean over rows."""

@@ -238,10 +238,10 @@ def step_variables(model) -> list:
     assignment. It also omits integers: a step counts as one on every replica, and a condition on the count must hold on
     all or none.
     """
-    own = [layer for layer in keras_objects.layers_of(model) if not getattr(layer, "synchronized", False)]
+    unsynchronized = [layer for layer in keras_objects.layers_of(model) if not getattr(layer, "synchronized", False)]
     states = [
         v
-        for layer in own
+        for layer in unsynchronized
         for v in keras_objects.own_variables(layer)[1]
         if keras.backend.is_float_dtype(v.dtype) and not is_joined(v)
     ]

@@ -76,12 +76,14 @@ def _own_part(step: step_module.Step, values: tf.Tensor, extent: tuple) -> tf.Te
     offset, total = extent
     complete = tf.equal(tf.shape(values)[0], total)  # otherwise the values are for some rows, whose replica is unknown
     begin, count = tf.where(complete, offset, 0), tf.where(complete, step.rows, tf.shape(values)[0])
-    own = values[begin : begin + count]
+    local_rows = values[begin : begin + count]
     shares = tf.reduce_sum(values) * tf.cast(
-        tf.math.divide_no_nan(tf.cast(step.rows, tf.float64), step.global_rows() * tf.cast(tf.size(own), tf.float64)),
+        tf.math.divide_no_nan(
+            tf.cast(step.rows, tf.float64), step.global_rows() * tf.cast(tf.size(local_rows), tf.float64)
+        ),
         values.dtype,
     )
-    return tf.stop_gradient(own) + (shares - tf.stop_gradient(shares))
+    return tf.stop_gradient(local_rows) + (shares - tf.stop_gradient(shares))
 
 
 def _of_all_replicas(step: step_module.Step, tensors: list) -> tuple[list, tuple, tf.Tensor]:
@@ -91,18 +93,18 @@ def _of_all_replicas(step: step_module.Step, tensors: list) -> tuple[list, tuple
     """
     context = tf.distribute.get_replica_context()
     index = context.replica_id_in_sync_group
-    own = tf.stack([tf.where(step.rows > 0, tf.shape(t)[0], 0) for t in tensors])
-    (counts,) = all_sum([tf.one_hot(index, context.num_replicas_in_sync, dtype=tf.int32)[:, None] * own])
+    local_counts = tf.stack([tf.where(step.rows > 0, tf.shape(t)[0], 0) for t in tensors])
+    (counts,) = all_sum([tf.one_hot(index, context.num_replicas_in_sync, dtype=tf.int32)[:, None] * local_counts])
     offsets, totals = tf.reduce_sum(counts[:index], 0), tf.reduce_sum(counts, 0)
     first = tf.equal(tf.cast(index, tf.int64), tf.argmax(tf.cast(counts[:, 0] > 0, tf.int32)))
     scale = step.upscale(tf.float64)
     results = []
     for i, tensor in enumerate(tensors):
-        whole = _gathered(tensor, own[i], offsets[i], totals[i], scale)
+        whole = _gathered(tensor, local_counts[i], offsets[i], totals[i], scale)
         for read, write in ((get_keras_mask, set_keras_mask), (logits_of, set_logits)):
             noted = read(tensor)
             if noted is not None:
-                write(whole, _gathered(noted, own[i], offsets[i], totals[i], scale))
+                write(whole, _gathered(noted, local_counts[i], offsets[i], totals[i], scale))
         results.append(whole)
     return results, (offsets[0], totals[0]), first
 
@@ -113,37 +115,39 @@ def _gathered(tensor: tf.Tensor, rows, offset, total, scale) -> tf.Tensor:
         return _with_rows(_joined(tensor, rows, offset, total), tensor)
 
     @tf.custom_gradient
-    def joined(own):
+    def joined(local_value):
         def back(upstream):
             upstream = tf.convert_to_tensor(upstream)  # IndexedSlices, if rows were selected
             own_gradient = upstream[offset : offset + rows] * tf.cast(scale, upstream.dtype)
-            return tf.pad(own_gradient, [[0, tf.shape(own)[0] - rows]] + [[0, 0]] * (own.shape.rank - 1))
+            return tf.pad(
+                own_gradient, [[0, tf.shape(local_value)[0] - rows]] + [[0, 0]] * (local_value.shape.rank - 1)
+            )
 
-        return _joined(own, rows, offset, total), back
+        return _joined(local_value, rows, offset, total), back
 
     return _with_rows(joined(tensor), tensor)
 
 
-def _joined(own: tf.Tensor, rows, offset, total) -> tf.Tensor:
+def _joined(local_value: tf.Tensor, rows, offset, total) -> tf.Tensor:
     """Returns the rows of all replicas in order."""
-    own = tf.identity(own)  # `row_sums` looks for slices of the batch itself
+    local_value = tf.identity(local_value)  # `row_sums` looks for slices of the batch itself
     if not spans_workers(tf.distribute.get_strategy()):
-        return tf.distribute.get_replica_context().merge_call(_concatenated, args=(own, rows))
-    placed = tf.pad(own[:rows], [[offset, total - offset - rows]] + [[0, 0]] * (own.shape.rank - 1))
+        return tf.distribute.get_replica_context().merge_call(_concatenated, args=(local_value, rows))
+    placed = tf.pad(local_value[:rows], [[offset, total - offset - rows]] + [[0, 0]] * (local_value.shape.rank - 1))
     if placed.dtype in exchange.SUMMABLE:
         return all_sum([placed])[0]
     return tf.cast(all_sum([tf.cast(placed, tf.int32)])[0], placed.dtype)
 
 
-def _concatenated(strategy, own, rows) -> tf.Tensor:
+def _concatenated(strategy, value, rows) -> tf.Tensor:
     """Returns the same in one process: TensorFlow's collectives cannot change shapes within an execution of steps."""
     local = strategy.experimental_local_results
-    return tf.concat([part[:count] for part, count in zip(local(own), local(rows), strict=True)], 0)
+    return tf.concat([part[:count] for part, count in zip(local(value), local(rows), strict=True)], 0)
 
 
-def _with_rows(whole: tf.Tensor, own: tf.Tensor) -> tf.Tensor:
+def _with_rows(whole: tf.Tensor, local_value: tf.Tensor) -> tf.Tensor:
     if not tf.executing_eagerly():
-        whole.set_shape([None, *own.shape[1:]])
+        whole.set_shape([None, *local_value.shape[1:]])
     return whole
 
 
@@ -151,9 +155,9 @@ def mean_over_replicas(step: step_module.Step, value: tf.Tensor) -> tf.Tensor:
     """Returns the mean over all rows, from a mean over each replica's rows; with the gradient of the own value."""
 
     @tf.custom_gradient
-    def joined(own):
-        wide = tf.cast(own, tf.float64) * tf.cast(step.rows, tf.float64)
+    def joined(local_mean):
+        wide = tf.cast(local_mean, tf.float64) * tf.cast(step.rows, tf.float64)
         (total,) = all_sum([tf.where(step.rows > 0, wide, tf.zeros_like(wide))])
-        return tf.cast(total / step.global_rows(), own.dtype), tf.identity
+        return tf.cast(total / step.global_rows(), local_mean.dtype), tf.identity
 
     return joined(value)

@@ -214,10 +214,14 @@ class RemoteModel:
 def check_model(model) -> None:
     """Raises ConfigError if workers cannot train the model asynchronously."""
     base = keras.Model
-    own = [name for name in ("train_step", "test_step") if getattr(type(model), name) is not getattr(base, name)]
+    overridden = [name for name in ("train_step", "test_step") if getattr(type(model), name) is not getattr(base, name)]
     optimizer = model.optimizer
     for wrong, received, fix in (
-        (own, f"a model with a {' and a '.join(own)} of its own", "Write a TensorflowTrainer loop for it"),
+        (
+            overridden,
+            f"a model with a {' and a '.join(overridden)} of its own",
+            "Write a TensorflowTrainer loop for it",
+        ),
         (hasattr(optimizer, "inner_optimizer"), "a LossScaleOptimizer", "Train in float32 or mixed_bfloat16"),
         (optimizer.use_ema, "use_ema=True", "Leave it out"),
         (optimizer.gradient_accumulation_steps, "gradient_accumulation_steps", "Use a larger batch_size"),

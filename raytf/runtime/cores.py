@@ -33,13 +33,13 @@ class ClaimedCores:
     """Cores that are claimed for this process, and to which it is pinned.
 
     Args:
-        own: The claimed cores.
+        claimed: The claimed cores.
         former: Cores that this process could use before.
         claims: Sockets of the claims; empty if another process, which outlives this one, has claimed them for it.
     """
 
-    def __init__(self, own: Iterable[int], former: frozenset[int], claims: Iterable[socket.socket] = ()):
-        self.own, self.former = frozenset(own), former
+    def __init__(self, claimed: Iterable[int], former: frozenset[int], claims: Iterable[socket.socket] = ()):
+        self.claimed, self.former = frozenset(claimed), former
         self._claims, self._now = list(claims), former
         self._end, self._thread = threading.Event(), None
 
@@ -80,7 +80,7 @@ class ClaimedCores:
             self._check()
 
     def _check(self) -> None:
-        self._move(self.former - claimed_cores(self.former - self.own))
+        self._move(self.former - claimed_cores(self.former - self.claimed))
 
     def _move(self, cores: frozenset[int]) -> None:
         if cores != self._now:
@@ -112,9 +112,9 @@ def enforce_cores() -> None:
     _current[0].keep()
 
 
-def adopt_cores(own: Iterable[int]) -> None:
+def adopt_cores(claimed: Iterable[int]) -> None:
     """Pins this process to cores that another process, which outlives it, has claimed for it."""
-    _current[:] = [ClaimedCores(own, frozenset(os.sched_getaffinity(0)))]
+    _current[:] = [ClaimedCores(claimed, frozenset(os.sched_getaffinity(0)))]
     enforce_cores()
 
 
@@ -126,7 +126,7 @@ def release_cores() -> None:
 
 def own_cores() -> frozenset[int]:
     """Returns the cores that this process has claimed."""
-    return _current[0].own if _current else frozenset()
+    return _current[0].claimed if _current else frozenset()
 
 
 def cores_before() -> frozenset[int] | None:

@@ -28,14 +28,14 @@ class Straggler:
 
     Args:
         rank: Rank of the worker.
-        own, others: Seconds per step without waits, of the worker, and as median of the others.
+        seconds, others: Seconds per step without waits, of the worker, and as median of the others.
         part: "compute", "input" or "callbacks": the part that takes it longer than the others.
         longer: (its seconds of that part, the others' seconds).
         step: Step since which it is slower.
     """
 
     rank: int
-    own: float
+    seconds: float
     others: float
     part: str
     longer: tuple[float, float]
@@ -43,7 +43,7 @@ class Straggler:
 
     def __str__(self) -> str:
         milliseconds = lambda seconds: f"{seconds * 1e3:.3g} ms"
-        more = 100 * (self.own / max(self.others, 1e-9) - 1)
+        more = 100 * (self.seconds / max(self.others, 1e-9) - 1)
         slow, median = map(milliseconds, self.longer)
         return (
             f"slower than the others by {more:.0f} % since step {self.step + 1}: {_PARTS[self.part]} takes {slow} a "
@@ -86,17 +86,19 @@ def slowest(began: Mapping[int, Mapping[str, Any]], ended: Mapping[int, Mapping[
         return None
     parts = {r: _parts(began[r], ended[r]) for r in ended}
     steps = min(ended[r]["step"] - began[r]["step"] for r in ended)
-    own = {r: (ended[r]["spent"][activity.OWN] - began[r]["spent"][activity.OWN]) / steps for r in ended}
-    rank = max(own, key=lambda r: own[r])
-    other_ranks = [r for r in own if r != rank]
-    others_median = statistics.median(own[r] for r in other_ranks)
+    seconds = {r: (ended[r]["spent"][activity.OWN] - began[r]["spent"][activity.OWN]) / steps for r in ended}
+    rank = max(seconds, key=lambda r: seconds[r])
+    other_ranks = [r for r in seconds if r != rank]
+    others_median = statistics.median(seconds[r] for r in other_ranks)
     whole = (ended[rank]["clock"] - began[rank]["clock"]) / steps
-    if own[rank] <= SLOWER * others_median or own[rank] - others_median <= _OF_A_STEP * whole:
+    if seconds[rank] <= SLOWER * others_median or seconds[rank] - others_median <= _OF_A_STEP * whole:
         return None
     median_of = {part: statistics.median(parts[r][part] for r in other_ranks) for part in _PARTS}
     part = max(_PARTS, key=lambda name: parts[rank][name] - median_of[name])
     longer = parts[rank][part], median_of[part]
-    return Straggler(rank=rank, own=own[rank], others=others_median, part=part, longer=longer, step=began[rank]["step"])
+    return Straggler(
+        rank=rank, seconds=seconds[rank], others=others_median, part=part, longer=longer, step=began[rank]["step"]
+    )
 
 
 def _parts(began: Mapping[str, Any], ended: Mapping[str, Any]) -> dict[str, float]:

@@ -135,8 +135,8 @@ def _identity(model, noted: AccessTrackingConfig, config: dict, block: StoredDat
 def _logs(model) -> tuple[str, ...] | None:
     import keras
 
-    own = ("train_step", "test_step", "compute_metrics", "get_metrics_result")
-    if any(getattr(type(model), name) is not getattr(keras.Model, name) for name in own):
+    methods = ("train_step", "test_step", "compute_metrics", "get_metrics_result")
+    if any(getattr(type(model), name) is not getattr(keras.Model, name) for name in methods):
         return None
     names = tuple(model.get_metrics_result())
     return (*names, *(f"val_{name}" for name in names))

@@ -531,7 +531,7 @@ class KerasTrainer:
         blocks: dict,
         config: Mapping[str, Any],
         rows: int | None = None,
-        own: Collection[str] = tuple(DEFAULTS),
+        known_keys: Collection[str] = tuple(DEFAULTS),
         may_continue: bool = False,
     ) -> Tried:
         """Tries the model of a config on the data.
@@ -544,7 +544,7 @@ class KerasTrainer:
             blocks: Datasets that were read, by name; the properties of pipelines are added to it.
             config: Config for `build_model`.
             rows: Number of rows of measured steps, instead of a comparison; None for no figures.
-            own: Keys of the config for raytf itself, of which it does not warn.
+            known_keys: Keys of the config for raytf itself, of which it does not warn.
             may_continue: Whether a comparison may continue after the return, see `verify.Following`.
 
         Returns:
@@ -561,7 +561,7 @@ class KerasTrainer:
                     "A dataset must hold rows", f"{name!r} is empty", "Check the path or the filter that made it"
                 )
             self.batch.check(block.columns)
-        names = sorted(set(config) - set(own))
+        names = sorted(set(config) - set(known_keys))
         pickled = cloudpickle.dumps((self.build_model, dict(config), self.batch, names, self.callbacks))
         order = self._comparison(may_continue) if rows is None else None
         validation = blocks["validation"].first() if "validation" in blocks else None

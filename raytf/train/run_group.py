@@ -153,7 +153,7 @@ class RunGroup(EventGroup):
         self._list, self._context = listed, context
         self._begin_following({})
         self._received: dict[int, deque] = defaultdict(deque)
-        self._own = dict.fromkeys(self._heard, 0)  # reports of each rank's process
+        self._process_reports = dict.fromkeys(self._heard, 0)  # reports of each rank's process
         self._values: dict[int, Any] = {}
         self._asking: dict[int, tuple[Member, Request, float]] = {}
         self._gathered: dict[int, Any] = {}
@@ -178,7 +178,7 @@ class RunGroup(EventGroup):
         if isinstance(event, Report):
             self._received[rank].append(event)
             self.reported[rank] = self.reported.get(rank, 0) + 1
-            self._own[rank] += 1
+            self._process_reports[rank] += 1
             self._take_reports()
             return True
         if isinstance(event, LoopEnded) and event.error is not None:
@@ -215,7 +215,7 @@ class RunGroup(EventGroup):
         for rank, (member, event, asked_at) in list(self._asking.items()):
             if event.what == "reported":
                 validated, seconds = event.value
-                waits = (self._own[rank] and self._received[rank]) or (validated and self._list.validates())
+                waits = (self._process_reports[rank] and self._received[rank]) or (validated and self._list.validates())
                 if waits and (seconds is None or time.monotonic() - asked_at < seconds):
                     continue
             del self._asking[rank]
@@ -234,7 +234,7 @@ class RunGroup(EventGroup):
 
     def start_again(self, member: Member) -> None:
         member.actor.begin.remote(self._job, member.rank)
-        self._own[member.rank] = 0
+        self._process_reports[member.rank] = 0
         self._asking.pop(member.rank, None)
         self._joining[member.actor.next_event.remote(SOON_INTERVAL)] = member
 

@@ -218,15 +218,15 @@ def _why_weights(traits: Mapping[str, Any]) -> str:
 def _of_log(name: str, gap: _Gap, traits: Mapping[str, Any], weights: bool) -> str:
     bare, methods = name.removeprefix("val_"), traits["methods"]
     step = "test_step" if name.startswith("val_") else "train_step"
-    for metric, own, is_function in traits["metrics"]:
+    for metric, definition, is_function in traits["metrics"]:
         if metric == bare and is_function:
             why = (
-                f"{own} is a function that reduces its batch, of which workers' values are averaged. Make it a "
+                f"{definition} is a function that reduces its batch, of which workers' values are averaged. Make it a "
                 "keras.metrics.Metric that keeps sums, and divides them in result()"
             )
             return f"the metric {name}: {gap.shown}; {why}"
         if metric == bare:
-            why = f"{own} keeps what does not add up over workers. Let its variables be sums over rows"
+            why = f"{definition} keeps what does not add up over workers. Let its variables be sums over rows"
             return f"the metric {name}: {gap.shown}; {why}"
     if step in methods and weights:
         why = f"as the weights differ, or {step} ({methods[step]}) returns a value of its own worker's rows"

@@ -339,15 +339,15 @@ class _TuneLoop:
     """Tune's loop, which a handler of SIGUSR1 ends.
 
     Args:
-        own: The previous handler.
+        previous_handler: The previous handler.
         logger: Tune's logger, which is silenced at the end.
     """
 
-    def __init__(self, own, logger: logging.Logger):
-        self._own, self._logger = own, logger
+    def __init__(self, previous_handler, logger: logging.Logger):
+        self._previous_handler, self._logger = previous_handler, logger
 
     def has_begun(self) -> bool:
-        return signal.getsignal(signal.SIGUSR1) is not self._own
+        return signal.getsignal(signal.SIGUSR1) is not self._previous_handler
 
     def interrupt(self) -> bool:
         """Ends the loop with its state saved; returns False before it has begun."""
@@ -472,7 +472,7 @@ def _plan(trainer, config: Mapping[str, Any], options: SweepOptions, training: P
         return spec, {"version": same_run.VERSION, **canonical.describe(loop_parts), "data": data}
     contents, every = training.read(trainer), options.report_every_steps
     shown.begin(TRYING)
-    tried = trainer._try_model(processes, contents, {**config, **options.sample}, own=_OWN_KEYS)
+    tried = trainer._try_model(processes, contents, {**config, **options.sample}, known_keys=_OWN_KEYS)
     if tried.logs is not None and not options.identity:  # a resumed sweep may have no trial left to run
         check_metric(options.metric, tried.logs, "validation" in contents, trainer.callbacks is not None)
     steps = None if every is None else (every, options.metric)

@@ -76,9 +76,9 @@ class CallbackStates:
         Args:
             copies: Result of `copy_states()`.
         """
-        for callback, (own, digests, values) in zip(self.callbacks, copies, strict=True):
-            if own is not None:
-                callback.set_state(_copied(*own))
+        for callback, (state_copy, digests, values) in zip(self.callbacks, copies, strict=True):
+            if state_copy is not None:
+                callback.set_state(_copied(*state_copy))
                 continue
             current = _digests(callback)
             for key, digest in digests.items():
@@ -130,13 +130,13 @@ def _is_entry(entry) -> bool:
     )
 
 
-def _own(callback) -> bool:
+def _has_own_state(callback) -> bool:
     return callable(getattr(callback, "get_state", None)) and callable(getattr(callback, "set_state", None))
 
 
 def _state(callback, built: dict, begun: dict, arrays: list) -> dict:
     name = type(callback).__name__
-    if _own(callback):
+    if _has_own_state(callback):
         try:
             return {"class": name, "own": plain_values.encode(callback.get_state(), arrays)}
         except TypeError as error:
@@ -162,7 +162,7 @@ def _state(callback, built: dict, begun: dict, arrays: list) -> dict:
 
 def _copy_state(callback) -> tuple:
     """Returns (state from `get_state`, or None; digests and values of the attributes of other callbacks)."""
-    if _own(callback):
+    if _has_own_state(callback):
         return _plain(callback.get_state()), {}, {}
     digests = _digests(callback)
     return None, digests, {key: _plain(vars(callback)[key]) for key in digests}
@@ -180,9 +180,9 @@ def _copied(encoded, arrays: list):
 
 def _restore(callback, built: dict, entry: Mapping, arrays: Mapping, chief: bool) -> bool:
     """Restores one callback, and returns whether the entry matches it."""
-    if _own(callback) != ("own" in entry):
+    if _has_own_state(callback) != ("own" in entry):
         return False
-    if _own(callback):
+    if _has_own_state(callback):
         callback.set_state(plain_values.decode(entry["own"], arrays))
         return True
     arguments, saved_arguments = _arguments(callback), entry["arguments"]

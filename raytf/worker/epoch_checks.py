@@ -118,8 +118,8 @@ class EpochChecks(TrainingPart):
 
     def _agree(self, end: bool = False) -> None:
         """Exchanges the first step with a bad loss, and at an epoch's end checksums of weights and rates."""
-        own = [self._bad, *(checksums(self.model) if end and self._compares() else (0, 0))]
-        rows = self._exchanged(own)
+        local_row = [self._bad, *(checksums(self.model) if end and self._compares() else (0, 0))]
+        rows = self._exchanged(local_row)
         bad = {rank: int(row[0]) for rank, row in enumerate(rows) if row[0] >= 0}
         if bad and not self._warned:
             self._warned = True
@@ -131,12 +131,12 @@ class EpochChecks(TrainingPart):
             self._warned_of_divergence = True
             self._warn_of_divergence(rows)
 
-    def _exchanged(self, own: Sequence[int]) -> np.ndarray:
+    def _exchanged(self, local_row: Sequence[int]) -> np.ndarray:
         """Returns a matrix with one row of numbers for each worker."""
         if self._size == 1 or not spans_workers(self.model.distribute_strategy):
-            return np.array([own], np.int64)
-        rows = np.zeros((self._size, len(own)), np.int64)
-        rows[self._rank] = own
+            return np.array([local_row], np.int64)
+        rows = np.zeros((self._size, len(local_row)), np.int64)
+        rows[self._rank] = local_row
         (rows,) = communicator.sum_over_workers(self.model.distribute_strategy, [rows])
         return rows
 

@@ -94,8 +94,10 @@ def _check_shares(name: str, values: np.ndarray) -> None:
 
 def _steps_as_keras(model) -> bool:
     """Returns whether the model uses the train step and loss computation of Keras."""
-    own = any(getattr(type(model), name) is not getattr(keras.Model, name) for name in ("train_step", "compute_loss"))
-    return not own and "train_step" not in vars(model) and model_optimizers.has_call(model)
+    overridden = any(
+        getattr(type(model), name) is not getattr(keras.Model, name) for name in ("train_step", "compute_loss")
+    )
+    return not overridden and "train_step" not in vars(model) and model_optimizers.has_call(model)
 
 
 def _is_kerass(losses) -> bool:

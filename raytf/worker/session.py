@@ -47,15 +47,15 @@ class MemoryReplicas:
     """Workers that keep checkpoints in memory.
 
     Args:
-        own: Whether this worker does.
+        local: Whether this worker does.
         peer: Whether a worker on another host than the chief's does; the same on all workers.
     """
 
-    own: bool
+    local: bool
     peer: bool
 
 
-NO_HOLDERS = MemoryReplicas(own=False, peer=False)
+NO_HOLDERS = MemoryReplicas(local=False, peer=False)
 
 
 class PendingCheckpoint:
@@ -347,7 +347,7 @@ class RaySession(Session):
         self._keeper.keep(name, model, parts, writers, last=self.stop_request() is not None)
 
     def ready(self, model, in_memory: bool, writers: int = 1) -> None:
-        copies_all = self.rank == 0 or (in_memory and self.holders().own)
+        copies_all = self.rank == 0 or (in_memory and self.holders().local)
         if copies_all or self.rank < writers:
             self._keeper.ready(model, in_memory, 1 if copies_all else writers)
 

@@ -101,8 +101,8 @@ class StepCheckpointCallback(TrainingPart):
         self._state = state
 
     def state_dict(self) -> dict[str, Any]:
-        own = {name: getattr(self, name) for name in ("_waits", "_holds", "_seen", "_next_look")}
-        return {"own": own, "gate": stop.stop_barrier.state()}
+        attributes = {name: getattr(self, name) for name in ("_waits", "_holds", "_seen", "_next_look")}
+        return {"own": attributes, "gate": stop.stop_barrier.state()}
 
     def exchanges(self, step: int) -> bool:
         if self._waits or self._holds or stop.stop_barrier.why is not None:
@@ -200,7 +200,7 @@ class StepCheckpointCallback(TrainingPart):
                     session.hold_in_memory(step_folders.folder_name(step), self.model, parts)
             if in_memory and self._holders.peer:
                 parts = snapshot_parts.broadcast_parts(strategy, parts)
-                holds, peer = self._holders.own and not chief, 0
+                holds, peer = self._holders.local and not chief, 0
                 if shards.are_in(self.model):
                     (peer,) = map(int, communicator.sum_over_workers(strategy, [np.int64(holds * session.rank)]))
                 with shards.whole(self.model, peer):
@@ -358,8 +358,8 @@ class Resumption(TrainingPart):
         again, self._repeats_step = self._repeats_step, None
         if again is not None:
             callback_copies, variables, random = again
-            own = {id(v) for v in own_state.variables_of(self.model)}  # the worker's own, which were restored since
-            self._restore(callback_copies, [pair for pair in variables if id(pair[0]) not in own], random)
+            own_ids = {id(v) for v in own_state.variables_of(self.model)}  # the worker's own, which were restored since
+            self._restore(callback_copies, [pair for pair in variables if id(pair[0]) not in own_ids], random)
 
     def on_train_batch_end(self, batch, logs=None):
         """Restores metrics that were created in the first execution."""

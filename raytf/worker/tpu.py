@@ -64,8 +64,10 @@ def with_steps_per_call(task: TrainJob, model, feed: Feed) -> TrainJob:
         )
     if task.steps_per_execution != "auto":
         return task
-    own = model.steps_per_execution
-    return dataclasses.replace(task, steps_per_execution=own if own > 1 else min(STEPS_PER_EXECUTION, feed.steps))
+    model_steps = model.steps_per_execution
+    return dataclasses.replace(
+        task, steps_per_execution=model_steps if model_steps > 1 else min(STEPS_PER_EXECUTION, feed.steps)
+    )
 
 
 class _CoordinatorSession(Session):

@@ -374,8 +374,8 @@ def _of_python(model) -> dict[str, str]:
     """Returns Python state of the user's own layers by attribute: numbers, arrays and lengths of collections."""
     state = {}
     for layer in keras_objects.layers_of(model):
-        own = vars(layer).items() if _is_own(layer) else ()
-        for name, value in own:
+        attributes = vars(layer).items() if _is_own(layer) else ()
+        for name, value in attributes:
             if name.startswith("_") or name in _OF_KERAS:
                 continue
             if isinstance(value, (int, float, np.ndarray, np.generic)):

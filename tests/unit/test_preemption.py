@@ -40,7 +40,7 @@ class Group(run_group.RunGroup):
         self.places = {rank: types.SimpleNamespace(node=f"node {rank}") for rank in range(2)}
         self._deadlines = {"node 1": time.time() + deadline}
         self._errors, self._values, self._pending, self._gathered, self._asking = {}, {}, {}, {}, {}
-        self._waits, self.reported, self._own = set(), {}, collections.Counter()
+        self._waits, self.reported, self._process_reports = set(), {}, collections.Counter()
         self._received = collections.defaultdict(collections.deque)
         self._watchdog, self._hangs = types.SimpleNamespace(ended={}, last_words={}), None
         self.taken = []

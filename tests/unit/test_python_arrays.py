@@ -12,12 +12,12 @@ from raytf.parallel import python_arrays
 def test_only_arrays_that_tensorflow_would_take_are_copied():
     taken = empty(16, np.dtype("float32"))
     taken[:] = 7.0
-    copied = python_arrays._own(taken)
+    copied = python_arrays._copy_if_aliased(taken)
     assert not np.shares_memory(copied, taken) and copied.tolist() == taken.tolist()
     taken.flags.writeable = False  # as of a file that is mapped
-    assert python_arrays._own(taken).flags.writeable
+    assert python_arrays._copy_if_aliased(taken).flags.writeable
     for other in (taken[1:], np.array(["a"], object), tf.constant([1.0]), 5, None):
-        assert python_arrays._own(other) is other
+        assert python_arrays._copy_if_aliased(other) is other
 
 
 @pytest.fixture
