@@ -29,13 +29,13 @@ class Cause:
         lost: Rank of the lost member.
         seen_by: Rank of the member that noticed the loss first.
         why: Reason, as a clause that follows "worker N".
-        left: Whether the member closed the ring itself. Data that it sent before is still on its way and counts.
+        departed: Whether the member closed the ring itself. Data that it sent before is still on its way and counts.
     """
 
     lost: int
     seen_by: int
     why: str
-    left: bool = False
+    departed: bool = False
 
     def __str__(self) -> str:
         seen = "" if self.seen_by == self.lost else f" (seen by worker {self.seen_by})"
@@ -45,13 +45,15 @@ class Cause:
 def pack(cause: Cause, generation: int) -> bytes:
     """Returns a message of fixed size; a text that is too long is cut."""
     text = cause.why.encode()[:_TEXT_BYTES].decode(errors="ignore").encode()
-    return _MESSAGE.pack(generation, cause.lost, cause.seen_by, cause.left, len(text), text)
+    return _MESSAGE.pack(generation, cause.lost, cause.seen_by, cause.departed, len(text), text)
 
 
 def unpack(message: bytes, generation: int) -> Cause | None:
     """Returns the cause of a message of `pack`, or None for another generation."""
-    received, lost, seen_by, left, length, text = _MESSAGE.unpack(message)
-    return Cause(lost, seen_by, text[:length].decode(errors="replace"), bool(left)) if received == generation else None
+    received, lost, seen_by, departed, length, text = _MESSAGE.unpack(message)
+    return (
+        Cause(lost, seen_by, text[:length].decode(errors="replace"), bool(departed)) if received == generation else None
+    )
 
 
 class FailureNotifier:
@@ -66,7 +68,7 @@ class FailureNotifier:
         self._rank, self._generation = rank, generation
         self._channels = {channel.fileno(): (neighbour, channel) for neighbour, channel in channels}
         self._heard = dict.fromkeys(self._channels, b"")
-        self._left: set[int] = set()  # connections whose other end announced that it leaves
+        self._departed: set[int] = set()  # connections whose other end announced that it leaves
         self._lock = threading.Lock()
         self._cause: Cause | None = None
         self._known, self._closed = threading.Event(), False
@@ -89,7 +91,7 @@ class FailureNotifier:
     def loss(self) -> Cause | None:
         """The known cause, unless that member left the ring itself. With a loss, no exchange begins."""
         cause = self._cause
-        return None if cause is None or cause.left else cause
+        return None if cause is None or cause.departed else cause
 
     def tell(self, cause: Cause) -> Cause:
         """Sends a cause to both neighbours, unless another cause came first. Returns the cause that counts.
@@ -97,24 +99,24 @@ class FailureNotifier:
         A member that left after the last sum ends no sum of others. A cause that ends a sum replaces it.
         """
         with self._lock:
-            if self._closed or (self._cause is not None and (cause.left or not self._cause.left)):
+            if self._closed or (self._cause is not None and (cause.departed or not self._cause.departed)):
                 return self._cause or cause
             self._cause = cause
             self._send(cause)
-            if not cause.left:
+            if not cause.departed:
                 self._set_alarm.send(b"\1")
             self._known.set()
             return cause
 
     def close(self) -> None:
         """Leaves the ring; neighbours without another cause receive that this member left."""
-        leaving = Cause(self._rank, self._rank, "left the ring", left=True)
+        leaving = Cause(self._rank, self._rank, "left the ring", departed=True)
         first = self.tell(leaving)
         with self._lock:
             if self._closed:
                 return
             self._closed = True
-            if first.left and first != leaving:  # otherwise the closed connections would look like a death
+            if first.departed and first != leaving:  # otherwise the closed connections would look like a death
                 self._send(leaving)
             self._set_stop.send(b"\1")
         if threading.current_thread() is not self._thread:
@@ -159,11 +161,11 @@ class FailureNotifier:
         except BlockingIOError:
             return True
         except OSError as error:
-            if number not in self._left:  # a member that leaves with unread data resets the connection
+            if number not in self._departed:  # a member that leaves with unread data resets the connection
                 self.tell(Cause(neighbour, self._rank, f"is lost: {describe_error(error)}"))
             return False
         if not came:
-            if number not in self._left:
+            if number not in self._departed:
                 self.tell(Cause(neighbour, self._rank, "is lost: its process has ended without a word"))
             return False
         self._heard[number] += came
@@ -172,8 +174,8 @@ class FailureNotifier:
         message, self._heard[number] = self._heard[number], b""
         cause = unpack(message, self._generation)
         if cause is not None:
-            if cause.left and cause.lost == neighbour:
-                self._left.add(number)
+            if cause.departed and cause.lost == neighbour:
+                self._departed.add(number)
             self.tell(cause)
         return True
 

@@ -44,7 +44,7 @@ class RingConfig:
         token: Token of the ring, `TOKEN_BYTES` bytes.
         generation: Generation of the ring.
         numbers: Numbers of collectives by kind from which `activity` continues, the same for all.
-        from_scratch: Whether all exchanges after the last step are repeated, see `BlockedWorker.since`.
+        from_scratch: Whether all exchanges after the last step are repeated, see `BlockedWorker.boundary`.
     """
 
     addresses: Sequence[tuple[str, int]]
@@ -63,8 +63,8 @@ class BlockedWorker:
         address: (host, port) on which it listens.
         peer_messages: Last (tag, bytes) from the previous worker, in order.
         numbers: Numbers of collectives by kind, as `activity` counted them.
-        own: (tag, bytes) that this worker has sent to the next one since the step, in order.
-        since: Tag after which all exchanges can be repeated, or None.
+        sent_messages: (tag, bytes) that this worker has sent to the next one since the step, in order.
+        boundary: Tag after which all exchanges can be repeated, or None.
         between: Whether it waits after that step, and not within the next one.
         met: Whether workers have exchanged data since callbacks got the begin of the step in which it waits.
     """
@@ -73,8 +73,8 @@ class BlockedWorker:
     address: tuple[str, int]
     peer_messages: tuple[tuple[int, bytes], ...]
     numbers: dict[str, int]
-    own: tuple[tuple[int, bytes], ...] = ()
-    since: int | None = None
+    sent_messages: tuple[tuple[int, bytes], ...] = ()
+    boundary: int | None = None
     between: bool = False
     met: bool = False
 
@@ -90,7 +90,7 @@ class ReplacementState:
         at_end: Whether it begins after the last step of an epoch, see `RecoveryClient`.
         between: Whether it begins after an execution of steps, with the callbacks for it.
         files: Files of a checkpoint of that step by name, from another worker.
-        own: Bytes that the lost worker had sent to the next one after that step.
+        worker_state: Bytes that the lost worker had sent to the next one after that step.
         agreed: State that all workers have agreed on, see `raytf.worker.replacement`.
     """
 
@@ -99,7 +99,7 @@ class ReplacementState:
     steps_in_execution: int
     at_end: bool
     files: dict[str, bytes] = field(repr=False)
-    own: bytes = field(repr=False)
+    worker_state: bytes = field(repr=False)
     agreed: dict[str, Any] = field(repr=False)
     between: bool = False
 
@@ -221,7 +221,7 @@ class RecoveryClient:
         self._why: str | None = None  # reason of a failed recovery, which outlives the training
         self._lock = threading.Lock()
         self._changed = threading.Condition()  # notifies of changes of the waiting state
-        self._left = 0  # generation of the last cancelled ring
+        self._cancelled_generation = 0  # generation of the last cancelled ring
         self._joining: Listener | None = None
         self._commands: queue.SimpleQueue[RingConfig | str] = queue.SimpleQueue()
         self.disarm()
@@ -229,7 +229,7 @@ class RecoveryClient:
     def reset(self) -> None:
         """Clears the state for another training in this process, whose rings have new numbers."""
         with self._lock:
-            self._left = 0
+            self._cancelled_generation = 0
         self.replacement_state, self.healed, self._why = None, False, None
         self.disarm()
 
@@ -314,12 +314,12 @@ class RecoveryClient:
         self._note_moment(epoch_ends=True)
 
     def _note_moment(self, epoch_ends: bool) -> None:
-        if self._note is None or self._since is not None:  # the moment after the step is noted already
+        if self._note is None or self._boundary is not None:  # the moment after the step is noted already
             return
         image = self._note(epoch_ends)
         if image is not None:
             self._open, self._callbacks_called = True, False
-            self._noted_image, self._since = image, self.tag
+            self._noted_image, self._boundary = image, self.tag
 
     def tell_callbacks(self) -> bool:
         """Marks that callbacks get the epoch's end; returns whether recovery is still possible."""
@@ -327,16 +327,16 @@ class RecoveryClient:
         if not self._ends:
             self._forget_moment()
         self.close()
-        return self._since is not None
+        return self._boundary is not None
 
     def close(self) -> None:
         """Marks that the following exchanges, as of callbacks, cannot be repeated, unless the moment is noted."""
-        if self._since is None:
+        if self._boundary is None:
             self._open = self.at_end = False
             self._repeatable.clear()
 
     def _forget_moment(self) -> None:
-        self._since: int | None = None
+        self._boundary: int | None = None
         self._noted_image: Callable[[], ReplacementState] | None = None
         self._before_step = self._before_batch = 0
 
@@ -361,7 +361,7 @@ class RecoveryClient:
     def stepped(self, holder, content: bytes) -> None:
         """Marks the end of a step, and sends this worker's own state to the next one."""
         self._repeatable.clear()
-        if self._since is not None:
+        if self._boundary is not None:
             self._forget_moment()
         self._completed = holder.completed
         self.step += 1
@@ -453,7 +453,7 @@ class RecoveryClient:
         if self.replacement_state is not None:
             self.tag, self._passed = (
                 self.replacement_state.tag,
-                [(self.replacement_state.tag, self.replacement_state.own)],
+                [(self.replacement_state.tag, self.replacement_state.worker_state)],
             )
             self.replacement_state = None
         passed = self._passed if sum(len(message) for _, message in self._passed) <= MOST_BYTES else self._passed[-1:]
@@ -470,10 +470,12 @@ class RecoveryClient:
         activity_log = activity.tracker
         numbers, address = activity_log.snapshot()["numbers"], (listener.host, listener.port)
         with self._changed:
-            between = self._since is not None and not self._executes
+            between = self._boundary is not None and not self._executes
             met = self._executes and self._before_step > self._before_batch
-            own = tuple(self._passed)
-            self._waiting = BlockedWorker(self.tag, address, old.peer_messages, numbers, own, self._since, between, met)
+            sent_messages = tuple(self._passed)
+            self._waiting = BlockedWorker(
+                self.tag, address, old.peer_messages, numbers, sent_messages, self._boundary, between, met
+            )
             self._changed.notify_all()
         try:
             with activity_log.collective(activity.HEALING):
@@ -492,7 +494,7 @@ class RecoveryClient:
         if ring is not None:
             ring.peer_messages = old.peer_messages
             activity_log.count(command.numbers)
-            if self._since is not None and not command.from_scratch:  # a new worker repeats only the step
+            if self._boundary is not None and not command.from_scratch:  # a new worker repeats only the step
                 del self._repeatable[: self._before_step]
                 self._forget_moment()
         return ring
@@ -500,7 +502,7 @@ class RecoveryClient:
     def _join(self, listener: Listener, old, command: RingConfig) -> Ring | None:
         """Returns the ring of the driver's command; None if the driver has cancelled it meanwhile."""
         with self._lock:
-            if command.generation <= self._left:
+            if command.generation <= self._cancelled_generation:
                 return None
             self._joining = listener
         try:
@@ -513,7 +515,7 @@ class RecoveryClient:
                 generation=command.generation,
             )
         except PeerLostError:
-            if command.generation <= self._left:
+            if command.generation <= self._cancelled_generation:
                 return None
             raise
         finally:
@@ -523,23 +525,23 @@ class RecoveryClient:
     def leave(self, generation: int) -> None:
         """Cancels the ring of a generation: a worker that is joining it waits for another one."""
         with self._lock:
-            self._left = max(self._left, generation)
+            self._cancelled_generation = max(self._cancelled_generation, generation)
             if self._joining is not None:
                 self._joining.stop()
 
     def waiting(self, seconds: float = 0.0) -> BlockedWorker | str | None:
         """Returns the state of this worker if it waits within `seconds`, a reason if it never will, otherwise None."""
         with self._changed:
-            self._changed.wait_for(lambda: self._where() is not None, seconds)
-            return self._where()
+            self._changed.wait_for(lambda: self._recovery_state() is not None, seconds)
+            return self._recovery_state()
 
-    def _where(self) -> BlockedWorker | str | None:
+    def _recovery_state(self) -> BlockedWorker | str | None:
         if self._waiting is not None:
             return self._waiting
         return None if self.armed or self.replacement_state is not None else self.refused
 
     def image(self, from_scratch: bool = False) -> ReplacementState:
-        """Returns the `image` of `arm`; with `from_scratch`, of the noted moment, see `BlockedWorker.since`."""
+        """Returns the `image` of `arm`; with `from_scratch`, of the noted moment, see `BlockedWorker.boundary`."""
         return self._noted_image() if from_scratch else self._image()
 
     def keep(self, owned: Sequence[bytes], older: Collection[int]) -> int:
@@ -550,7 +552,7 @@ class RecoveryClient:
         """
         if self._waiting is None or self._keep is None:
             raise RaytfError("a worker that was to keep a checkpoint cannot, or does not wait any more")
-        if not self._executes and (self._callbacks_called or (self._since is not None and not self.at_end)):
+        if not self._executes and (self._callbacks_called or (self._boundary is not None and not self.at_end)):
             raise RaytfError("callbacks may have been called after the step, and may have changed their state")
         return self._keep(owned, older)
 

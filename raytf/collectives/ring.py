@@ -216,7 +216,7 @@ class Ring:
         """
         return self._trade(_TRADE, content, sum_number)
 
-    def _trade(self, what: int, content: np.ndarray, sum_number: int) -> np.ndarray:
+    def _trade(self, kind: int, content: np.ndarray, sum_number: int) -> np.ndarray:
         contents = np.empty((self.size, content.size), np.uint8)
         contents[self.rank] = content
 
@@ -242,7 +242,7 @@ class Ring:
             self._flush()
 
         work = exchange_chords if self._chords else circulate
-        self._exchange(what, content.size, sum_number, (self.size - 1) * content.size, work, content.tobytes())
+        self._exchange(kind, content.size, sum_number, (self.size - 1) * content.size, work, content.tobytes())
         return contents
 
     def _swap(self, chord: Chord, distance: int, sent: np.ndarray, target: np.ndarray) -> None:
@@ -263,7 +263,7 @@ class Ring:
             if not moved:
                 wanted = [(chord.following, select.POLLOUT)] if to_send else []
                 wanted += [(chord.previous, select.POLLIN)] if room else []
-                self._until(functools.partial(self._polling, wanted))
+                self._wait_for_descriptor(functools.partial(self._polling, wanted))
 
     @contextlib.contextmanager
     def _losing(self, distance: int):
@@ -340,7 +340,7 @@ class Ring:
         )
 
     def _exchange_array(
-        self, what: int, array: np.ndarray, sum_number: int, sent: int, work: Callable[[_Ways], None]
+        self, kind: int, array: np.ndarray, sum_number: int, sent: int, work: Callable[[_Ways], None]
     ) -> np.ndarray:
         """Exchanges an array that the next process may read in shared memory; returns it, or a copy as for `add`."""
         large = array.nbytes > _READ_IN_PLACE
@@ -354,11 +354,11 @@ class Ring:
             is_read = not self._have_read(*ways)
 
         first = _COUNT.pack(_ELSEWHERE if begin is None else begin) if large and is_local(self._next) else b""
-        self._exchange(what, array.nbytes, sum_number, sent, exchange, first)
+        self._exchange(kind, array.nbytes, sum_number, sent, exchange, first)
         return array.copy() if is_read else array
 
     def _exchange(
-        self, what: int, size: int, sum_number: int, sent: int, work: Callable[[], None], first: bytes = b""
+        self, kind: int, size: int, sum_number: int, sent: int, work: Callable[[], None], first: bytes = b""
     ) -> None:
         """Runs an exchange by `work`; `first` are the first bytes of it that this process sends."""
         sum_number |= activity.tracker.call << _CALL_BITS
@@ -370,7 +370,7 @@ class Ring:
                 if loss is not None:  # no member completes this sum without this one
                     raise _LostError(loss.lost, ConnectionResetError(loss.why))
                 with activity.tracker.collective(activity.SUM):
-                    self._agree(what, size, sum_number, first)
+                    self._agree(kind, size, sum_number, first)
                     self._in_sum = True
                     work()
                     self._in_sum = False
@@ -479,7 +479,7 @@ class Ring:
         cause = self._notifier.tell(Cause(lost, self.rank, why))  # its loss counts now even if it just left
         self._take_what_was_passed_on()
         self.close()
-        has_left, call = heard is not None and heard.left, activity.tracker.call
+        has_left, call = heard is not None and heard.departed, activity.tracker.call
         alone = f"; this worker is in {activity.CALLS[call]}, {_TOGETHER}" if has_left and call else ""
         return PeerLostError(self.rank, f"{cause}{alone}", cause.lost)
 
@@ -515,8 +515,8 @@ class Ring:
         for connection in (*self._links, *self._chords):
             connection.close()
 
-    def _agree(self, what: int, size: int, sum_number: int, first: bytes) -> None:
-        header = _HEADER.pack(self.generation, self._sums, what, sum_number, size)
+    def _agree(self, own_kind: int, size: int, sum_number: int, first: bytes) -> None:
+        header = _HEADER.pack(self.generation, self._sums, own_kind, sum_number, size)
         self._send(header + first)
         received = self._receive(_HEADER.size)
         generation, number, kind, _, length = _HEADER.unpack(received)
@@ -542,7 +542,7 @@ class Ring:
                 )
             raise RaytfError(
                 f"All workers must sum the same sizes in the same order; worker {self.rank} is at exchange "
-                f"{self._sums}, {_NAMES[what]} of {size} bytes (optimizer call {sum_number} of its step), "
+                f"{self._sums}, {_NAMES[own_kind]} of {size} bytes (optimizer call {sum_number} of its step), "
                 f"received: worker "
                 f"{(self.rank - 1) % self.size} at exchange {number}, {_named(kind)} of {length} bytes (call {index}). "
                 "Build the same model on all workers, let each make the same steps, and where a condition "
@@ -580,9 +580,9 @@ class Ring:
                     self._wait(sending=bool(self._unsent), receiving=True)
         return buffer
 
-    def _give(self, some: bytes | memoryview) -> int:
+    def _give(self, content: bytes | memoryview) -> int:
         try:
-            return self._next.send(some)
+            return self._next.send(content)
         except BlockingIOError:
             raise
         except OSError as error:
@@ -659,11 +659,11 @@ class Ring:
         way.sent += self._tell(part.stop - part.start)
 
     def _receive_part(self, way: _AroundTheRing) -> None:
-        phase, start, left = way.next_to_receive()
+        phase, start, remaining = way.next_to_receive()
         if phase >= self.size - 1:  # the segment is a finished sum
-            way.received += len(self._read(way.bytes[start : start + min(left, _SENT_AT_ONCE)]))
+            way.received += len(self._read(way.bytes[start : start + min(remaining, _SENT_AT_ONCE)]))
             return
-        start, wanted = start - way.waiting, min(_CHUNK, left + way.waiting)
+        start, wanted = start - way.waiting, min(_CHUNK, remaining + way.waiting)
         count = len(self._read(memoryview(self._received)[way.waiting : wanted]))
         way.received, way.waiting = way.received + count, way.waiting + count
         if way.waiting == wanted:
@@ -671,12 +671,12 @@ class Ring:
             way.waiting = 0
 
     def _read_part(self, way: _AroundTheRing) -> None:
-        phase, start, left = way.next_to_receive()
+        phase, start, remaining = way.next_to_receive()
         adds = phase < self.size - 1
-        wanted = min(left, _SENT_AT_ONCE) if adds else 1
+        wanted = min(remaining, _SENT_AT_ONCE) if adds else 1
         if way.reported - way.received < wanted:
             way.reported += self._hear()
-        count = min(left, _SENT_AT_ONCE, way.reported - way.received)
+        count = min(remaining, _SENT_AT_ONCE, way.reported - way.received)
         if count >= wanted:
             if adds:
                 way.add(start, way.neighbour[start : start + count])
@@ -697,15 +697,15 @@ class Ring:
         self._flush()
         bytes_ = memoryview(array.view(np.uint8))
         sending, receiving, ready = _Parts(bytes_, sends), _Parts(bytes_, receives), 0
-        while sending.left or receiving.left:
+        while sending.remaining or receiving.remaining:
             moved = False
             may_send = local_bytes + receiving.done - sending.done
-            if sending.left and may_send > 0:
+            if sending.remaining and may_send > 0:
                 with contextlib.suppress(BlockingIOError):
-                    some = sending.now(min(may_send, _SENT_AT_ONCE))
-                    sending.advance(self._tell(len(some)) if shows else self._give(some))
+                    content = sending.now(min(may_send, _SENT_AT_ONCE))
+                    sending.advance(self._tell(len(content)) if shows else self._give(content))
                     moved = True
-            if receiving.left:
+            if receiving.remaining:
                 with contextlib.suppress(BlockingIOError):
                     if neighbour is None:
                         receiving.advance(len(self._read(receiving.now(_SENT_AT_ONCE))))
@@ -717,7 +717,7 @@ class Ring:
                         receiving.advance(len(target))
                     moved = True
             if not moved:
-                self._wait(sending=bool(sending.left and may_send > 0), receiving=bool(receiving.left))
+                self._wait(sending=bool(sending.remaining and may_send > 0), receiving=bool(receiving.remaining))
 
     @np.errstate(over="ignore", invalid="ignore")  # gradients may overflow; loss scaling checks for it afterwards
     def _accumulate(self, total: np.ndarray, received: np.ndarray) -> None:
@@ -739,9 +739,9 @@ class Ring:
 
     def _wait(self, sending: bool = False, receiving: bool = False, answering: bool = False) -> None:
         """Blocks until a neighbour sends or accepts bytes or answers, as requested, or a member is lost."""
-        self._until(functools.partial(self._poll, sending, answering, receiving))
+        self._wait_for_descriptor(functools.partial(self._poll, sending, answering, receiving))
 
-    def _until(self, polling: Callable[[bool], select.poll]) -> None:
+    def _wait_for_descriptor(self, polling: Callable[[bool], select.poll]) -> None:
         """Blocks until a descriptor of `polling(whether it watches for a loss)` is ready."""
         milliseconds = None if self.timeout is None else self.timeout * 1000
         ready = [number for number, _ in polling(True).poll(milliseconds)]
@@ -852,12 +852,12 @@ class _Parts:
     """Parts of a memory, processed in order.
 
     Attributes:
-        left, done: Number of bytes.
+        remaining, done: Number of bytes.
     """
 
     def __init__(self, memory: memoryview, parts: list[slice]):
         self._memory, self._parts, self._begun = memory, [p for p in parts if p.stop > p.start], 0
-        self.left, self.done = sum(p.stop - p.start for p in self._parts), 0
+        self.remaining, self.done = sum(p.stop - p.start for p in self._parts), 0
 
     @property
     def position(self) -> int:
@@ -869,7 +869,7 @@ class _Parts:
         return self._memory[self.position : min(self.position + most, self._parts[0].stop)]
 
     def advance(self, count: int) -> None:
-        self.left, self.done, self._begun = self.left - count, self.done + count, self._begun + count
+        self.remaining, self.done, self._begun = self.remaining - count, self.done + count, self._begun + count
         if self.position == self._parts[0].stop:
             del self._parts[0]
             self._begun = 0
@@ -882,8 +882,8 @@ def _called(call: int) -> str:
     return activity.CALLS[call] or "none of fit and evaluate" if call < len(activity.CALLS) else "another call"
 
 
-def _named(what: int) -> str:
-    return _NAMES[what] if what < len(_NAMES) else f"something unknown ({what})"
+def _named(kind: int) -> str:
+    return _NAMES[kind] if kind < len(_NAMES) else f"something unknown ({kind})"
 
 
 class _LostError(Exception):

@@ -282,7 +282,7 @@ class RecoveryCoordinator:
         for rank in range(size):
             following = (rank + 1) % size
             if rank not in self.lost:
-                passed = waiting[rank].own
+                passed = waiting[rank].sent_messages
             elif following in self.lost:
                 return None
             else:
@@ -307,7 +307,7 @@ class RecoveryCoordinator:
         calls = []
         for rank, worker in self._made.items():
             agreed = {**state.agreed, "missing": state.agreed["reports"] - self._group.reported.get(rank, 0)}
-            replacement_state = dataclasses.replace(state, own=owned[rank], agreed=agreed)
+            replacement_state = dataclasses.replace(state, worker_state=owned[rank], agreed=agreed)
             calls.append(worker.actor.execute.remote(recovery_client.set_replacement_state, replacement_state))
         self._ask(calls, "a place in the training", self._pace.deadline(timeouts.get().recovery_answer, copies=1))
         allowed, cores = self._group.config.listening, self._group.cores
@@ -371,7 +371,7 @@ def replays_from_boundary(waiting: Mapping[int, BlockedWorker], lost: Collection
     Raises:
         RecoveryFailedError: The others are neither in one step, nor after one step that can be repeated.
     """
-    tags, boundaries = {item.tag for item in waiting.values()}, {item.since for item in waiting.values()}
+    tags, boundaries = {item.tag for item in waiting.values()}, {item.boundary for item in waiting.values()}
     passed = [waiting[(rank + 1) % size].peer_messages for rank in lost if (rank + 1) % size in waiting]
     # the last message of a lost worker may be older than the epoch in whose first step the others are
     outdated = any(tags.isdisjoint(tag for tag, _ in item) for item in passed)

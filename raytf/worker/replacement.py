@@ -293,7 +293,7 @@ class RecoveryCallback(TrainingPart):
             self._take_state(replacement_state)
 
     def _take_state(self, replacement_state: ReplacementState) -> None:
-        own_state.take(self.model, replacement_state.own)
+        own_state.take(self.model, replacement_state.worker_state)
         activity.tracker.step = replacement_state.step
         if replacement_state.after_step:
             recovery_client.client.tag = replacement_state.tag

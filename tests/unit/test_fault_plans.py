@@ -174,7 +174,9 @@ def test_a_cause_reaches_its_own_generation_alone():
         message = failure_notifier.pack(cause, generation)
         assert failure_notifier.unpack(message, other) is None
         found = failure_notifier.unpack(message, generation)
-        assert (found.lost, found.seen_by, found.left) == (cause.lost, cause.seen_by, cause.left), f"seed {seed}"
+        assert (found.lost, found.seen_by, found.departed) == (cause.lost, cause.seen_by, cause.departed), (
+            f"seed {seed}"
+        )
         assert why.startswith(found.why) and (found.why == why or len(found.why.encode()) > 390), f"seed {seed}"
 
 

@@ -215,7 +215,7 @@ def ended():
 def test_what_followed_an_epoch_is_exchanged_again(ended):
     """Also within the first step of the next one, with a process that begins after the last step."""
     with ended.lost_in_the_next(from_scratch=True) as (sum_, waiting, ring):
-        assert (waiting.since, waiting.tag, waiting.between) == (state_version(1), state_version(1) + 2, False)
+        assert (waiting.boundary, waiting.tag, waiting.between) == (state_version(1), state_version(1) + 2, False)
         assert ended.healer.image(True) == "the end"
         assert [ended.add(ring, 1).tolist() for _ in range(3)] == [[3, 3]] * 3
         assert sum_.result(20).tolist() == [3, 3] and ended.made == ["logs", "rate", "gradients"]
@@ -237,8 +237,8 @@ def test_what_callbacks_left_of_what_each_has_for_itself_is_passed_on_again(ende
         ended.other.close()
         step = ended.pool.submit(ended.make, "gradients")
         waiting, ring = ended.goes_on(from_scratch=False)
-        assert (waiting.since, waiting.tag, waiting.between) == (state_version(2), state_version(2) + 3, False)
-        assert waiting.own == ((state_version(2), b"mine"), (state_version(2) + 3, b"reset"))
+        assert (waiting.boundary, waiting.tag, waiting.between) == (state_version(2), state_version(2) + 3, False)
+        assert waiting.sent_messages == ((state_version(2), b"mine"), (state_version(2) + 3, b"reset"))
         ended.add(ring, 1)
         assert step.result(20).tolist() == [3, 3] and ended.made == ["gradients"]
     ring.close()
@@ -257,12 +257,12 @@ def test_what_followed_an_execution_is_exchanged_again_where_that_was_foreseen(e
     ended.other.close()
     stop = ended.pool.submit(ended.make, "stop")
     waiting, ring = ended.goes_on(from_scratch=True)
-    assert (waiting.since, waiting.tag, waiting.between) == (state_version(2), state_version(2) + 1, True)
-    assert waiting.own == ((state_version(2), b"mine"), (state_version(2) + 1, b"mean"))
+    assert (waiting.boundary, waiting.tag, waiting.between) == (state_version(2), state_version(2) + 1, True)
+    assert waiting.sent_messages == ((state_version(2), b"mine"), (state_version(2) + 1, b"mean"))
     assert ended.healer.image(True) == "the step"
     assert [ended.add(ring, 1).tolist() for _ in range(2)] == [[3, 3]] * 2
     assert stop.result(20).tolist() == [3, 3] and ended.made == ["logs of the batch", "stop"]
-    assert ring.peer_messages == waiting.own, "of this one, should it be lost next"
+    assert ring.peer_messages == waiting.sent_messages, "of this one, should it be lost next"
     with pytest.raises(RaytfError, match="callbacks may have been called after the step"):
         ended.healer._waiting, ended.healer._keep = waiting, lambda *_: 0
         ended.healer.keep([], [])
@@ -275,7 +275,7 @@ def test_where_a_process_takes_part_from_the_step_on_only_that_is_made_again(end
         assert ended.made == ["gradients"]
         ring.close()
         again = ended.pool.submit(ended.make, "more")
-        assert standing(ended.healer).since is None, "the one that is new knows nothing of the epoch before"
+        assert standing(ended.healer).boundary is None, "the one that is new knows nothing of the epoch before"
         ended.healer.command("all workers restart")
         with pytest.raises(PeerLostError):
             again.result(20)
@@ -311,22 +311,22 @@ def test_exchanges_within_batch_callbacks_are_made_again(ended):
     ring.close()
 
 
-def at(tag, held=None, since=None, between=False, met=False):
-    return BlockedWorker(tag, ("", 0), () if held is None else ((held, b""),), {}, (), since, between, met)
+def at(tag, held=None, boundary=None, between=False, met=False):
+    return BlockedWorker(tag, ("", 0), () if held is None else ((held, b""),), {}, (), boundary, between, met)
 
 
 @pytest.mark.parametrize(
     ("waiting", "lost", "expected"),
     [
         ({0: at(8), 2: at(8, 8)}, [1], False),
-        ({0: at(8, since=8, between=True), 2: at(8, 8, 8, True)}, [1], True),
-        ({0: at(10, since=8), 2: at(10, 10, 8)}, [1], False),
-        ({0: at(10, since=8), 2: at(10, 8, 8)}, [1], True),  # it was lost before it began the epoch
-        ({0: at(10, since=8), 2: at(8, 8, 8, True)}, [1], True),
+        ({0: at(8, boundary=8, between=True), 2: at(8, 8, 8, True)}, [1], True),
+        ({0: at(10, boundary=8), 2: at(10, 10, 8)}, [1], False),
+        ({0: at(10, boundary=8), 2: at(10, 8, 8)}, [1], True),  # it was lost before it began the epoch
+        ({0: at(10, boundary=8), 2: at(8, 8, 8, True)}, [1], True),
         ({0: at(8), 2: at(12)}, [1], None),
-        ({0: at(10, since=8), 2: at(12, 12)}, [1], None),
+        ({0: at(10, boundary=8), 2: at(12, 12)}, [1], None),
         ({0: at(8), 1: at(8)}, [], False),
-        ({0: at(8, since=8, between=True), 1: at(10, since=8)}, [], True),
+        ({0: at(8, boundary=8, between=True), 1: at(10, boundary=8)}, [], True),
     ],
 )
 def test_what_is_made_again(waiting, lost, expected):
