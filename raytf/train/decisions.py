@@ -111,11 +111,11 @@ class Recovered:
 class NotRecovered:
     """The recovery failed, for the reason `why`.
 
-    `again` is True if more workers were lost: the ranks in `also_lost`, and `new_lost` replacement workers.
+    `lost_another` is True if more workers were lost: the ranks in `also_lost`, and `new_lost` replacement workers.
     """
 
     why: str
-    again: bool = False
+    lost_another: bool = False
     also_lost: frozenset[int] = frozenset()
     new_lost: int = 0
 
@@ -179,7 +179,7 @@ def decide(state: RunState, event: Event) -> Action:
         return ignore
     match event:
         case Started(workers):  # also after the end, as an end after a step is no failure
-            return _then(ignore, workers=workers, phase=_phase(state))
+            return _with_state(ignore, workers=workers, phase=_phase(state))
         case Lost(ranks, reported):
             return _recover(state, ranks, reported) if state.is_whole else ignore
         case Failed():
@@ -187,17 +187,17 @@ def decide(state: RunState, event: Event) -> Action:
         case Disconnected():
             return _recover(state, frozenset()) if state.is_whole else ignore
         case Recovered() if state.phase is Phase.RECOVERING:
-            left = state.failures_left - len(state.lost)
-            return _then(ignore, phase=_phase(state), lost=frozenset(), failures_left=left)
-        case NotRecovered(why, again, also_lost, new_lost) if state.phase is Phase.RECOVERING:
+            failures_left = state.failures_left - len(state.lost)
+            return _with_state(ignore, phase=_phase(state), lost=frozenset(), failures_left=failures_left)
+        case NotRecovered(why, lost_another, also_lost, new_lost) if state.phase is Phase.RECOVERING:
             state = dataclasses.replace(state, failures_left=state.failures_left - new_lost)
-            action = _recover(state, state.lost | also_lost) if again else _restart_all(state, why)
-            complete = action.do is Do.RECOVER or not again
+            action = _recover(state, state.lost | also_lost) if lost_another else _restart_all(state, why)
+            complete = action.do is Do.RECOVER or not lost_another
             return action if complete else dataclasses.replace(action, why=f"{why}, and {action.why}")
         case StopRequested():
             state = dataclasses.replace(state, stopping=True)
             if state.phase is Phase.STARTING or not state.ends_after_step:
-                return _over(state, "a stop of the run was requested")
+                return _fail_run(state, "a stop of the run was requested")
             return _end_after_step(state, STOP)
         case Drained(stays):
             if state.phase is Phase.STARTING:
@@ -209,17 +209,17 @@ def decide(state: RunState, event: Event) -> Action:
                 return ignore
             if state.ends_after_step and not late:
                 return _end_after_step(state, RESIZE)
-            return _then(Action(do=Do.RESIZE, state=state), phase=Phase.STARTING)
+            return _with_state(Action(do=Do.RESIZE, state=state), phase=Phase.STARTING)
         case NotTold() if state.phase is Phase.LEAVING and not state.stopping:
-            return _then(ignore, phase=Phase.TRAINING)
+            return _with_state(ignore, phase=Phase.TRAINING)
         case Ended() if state.phase is not Phase.STARTING:
             if state.stopping:
-                return _then(ignore, phase=Phase.OVER)
-            return _then(Action(do=Do.RESTART, state=state), phase=Phase.STARTING, lost=frozenset())
+                return _with_state(ignore, phase=Phase.OVER)
+            return _with_state(Action(do=Do.RESTART, state=state), phase=Phase.STARTING, lost=frozenset())
     return ignore
 
 
-def _then(action: Action, **changes) -> Action:
+def _with_state(action: Action, **changes) -> Action:
     return dataclasses.replace(action, state=dataclasses.replace(action.state, **changes))
 
 
@@ -230,7 +230,7 @@ def _phase(state: RunState) -> Phase:
 def _end_after_step(state: RunState, why: str) -> Action:
     action = Action(do=Do.END_AFTER_STEP, state=state, why=why)
     leaves = state.ends_after_step and state.phase is not Phase.RECOVERING
-    return _then(action, phase=Phase.LEAVING) if leaves else action
+    return _with_state(action, phase=Phase.LEAVING) if leaves else action
 
 
 def _recover(state: RunState, ranks: frozenset[int], reported: frozenset[int] = frozenset()) -> Action:
@@ -249,24 +249,24 @@ def _recover(state: RunState, ranks: frozenset[int], reported: frozenset[int] = 
         return _restart_all(
             state, f"{worker_names(ranks)} was lost between two steps, after a report of {worker_names(reporters)}"
         )
-    left = state.failures_left - (0 if ranks else 1)
+    failures_left = state.failures_left - (0 if ranks else 1)
     action = Action(do=Do.RECOVER, state=state, ranks=ranks)
-    return _then(action, phase=Phase.RECOVERING, lost=ranks, failures_left=left)
+    return _with_state(action, phase=Phase.RECOVERING, lost=ranks, failures_left=failures_left)
 
 
 def _restart_all(state: RunState, why: str) -> Action:
     """Restarts all workers, which counts as a failure, unless no failure is left or the run stops."""
     if state.stopping:
-        return _over(state, why or "a stop of the run was requested")
+        return _fail_run(state, why or "a stop of the run was requested")
     if state.failures_left < 1:
-        return _over(state, why)
-    left = state.failures_left - 1
+        return _fail_run(state, why)
+    failures_left = state.failures_left - 1
     action = Action(do=Do.RESTART, state=state, why=why)
-    return _then(action, phase=Phase.STARTING, failures_left=left, lost=frozenset())
+    return _with_state(action, phase=Phase.STARTING, failures_left=failures_left, lost=frozenset())
 
 
-def _over(state: RunState, why: str) -> Action:
-    return _then(Action(do=Do.FAIL, state=state, why=why), phase=Phase.OVER, lost=frozenset())
+def _fail_run(state: RunState, why: str) -> Action:
+    return _with_state(Action(do=Do.FAIL, state=state, why=why), phase=Phase.OVER, lost=frozenset())
 
 
 class Decisions:
@@ -285,8 +285,11 @@ class Decisions:
         with self._lock:
             state, allowed = self.state, self.state.preemptions_left >= 1
             if allowed:
-                left = {"failures_left": state.failures_left + failures, "preemptions_left": state.preemptions_left - 1}
-                self.state = dataclasses.replace(state, **left)
+                limits = {
+                    "failures_left": state.failures_left + failures,
+                    "preemptions_left": state.preemptions_left - 1,
+                }
+                self.state = dataclasses.replace(state, **limits)
             return allowed
 
     def take(self, event: Event) -> Action:

@@ -129,7 +129,7 @@ class Run:
             return
         new_lost = self.source.randint(0, len(lost)) if self.source.random() < 0.3 else 0
         if dead or new_lost:
-            self.do(NotRecovered("more were lost", again=True, also_lost=dead, new_lost=new_lost))
+            self.do(NotRecovered("more were lost", lost_another=True, also_lost=dead, new_lost=new_lost))
         elif self.source.random() < 0.3:
             self.do(NotRecovered("no room"))
             # the others may have kept a checkpoint of the last step that all have made: so much less is made again
@@ -284,9 +284,9 @@ def test_each_decision(change, event, do, why):
 def test_a_recovery_that_begins_again_counts_what_was_lost_and_takes_all_places():
     run = Decisions(dataclasses.replace(WHOLE, workers=4, failures_left=3))
     assert run.take(Lost(frozenset([1]))).ranks == {1}
-    action = run.take(NotRecovered("worker 3 was lost", again=True, also_lost=frozenset([3]), new_lost=1))
+    action = run.take(NotRecovered("worker 3 was lost", lost_another=True, also_lost=frozenset([3]), new_lost=1))
     assert (action.do, action.ranks, action.state.failures_left) == (Do.RECOVER, {1, 3}, 2)
-    action = run.take(NotRecovered("both were lost", again=True, new_lost=1))
+    action = run.take(NotRecovered("both were lost", lost_another=True, new_lost=1))
     assert (action.do, action.why) == (Do.RESTART, "both were lost, and FailureConfig allows no more failures")
     assert run.state.failures_left == 0
     run.take(Started(4))

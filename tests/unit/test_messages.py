@@ -33,7 +33,7 @@ CLAUSES = {
     "WorkerFrozenError",
     "WorkerGroupLostError",
     "_restart_all",
-    "_over",
+    "_fail_run",
 }
 # Files whose `print` writes the answer to a command, a table, or the output of others.
 ANSWERS = {
