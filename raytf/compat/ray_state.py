@@ -85,7 +85,7 @@ class TrainTab:
             dataset_config=context.dataset_config,
         )
 
-    def ended(self, why: str | None, again: bool = False) -> None:
+    def ended(self, why: str | None, restarts: bool = False) -> None:
         """Writes that a group has ended: well, or with an error; and the run unless another group starts."""
         if self._manager is None:
             return
@@ -97,7 +97,7 @@ class TrainTab:
                     self._manager.update_train_run_attempt_finished(run, attempt)
                 else:
                     self._manager.update_train_run_attempt_errored(run, attempt, why)
-            if again:
+            if restarts:
                 self._manager.update_train_run_restarting(run)
             elif why is None:
                 self._manager.update_train_run_finished(run)

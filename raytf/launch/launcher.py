@@ -184,19 +184,19 @@ class ScriptCluster:
         for task in tasks:
             self._request(task)
 
-    def _answers(self, tasks: Sequence[Task], refs: list, seconds: float, what: str) -> list:
+    def _answers(self, tasks: Sequence[Task], refs: list, seconds: float, action: str) -> list:
         """Returns the runners' results; reports which ones are pending.
 
         Raises:
             StartError, NoAnswerError: An actor failed, or did not answer.
         """
         late = _wait_reporter(
-            lambda: f"waiting for {_unready_tasks(tasks, refs)}: {what}", _PATIENCE_WITH_PROCESSES_INTERVAL
+            lambda: f"waiting for {_unready_tasks(tasks, refs)}: {action}", _PATIENCE_WITH_PROCESSES_INTERVAL
         )
         return collect_answers(
             refs,
             seconds,
-            what,
+            action,
             names=[str(task) for task in tasks],
             check=late,
             failure=lambda name, error: StartError(f"{name} did not start: {one_line(error)}"),

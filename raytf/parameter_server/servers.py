@@ -163,13 +163,15 @@ class ServerGroup:
             self._watchdog.watch(task, location)
         self._collect([self._serve(task) for task in self._tasks], timeouts.get().process_setup, "TensorFlow's servers")
 
-    def _collect(self, asked: list, seconds: float, what: str, tasks: list[Task] | None = None) -> list:
+    def _collect(self, asked: list, seconds: float, action: str, tasks: list[Task] | None = None) -> list:
         def failed(name: str, error: Exception) -> Exception:
             if isinstance(error, RayTaskError):  # an error of its task, such as unreadable rows
                 return error
             return ServerLostError(f"{name} did not start: {first_line(error)}{self._kill_reason(name)}")
 
-        return collect_answers(asked, seconds, what, names=[str(task) for task in tasks or self._tasks], failure=failed)
+        return collect_answers(
+            asked, seconds, action, names=[str(task) for task in tasks or self._tasks], failure=failed
+        )
 
     def _kill_reason(self, name: str) -> str:
         """Returns why the watchdog has ended a task's process, as a clause; "" if it has not."""

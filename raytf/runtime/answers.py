@@ -19,18 +19,18 @@ class NoAnswerError(RaytfError, TimeoutError):
     Args:
         names: Names of the processes without an answer.
         seconds: Length of the wait.
-        what: Awaited result, as a clause.
+        action: Awaited result, as a clause.
     """
 
-    def __init__(self, names: Sequence[str], seconds: float, what: str):
-        super().__init__(list(names), seconds, what)
-        self.names, self.seconds, self.what = list(names), seconds, what
+    def __init__(self, names: Sequence[str], seconds: float, action: str):
+        super().__init__(list(names), seconds, action)
+        self.names, self.seconds, self.action = list(names), seconds, action
 
     def __str__(self) -> str:
-        return f"timeout after {self.seconds:g} s: {', '.join(self.names)} did not answer; waited for: {self.what}"
+        return f"timeout after {self.seconds:g} s: {', '.join(self.names)} did not answer; waited for: {self.action}"
 
     def __reduce__(self):
-        return type(self), (self.names, self.seconds, self.what)
+        return type(self), (self.names, self.seconds, self.action)
 
 
 def collect_answers(

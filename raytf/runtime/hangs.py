@@ -34,7 +34,7 @@ class HangReport:
 
     Args:
         rank: Rank of the worker.
-        what: Its current activity, as a clause that follows "it".
+        activity_clause: Its current activity, as a clause that follows "it".
         seconds: Duration of that activity.
         waiting: Clause with the workers that wait for it, and since which step.
         part: Part of its step, for `HangDetector.record_continued`.
@@ -42,14 +42,14 @@ class HangReport:
     """
 
     rank: int
-    what: str
+    activity_clause: str
     seconds: float
     waiting: str
     part: str
     ends: bool = False
 
     def __str__(self) -> str:
-        return f"{self.what} since {self.seconds:.0f} s; {self.waiting}"
+        return f"{self.activity_clause} since {self.seconds:.0f} s; {self.waiting}"
 
 
 class PollOrder:
@@ -173,7 +173,7 @@ class HangDetector:
         return max(self._limit, _TIMES_USUAL * usual, self._longest.get(part, 0.0))
 
     def _report(
-        self, rank: int, snapshots, seconds: float, waited: float, what: str, part: str, late: bool
+        self, rank: int, snapshots, seconds: float, waited: float, activity_clause: str, part: str, late: bool
     ) -> HangReport | None:
         """Returns a hang if `seconds` in one part, and the `waited` seconds of others, exceed the limit."""
         lasted, limit = min(seconds, waited), self._limits(snapshots, part)
@@ -182,13 +182,18 @@ class HangDetector:
         late = late or part in _STILL or self._moves(rank, lasted)
         ends = lasted >= limit * (_ENDS_LATE if late else _ENDS)
         return HangReport(
-            rank=rank, what=what, seconds=seconds, waiting=self.describe_waiting(rank, snapshots), part=part, ends=ends
+            rank=rank,
+            activity_clause=activity_clause,
+            seconds=seconds,
+            waiting=self.describe_waiting(rank, snapshots),
+            part=part,
+            ends=ends,
         )
 
     def _silent(self, rank: int, seconds: float, snapshots, stopped: str | None) -> HangReport:
         clause = f"is {stopped}" if stopped else "gives no answer and uses no processor: a call holds Python's lock"
         waiting, ends = self.describe_waiting(rank, snapshots), stopped is None and seconds >= _ENDS * self._limit
-        return HangReport(rank=rank, what=clause, seconds=seconds, waiting=waiting, part="silent", ends=ends)
+        return HangReport(rank=rank, activity_clause=clause, seconds=seconds, waiting=waiting, part="silent", ends=ends)
 
     def _find_missing(self, snapshots, waiting: Mapping[int, float], coming: list[int]) -> HangReport | None:
         idle = [rank for rank in coming if not self._works(rank)]

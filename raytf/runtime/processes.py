@@ -79,7 +79,7 @@ class WarmPool:
         self.warned = Entries("warned")
         self._output = Output(worker_environment(run_config, scaling_config)["env_vars"])
         self._ready = {
-            actor.execute.remote(timeouts.call_with, timeouts.get(), preload): actor for actor in self._all()
+            actor.execute.remote(timeouts.call_with, timeouts.get(), preload): actor for actor in self._actors()
         }
 
     def ask(self, function, *arguments):
@@ -138,10 +138,10 @@ class WarmPool:
 
     def _close(self) -> None:
         self._output.close(sys.exc_info()[1])
-        _end(self._all())
+        _end(self._actors())
         self.warned.clear()
 
-    def _all(self) -> list:
+    def _actors(self) -> list:
         return [*(actor for _, actor in self.members), *self._extra]
 
 
@@ -166,9 +166,9 @@ def with_variables(run_config, variables: dict[str, str]):
     return run_config
 
 
-def cpus_of(each: Mapping[str, float]) -> int:
+def cpus_of(worker_resources: Mapping[str, float]) -> int:
     """Returns the number of CPUs for which a worker with these resources computes, at least 1."""
-    return max(1, int(each.get("CPU", 1)))
+    return max(1, int(worker_resources.get("CPU", 1)))
 
 
 def _cpus(scaling_config) -> int:

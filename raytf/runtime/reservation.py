@@ -32,19 +32,23 @@ _TICK_INTERVAL = 1.0
 
 
 def bundle_layout(
-    workers: int, each: Mapping[str, float], sidecars: Mapping[str, Mapping[str, float]], strategy: str, nodes: int
+    workers: int,
+    worker_resources: Mapping[str, float],
+    sidecars: Mapping[str, Mapping[str, float]],
+    strategy: str,
+    nodes: int,
 ) -> tuple[list[dict[str, float]], dict[str, int]]:
     """Returns (the bundles of a run, the workers' first; the index of each additional task's bundle); pure.
 
     Args:
         workers: Number of workers, at least 1.
-        each: Resources of a worker.
+        worker_resources: Resources of a worker.
         sidecars: Resources of the additional tasks, by name.
         strategy: Placement strategy. If it requires a node per bundle, and there are fewer `nodes`, the tasks share the
             workers' bundles.
         nodes: Number of nodes.
     """
-    bundles = [dict(each) for _ in range(workers)]
+    bundles = [dict(worker_resources) for _ in range(workers)]
     if strategy != "STRICT_SPREAD" or workers + len(sidecars) <= nodes:
         places = {name: workers + i for i, name in enumerate(sidecars)}
         return bundles + [dict(amounts) for amounts in sidecars.values()], places
@@ -82,12 +86,14 @@ class Reservation:
         self._wait_began: float | None = None
         self._report_at = 0.0
 
-    def ensure(self, workers: int, each: Mapping[str, float], strategy: str, selectors: list | None) -> PlacementGroup:
+    def ensure(
+        self, workers: int, worker_resources: Mapping[str, float], strategy: str, selectors: list | None
+    ) -> PlacementGroup:
         """Returns the group for `workers` workers, ready or not: the current one, or a new one that replaces it.
 
         Args:
             workers: Number of workers, at least 1.
-            each: Resources of a worker.
+            worker_resources: Resources of a worker.
             strategy: Placement strategy.
             selectors: Node selectors, a dict for each worker, or None; a selector of all workers applies to other
                 tasks, too.
@@ -96,7 +102,7 @@ class Reservation:
             return self.group
         self.drop()
         nodes = sum(node["Alive"] for node in ray.nodes())
-        self._bundles, self.places = bundle_layout(workers, each, self._sidecar_bundles, strategy, nodes)
+        self._bundles, self.places = bundle_layout(workers, worker_resources, self._sidecar_bundles, strategy, nodes)
         self._workers, self._number = workers, self._number + 1
         self._start_cleaner()
         selectors = bundle_selectors(selectors, len(self._bundles))
@@ -144,14 +150,14 @@ class Reservation:
                     RunEvent(kind=Kind.RESOURCES_AWAITED, seconds=waited, why=self._describe_missing(), more=more)
                 )
 
-    def take(self, workers: int, each: Mapping[str, float], strategy: str, selectors: list | None) -> None:
+    def take(self, workers: int, worker_resources: Mapping[str, float], strategy: str, selectors: list | None) -> None:
         """Calls `ensure` and `wait` on the driver; a wait that fails releases the group.
 
         Raises:
             ResourceError: The cluster cannot reserve it, or does not within the driver's timeout.
         """
         try:
-            self.ensure(workers, each, strategy, selectors)
+            self.ensure(workers, worker_resources, strategy, selectors)
             if not self.wait(self._seconds):
                 raise ResourceError(
                     "The cluster must give a run all its resources at once",

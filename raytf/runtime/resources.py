@@ -224,40 +224,42 @@ def describe_sharing(scaling_config, bundles: list[dict[str, float]]):
     return dataclasses.replace(scaling_config, resources_per_worker=amounts)
 
 
-def suggest_fix(each: dict[str, float], count: int) -> str:
+def suggest_fix(process_resources: dict[str, float], count: int) -> str:
     """Returns the user's options if the cluster cannot hold `count` processes, by the resources that it lacks.
 
     Args:
-        each: Resources of a process, each more than 0.
+        process_resources: Resources of a process, each more than 0.
         count: Number of processes.
     """
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    return suggest_workers(nodes, each, count, started_here=ray_core.has_started_ray())
+    return suggest_workers(nodes, process_resources, count, started_here=ray_core.has_started_ray())
 
 
 def suggest_workers(
-    nodes: list[dict[str, float]], each: dict[str, float], count: int, started_here: bool = False
+    nodes: list[dict[str, float]], process_resources: dict[str, float], count: int, started_here: bool = False
 ) -> str:
     """Returns the same as `suggest_fix`; pure.
 
     Args:
         nodes: Total resources of each node.
-        each, count: Resources and number of the processes.
+        process_resources, count: Resources and number of the processes.
         started_here: Whether the driver has started Ray on this machine.
     """
-    short = [name for name, amount in each.items() if count_fitting(nodes, {name: amount}) < count] or list(each)
-    ways = ["Use fewer workers"] if count_fitting(nodes, each) else []
+    short = [
+        name for name, amount in process_resources.items() if count_fitting(nodes, {name: amount}) < count
+    ] or list(process_resources)
+    ways = ["Use fewer workers"] if count_fitting(nodes, process_resources) else []
     if "GPU" in short:
-        some = any(node.get("GPU") for node in nodes)
-        fewer, none = (
+        has_gpus = any(node.get("GPU") for node in nodes)
+        fewer, no_gpus = (
             "ask for fewer GPUs of each",
             "train on CPUs (--gpus-per-worker 0, or ScalingConfig without use_gpu)",
         )
-        ways.append(fewer if some else none)
+        ways.append(fewer if has_gpus else no_gpus)
     if "CPU" in short:
         ways.append("ask for less of each (--cpus-per-worker 0.5, or ScalingConfig(resources_per_worker={'CPU': 0.5}))")
         if started_here:
-            total = math.ceil(each["CPU"] * count)
+            total = math.ceil(process_resources["CPU"] * count)
             ways.append(f"start Ray with ray.init(num_cpus={total}) before the data is named")
     ways += [f"ask for less {name}" for name in short if name not in ("CPU", "GPU")]
     lacking = [name for name in short if not any(node.get(name) for node in nodes)]

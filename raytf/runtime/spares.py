@@ -28,16 +28,16 @@ class StandbyPool:
     """Maintains a number of standby workers on each of some nodes.
 
     Args:
-        each: Number on each node, at least 1.
+        per_node: Number on each node, at least 1.
         start: start(node) starts a process there, and returns its actor, which calls functions by its `execute`.
         preload: Function that each calls at its start; returns in one line which work it could not do ahead, or None.
         clock: Returns seconds; for tests.
     """
 
     def __init__(
-        self, each: int, start: Callable, preload: Callable[[], None], clock: Callable[[], float] = time.monotonic
+        self, per_node: int, start: Callable, preload: Callable[[], None], clock: Callable[[], float] = time.monotonic
     ):
-        self._each, self._start, self._preload, self._clock = each, start, preload, clock
+        self._per_node, self._start, self._preload, self._clock = per_node, start, preload, clock
         self._standbys: list[_StandbyProcess] = []
         self._failures: dict[str, int] = {}
         self._reported = False
@@ -57,7 +57,7 @@ class StandbyPool:
                         spare.end()
                 self._standbys = [spare for spare in self._standbys if spare.node in nodes and self._lives(spare)]
             for node in nodes:
-                missing = self._each - sum(spare.node == node for spare in self._standbys)
+                missing = self._per_node - sum(spare.node == node for spare in self._standbys)
                 if self._failures.get(node, 0) < _MOST_FAILURES:
                     self._standbys += [self._started(node) for _ in range(missing)]
 

@@ -59,9 +59,9 @@ class CheckpointList:
         """Returns whether a checkpoint is still to be validated."""
         return bool(self._manager.get_pending_training_results())
 
-    def answer(self, what: str) -> Any:
+    def answer(self, kind: str) -> Any:
         """Returns the answer to a `run_worker.Request`."""
-        return self.last() if what == "checkpoint" else self.reported()
+        return self.last() if kind == "checkpoint" else self.reported()
 
     def last(self):
         """Returns the last checkpoint, or None."""

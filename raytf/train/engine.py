@@ -96,7 +96,7 @@ class Engine:
         self._spec = GroupSpec(
             setup=setup,
             scaling=self._scaling,
-            each=ray_configs.resources_per_worker(self._scaling),
+            worker_resources=ray_configs.resources_per_worker(self._scaling),
             environment=environment,
             warm_up_job=[] if warm_up_job is None else [ray.put((warm_up_job, setup))],
             stays=stays,
@@ -182,7 +182,7 @@ class Engine:
                 {"actor": member.actor, "place": group.places[rank], "ranks": place_of(rank, group.nodes)}
                 for rank, member in enumerate(group.members)
             ],
-            self._spec.each,
+            self._spec.worker_resources,
         )
         events.emit(RunEvent(kind=Kind.WORKERS_STARTED, workers=size))
         return group
@@ -196,7 +196,9 @@ class Engine:
         scaling, strategy = self._scaling, self._scaling.placement_strategy
         if is_slice(scaling):
             return self._reserve_slices()
-        hold = functools.partial(self._reservation.ensure, each=self._spec.each, strategy=strategy)
+        hold = functools.partial(
+            self._reservation.ensure, worker_resources=self._spec.worker_resources, strategy=strategy
+        )
         if self._elastic is None:
             hold(scaling.num_workers, selectors=ray_configs.label_selectors(scaling, scaling.num_workers))
             self._reservation.wait(cancelled=lambda: self._launch.cancelled)
@@ -205,16 +207,16 @@ class Engine:
 
     def _reserve_slices(self) -> int:
         """Reserves slices of TPU hosts, in Ray's own way; returns the number of workers."""
-        scaling, each = self._scaling, self._spec.each
+        scaling, worker_resources = self._scaling, self._spec.worker_resources
         while self._slices is None and not self._launch.cancelled:
             with contextlib.suppress(TimeoutError):  # other work has them
                 self._slices = SlicePlacementGroup(
                     topology=scaling.topology,
                     accelerator_version=get_tpu_version_from_type(scaling.accelerator_type),
                     num_slices=get_tpu_num_slices_for_workers(
-                        scaling.topology, scaling.accelerator_type, scaling.num_workers, each
+                        scaling.topology, scaling.accelerator_type, scaling.num_workers, worker_resources
                     ),
-                    resources_per_bundle=each,
+                    resources_per_bundle=worker_resources,
                     strategy=scaling.placement_strategy,
                     head_reservation_timeout_s=_SLICE_WAIT_INTERVAL,
                 )
@@ -234,8 +236,8 @@ class Engine:
     def _next_size(self, group: RunGroup, errors: dict[int, Exception]) -> int:
         """Ends a group; returns the size of the next one, unless the run fails."""
         state = self._decisions.state
-        over = state.phase is Phase.OVER
-        counts = over and not state.stopping  # an end after a step may be a failure, see `Decisions.pardon`
+        has_ended = state.phase is Phase.OVER
+        counts = has_ended and not state.stopping  # an end after a step may be a failure, see `Decisions.pardon`
         failed = {rank: e for rank, e in errors.items() if counts or not isinstance(user_error(e), MovedError)}
         try:
             if self._elastic is not None:
@@ -244,12 +246,12 @@ class Engine:
             self._launch.check()
             for callback in self._run_config.callbacks or () if failed else ():
                 callback.after_exception(run_context=self._context, worker_exceptions=failed)
-            if failed and over:
+            if failed and has_ended:
                 self._tab.ended(one_line(user_error(next(iter(failed.values())))))
                 raise failures.first_cause(failed)
             if any(seen(error) is WorkerState.FAILED for error in failed.values()):
                 logger.warning(f"all workers restart from the last checkpoint, as {failures.first_cause(failed)}")
-            self._tab.ended(None, again=True)
+            self._tab.ended(None, restarts=True)
             self._idle[:0] = group.staying(errors)  # the chief stays where it is
         finally:
             self._end(group)
@@ -294,10 +296,10 @@ class _Elastic:
 
     def __init__(self, spec: GroupSpec, run: Decisions, sidecar_resources: list[dict[str, float]], idle: list):
         self._spec, self._decisions, self._sidecar_resources, self._idle = spec, run, sidecar_resources, idle
-        self._wanted = {name: amount for name, amount in spec.each.items() if amount > 0}
+        self._wanted = {name: amount for name, amount in spec.worker_resources.items() if amount > 0}
         self.suspects: set[str] = set()
         given = spec.scaling.elastic_resize_monitor_interval_s
-        self._every = _RESIZE_INTERVAL if given == _RAYS_RESIZE_INTERVAL else given
+        self._resize_interval = _RESIZE_INTERVAL if given == _RAYS_RESIZE_INTERVAL else given
         self._look_at = self._not_before = 0.0
         self._late_at = float("inf")  # when a requested stop after a step is overdue
 
@@ -314,15 +316,15 @@ class _Elastic:
         group_reservation.drop()
         while True:
             check()
-            left = resources.free_without(list(free.values()), self._sidecar_resources)
-            size = 0 if left is None else min(state.most, resources.count_fitting(left, self._wanted))
+            available = resources.free_without(list(free.values()), self._sidecar_resources)
+            size = 0 if available is None else min(state.most, resources.count_fitting(available, self._wanted))
             if size >= state.fewest or resources.autoscales():
                 size = max(size, state.fewest)
                 silent = resources.is_silent_about(self.suspects)
                 selectors = ray_configs.label_selectors(self._spec.scaling, size)
                 hold(size, selectors=reservation.avoid_nodes(selectors, size, silent))
                 if group_reservation.wait(_ELASTIC_WAIT_INTERVAL):
-                    self._look_at = time.monotonic() + self._every
+                    self._look_at = time.monotonic() + self._resize_interval
                     return size
                 group_reservation.drop()
             time.sleep(_COUNT_INTERVAL)
@@ -333,7 +335,7 @@ class _Elastic:
         now, state = time.monotonic(), self._decisions.state
         if now < self._look_at:
             return
-        self._look_at = now + self._every
+        self._look_at = now + self._resize_interval
         if state.phase is Phase.TRAINING:
             self._late_at = float("inf")
         late = now >= self._late_at

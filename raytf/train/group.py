@@ -89,7 +89,7 @@ class EventGroup:
 
     Args:
         setup: The workers' `settings.WorkerSetup`.
-        each: Resources of a worker.
+        worker_resources: Resources of a worker.
 
     Attributes:
         members: The workers by rank.
@@ -101,9 +101,9 @@ class EventGroup:
 
     _decisions: Decisions
 
-    def __init__(self, setup, each: dict[str, float]):
-        self._setup, self.config, self._each = setup, setup.config, each
-        self.cores = backend.to_claim(setup, each.get("CPU", 1))
+    def __init__(self, setup, worker_resources: dict[str, float]):
+        self._setup, self.config, self._worker_resources = setup, setup.config, worker_resources
+        self.cores = backend.to_claim(setup, worker_resources.get("CPU", 1))
         self.members: list[Member] = []
         self.places: dict[int, ProcessLocation] = {}
         self.reported: dict[int, int] = {}
@@ -135,8 +135,8 @@ class EventGroup:
         addresses = [address for address, _, _ in reserved]
         return addresses, cores.agree_on_pinning(addresses, [claimed for _, claimed, _ in reserved])
 
-    def _answers(self, calls: list, seconds: float, what: str) -> list:
-        return answers.collect_answers(calls, seconds, what)
+    def _answers(self, calls: list, seconds: float, action: str) -> list:
+        return answers.collect_answers(calls, seconds, action)
 
     def _see(self, rank: int, location: ProcessLocation) -> None:
         self.places[rank] = location
@@ -148,7 +148,7 @@ class EventGroup:
 
     # ------------------------------------------------------------------------------------------ events
 
-    def _on(self, member: Member, event: Any) -> bool:
+    def _take_event(self, member: Member, event: Any) -> bool:
         """Takes an event; returns whether the worker is to be asked for the next one now."""
         raise NotImplementedError
 
@@ -187,7 +187,7 @@ class EventGroup:
                 self._waits.discard(rank)
             elif isinstance(event, Woken):
                 self._failed_at = self._failed_at or time.monotonic()
-            if event is None or isinstance(event, (Wait, Woken)) or self._on(self.members[rank], event):
+            if event is None or isinstance(event, (Wait, Woken)) or self._take_event(self.members[rank], event):
                 self._poll(rank)
 
     def _judge(self) -> None:
@@ -310,7 +310,7 @@ class EventGroup:
             event = _taken(ref)
             if isinstance(event, RayError):  # the recovery sees it, too
                 continue
-            if event is None or isinstance(event, (Wait, Woken)) or self._on(member, event):
+            if event is None or isinstance(event, (Wait, Woken)) or self._take_event(member, event):
                 self._joining[member.actor.next_event.remote(SOON_INTERVAL)] = member
 
     def _take_in(self, tried: RecoveryCoordinator) -> None:

@@ -87,8 +87,8 @@ class _LocalChannel(Channel):
         if isinstance(event, Report):
             self.list.take([event], self._run)
 
-    def ask(self, what: str, value: Any = None) -> Any:
-        return value if what == "meet" else self.list.answer(what)
+    def ask(self, kind: str, value: Any = None) -> Any:
+        return value if kind == "meet" else self.list.answer(kind)
 
 
 class _Utils(RunTrainFnUtils):

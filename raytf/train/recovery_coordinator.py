@@ -323,19 +323,19 @@ class RecoveryCoordinator:
         for worker in self._made.values():
             self._group.start_again(worker)
 
-    def _ask(self, refs: list, what: str, seconds: float | None = None) -> list:
+    def _ask(self, refs: list, action: str, seconds: float | None = None) -> list:
         try:
-            return answers.collect_answers(refs, timeouts.get().recovery_answer if seconds is None else seconds, what)
+            return answers.collect_answers(refs, timeouts.get().recovery_answer if seconds is None else seconds, action)
         except NoAnswerError as error:
             raise RecoveryFailedError(str(error)) from None
 
-    def _all_wait(self, workers: Mapping[int, Member], seconds: float, what: str) -> dict[int, BlockedWorker]:
+    def _all_wait(self, workers: Mapping[int, Member], seconds: float, action: str) -> dict[int, BlockedWorker]:
         """Blocks until all of these workers wait; returns the state of each by rank."""
         deadline, states = time.monotonic() + seconds, {}
         while True:
             ranks = [rank for rank in workers if rank not in states]
             replies = self._ask(
-                [workers[rank].actor.poll_recovery_state.remote(_LOOK_INTERVAL) for rank in ranks], what, seconds
+                [workers[rank].actor.poll_recovery_state.remote(_LOOK_INTERVAL) for rank in ranks], action, seconds
             )
             for rank, (state, error) in zip(ranks, replies, strict=True):
                 if error is not None and not (isinstance(state, str) and is_consequence(error)):
@@ -348,7 +348,7 @@ class RecoveryCoordinator:
                 return states
             if time.monotonic() > deadline:
                 late = ", ".join(f"worker {rank}" for rank in ranks)
-                raise RecoveryFailedError(f"timeout after {seconds:.0f} s: {late} did not {what}")
+                raise RecoveryFailedError(f"timeout after {seconds:.0f} s: {late} did not {action}")
 
 
 def error_clause(error: BaseException) -> str:

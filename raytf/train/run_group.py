@@ -43,7 +43,7 @@ class GroupSpec:
     Args:
         setup: The workers' `settings.WorkerSetup`.
         scaling: ScalingConfig of the run.
-        each: Resources of a worker.
+        worker_resources: Resources of a worker.
         environment: Runtime environment of the workers' processes.
         warm_up_job: See `entry.warm_up_standby`.
         stays: Whether processes stay when the number of workers changes; they are outside of the reservation then.
@@ -54,7 +54,7 @@ class GroupSpec:
 
     setup: Any
     scaling: Any
-    each: dict[str, float]
+    worker_resources: dict[str, float]
     environment: dict[str, Any]
     warm_up_job: list
     stays: bool
@@ -64,7 +64,7 @@ class GroupSpec:
 
     @property
     def cpus(self) -> int:
-        return processes.cpus_of(self.each)
+        return processes.cpus_of(self.worker_resources)
 
     def start_process(self, node: str):
         """Starts a process outside of the reservation, which may become a worker."""
@@ -85,7 +85,7 @@ class RunGroup(EventGroup):
     """
 
     def __init__(self, spec: GroupSpec, group, size: int, existing: Iterable[tuple[str, Any]], run: Decisions):
-        super().__init__(spec.setup, spec.each)
+        super().__init__(spec.setup, spec.worker_resources)
         self._spec, self._group, self._decisions, self._made = spec, group, run, run.made
         self._spares: StandbyPool | None = None
         self._held_actors: list = []  # actors in the reservation, which end with it
@@ -125,7 +125,7 @@ class RunGroup(EventGroup):
 
     def _placed(self, bundle: int):
         options = {"runtime_env": self._spec.environment}
-        actor = resources.placed_actor(RunWorker, self._group, bundle, self._each, **options)
+        actor = resources.placed_actor(RunWorker, self._group, bundle, self._worker_resources, **options)
         self._held_actors.append(actor)
         return actor
 
@@ -173,7 +173,7 @@ class RunGroup(EventGroup):
             tick(self)
         return self._values[0]
 
-    def _on(self, member: Member, event: Any) -> bool:
+    def _take_event(self, member: Member, event: Any) -> bool:
         rank = member.rank
         if isinstance(event, Report):
             self._received[rank].append(event)
@@ -187,10 +187,10 @@ class RunGroup(EventGroup):
             self._values[rank] = event.value
             if self._hangs is not None:
                 self._hangs.record_finished(rank)
-        elif event.what == "meet":
+        elif event.kind == "meet":
             self._gathered[rank] = event.value
         elif member is not self.members[rank]:  # it joins, and none of its own reports is to be waited for
-            member.actor.answer.remote(self._list.answer(event.what))
+            member.actor.answer.remote(self._list.answer(event.kind))
             return True
         else:
             self._asking[rank] = member, event, time.monotonic()
@@ -213,13 +213,13 @@ class RunGroup(EventGroup):
                 member.actor.answer.remote(value)
                 self._poll(member.rank)
         for rank, (member, event, asked_at) in list(self._asking.items()):
-            if event.what == "reported":
+            if event.kind == "reported":
                 validated, seconds = event.value
                 waits = (self._process_reports[rank] and self._received[rank]) or (validated and self._list.validates())
                 if waits and (seconds is None or time.monotonic() - asked_at < seconds):
                     continue
             del self._asking[rank]
-            member.actor.answer.remote(self._list.answer(event.what))
+            member.actor.answer.remote(self._list.answer(event.kind))
             self._poll(rank)
 
     # ------------------------------------------------------------------------------------------ recovery
@@ -245,7 +245,7 @@ class RunGroup(EventGroup):
         living = resources.living({self.places[rank].node for rank in ranks})
         nodes = placement_group_table(self._group)["bundles_to_node_id"]
         homeless = sum(nodes.get(self.members[rank].bundle) not in living for rank in ranks)
-        wanted = {name: amount for name, amount in self._each.items() if amount > 0}
+        wanted = {name: amount for name, amount in self._worker_resources.items() if amount > 0}
         free = [capacity for node, capacity in ray_core.free_by_node().items() if node in living]
         return not homeless or not wanted or resources.count_fitting(free, wanted) >= homeless
 

@@ -43,12 +43,12 @@ class Request:
     """A request of the training thread, which waits for the answer.
 
     Args:
-        what: "meet": all workers get rank 0's `value`, when all have asked. "checkpoint": the last checkpoint.
+        kind: "meet": all workers get rank 0's `value`, when all have asked. "checkpoint": the last checkpoint.
             "reported": all reported checkpoints, when those of this worker are listed.
         value: Value of this worker; for "reported" (whether all have to be validated, seconds to wait or None).
     """
 
-    what: str
+    kind: str
     value: Any = None
 
 
@@ -94,9 +94,9 @@ class Channel:
         """Sends an event; blocks until the driver has taken the one before."""
         self.events.put(event)
 
-    def ask(self, what: str, value: Any = None) -> Any:
+    def ask(self, kind: str, value: Any = None) -> Any:
         """Returns the driver's answer to a `Request`."""
-        self.tell(Request(what, value))
+        self.tell(Request(kind, value))
         return self.answers.get()
 
     def wake(self) -> None:

@@ -158,16 +158,16 @@ class WorkerGroup(EventGroup):
             node = placement_group_table(self._group)["bundles_to_node_id"].get(bundle)
             taken = _take(self._spares, node)
         if taken is None:
-            taken = placed_actor(self._kind, self._group, bundle, self._each, runtime_env=self._environment)
+            taken = placed_actor(self._kind, self._group, bundle, self._worker_resources, runtime_env=self._environment)
         return Member(taken, rank, bundle)
 
     def _open(self) -> None:
         addresses, pinned = self._reserve()
-        self._all("execute", import_raytf, seconds=timeouts.get().process_start, what="the import of TensorFlow")
+        self._call_all("execute", import_raytf, seconds=timeouts.get().process_start, action="the import of TensorFlow")
         token = ring_token.new_token()
         arguments = [self._opening(rank, addresses, token, pinned[rank]) for rank in range(len(addresses))]
         self._each_of(
-            "open", arguments, seconds=timeouts.get().process_start, what="the strategy, for which all workers meet"
+            "open", arguments, seconds=timeouts.get().process_start, action="the strategy, for which all workers meet"
         )
 
     def _opening(self, rank: int, addresses: list[str], token: bytes, pinned: bool) -> tuple:
@@ -183,7 +183,9 @@ class WorkerGroup(EventGroup):
         limit = self.config.renew_worker_mb
         if limit is None:
             return None
-        resident = self._all("execute", procfs.memory_bytes, seconds=timeouts.get().trial_answer, what="its memory")
+        resident = self._call_all(
+            "execute", procfs.memory_bytes, seconds=timeouts.get().trial_answer, action="its memory"
+        )
         for rank, size in enumerate(resident):
             grown = (size - self._settled.setdefault(rank, size)) / 1e6
             if grown > limit:
@@ -210,7 +212,7 @@ class WorkerGroup(EventGroup):
             phase=Phase.TRAINING,
         )
         self._decisions = Decisions(state)
-        self._all("begin", self._run, what="the begin of a trial")
+        self._call_all("begin", self._run, action="the begin of a trial")
 
     def continue_trial(self, why: Callable[[], str | None] | None = None) -> list[dict] | None:
         """Continues the trial to its next report. Returns the metrics of each worker, or None when the loop has ended.
@@ -250,7 +252,7 @@ class WorkerGroup(EventGroup):
             self.ended = received[0].value
         return reports or None
 
-    def _on(self, member: Member, event: Any) -> bool:
+    def _take_event(self, member: Member, event: Any) -> bool:
         self._received[member.rank] = event
         if isinstance(event, LoopEnded) and event.error is not None:
             self._first_error_at = self._first_error_at or time.monotonic()
@@ -330,7 +332,7 @@ class WorkerGroup(EventGroup):
 
     def stop(self) -> None:
         """Ends the trial on all workers, and clears its state."""
-        self._all("stop", what="the end of a trial")
+        self._call_all("stop", action="the end of a trial")
 
     def close(self, well: bool = True) -> None:
         """Ends the workers.
@@ -346,18 +348,18 @@ class WorkerGroup(EventGroup):
                     pass
         self.end(self.actors)
 
-    def _all(self, method: str, *arguments, **how) -> list:
+    def _call_all(self, method: str, *arguments, **how) -> list:
         return self._each_of(method, [arguments] * len(self.members), **how)
 
-    def _each_of(self, method: str, arguments: list[tuple], *, what: str, seconds: float | None = None) -> list:
+    def _each_of(self, method: str, arguments: list[tuple], *, action: str, seconds: float | None = None) -> list:
         calls = [getattr(actor, method).remote(*a) for actor, a in zip(self.actors, arguments, strict=True)]
-        return self._answers(calls, timeouts.get().trial_answer if seconds is None else seconds, what)
+        return self._answers(calls, timeouts.get().trial_answer if seconds is None else seconds, action)
 
-    def _answers(self, calls: list, seconds: float, what: str) -> list:
+    def _answers(self, calls: list, seconds: float, action: str) -> list:
         """Returns the results of calls; raises WorkerGroupLostError once a worker dies, is stopped, or is late."""
         self._watchdog.heard(*self.places)
         try:
-            return collect_answers(calls, seconds, what, check=self._look, failure=_lost)
+            return collect_answers(calls, seconds, action, check=self._look, failure=_lost)
         except NoAnswerError as error:
             raise WorkerGroupLostError(str(error)) from None
 

@@ -51,7 +51,7 @@ class Group(run_group.RunGroup):
 @pytest.mark.parametrize(("relaxed", "taken"), [(True, 1), (False, 0)])
 def test_a_report_does_without_those_that_are_gone_if_that_is_asked_for(relaxed, taken):
     made = Group(relaxed)
-    made._on(made.members[0], Report({"loss": 1.0}))
+    made._take_event(made.members[0], Report({"loss": 1.0}))
     made._gathered[0] = "name"
     made._take_reports()
     made._answer_requests()
