@@ -64,35 +64,41 @@ _TRAINING = options(
     option(
         "--data",
         "train",
-        to="datasets",
+        receiver="datasets",
         required=True,
         metavar="PATH",
         help=FILES,
     ),
-    option("--validation", to="datasets", metavar="PATH", help="The same, to validate on."),
+    option("--validation", receiver="datasets", metavar="PATH", help="The same, to validate on."),
     option(
         "--features",
-        to="trainer",
+        receiver="trainer",
         callback=columns,
         metavar="COLUMN[,COLUMN...]",
         help="A column; several are stacked into a float vector.  [default: all but the labels]",
     ),
     option(
         "--labels",
-        to="trainer",
+        receiver="trainer",
         callback=columns,
         metavar="COLUMN",
         help="The column of labels.  [default, without --features: one named label, target, class or y]",
     ),
     DATA,
     option(
-        "--sample-weights", to="trainer", callback=columns, metavar="COLUMN", help="A column of weights for each row."
+        "--sample-weights",
+        receiver="trainer",
+        callback=columns,
+        metavar="COLUMN",
+        help="A column of weights for each row.",
     ),
-    option("--num-workers", to="workers", default=1, type=COUNT, show_default=True, help="Number of workers."),
-    option("--gpus-per-worker", to="workers", default=0, type=NUMBER, show_default=True, help="GPUs of each worker."),
+    option("--num-workers", receiver="workers", default=1, type=COUNT, show_default=True, help="Number of workers."),
+    option(
+        "--gpus-per-worker", receiver="workers", default=0, type=NUMBER, show_default=True, help="GPUs of each worker."
+    ),
     option(
         "--cpus-per-worker",
-        to="workers",
+        receiver="workers",
         default=1.0,
         type=POSITIVE,
         show_default=True,
@@ -100,20 +106,20 @@ _TRAINING = options(
     ),
     option(
         "--batch-size",
-        to="config",
+        receiver="config",
         default=32,
         type=COUNT,
         show_default=True,
         help="Rows of the global batch, over all workers.",
     ),
-    option("--epochs", to="config", default=1, type=COUNT, show_default=True, help="Passes over the data."),
-    option("--learning-rate", to="config", type=POSITIVE, help="config['learning_rate'] of the model function."),
+    option("--epochs", receiver="config", default=1, type=COUNT, show_default=True, help="Passes over the data."),
+    option("--learning-rate", receiver="config", type=POSITIVE, help="config['learning_rate'] of the model function."),
     click.option(
         "--set", "settings", multiple=True, metavar="NAME=VALUE", help="Another entry of config; may be repeated."
     ),
     option(
         "--strategy",
-        to="trainer",
+        receiver="trainer",
         default="auto",
         type=click.Choice(STRATEGIES),
         show_default=True,
@@ -121,7 +127,7 @@ _TRAINING = options(
     ),
     option(
         "--num-ps",
-        to="trainer",
+        receiver="trainer",
         default=0,
         type=NUMBER,
         show_default=True,
@@ -129,7 +135,7 @@ _TRAINING = options(
     ),
     option(
         "--seed",
-        to="trainer",
+        receiver="trainer",
         default=0,
         type=click.IntRange(0, 2**63 - 1),
         show_default=True,
@@ -139,14 +145,14 @@ _TRAINING = options(
     option(
         "--storage",
         "storage_path",
-        to="run",
+        receiver="run",
         callback=path,
         metavar="PATH",
         help="Folder or URI where runs are kept.  [default: Ray's, ~/ray_results]",
     ),
     option(
         "--max-failures",
-        to="run",
+        receiver="run",
         default=0,
         type=click.IntRange(min=-1),
         show_default=True,
@@ -157,7 +163,7 @@ _TRAINING = options(
 
 _CHECKPOINT_EVERY = option(
     "--checkpoint-every",
-    to="trainer",
+    receiver="trainer",
     default="auto",
     callback=checked(_check_checkpoint_every),
     show_default=True,
@@ -170,13 +176,13 @@ _CHECKPOINT_EVERY = option(
 @_TRAINING
 @option(
     "--name",
-    to="run",
+    receiver="run",
     callback=checked(validation.check_run_name),
     help="Name of the run; one that exists resumes as --resume says.  [default: a new one]",
 )
 @option(
     "--resume",
-    to="trainer",
+    receiver="trainer",
     type=click.Choice(["auto", "true", "false"]),
     callback=lambda ctx, option, word: {"true": True, "false": False}.get(word, word),
     default="auto",
@@ -186,7 +192,7 @@ _CHECKPOINT_EVERY = option(
 @_CHECKPOINT_EVERY
 @option(
     "--memory-every",
-    to="trainer",
+    receiver="trainer",
     callback=checked(_check_memory_every),
     help='Hold a copy of the training in memory of two hosts, too, for when one is lost: "10 steps".',
 )
@@ -251,54 +257,58 @@ def _check_num_samples(number: int) -> None:
 @click.option("--space", type=click.Path(exists=True, dir_okay=False), help="YAML file of names and domains.")
 @option(
     "--num-samples",
-    to="sweep",
+    receiver="sweep",
     default=10,
     callback=checked(_check_num_samples),
     show_default=True,
     help="Trials, for each point of a grid; -1 for no limit.",
 )
-@option("--metric", to="sweep", default="loss", show_default=True, help="What trials are compared by.")
+@option("--metric", receiver="sweep", default="loss", show_default=True, help="What trials are compared by.")
 @option(
     "--mode",
-    to="sweep",
+    receiver="sweep",
     default="min",
     type=click.Choice(validation.MODES),
     show_default=True,
     help="Whether the metric is to be small or large.",
 )
-@option("--scheduler", to="sweep", type=click.Choice(validation.SCHEDULERS), help="What ends or changes trials early.")
-@option("--search", "search_alg", to="sweep", type=click.Choice(validation.SEARCHES), help="How configs are chosen.")
+@option(
+    "--scheduler", receiver="sweep", type=click.Choice(validation.SCHEDULERS), help="What ends or changes trials early."
+)
+@option(
+    "--search", "search_alg", receiver="sweep", type=click.Choice(validation.SEARCHES), help="How configs are chosen."
+)
 @option(
     "--max-concurrent-trials",
-    to="sweep",
+    receiver="sweep",
     type=COUNT,
     help="At most; as many as the cluster holds unless given.",
 )
 @option(
     "--cold",
     "warm",
-    to="sweep",
+    receiver="sweep",
     is_flag=True,
     callback=lambda ctx, option, cold: not cold,
     help="Give every trial processes of its own.",
 )
 @option(
     "--scale-learning-rate",
-    to="sweep",
+    receiver="sweep",
     type=click.Choice(["linear", "sqrt"]),
     help="How the learning rate follows the batch size.",
 )
-@option("--base-batch-size", to="sweep", type=COUNT, help="The batch size for which learning rates are meant.")
+@option("--base-batch-size", receiver="sweep", type=COUNT, help="The batch size for which learning rates are meant.")
 @option(
     "--warmup-steps",
-    to="sweep",
+    receiver="sweep",
     default=0,
     type=NUMBER,
     show_default=True,
     help="In which the learning rate rises from 0.",
 )
-@option("--name", to="run", callback=checked(validation.check_run_name), help="Name of the sweep.")
-@option("--resume", to="sweep", metavar="PATH", help="Resume the sweep of this folder, which was interrupted.")
+@option("--name", receiver="run", callback=checked(validation.check_run_name), help="Name of the sweep.")
+@option("--resume", receiver="sweep", metavar="PATH", help="Resume the sweep of this folder, which was interrupted.")
 @click.pass_context
 def sweep(ctx, model, domains, space, **_):
     """Train the model of FUNCTION with many configs, and compare them.

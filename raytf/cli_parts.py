@@ -65,19 +65,19 @@ class Option(click.Option):
     """Option that includes the receiver of its value.
 
     Args:
-        to: Receiver of the value, as an argument of the option's name. One of "config" (of the model function, only if
-            the option is given), "datasets" (by name), "data" (of `formats.read`), "columns" (of `formats.roles`),
-            "trainer", "workers", "run" and "sweep".
+        receiver: Receiver of the value, as an argument of the option's name. One of "config" (of the model function,
+            only if the option is given), "datasets" (by name), "data" (of `formats.read`), "columns" (of
+            `formats.roles`), "trainer", "workers", "run" and "sweep".
     """
 
-    def __init__(self, *args, to: str, **settings):
+    def __init__(self, *args, receiver: str, **settings):
         super().__init__(*args, **settings)
-        self.receiver = to
+        self.receiver = receiver
 
 
-def option(*names, to: str, **settings):
+def option(*names, receiver: str, **settings):
     """Returns the decorator of an `Option`."""
-    return click.option(*names, cls=Option, to=to, **settings)
+    return click.option(*names, cls=Option, receiver=receiver, **settings)
 
 
 def options(*decorators):
@@ -170,7 +170,7 @@ FILES = "Folder or URI of Parquet, CSV or TFRecord files, or images in a folder 
 DATA = options(
     option(
         "--format",
-        to="data",
+        receiver="data",
         default="auto",
         type=click.Choice(["auto", *validation.FORMATS]),
         show_default=True,
@@ -178,14 +178,14 @@ DATA = options(
     ),
     option(
         "--types",
-        to="data",
+        receiver="data",
         callback=pairs,
         metavar="COLUMN=TYPE[,...]",
         help="Arrow types of CSV columns, as age=float32.  [default: by the first rows]",
     ),
     option(
         "--unreadable",
-        to="data",
+        receiver="data",
         default="refuse",
         type=click.Choice(validation.UNREADABLE),
         show_default=True,
@@ -194,7 +194,7 @@ DATA = options(
     option(
         "--image-size",
         "image",
-        to="columns",
+        receiver="columns",
         callback=image_size,
         metavar="HEIGHTxWIDTH[xCHANNELS]",
         help="Decode the one feature as an image of this size.  [default, for images: that of the first]",

@@ -43,7 +43,7 @@ _MODEL = click.option(
 _DATA = click.option("--data", required=True, metavar="PATH", help=FILES)
 _FEATURES = option(
     "--features",
-    to="trainer",
+    receiver="trainer",
     callback=columns,
     metavar="COLUMN[,COLUMN...]",
     help="A column; several are stacked into a float vector.  [default: all but the labels]",
@@ -134,8 +134,10 @@ def predict(ctx, run, data, output, batch_size, **_):
 @_RUN
 @_DATA
 @_FEATURES
-@option("--labels", to="trainer", callback=columns, metavar="COLUMN", help="The column of labels.")
-@option("--sample-weights", to="trainer", callback=columns, metavar="COLUMN", help="A column of weights for each row.")
+@option("--labels", receiver="trainer", callback=columns, metavar="COLUMN", help="The column of labels.")
+@option(
+    "--sample-weights", receiver="trainer", callback=columns, metavar="COLUMN", help="A column of weights for each row."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON object.")
 @_running
 @click.pass_context

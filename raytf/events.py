@@ -120,56 +120,60 @@ def _failed(event: RunEvent) -> str:
 
 
 _TEXTS: dict[Kind, Callable[[RunEvent], str]] = {
-    Kind.RESOURCES_AWAITED: lambda it: f"{it.why}; waiting for {it.seconds:.0f} s{it.more}",
-    Kind.RESOURCES_GIVEN: lambda it: "the cluster has given the run its resources",
-    Kind.WORKERS_STARTED: lambda it: f"{it.workers} worker(s) start",
-    Kind.WORKER_LOST: lambda it: f"{_subject(it)} was lost: {it.why}{it.more}",
-    Kind.WORKER_FAILED: lambda it: f"{_subject(it)} failed: {it.why}",
-    Kind.WORKER_REPLACED: lambda it: (
-        f"{_subject(it)} was lost and is replaced in place after {it.seconds:.1f} s; the others kept their processes"
+    Kind.RESOURCES_AWAITED: lambda event: f"{event.why}; waiting for {event.seconds:.0f} s{event.more}",
+    Kind.RESOURCES_GIVEN: lambda event: "the cluster has given the run its resources",
+    Kind.WORKERS_STARTED: lambda event: f"{event.workers} worker(s) start",
+    Kind.WORKER_LOST: lambda event: f"{_subject(event)} was lost: {event.why}{event.more}",
+    Kind.WORKER_FAILED: lambda event: f"{_subject(event)} failed: {event.why}",
+    Kind.WORKER_REPLACED: lambda event: (
+        f"{_subject(event)} was lost and is replaced in place after {event.seconds:.1f} s; "
+        "the others kept their processes"
     ),
-    Kind.WORKERS_DISCONNECTED: lambda it: (
+    Kind.WORKERS_DISCONNECTED: lambda event: (
         "the workers have lost their connections, and all processes live: they are reconnected"
     ),
-    Kind.WORKERS_RECONNECTED: lambda it: (
-        f"the workers are connected again after {it.seconds:.1f} s; all kept their processes"
+    Kind.WORKERS_RECONNECTED: lambda event: (
+        f"the workers are connected again after {event.seconds:.1f} s; all kept their processes"
     ),
-    Kind.RECOVERY_INTERRUPTED: lambda it: (
-        f"{it.why}, while {f'{_subject(it)} was replaced' if it.ranks else 'they were reconnected'}; recovery restarts"
+    Kind.RECOVERY_INTERRUPTED: lambda event: (
+        f"{event.why}, while {f'{_subject(event)} was replaced' if event.ranks else 'they were reconnected'}; "
+        "recovery restarts"
     ),
     Kind.RECOVERY_FAILED: _failed,
-    Kind.TRIAL_RESTARTED: lambda it: (
-        f"{it.why}.{it.more} All workers of the trial restart from its last checkpoint, unless it has failed more "
-        "often than FailureConfig allows"
+    Kind.TRIAL_RESTARTED: lambda event: (
+        f"{event.why}.{event.more} All workers of the trial restart from its last checkpoint, unless it has failed "
+        "more often than FailureConfig allows"
     ),
-    Kind.RESIZED: lambda it: f"scaling from {it.before} to {it.workers} workers after the current step",
-    Kind.RESIZE_DELAYED: lambda it: (
-        f"scaling to {it.workers} workers is delayed and retried, as their processes are not ready: {it.why}"
+    Kind.RESIZED: lambda event: f"scaling from {event.before} to {event.workers} workers after the current step",
+    Kind.RESIZE_DELAYED: lambda event: (
+        f"scaling to {event.workers} workers is delayed and retried, as their processes are not ready: {event.why}"
     ),
-    Kind.STEPS_REPEATED: lambda it: (
-        f"the run resumes from step {it.step}; at least {it.steps} step(s) made since are repeated"
+    Kind.STEPS_REPEATED: lambda event: (
+        f"the run resumes from step {event.step}; at least {event.steps} step(s) made since are repeated"
     ),
-    Kind.NODE_DRAINED: lambda it: f"node {it.node[:8]} is drained",
-    Kind.ENDED_AFTER_STEP: lambda it: it.why,
-    Kind.STOP_NOT_DELIVERED: lambda it: (
-        f"{it.more}, and the request to stop did not reach all workers; they continue: {it.why}"
+    Kind.NODE_DRAINED: lambda event: f"node {event.node[:8]} is drained",
+    Kind.ENDED_AFTER_STEP: lambda event: event.why,
+    Kind.STOP_NOT_DELIVERED: lambda event: (
+        f"{event.more}, and the request to stop did not reach all workers; they continue: {event.why}"
     ),
-    Kind.STOP_REQUESTED: lambda it: f"{it.why}: {it.more}",
-    Kind.STOPPED: lambda it: f"{it.why}: {it.more}",
-    Kind.STANDBY_STARTED: lambda it: f"a standby worker starts on node {it.node[:8]}",
-    Kind.STANDBY_LOST: lambda it: f"the standby worker on node {it.node[:8]} cannot be used: {it.why}",
-    Kind.STANDBY_LIMITED: lambda it: (
-        f"standby workers only import TensorFlow, as the warm-up step failed in one: {it.why}"
+    Kind.STOP_REQUESTED: lambda event: f"{event.why}: {event.more}",
+    Kind.STOPPED: lambda event: f"{event.why}: {event.more}",
+    Kind.STANDBY_STARTED: lambda event: f"a standby worker starts on node {event.node[:8]}",
+    Kind.STANDBY_LOST: lambda event: f"the standby worker on node {event.node[:8]} cannot be used: {event.why}",
+    Kind.STANDBY_LIMITED: lambda event: (
+        f"standby workers only import TensorFlow, as the warm-up step failed in one: {event.why}"
     ),
-    Kind.STANDBY_GIVEN_UP: lambda it: (
-        f"no standby worker can be kept on node {it.node[:8]}; a replacement there starts when it is needed: {it.why}"
+    Kind.STANDBY_GIVEN_UP: lambda event: (
+        f"no standby worker can be kept on node {event.node[:8]}; a replacement there starts when it is "
+        f"needed: {event.why}"
     ),
-    Kind.WORKER_HUNG: lambda it: (
-        f"Hang: the other workers wait for {_subject(it)}: {it.why}. If that lasts, its process is ended\n{it.more}"
+    Kind.WORKER_HUNG: lambda event: (
+        f"Hang: the other workers wait for {_subject(event)}: {event.why}. If that lasts, its process is ended"
+        f"\n{event.more}"
     ).rstrip(),
-    Kind.WORKER_CONTINUED: lambda it: f"Hang resolved: {_subject(it)} continues",
-    Kind.STRAGGLER: lambda it: f"Straggler: {_subject(it)} on {it.node} is {it.why}",
-    Kind.WORKERS_RENEWED: lambda it: f"{it.why}: new workers {it.more}",
+    Kind.WORKER_CONTINUED: lambda event: f"Hang resolved: {_subject(event)} continues",
+    Kind.STRAGGLER: lambda event: f"Straggler: {_subject(event)} on {event.node} is {event.why}",
+    Kind.WORKERS_RENEWED: lambda event: f"{event.why}: new workers {event.more}",
 }
 # Recorded but not logged: a run has many of them, or another line reports the outcome.
 _SILENT = {Kind.WORKERS_STARTED, Kind.WORKER_FAILED, Kind.NODE_DRAINED, Kind.STANDBY_STARTED, Kind.STANDBY_LOST}

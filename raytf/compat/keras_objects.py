@@ -108,7 +108,7 @@ def takes_training(layer) -> bool:
 
 
 @uses_private("keras.src.trainers.trainer:Trainer._symbolic_build")
-def build_for(model, data_batch, left: Sequence = ()) -> None:
+def build_for(model, data_batch, skipped: Sequence = ()) -> None:
     """Builds model, loss and metrics for a batch; `build` accepts shapes and omits loss and metrics.
 
     Its number of rows is unknown, as in a step: a loss may need more than an example has. A model that needs it known
@@ -117,18 +117,18 @@ def build_for(model, data_batch, left: Sequence = ()) -> None:
     Args:
         model: A compiled `keras.Model`.
         data_batch: Tensors with the shapes and dtypes of a batch.
-        left: Parts of `unbuilt_parts` that are left to the model's own step, which may give them other labels.
+        skipped: Parts of `unbuilt_parts` that are left to the model's own step, which may give them other labels.
     """
     import keras
 
     symbol = lambda t: t if t is None or not len(t.shape) else keras.KerasTensor((None, *t.shape[1:]), t.dtype)
-    if left:
-        for part in left:
+    if skipped:
+        for part in skipped:
             part.built = True  # Keras passes it over
         try:
             return build_for(model, data_batch)
         finally:
-            for part in left:
+            for part in skipped:
                 part.built = False
     unbuilt = unbuilt_parts(model)
     try:

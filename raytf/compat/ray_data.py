@@ -193,7 +193,7 @@ def rows_are_exact(scanner: Scanner) -> bool:
 
 @uses_private(
     "ray.data._internal.datasource_v2.formats.parquet.footer_file_indexer:FooterFileIndexer._num_actors",
-    since=("ray", 2, 60),
+    added_in=("ray", 2, 60),
 )
 def limit_footer_readers(source, most: int) -> None:
     """Limits the actors that list files to `most`; Ray 2.60 starts 32 unless an environment variable sets fewer."""

@@ -55,12 +55,12 @@ def describe_tested() -> str:
     return ", ".join(f"{package} {versions[0]} to {versions[-1]}" for package, versions in TESTED.items())
 
 
-def uses_private(*paths: str, since: tuple | None = None, until: tuple | None = None) -> Callable:
+def uses_private(*paths: str, added_in: tuple | None = None, removed_in: tuple | None = None) -> Callable:
     """Declares the private names that a function uses, for the tests; its docstring states the purpose.
 
     Args:
         paths: "module:attribute", or "module:Class.attribute" for attributes of a class' objects.
-        since, until: ("ray", 2, 60): the first version that has them, the first version without them.
+        added_in, removed_in: ("ray", 2, 60): the first version that has them, the first version without them.
     """
 
     def keep(function):

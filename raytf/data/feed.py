@@ -177,9 +177,9 @@ class Feed:
         """Returns the longest length of each step, over all workers' rows, for each column that is padded by batch."""
         if not self._batch.padded:
             return []
-        every = epoch.part(chunk, steps, 0, 1, whole)
-        begins = np.arange(0, len(every), self.global_batch)
-        return [np.maximum.reduceat(rows.lengths(every, i), begins).astype(np.int64) for i in self._batch.padded]
+        all_rows = epoch.part(chunk, steps, 0, 1, whole)
+        begins = np.arange(0, len(all_rows), self.global_batch)
+        return [np.maximum.reduceat(rows.lengths(all_rows, i), begins).astype(np.int64) for i in self._batch.padded]
 
     def span(self, number: int, first: int, count: int) -> tuple:
         """Returns the arrays of this worker's rows of some steps, in the form of `shape.signature`.

@@ -95,7 +95,7 @@ def _called(function: Callable, arguments: Sequence):
 def in_tasks(function: Callable, arguments: Sequence[Sequence]) -> list:
     """Returns the results of function(*arguments) in Ray tasks, which request no CPU; raises their ConfigError."""
     with refused_in_task():
-        refs = [_called.remote(function, some) for some in arguments]
+        refs = [_called.remote(function, task_arguments) for task_arguments in arguments]
         # no deadline: reading follows bytes, and a task that is lost ends the wait
         return collect_answers(refs, None, "tasks that read files", names=[f"task {i}" for i in range(len(refs))])
 

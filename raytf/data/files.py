@@ -41,7 +41,7 @@ class Files:
     sizes: tuple[int, ...]
     root: str
 
-    def only(self, wanted: Callable[[str], bool]) -> Files:
+    def filter_names(self, wanted: Callable[[str], bool]) -> Files:
         """Returns the files whose names, in lower case, `wanted` accepts; in the same order."""
         indices = [i for i, path in enumerate(self.paths) if wanted(posixpath.basename(path).lower())]
         return replace(self, paths=tuple(self.paths[i] for i in indices), sizes=tuple(self.sizes[i] for i in indices))
@@ -162,9 +162,9 @@ def find(name: str, path: str, format: str = "auto") -> tuple[str, Files]:
         )
     (kind,) = [format] if format != "auto" else kinds
     if kind == "images":
-        chosen = files.only(lambda file: _format_of(file) in ("images", "csv"))
+        chosen = files.filter_names(lambda file: _format_of(file) in ("images", "csv"))
     elif kind in kinds:
-        chosen = files.only(lambda file: _format_of(file) == kind)
+        chosen = files.filter_names(lambda file: _format_of(file) == kind)
     else:
         chosen = files
     return kind, chosen

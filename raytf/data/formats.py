@@ -150,16 +150,18 @@ def roles(files: OpenedFiles, given: Mapping[str, Any], image: tuple[int, int, i
 
 def _features(schema: pa.Schema, others: Sequence) -> str | list[str]:
     taken = {name for names in others if names is not None for name in ([names] if isinstance(names, str) else names)}
-    left = [column for column in schema if column.name not in taken]
-    numbers = [pa.types.is_integer(c.type) or pa.types.is_floating(c.type) or pa.types.is_boolean(c.type) for c in left]
-    if not taken or not left or (len(left) > 1 and not all(numbers)):
+    remaining = [column for column in schema if column.name not in taken]
+    numbers = [
+        pa.types.is_integer(c.type) or pa.types.is_floating(c.type) or pa.types.is_boolean(c.type) for c in remaining
+    ]
+    if not taken or not remaining or (len(remaining) > 1 and not all(numbers)):
         shown = ", ".join(f"{column.name} {column.type}" for column in schema)
         raise ConfigError(
             "--features may be left out if the label is known, and all other columns are numbers, or there is one",
             f"the columns {shown}",
             "Name them by --features and --labels",
         )
-    names = [column.name for column in left]
+    names = [column.name for column in remaining]
     return names if len(names) > 1 else names[0]
 
 
@@ -239,7 +241,7 @@ def _read_csv(filesystem: fs.FileSystem, path: str, schema: pa.Schema) -> Iterat
 
 def _paths(files: Files) -> pa.Table:
     """Returns the paths of images."""
-    pictures = files.only(lambda name: not name.endswith(CSV_ENDINGS))
+    pictures = files.filter_names(lambda name: not name.endswith(CSV_ENDINGS))
     if not pictures.paths:
         raise ConfigError("A folder of images must hold some", repr(files.root), "Check the path")
     return pa.table({"path": pictures.paths})
@@ -253,7 +255,7 @@ def _labelled(files: Files, classes: Mapping[str, Sequence[str]]) -> tuple[pa.Ta
     Raises:
         ConfigError: An image has no label, or one that the training data has not.
     """
-    rows, tables = _paths(files), files.only(lambda name: name.endswith(CSV_ENDINGS))
+    rows, tables = _paths(files), files.filter_names(lambda name: name.endswith(CSV_ENDINGS))
     pictures = rows["path"].to_pylist()
     if tables.paths:
         rows = _of_csv(files, pictures, tables.paths[0])

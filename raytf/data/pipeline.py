@@ -317,7 +317,9 @@ class PipelineFeed:
         except ConfigError:
             raise
         except Exception as error:
-            raise self._error(_RULE, _where(error), "Correct the function; it runs on every worker") from error
+            raise self._error(
+                _RULE, _error_with_line(error), "Correct the function; it runs on every worker"
+            ) from error
         if not isinstance(dataset, tf.data.Dataset):
             raise self._error(_RULE, f"a {type(dataset).__module__}.{type(dataset).__name__}", "Return the dataset")
         return dataset
@@ -482,6 +484,6 @@ def _shown(spec) -> str:
     return str(tf.nest.map_structure(lambda s: f"{s.dtype.name}{s.shape}" if hasattr(s, "dtype") else str(s), spec))
 
 
-def _where(error: Exception) -> str:
+def _error_with_line(error: Exception) -> str:
     line, location = one_line(error), user_line(error)
     return line if line.endswith(location) else f"{line}{location}"

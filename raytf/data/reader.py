@@ -127,7 +127,7 @@ class StreamReader(Reader):
 
     def __init__(self, stream: StreamedDataset, columns: Sequence[Columns], order: Sampler, worker: int, workers: int):
         self._stream, self._columns, self._order = stream, columns, without_rows(order)
-        self._who = (worker, workers)
+        self._requester = (worker, workers)
         self.prepare: Callable = lambda epoch, number, chunk, rows: None
         self.sources = sources([as_table(block) for block in stream.first().get()], columns)
         self._tables = stream.opened() if isinstance(stream, RecordStream) else None
@@ -151,7 +151,7 @@ class StreamReader(Reader):
             return RecordRows(self._tables, epoch, start, stop, self._columns, self.sources)
 
         def ask() -> list[Part]:
-            return self._stream.request(*self._who, self._order, number, start, stop)
+            return self._stream.request(*self._requester, self._order, number, start, stop)
 
         return StreamRows(ask, start, stop - start, self._columns, self.sources)
 
@@ -216,7 +216,7 @@ class StreamRows:
         for indices, tables in coming():
             rows = [far[i][2] for i in indices]
             rows = rows if len(tables) == len(rows) else [np.concatenate(rows)]
-            taken += [(None, some, table) for some, table in zip(rows, tables, strict=True)]
+            taken += [(None, row_numbers, table) for row_numbers, table in zip(rows, tables, strict=True)]
             self.fetched_bytes += sum(table.nbytes for table in tables)
         return taken
 

@@ -104,8 +104,8 @@ def index(filesystem: fs.FileSystem, path: str, size: int) -> list[Records]:
     whole = _are_whole(b"".join(headers))
     if not whole.all():
         record = int(np.argmin(whole))
-        what = "whose first bytes are no record" if not record else f"whose record {record} is damaged"
-        raise _damaged(path, f"{what} (byte {starts[record]})")
+        damage = "whose first bytes are no record" if not record else f"whose record {record} is damaged"
+        raise _damaged(path, f"{damage} (byte {starts[record]})")
     if end is not None:
         raise _damaged(path, f"whose record {end} is cut off")
     if not headers:
@@ -162,9 +162,9 @@ def _crc_table() -> np.ndarray:
     return table.astype(np.uint32)
 
 
-def _damaged(path: str, what: str) -> ConfigError:
+def _damaged(path: str, damage: str) -> ConfigError:
     return ConfigError(
         "A TFRecord file must hold whole records, plain or compressed by gzip",
-        f"{path!r}, {what}",
+        f"{path!r}, {damage}",
         "Write it again, or leave it out",
     )

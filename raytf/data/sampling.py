@@ -44,10 +44,10 @@ class Exact:
     """Uniformly random permutation of 0 ... rows - 1, as an array; with the interface of `Feistel`."""
 
     def __init__(self, rows: int, random: np.random.Generator):
-        self._all = random.permutation(rows).astype(np.int64, copy=False)
+        self._permutation = random.permutation(rows).astype(np.int64, copy=False)
 
     def elements_at(self, places: np.ndarray) -> np.ndarray:
-        return self._all[places]
+        return self._permutation[places]
 
 
 class Feistel:
@@ -74,14 +74,14 @@ class Feistel:
         """Returns the elements of the permutation at `places`; both are int64, (n,)."""
         elements = np.empty(len(places), np.int64)
         for start in range(0, len(places), _FEISTEL_BLOCK):
-            elements[start : start + _FEISTEL_BLOCK] = self._once(places[start : start + _FEISTEL_BLOCK])
+            elements[start : start + _FEISTEL_BLOCK] = self._permute(places[start : start + _FEISTEL_BLOCK])
         outside = np.flatnonzero(elements >= self._rows)
         while len(outside):
-            elements[outside] = self._once(elements[outside])
+            elements[outside] = self._permute(elements[outside])
             outside = outside[elements[outside] >= self._rows]
         return elements
 
-    def _once(self, numbers: np.ndarray) -> np.ndarray:
+    def _permute(self, numbers: np.ndarray) -> np.ndarray:
         bits, size = self._low_bits, np.uint32(self._high_size)
         high = (numbers >> bits).astype(np.uint32)
         low = numbers.astype(np.uint32) & np.uint32((1 << bits) - 1)
@@ -273,7 +273,7 @@ class Epoch:
         rows = np.asarray(order.rows, np.int64)
         self.starts = np.cumsum([0, *rows[self.pieces]])[:-1]  # stream position of the first row of each piece
         self._natural = np.cumsum([0, *rows])[:-1][self.pieces]  # and its number
-        self._all = shuffled(order.total, order.seed, epoch) if order.shuffle == "full" else None
+        self._permutation = shuffled(order.total, order.seed, epoch) if order.shuffle == "full" else None
         self.chunk_rows = order.chunk_steps * order.global_batch
         self.chunks = -(-order.total // self.chunk_rows)
 
@@ -324,7 +324,7 @@ class Epoch:
         return self._order.shuffle == "window"
 
     def _positions_at(self, places: np.ndarray) -> np.ndarray:
-        return places if self._all is None else self._all.elements_at(places)
+        return places if self._permutation is None else self._permutation.elements_at(places)
 
 
 def bucketed(positions: np.ndarray, lengths: np.ndarray, batch: int, random: np.random.Generator) -> np.ndarray:

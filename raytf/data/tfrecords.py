@@ -73,7 +73,7 @@ def read_tfrecords(
     """
     features = _features(schema, sequence_schema)
     files = listed(paths, filesystem)
-    named = files.only(lambda name: "tfrecord" in name)
+    named = files.filter_names(lambda name: "tfrecord" in name)
     files = named if named.paths else files
     records = _index_all(files)
     if not records:

@@ -25,8 +25,8 @@ def mark_worker_part(dataset: tf.data.Dataset) -> tf.data.Dataset:
 def is_worker_part(dataset: tf.data.Dataset) -> bool:
     """Returns whether `mark_worker_part` was called on this dataset, or one from which it was made."""
     distribute = dataset.options().experimental_distribute
-    off = distribute.auto_shard_policy == tf.data.experimental.AutoShardPolicy.OFF
-    return off and distribute.num_devices == _WORKER_PART
+    unsharded = distribute.auto_shard_policy == tf.data.experimental.AutoShardPolicy.OFF
+    return unsharded and distribute.num_devices == _WORKER_PART
 
 
 def distributed(dataset: tf.data.Dataset, strategy: tf.distribute.Strategy):

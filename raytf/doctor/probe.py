@@ -98,8 +98,8 @@ class Probe:
         """Measures the link to another node: "error", or "rtt" in seconds, and "loss", "large", "mtu" if known."""
         result = {"error": None}
         try:
-            with self._connect(address, ports[0]) as to:
-                result["rtt"] = _measure_round_trips(to)
+            with self._connect(address, ports[0]) as connection:
+                result["rtt"] = _measure_round_trips(connection)
         except (OSError, ValueError) as error:
             return {"error": f"{type(error).__name__}: {error}"}
         return result | self._datagrams(address, ports[1])
@@ -107,8 +107,8 @@ class Probe:
     def bandwidth(self, address: str, port: int) -> dict:
         """Measures the rate to the other node: "error", or "rate" in bytes per second."""
         try:
-            with self._connect(address, port) as to:
-                return {"error": None, "rate": _measure_rate(to)}
+            with self._connect(address, port) as connection:
+                return {"error": None, "rate": _measure_rate(connection)}
         except (OSError, ValueError) as error:
             return {"error": f"{type(error).__name__}: {error}"}
 
@@ -156,28 +156,28 @@ class Probe:
 
     def _connect(self, address: str, port: int) -> socket.socket:
         """Returns a connection after both ends have proved the token."""
-        to = socket.create_connection((address, port), self._step, source_address=(self._address, 0))
+        connection = socket.create_connection((address, port), self._step, source_address=(self._address, 0))
         try:
-            to.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            nonce, client_nonce = _receive_exactly(to, _NONCE), secrets.token_bytes(_NONCE)
-            to.sendall(client_nonce + self._proof(b"client", nonce, client_nonce))
-            if not hmac.compare_digest(_receive_exactly(to, _MAC), self._proof(b"server", client_nonce, nonce)):
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            nonce, client_nonce = _receive_exactly(connection, _NONCE), secrets.token_bytes(_NONCE)
+            connection.sendall(client_nonce + self._proof(b"client", nonce, client_nonce))
+            if not hmac.compare_digest(_receive_exactly(connection, _MAC), self._proof(b"server", client_nonce, nonce)):
                 raise ValueError("another program answers on the port of the probe")
         except BaseException:
-            to.close()
+            connection.close()
             raise
-        return to
+        return connection
 
     def _accept(self, listening: socket.socket) -> None:
         while True:
             try:
-                to, _ = listening.accept()
+                connection, _ = listening.accept()
             except OSError:  # closed
                 return
             if not self._sockets_by_port.acquire(blocking=False):
-                to.close()
+                connection.close()
                 continue
-            threading.Thread(target=self._serve, args=(to,), daemon=True).start()
+            threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
 
     def _serve(self, connection: socket.socket) -> None:
         """Serves one connection: returns each byte p; counts bytes after a b up to the last one."""
@@ -213,20 +213,22 @@ class Probe:
     def _datagrams(self, address: str, port: int) -> dict:
         """Returns the share of lost small datagrams, and the share of the network's largest ones that arrive."""
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        with socket.socket(family, socket.SOCK_DGRAM) as to, contextlib.suppress(OSError):
-            to.bind((self._address, 0))
-            to.connect((address, port))
-            answered = self._count_answers(to, range(DATAGRAMS), 0)
+        with socket.socket(family, socket.SOCK_DGRAM) as udp_socket, contextlib.suppress(OSError):
+            udp_socket.bind((self._address, 0))
+            udp_socket.connect((address, port))
+            answered = self._count_answers(udp_socket, range(DATAGRAMS), 0)
             if not answered:
                 return {}  # datagrams are filtered, which does not affect TCP
             if answered < DATAGRAMS:  # a busy host may miss some; a bad link loses some in a second trial, too
-                answered = max(answered, self._count_answers(to, range(DATAGRAMS, 2 * DATAGRAMS), 0))
+                answered = max(answered, self._count_answers(udp_socket, range(DATAGRAMS, 2 * DATAGRAMS), 0))
             result = {"loss": 1 - answered / DATAGRAMS}
             if family == socket.AF_INET:
-                to.setsockopt(socket.IPPROTO_IP, _MTU_DISCOVER, _PROBE)
-                result["mtu"] = min(to.getsockopt(socket.IPPROTO_IP, _MTU), 9000)
+                udp_socket.setsockopt(socket.IPPROTO_IP, _MTU_DISCOVER, _PROBE)
+                result["mtu"] = min(udp_socket.getsockopt(socket.IPPROTO_IP, _MTU), 9000)
                 size = result["mtu"] - _IP_UDP_HEADERS - 4 - _MAC
-                result["large"] = self._count_answers(to, range(2 * DATAGRAMS, 2 * DATAGRAMS + LARGE), size) / LARGE
+                result["large"] = (
+                    self._count_answers(udp_socket, range(2 * DATAGRAMS, 2 * DATAGRAMS + LARGE), size) / LARGE
+                )
             return result
         return {}
 
@@ -243,12 +245,12 @@ class Probe:
         self._answers(address, missing, 1.0)
         return len(numbers) - len(missing)
 
-    def _answers(self, to: socket.socket, missing: set[int], seconds: float, unsent: int = 0) -> None:
+    def _answers(self, udp_socket: socket.socket, missing: set[int], seconds: float, unsent: int = 0) -> None:
         deadline = time.monotonic() + seconds
         while len(missing) > unsent and (remaining := deadline - time.monotonic()) > 0:
-            to.settimeout(remaining)
+            udp_socket.settimeout(remaining)
             try:
-                data = to.recv(2**16)
+                data = udp_socket.recv(2**16)
             except TimeoutError:
                 return
             except OSError:  # an ICMP message, of which there may be several

@@ -109,7 +109,7 @@ def build(model, data_batch, method: str = "fit") -> None:
     if has_call(model):
         in_step = _is_own(model, _STEPS[method]) and _is_traced(model, method)
         try:
-            keras_objects.build_for(model, data_batch, left=keras_objects.unbuilt_parts(model) if in_step else ())
+            keras_objects.build_for(model, data_batch, skipped=keras_objects.unbuilt_parts(model) if in_step else ())
             if in_step:
                 _build_metrics_by_step(model, data_batch, method)
         except Exception:
@@ -178,7 +178,7 @@ def _build_metrics_by_step(model, data_batch, method: str) -> None:
         with contextlib.suppress(Exception):  # the error of the first step explains it
             _build_by_step(model, data_batch, method)
     if metrics is not None and not metrics.built:
-        keras_objects.build_for(model, data_batch, left=[p for p in keras_objects.unbuilt_parts(model) if p is loss])
+        keras_objects.build_for(model, data_batch, skipped=[p for p in keras_objects.unbuilt_parts(model) if p is loss])
 
 
 def _check_built(model, method: str) -> None:

@@ -292,7 +292,7 @@ def _in_a_copy(answer):
                 except ConfigError as error:
                     cloudpickle.dump(error, file)
                 except BaseException as error:
-                    cloudpickle.dump(_unexpected(_where(error)), file)
+                    cloudpickle.dump(_unexpected(_error_with_line(error)), file)
             sys.stdout.flush()
             sys.stderr.flush()
         finally:
@@ -399,10 +399,10 @@ def check(build_model, config, first: StoredDataset | TFData, batch: BatchSpec, 
         model = build_model(config)
     except Exception as error:
         if isinstance(error, KeyError) and error.args[0] in getattr(config, "missing", ()):
-            raise _missing(error.args[0], config, _where(error)) from error
+            raise _missing(error.args[0], config, _error_with_line(error)) from error
         raise ConfigError(
             "build_model(config) must return a compiled keras.Model",
-            _where(error),
+            _error_with_line(error),
             legacy_names.hint(error, _KERAS_2) or "Correct build_model or the config",
         ) from error
     if not isinstance(model, keras.Model):
@@ -424,7 +424,7 @@ def check(build_model, config, first: StoredDataset | TFData, batch: BatchSpec, 
     except Exception as error:
         raise ConfigError(
             "map must take features, labels, weights (as far as there are any) and seeds, and be TensorFlow operations",
-            _where(error),
+            _error_with_line(error),
             "Correct map",
         ) from error
     _check_numeric(model, dataset)
@@ -540,5 +540,5 @@ def _first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {(useful or lines or [''])[0]}".rstrip(".")
 
 
-def _where(error: BaseException) -> str:
+def _error_with_line(error: BaseException) -> str:
     return f"{_first_line(error)}{user_line(error)}"

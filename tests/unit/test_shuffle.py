@@ -105,7 +105,7 @@ def test_a_billion_rows_take_no_memory_and_no_time():
     parts = [plan.part(plan.chunks - 1, slice(0, 2), worker, 3) for worker in range(3)]
     assert time.process_time() - began < 1.0  # 8 GB and a minute as an array
     assert len({*np.concatenate(parts).tolist()}) == 2048
-    assert not hasattr(plan._all, "_all")
+    assert not hasattr(plan._permutation, "_permutation")
 
 
 def test_a_worker_works_out_its_own_rows_alone():

@@ -1,8 +1,8 @@
 """Private names that `raytf/compat` touches: listed from its sources, and looked up where they should be.
 
 A module imports a private name with a comment that gives the reason, or a function lists by `uses_private` which
-attributes it touches. Where versions differ, `if at_least("ray", 2, 60):` is before the import or in `since=`, so that
-a name counts only for versions that should have it.
+attributes it touches. Where versions differ, `if at_least("ray", 2, 60):` is before the import or in `added_in=`, so
+that a name counts only for versions that should have it.
 """
 
 from __future__ import annotations
@@ -118,9 +118,9 @@ def _of_uses(decorator: ast.expr, why: str, place: str) -> Iterator[Name]:
     ):
         return
     bounds = {keyword.arg: ast.literal_eval(keyword.value) for keyword in decorator.keywords}
-    if "since" in bounds and not versions.at_least(*bounds["since"]):
+    if "added_in" in bounds and not versions.at_least(*bounds["added_in"]):
         return
-    if "until" in bounds and versions.at_least(*bounds["until"]):
+    if "removed_in" in bounds and versions.at_least(*bounds["removed_in"]):
         return
     for argument in decorator.args:
         yield Name(ast.literal_eval(argument), why, place)
