@@ -238,11 +238,11 @@ class Call:
             name: 0 if isinstance(dataset, TFData) else sum(dataset.rows) for name, dataset in self._resume_from.items()
         }
         if shown:
-            print(f"run     {self._checkpoints.where}", flush=True)
+            print(f"run     {self._checkpoints.user_path}", flush=True)
         run_identity = training_identity(self._model, self._parts, rows, batch, arguments)
         self._files, state = self._checkpoints.newest(run_identity)
         return (seed if state is None else state.seed), {
-            "checkpoint_every": self._checkpoints.every,
+            "checkpoint_every": self._checkpoints.interval,
             "identity": run_identity,
         }
 

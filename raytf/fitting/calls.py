@@ -151,8 +151,8 @@ def fit(
             "sample_weight": sample_weight,
             "class_weight": class_weight,
         }
-        once = name is None and _is_one_epoch(epochs, initial_epoch)
-        content = tf_data.rows_of(x, "x", other_arguments, once)
+        reads_once = name is None and _is_one_epoch(epochs, initial_epoch)
+        content = tf_data.rows_of(x, "x", other_arguments, reads_once)
         (x, y, sample_weight), batch_size, shuffle, drops = (
             content.parts,
             content.batch,
@@ -267,7 +267,7 @@ def evaluate(
     workers, run_config = _workers(num_workers, scaling_config, run_config)
     if isinstance(x, tf.data.Dataset):
         other_arguments = {"y": y, "batch_size": batch_size, "sample_weight": sample_weight}
-        content = tf_data.rows_of(x, "x", other_arguments, once=True)
+        content = tf_data.rows_of(x, "x", other_arguments, reads_once=True)
         (x, y, sample_weight), batch_size = content.parts, content.batch
     batch = _check_batch(batch_size, workers, "batch_size")
     users = _callbacks(callbacks)
@@ -331,7 +331,7 @@ def predict(
         raise ConfigError("raytf.predict takes no callbacks", repr(callbacks), "Use model.predict for them")
     workers, run_config = _workers(num_workers, scaling_config, run_config)
     if isinstance(x, tf.data.Dataset):
-        content = tf_data.rows_of(x, "x", {"batch_size": batch_size}, once=True)
+        content = tf_data.rows_of(x, "x", {"batch_size": batch_size}, reads_once=True)
         x, batch_size = content.parts[0], content.batch
     batch = _check_batch(batch_size, workers, "batch_size")
     if isinstance(x, TFData):

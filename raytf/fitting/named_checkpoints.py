@@ -40,15 +40,15 @@ class NamedFitCheckpoints:
 
     Args:
         run: The folder of its name.
-        every: Schedule, see `checkpoint_every`.
+        interval: Schedule, see `checkpoint_every`.
         resume: "auto", True or False, as in `KerasTrainer`.
-        where: The folder in the user's notation.
+        user_path: The folder in the user's notation.
     """
 
     run: RunFolder
-    every: CheckpointInterval
+    interval: CheckpointInterval
     resume: str | bool
-    where: str
+    user_path: str
 
     @staticmethod
     def from_arguments(
@@ -59,10 +59,10 @@ class NamedFitCheckpoints:
         Raises:
             ConfigError: An argument is wrong, or has no effect without a name.
         """
-        every = checkpoint_every_module.parse_interval(checkpoint_every)
+        interval = checkpoint_every_module.parse_interval(checkpoint_every)
         validation.check_word("resume", resume, ("auto", True, False))
         if name is None:
-            given = {"storage": storage is not None, "checkpoint_every": not every.auto, "resume": resume != "auto"}
+            given = {"storage": storage is not None, "checkpoint_every": not interval.auto, "resume": resume != "auto"}
             if any(given.values()):
                 raise ConfigError(
                     "raytf.fit keeps checkpoints, and resumes from them, under a name",
@@ -74,7 +74,7 @@ class NamedFitCheckpoints:
         location = {} if storage is None else {"storage_path": os.fspath(storage)}
         config = run_folder.with_absolute_path(RunConfig(name=name, **location))
         return NamedFitCheckpoints(
-            RunFolder.from_config(config), every, resume, run_folder.folder_in_users_form(config)
+            RunFolder.from_config(config), interval, resume, run_folder.folder_in_users_form(config)
         )
 
     @property

@@ -44,21 +44,21 @@ class DatasetContent:
     drops: bool = False
 
 
-def rows_of(dataset: tf.data.Dataset, name: str, others: Mapping[str, Any], once: bool = False) -> DatasetContent:
+def rows_of(dataset: tf.data.Dataset, name: str, others: Mapping[str, Any], reads_once: bool = False) -> DatasetContent:
     """Reads the rows of a dataset.
 
     Args:
         dataset: A dataset of batches of one size, except the last.
         name: Its name, for messages.
         others: Further arguments by name that the dataset itself defines.
-        once: Whether Keras would read it once, too: then this reading counts, in its order.
+        reads_once: Whether Keras would read it once, too: then this reading counts, in its order.
 
     Raises:
         ConfigError: It is infinite, gives other rows each time, or holds types without array form.
     """
     if given := [argument for argument, value in others.items() if value is not None]:
         raise ConfigError(f"{name} is a tf.data.Dataset, which says that itself", ", ".join(given), "Leave it out")
-    shuffles = not once and _check_same(dataset, name)
+    shuffles = not reads_once and _check_same(dataset, name)
     dataset, drops = _with_last_batch(dataset) if shuffles else (dataset, None)
     if int(dataset.cardinality()) == tf.data.INFINITE_CARDINALITY:
         raise ConfigError(

@@ -224,17 +224,17 @@ def _order(was, now) -> list[Difference]:
     return _leaves(was["window"], now["window"], ("window",), False) if both_windows else []
 
 
-def _data(was, now, what: str) -> Iterator[Difference]:
+def _data(was, now, subject: str) -> Iterator[Difference]:
     if was is None or now is None:
-        yield Difference(f"{'no ' if now is None else 'a new '}{what}", False)
+        yield Difference(f"{'no ' if now is None else 'a new '}{subject}", False)
         return
     if was["rows"] != now["rows"]:
-        yield Difference(f"{what} of {now['rows']:,} rows, was {was['rows']:,}", False)
+        yield Difference(f"{subject} of {now['rows']:,} rows, was {was['rows']:,}", False)
     # rows in memory may have come from files, and are not compared with files
     elif was["sources"] != now["sources"] and [set(s) for s in was["sources"]] == [set(s) for s in now["sources"]]:
-        yield Difference(f"other contents of {what}", False)
+        yield Difference(f"other contents of {subject}", False)
     if _leaves(was["operations"], now["operations"], (), False):
-        yield Difference(f"other operations of {what}", False)
+        yield Difference(f"other operations of {subject}", False)
 
 
 def _leaves(was, now, path: tuple[str, ...], both_only: bool, refused=lambda path: False) -> list[Difference]:

@@ -55,7 +55,7 @@ _HELPER = "a helper whose calls are read"
 ELSEWHERE: dict[tuple[str, str], str | tuple[tuple[str, str], ...]] = {
     ("cli.py", "f'raytf run: {sentence}'"): (("launch/tfjob.py", "_UnreadFields.sentences"),),
     ("events.py", "str(event)"): _LINES,
-    ("fitting/call.py", "f'run     {self._checkpoints.where}'"): RESULT,
+    ("fitting/call.py", "f'run     {self._checkpoints.user_path}'"): RESULT,
     ("fitting/call.py", "line"): RESULT,
     ("fitting/calls.py", "ingest.describe(name, source, 'none')"): _DESCRIBED,
     ("launch/launcher.py", "exits[first].error"): "the output of a task",

@@ -96,5 +96,5 @@ def test_what_keras_reads_once_may_give_other_rows_each_time():
     dataset = tf.data.Dataset.from_generator(
         lambda: iter(range(13)), output_signature=tf.TensorSpec((), tf.int64)
     ).shuffle(20)
-    found = tf_data.rows_of(dataset.take(9).batch(4), "x", {}, once=True)
+    found = tf_data.rows_of(dataset.take(9).batch(4), "x", {}, reads_once=True)
     assert len(found.parts[0]) == 9 and not found.shuffles
