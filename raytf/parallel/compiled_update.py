@@ -65,8 +65,8 @@ def made(optimizer, update: Callable, gradients: Sequence, variables: Sequence) 
         given = _with_shapes(pairs)
 
         def whole(*values):
-            left = iter(values)
-            update([None if g is None else next(left) for g in gradients])
+            remaining = iter(values)
+            update([None if g is None else next(remaining) for g in gradients])
 
         try:
             function, captures = _compiled(optimizer, whole, given)

@@ -31,13 +31,13 @@ def _hook(event: str, arguments) -> None:
         _noted.add(os.path.realpath(os.fsdecode(arguments[0])))
 
 
-def note(on: bool) -> set[str]:
+def note(recording: bool) -> set[str]:
     """Starts or ends the recording of files opened for writing; returns the recorded paths."""
     global _noted, _hooked
-    if on and not _hooked:
+    if recording and not _hooked:
         sys.addaudithook(_hook)
         _hooked = True
-    paths, _noted = _noted or set(), set() if on else None
+    paths, _noted = _noted or set(), set() if recording else None
     return paths
 
 

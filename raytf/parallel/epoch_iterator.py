@@ -22,7 +22,7 @@ from raytf.parallel import model_optimizers
 class _EpochIterator(backend_trainer.TFEpochIterator):
     """Supports a change of `steps_per_execution` within an epoch if the number of batches is known."""
 
-    _rest: tuple | None = None
+    _resume_point: tuple | None = None
 
     def begin_at(
         self, step: int, dataset: tf.data.Dataset, first: tuple[int, Callable[[], tf.data.Dataset]] | None = None
@@ -35,7 +35,7 @@ class _EpochIterator(backend_trainer.TFEpochIterator):
             first: (steps of the first execution, which are all batches of `dataset`; function that returns the later
                 batches), if other workers are within an execution of several steps.
         """
-        self._rest = step, dataset, first
+        self._resume_point = step, dataset, first
 
     def _distribute(self, dataset, strategy):
         return strategy.experimental_distribute_dataset(dataset)
@@ -46,7 +46,7 @@ class _EpochIterator(backend_trainer.TFEpochIterator):
             yield from super()._enumerate_iterator()
             return
         self.data_adapter.on_epoch_begin()
-        (self._steps_seen, remaining, first), self._rest = self._rest or (0, None, None), None
+        (self._steps_seen, remaining, first), self._resume_point = self._resume_point or (0, None, None), None
         if self._steps_seen < self._num_batches:
             whole = self._get_iterator()
             iterator = iter(whole if remaining is None else self._distribute(remaining, self._distribute_strategy))

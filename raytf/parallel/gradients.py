@@ -87,7 +87,7 @@ def _summing_step() -> step_module.Step | None:
     if step is None or getattr(step_module.state, "differentiates", False) or not step_module.in_replica_of_many():
         return None
     strategy = tf.distribute.get_strategy()
-    if local_sgd.every(strategy) > 1:
+    if local_sgd.averaging_interval(strategy) > 1:
         return None
     if step.is_nested() and local_replicas(strategy) > 1:  # a collective of several devices cannot be nested there
         warnings.warn(
@@ -136,7 +136,7 @@ def _differentiable_mean(gradients: Sequence) -> list:
         ]
         averaged = mean(given, merge=False)
 
-        def back(*upstream):
+        def grad(*upstream):
             flowing = _differentiable_mean(upstream[: len(averaged)])
             for i, (start, count) in zip(slices, local_slices, strict=True):
                 # all workers' ids may be there once, which are this worker's
@@ -144,7 +144,7 @@ def _differentiable_mean(gradients: Sequence) -> list:
                 flowing[i] = flowing[i][begin : begin + count]
             return flowing
 
-        return [*map(own_loops.content_of, averaged), *(averaged[i].indices for i in slices)], back
+        return [*map(own_loops.content_of, averaged), *(averaged[i].indices for i in slices)], grad
 
     contents = means(*map(own_loops.content_of, gradients))
     averaged = list(contents[: len(gradients)])
@@ -241,9 +241,9 @@ def note_drawn(seed: tf.Tensor) -> None:
 
 def _origins(step: step_module.Step, value) -> tuple[bool, bool] | None:
     """Returns (whether a tensor depends on equal values, whether on random numbers), or None if it depends on more."""
-    seen, left, alike, drawn = set(), [value], False, False
-    while left:
-        tensor = left.pop()
+    seen, pending, alike, drawn = set(), [value], False, False
+    while pending:
+        tensor = pending.pop()
         if id(tensor) in seen:
             continue
         seen.add(id(tensor))
@@ -255,12 +255,12 @@ def _origins(step: step_module.Step, value) -> tuple[bool, bool] | None:
             return None
         elif not hasattr(tensor, "numpy") and tensor.op.type in own_loops.DRAWS:
             drawn = True
-            left += [t for t in tensor.op.inputs if t.dtype != tf.resource]
+            pending += [t for t in tensor.op.inputs if t.dtype != tf.resource]
         else:
             inputs = _inputs_of(tensor)
             if inputs is None:
                 return None
-            left += inputs
+            pending += inputs
     return alike, drawn
 
 
@@ -295,9 +295,9 @@ def _reaches_batch(
         passes: Whether a tensor counts as equal on all workers, whatever it is a function of.
         most: Tensors to search; beyond them the answer is True.
     """
-    seen, left = set(), [value]
-    while left:
-        tensor = left.pop()
+    seen, pending = set(), [value]
+    while pending:
+        tensor = pending.pop()
         if id(tensor) in seen or hasattr(tensor, "numpy") or getattr(tensor, "op", None) is None:
             continue
         seen.add(id(tensor))
@@ -308,7 +308,7 @@ def _reaches_batch(
         inputs = list(tensor.op.inputs) if tensor.op.type in _CALLS else _inputs_of(tensor)
         if inputs is None or len(seen) > most:
             return True
-        left += inputs
+        pending += inputs
     return False
 
 
@@ -351,12 +351,12 @@ def for_optimizer(grads: Sequence, weights: Sequence) -> list:
         return own_loops.for_optimizer(grads, mean)
     for variable in weights:
         _note_weight(step, variable)
-    left = [i for i, g in enumerate(grads) if not known_alike(step, g)]
+    differing = [i for i, g in enumerate(grads) if not known_alike(step, g)]
     # noise on a summed gradient is one draw, as in one process: a mean of the workers' would be smaller
-    drawn = [i for i in left if differs_by_draws(step, grads[i])]
-    left = [i for i in left if i not in drawn]
+    drawn = [i for i in differing if differs_by_draws(step, grads[i])]
+    differing = [i for i in differing if i not in drawn]
     results = list(grads)
-    for places, joined in ((drawn, of_first), (left, mean)):
+    for places, joined in ((drawn, of_first), (differing, mean)):
         for i, value in zip(places, joined([grads[i] for i in places]) if places else [], strict=True):
             results[i] = value
     return results

@@ -148,13 +148,13 @@ def _tried_with_missing(
     """Returns outcomes with missing labels; skips numbers that the function refuses."""
     outcomes: list[Outcome] = []
     numbers = _numbers_in(missing.code)
-    left = [numbers, [float("nan")]]
-    while left:
-        gone = _Gone({id(leaf) for leaf in tree.flatten(missing.labels)}, left.pop(0))
+    pending = [numbers, [float("nan")]]
+    while pending:
+        gone = _Gone({id(leaf) for leaf in tree.flatten(missing.labels)}, pending.pop(0))
         try:
             outcomes.append(_tried(function, given, rows, 0, draws, gone))
         except Exception:  # such as an unknown class, although another number marks missing labels
-            left += [[number] for number in gone.numbers] if len(gone.numbers) > 1 else []
+            pending += [[number] for number in gone.numbers] if len(gone.numbers) > 1 else []
     return outcomes
 
 
@@ -210,11 +210,11 @@ def _tried(
     part = lambda start, stop: tree.map_structure(lambda *pair: cut(*pair, start, stop), given, whole)
     half = count // 2
     with keras.StatelessScope():  # each call begins with the same state
-        value = again = _values(function(part(0, count)))
+        value = repeated = _values(function(part(0, count)))
     if draws:
         with keras.StatelessScope(), step_module.override_state(draws_other=True):
-            again = _values(function(part(0, count)))
-    if not all(map(_alike, value, again)):
+            repeated = _values(function(part(0, count)))
+    if not all(map(_alike, value, repeated)):
         return Outcome(why="")
     halves = []
     for start in (0, half):

@@ -1,6 +1,6 @@
 """Local SGD: each worker applies its own gradients, and parameters are averaged every few steps.
 
-S. U. Stich, "Local SGD converges fast and communicates little", 2019: parameters are sent once in `every` steps,
+S. U. Stich, "Local SGD converges fast and communicates little", 2019: parameters are sent once in `sync_every` steps,
 instead of the gradients of each step. Optimizer slots stay local until the end of an epoch, where they are averaged
 too. So a run that resumes from a checkpoint continues from the state of all workers.
 """
@@ -17,22 +17,22 @@ from raytf.collectives.communicator import all_sum, local_replicas, wide
 from raytf.compat import keras_objects
 from raytf.parallel import model_optimizers, step
 
-_every: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+_averaging_intervals: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
-def attach(strategy, every: int) -> None:
-    """Makes the workers of `strategy` average every `every` steps; 1 sums the gradients of each step."""
-    if every > 1:
-        _every[strategy.extended] = every
+def attach(strategy, interval: int) -> None:
+    """Makes the workers of `strategy` average every `interval` steps; 1 sums the gradients of each step."""
+    if interval > 1:
+        _averaging_intervals[strategy.extended] = interval
 
 
-def every(strategy) -> int:
+def averaging_interval(strategy) -> int:
     """Returns the number of steps between two averages, or 1 if gradients are summed."""
-    return _every.get(strategy.extended, 1)
+    return _averaging_intervals.get(strategy.extended, 1)
 
 
 def average_when_due(iterations, variables: Sequence) -> None:
-    """Averages variables over the workers when `every` steps have been made; in a replica context, after a step."""
+    """Averages variables over workers when `sync_every` steps have been made; in a replica context, after a step."""
     strategy = tf.distribute.get_strategy()
     replicas = strategy.num_replicas_in_sync
 
@@ -45,12 +45,12 @@ def average_when_due(iterations, variables: Sequence) -> None:
                 variable.assign(tf.cast(total / tf.cast(replicas, total.dtype), variable.dtype))
         return True
 
-    tf.cond(tf.equal(tf.cast(iterations, tf.int64) % every(strategy), 0), average, lambda: True)
+    tf.cond(tf.equal(tf.cast(iterations, tf.int64) % averaging_interval(strategy), 0), average, lambda: True)
 
 
 def averaged_at_ends(model) -> list:
     """Returns variables that are local until the end of an epoch: parameters, and floating slots of the optimizers."""
-    if every(model.distribute_strategy) == 1:
+    if averaging_interval(model.distribute_strategy) == 1:
         return []
     slots = [
         v

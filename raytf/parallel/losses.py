@@ -76,7 +76,7 @@ def loss_call(original, self, y_true, y_pred, sample_weight=None):
 def _tried(step: step_module.Step, loss, y_true, y_pred) -> halves.Outcome:
     """Returns whether a loss has a value for each row that needs no other row."""
     function = getattr(loss, "fn", None)
-    keras_own = lambda it: (getattr(it, "__module__", None) or "").startswith("keras.")
+    keras_own = lambda value: (getattr(value, "__module__", None) or "").startswith("keras.")
     known = keras_own(type(loss)) and (function is None or keras_own(function))
     if known and getattr(function, "__name__", "") not in _COMPARING:
         return halves.Outcome(rows=True)
@@ -89,11 +89,11 @@ def _tried(step: step_module.Step, loss, y_true, y_pred) -> halves.Outcome:
     return halves.known(step, loss, call, (y_true, y_pred), missing=missing)
 
 
-def _warn_if_unknown(outcome: halves.Outcome, what: str) -> None:
+def _warn_if_unknown(outcome: halves.Outcome, subject: str) -> None:
     if outcome.why:
         warnings.warn(
-            f"{what} could not be tried on rows that are made up ({outcome.why}), so that it is not known whether it "
-            "compares rows: then a worker would compare its own rows alone. Let it end with a mean "
+            f"{subject} could not be tried on rows that are made up ({outcome.why}), so that it is not known whether "
+            "it compares rows: then a worker would compare its own rows alone. Let it end with a mean "
             "(keras.ops.mean), and it is computed on the rows of all workers",
             stacklevel=2,
         )
@@ -200,8 +200,8 @@ def _needed(original: Callable, call: Callable, given: tuple, rows: int | None) 
     if bound.arguments.get("x") is None:
         return given
     bound.arguments["x"] = None
-    without = bound.args, bound.kwargs
-    return given if halves.outcome(call, without, rows).unknown else without
+    needed = bound.args, bound.kwargs
+    return given if halves.outcome(call, needed, rows).unknown else needed
 
 
 # -------------------------------------------------------------------------------------------------- add_loss
@@ -287,8 +287,8 @@ def _added(step: step_module.Step, call: _LayerCall, loss: tf.Tensor) -> tf.Tens
 
     def added_loss(given):
         # without noise and batch statistics, unless it is added in training only
-        without = call.losses(given, training=False)
-        return without[index] if index < len(without) else call.losses(given, training=True)[index]
+        inference_losses = call.losses(given, training=False)
+        return inference_losses[index] if index < len(inference_losses) else call.losses(given, training=True)[index]
 
     result = halves.known(step, call.layer, added_loss, call.given, step.known_rows, index=index)
     if result.ways & {halves.SAME, halves.MEAN} or (result.unknown and not result.why):

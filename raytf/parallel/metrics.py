@@ -81,14 +81,14 @@ def collect_metrics(model, logs, assign: bool) -> tuple[list[list[np.ndarray]], 
 
 
 def together(
-    model, variables: Sequence, each: Sequence[Sequence[np.ndarray]], older: Collection[int] = ()
+    model, variables: Sequence, worker_values: Sequence[Sequence[np.ndarray]], older: Collection[int] = ()
 ) -> list[np.ndarray]:
     """Returns the joined values of all workers, as at an epoch's end, if a worker cannot reach the others.
 
     Args:
         model: A model in `fit`, with one replica for each worker.
         variables: Variables of metrics, moving statistics and others.
-        each: Their values on each worker, by rank.
+        worker_values: Their values on each worker, by rank.
         older: Ranks whose values are one step older.
 
     Returns:
@@ -96,14 +96,14 @@ def together(
     """
     counted = {id(v) for v in model.metrics_variables if tf.as_dtype(v.dtype) in exchange.SUMMABLE}
     averaged = {id(v) for v in _averaged_variables(model)}
-    first = next(rank for rank in range(len(each)) if rank not in older)
+    first = next(rank for rank in range(len(worker_values)) if rank not in older)
     joined = []
-    for variable, *values in zip(variables, *each, strict=True):
-        once = variable.aggregation in ("only_first_replica", "none")
+    for variable, *values in zip(variables, *worker_values, strict=True):
+        counts_once = variable.aggregation in ("only_first_replica", "none")
         if id(variable) in averaged:
             whole = sum(np.asarray(wide(tf.convert_to_tensor(value))) for value in values)
             joined.append((whole / len(values)).astype(values[0].dtype))
-        elif id(variable) in counted and not once:
+        elif id(variable) in counted and not counts_once:
             whole = sum(values)
             joined.append((whole / len(values) if variable.aggregation == "mean" else whole).astype(values[0].dtype))
         else:

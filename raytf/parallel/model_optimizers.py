@@ -183,11 +183,11 @@ def _build_metrics_by_step(model, data_batch, method: str) -> None:
 
 def _check_built(model, method: str) -> None:
     """Raises ConfigError for layers that the model's own step has not built."""
-    if left := unbuilt(model):
+    if unbuilt_layers := unbuilt(model):
         why = f"a {method} of its own" if _is_own(model, method) else "run_eagerly=True and a step of its own"
         raise ConfigError(
             "A model that only its own code can call needs all of its layers built before it is sent to workers",
-            f"{model.name!r}, with {why}, and {', '.join(repr(layer.name) for layer in left[:3])} not built",
+            f"{model.name!r}, with {why}, and {', '.join(repr(layer.name) for layer in unbuilt_layers[:3])} not built",
             "Call the layers, or their build(), on the shape of a row where the model is made",
         )
 

@@ -40,7 +40,7 @@ def apply(original, self, grads, trainable_variables=None):
             with step_module.override_state(inline_merge=True):
                 self.iterations.assign_add(1)
             return None
-    local = local_sgd.every(strategy) > 1
+    local = local_sgd.averaging_interval(strategy) > 1
     weights = trainable_variables or keras_objects.variables_of_optimizer(self)
     grads = gradients.of_this_worker(grads) if local else gradients.for_optimizer(grads, weights)
     # variables without gradients, such as `iterations`, change when all gradients are ready: see `recovery_client`
@@ -168,7 +168,7 @@ def _from_all_losses(step, rows, *upstream):
 
     @tf.custom_gradient
     def weighted(*upstream):
-        def back(*second):
+        def grad(*second):
             # an already differentiated value may be a sum, without weights
             even = tf.debugging.assert_equal(
                 step.global_rows(),
@@ -179,7 +179,7 @@ def _from_all_losses(step, rows, *upstream):
             with tf.control_dependencies([even] if even is not None else []):
                 return all_sum([tf.identity(g) for g in second])
 
-        return [tf.math.divide_no_nan(g, rows) for g in all_sum([g * rows for g in upstream])], back
+        return [tf.math.divide_no_nan(g, rows) for g in all_sum([g * rows for g in upstream])], grad
 
     return weighted(*upstream)
 

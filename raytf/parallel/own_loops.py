@@ -115,13 +115,13 @@ def for_optimizer(grads: Sequence, total) -> list:
             stacklevel=2,
         )
     lifted = changed if liftable else []
-    left = [i for i, way in ways.items() if not way.alike and i not in lifted]
+    unlifted = [i for i, way in ways.items() if not way.alike and i not in lifted]
     sources = list({id(t): t for i in lifted for t in ways[i].taped}.values())
-    if left or sources:
-        summed = total([*(grads[i] for i in left), *sources])
-        for i, value in zip(left, summed, strict=False):
+    if unlifted or sources:
+        summed = total([*(grads[i] for i in unlifted), *sources])
+        for i, value in zip(unlifted, summed, strict=False):
             results[i] = value
-        values = {t.name: value for t, value in zip(sources, summed[len(left) :], strict=True)}
+        values = {t.name: value for t, value in zip(sources, summed[len(unlifted) :], strict=True)}
         for i in lifted:
             results[i] = ways[i].apply(values)
     drawn = [i for i, way in ways.items() if way.drawn and (way.alike or i in lifted) and tf.is_tensor(results[i])]
@@ -173,10 +173,10 @@ class _Way:
 
     def _look(self, loop: Loop) -> tuple[set[str], bool, bool]:
         """Returns (names of earlier operations, whether some are no pure functions, whether one is the loop's sum)."""
-        seen, left, unknown, summed = set(), [self._tensor], False, False
+        seen, pending, unknown, summed = set(), [self._tensor], False, False
         looked: set[str] = set()
-        while left:
-            tensor = left.pop()
+        while pending:
+            tensor = pending.pop()
             if hasattr(tensor, "numpy") or tensor.name in looked:
                 continue
             looked.add(tensor.name)
@@ -192,7 +192,7 @@ class _Way:
                 draws = _draws(tensor.op)
                 self.drawn |= draws
                 unknown |= (tensor.op.op_def.is_stateful and not draws) or tensor.op.type == "Placeholder"
-                left += tensor.op.inputs
+                pending += tensor.op.inputs
             if len(seen) > _MOST_OPERATIONS:
                 self.taped.clear()
                 return seen, True, False

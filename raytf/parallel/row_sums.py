@@ -93,9 +93,9 @@ class RowSums:
 
     def _fault_of(self, step, loss) -> str | None:
         """Returns why a scalar is no mean over rows, or None if it may be one."""
-        left, seen = [loss], set()
-        while left:
-            tensor = left.pop()
+        pending, seen = [loss], set()
+        while pending:
+            tensor = pending.pop()
             if id(tensor) in seen or not self._depends(tensor) or step.is_whole(tensor):
                 continue
             seen.add(id(tensor))
@@ -103,7 +103,7 @@ class RowSums:
             if any(map(step.is_whole, op.inputs)):
                 continue
             if op.type in _PASSED or (op.type in _SCALED and sum(map(self._depends, op.inputs)) == 1):
-                left += op.inputs
+                pending += op.inputs
             elif op.type in ("Sum", "Mean") and self._reduces_rows(step, op):
                 parts = self._elementwise(step, op.inputs[0])
                 if parts is not None and any(self._is_cut(step, part.op) for part in parts):
@@ -111,7 +111,7 @@ class RowSums:
                 if parts is not None and op.type == "Sum":
                     return _SUM
             elif op.type in ("Sum", "Mean"):
-                left.append(op.inputs[0])
+                pending.append(op.inputs[0])
             elif self._is_cut(step, op):
                 return _PART
         return None
@@ -123,9 +123,9 @@ class RowSums:
 
     def _elementwise(self, step, values) -> list | None:
         """Returns the tensors that values are computed from row by row; None if the rows' number may divide them."""
-        tensors, left = [], [values]
-        while left:
-            tensor = left.pop()
+        tensors, pending = [], [values]
+        while pending:
+            tensor = pending.pop()
             if step.is_whole(tensor) or any(map(step.is_whole, tensor.op.inputs)):
                 return None
             tensors.append(tensor)
@@ -133,7 +133,7 @@ class RowSums:
                 continue
             for given in tensor.op.inputs:
                 if self._has_rows(step, given):
-                    left.append(given)
+                    pending.append(given)
                 elif self._depends(given):
                     return None
         return tensors

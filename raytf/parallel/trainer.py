@@ -233,10 +233,10 @@ def _refuse_what_cannot_work(model, strategy):
         used += [n for n in ("gradient_accumulation_steps", "ema_overwrite_frequency") if getattr(inner, n, None)]
         used += ["LossScaleOptimizer"] if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) else []
     used = sorted(set(used))
-    if used and local_sgd.every(strategy) > 1:
+    if used and local_sgd.averaging_interval(strategy) > 1:
         raise ConfigError(
             "With sync_every each worker makes whole steps by itself",
-            f"{', '.join(used)} with sync_every={local_sgd.every(strategy)}",
+            f"{', '.join(used)} with sync_every={local_sgd.averaging_interval(strategy)}",
             "Leave one of them out",
         )
     if used and local_replicas(strategy) > 1:

@@ -116,14 +116,14 @@ def _gathered(tensor: tf.Tensor, rows, offset, total, scale) -> tf.Tensor:
 
     @tf.custom_gradient
     def joined(local_value):
-        def back(upstream):
+        def grad(upstream):
             upstream = tf.convert_to_tensor(upstream)  # IndexedSlices, if rows were selected
             own_gradient = upstream[offset : offset + rows] * tf.cast(scale, upstream.dtype)
             return tf.pad(
                 own_gradient, [[0, tf.shape(local_value)[0] - rows]] + [[0, 0]] * (local_value.shape.rank - 1)
             )
 
-        return _joined(local_value, rows, offset, total), back
+        return _joined(local_value, rows, offset, total), grad
 
     return _with_rows(joined(tensor), tensor)
 

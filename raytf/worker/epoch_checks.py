@@ -114,7 +114,7 @@ class EpochChecks(TrainingPart):
     def _compares(self) -> bool:
         """Returns whether all workers must have the same weights."""
         strategy = self.model.distribute_strategy
-        return self._size > 1 and spans_workers(strategy) and local_sgd.every(strategy) == 1
+        return self._size > 1 and spans_workers(strategy) and local_sgd.averaging_interval(strategy) == 1
 
     def _agree(self, end: bool = False) -> None:
         """Exchanges the first step with a bad loss, and at an epoch's end checksums of weights and rates."""

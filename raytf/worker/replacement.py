@@ -50,7 +50,7 @@ def _unrecoverable(model, holder) -> str | None:
         return "workers do not sum gradients in raytf's ring"
     if shards.are_in(model):
         return "with shard_optimizer a lost worker's share of the optimizer's state exists nowhere else"
-    if local_sgd.every(model.distribute_strategy) > 1:
+    if local_sgd.averaging_interval(model.distribute_strategy) > 1:
         return "with sync_every workers have different weights"
     size = own_state.bytes_of(model)
     if size is None or size > recovery_client.MOST_BYTES:

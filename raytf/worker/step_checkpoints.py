@@ -91,7 +91,7 @@ class StepCheckpointCallback(TrainingPart):
         self._waits = self._holds = False  # whether one is due as soon as all workers have the same weights
         self._seen = self._next_look = self._position.step
         self._clock = CheckpointClock(self._every, time.monotonic(), self._position.step)
-        self._local_steps = local_sgd.every(self.model.distribute_strategy)
+        self._local_steps = local_sgd.averaging_interval(self.model.distribute_strategy)
         state, self._state = self._state, None
         if state is not None:
             vars(self).update(state["own"])

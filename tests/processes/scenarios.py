@@ -556,7 +556,7 @@ def _averaging(p, every):
     try:
         yield
     finally:
-        local_sgd._every.clear()
+        local_sgd._averaging_intervals.clear()
 
 
 @scenario
