@@ -147,8 +147,8 @@ def agree_on_pinning(addresses: Sequence[str], have: Sequence[bool]) -> list[boo
         have: Whether each worker has claimed cores.
     """
     hosts = [address.rpartition(":")[0] for address in addresses]
-    without = {host for host, has in zip(hosts, have, strict=True) if not has}
-    return [host not in without for host in hosts]
+    unpinned_hosts = {host for host, has in zip(hosts, have, strict=True) if not has}
+    return [host not in unpinned_hosts for host in hosts]
 
 
 def claimed_cores(among: Iterable[int]) -> frozenset[int]:
@@ -204,18 +204,18 @@ def _parse_list(text: str) -> frozenset[int]:
     return frozenset(core for first, _, last in parts for core in range(int(first), int(last or first) + 1))
 
 
-def _move_threads(was: frozenset[int], to: frozenset[int]) -> None:
-    """Moves those threads of this process that may use the cores `was` to the cores `to`."""
+def _move_threads(was: frozenset[int], target: frozenset[int]) -> None:
+    """Moves those threads of this process that may use the cores `was` to the cores `target`."""
     # repeated: a thread that starts meanwhile inherits its parent's cores
-    while sum(_moved(thread, was, to) for thread in procfs.thread_ids()):
+    while sum(_moved(thread, was, target) for thread in procfs.thread_ids()):
         pass
 
 
-def _moved(thread: int, was: frozenset[int], to: frozenset[int]) -> bool:
+def _moved(thread: int, was: frozenset[int], target: frozenset[int]) -> bool:
     try:
         if os.sched_getaffinity(thread) != was:
             return False
-        os.sched_setaffinity(thread, to)
+        os.sched_setaffinity(thread, target)
     except ProcessLookupError:
         return False
     except OSError as error:

@@ -45,14 +45,14 @@ def choose_address(addresses: Mapping[str, list[str]], network: str | None, node
         The address is None if the host has none in `network`. The interface is None, too, if none has the address, such
         as with NAT.
     """
-    every = [(name, address) for name, addresses in addresses.items() for address in addresses]
+    interfaces = [(name, address) for name, addresses in addresses.items() for address in addresses]
     if network is None:
-        return next((name for name, address in every if address == node), None), node
+        return next((name for name, address in interfaces if address == node), None), node
     if "/" in network:
         known = ipaddress.ip_network(network, strict=False)
-        fit = [interface for interface in every if ipaddress.ip_address(interface[1]) in known]
+        fit = [interface for interface in interfaces if ipaddress.ip_address(interface[1]) in known]
     else:
-        fit = [interface for interface in every if interface[0] == network]
+        fit = [interface for interface in interfaces if interface[0] == network]
     fit.sort(key=lambda interface: (":" in interface[1]) != (":" in node))  # of several first the kind that Ray uses
     return fit[0] if fit else (None, None)
 
@@ -70,10 +70,11 @@ def worker_addresses(
         ConfigError: A host has no address in `network`, or two hosts have the same.
     """
     chosen_addresses = {node: choose_address(interfaces_of, network, node) for node, interfaces_of in hosts.items()}
-    if without := [node for node, (_, address) in chosen_addresses.items() if address is None]:
+    if nodes_without_address := [node for node, (_, address) in chosen_addresses.items() if address is None]:
         raise ConfigError(
             "network= names an interface, or a network of addresses, that each worker's host has",
-            f"{network!r}, and " + "; ".join(f"{node} has {describe_interfaces(hosts[node])}" for node in without),
+            f"{network!r}, and "
+            + "; ".join(f"{node} has {describe_interfaces(hosts[node])}" for node in nodes_without_address),
             "Name one of these",
         )
     for node, (_, address) in chosen_addresses.items():

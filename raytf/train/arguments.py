@@ -320,7 +320,7 @@ def check_servers(strategy: str, num_ps: int, scaling_config: ScalingConfig) -> 
         )
 
 
-def every(given: object, config: TensorflowConfig) -> CheckpointInterval:
+def checkpoint_interval(given: object, config: TensorflowConfig) -> CheckpointInterval:
     """Returns the parsed `checkpoint_every`.
 
     Raises:

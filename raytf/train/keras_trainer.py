@@ -252,7 +252,7 @@ class KerasTrainer:
         if self.steps_per_execution != "auto":
             validation.check_whole('steps_per_execution, where it is not "auto",', self.steps_per_execution, 1)
         validation.check_seed(self.seed)
-        arguments.every(self.checkpoint_every, self.tensorflow_config)
+        arguments.checkpoint_interval(self.checkpoint_every, self.tensorflow_config)
         arguments.memory_steps(self.memory_every, self.strategy)
         validation.check_word("resume", self.resume, ("auto", True, False))
         validation.check_run_name(self.run_config.name)
@@ -430,7 +430,7 @@ class KerasTrainer:
                 "shuffle='full' for a dataset that the object store cannot hold",
                 "Use shuffle='window', or materialize=True if Ray may put it on disk",
             )
-        every = arguments.every(self.checkpoint_every, self.tensorflow_config)
+        interval = arguments.checkpoint_interval(self.checkpoint_every, self.tensorflow_config)
         by_epochs = isinstance(blocks["train"], TFData) and blocks["train"].looked.resume_unit == "epoch"
         return TrainJob(
             build_model=self.build_model,
@@ -446,7 +446,7 @@ class KerasTrainer:
             variable_partitioner=self.variable_partitioner,
             evaluator=self.evaluator,
             validate=self.evaluator or self.validation_config is not None,
-            checkpoint_every=CheckpointInterval() if by_epochs and self.checkpoint_every == "auto" else every,
+            checkpoint_every=CheckpointInterval() if by_epochs and self.checkpoint_every == "auto" else interval,
             memory_every=arguments.memory_steps(self.memory_every, self.strategy),
             heals=self._heals() and not by_epochs,
             fewest=resources.fewest_workers(self.scaling_config) if self.elastic_batch == "scale" else None,

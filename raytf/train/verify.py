@@ -344,9 +344,9 @@ class _Supervisor:
         # the user's own code may name positions that few rows do not have
         if result.text() or self._whole_s is None:
             return result
-        left, needed = self._deadline - time.monotonic(), 3 * self._whole_s
-        if needed > left:
-            why = f"it would take some {needed:.0f} s, with {max(0.0, left):.0f} s left"
+        remaining, needed = self._deadline - time.monotonic(), 3 * self._whole_s
+        if needed > remaining:
+            why = f"it would take some {needed:.0f} s, with {max(0.0, remaining):.0f} s left"
             return dataclasses.replace(result, few=why)
         few, self._trial = self._trial, lambda: few().whole
         whole = self._compared()
@@ -377,10 +377,10 @@ class _Supervisor:
 
             return verification.as_worker(self._trial(), self._eagerly, rank, addresses, token, share)
 
-        def device(initial_values: Callable[[], list], again: bool = False):
+        def device(initial_values: Callable[[], list], repeats: bool = False):
             from raytf.worker import verification
 
-            return verification.on_one_device(self._trial(), self._eagerly, initial_values, again)
+            return verification.on_one_device(self._trial(), self._eagerly, initial_values, repeats)
 
         runs = [
             start_run(lambda: worker(0)),
@@ -396,29 +396,29 @@ class _Supervisor:
         alike = two["digest"] == second["digest"]
         if not suspects and alike:
             return Proof()
-        (again,) = self._ended([start_run(lambda: device(lambda: read_memory(initial), again=True))])
-        if "error" in again:
-            return Proof(failed=f"one device could not train a second time: {again['error']}")
-        return judged(single, two, again, suspects, alike)
+        (repeated,) = self._ended([start_run(lambda: device(lambda: read_memory(initial), repeats=True))])
+        if "error" in repeated:
+            return Proof(failed=f"one device could not train a second time: {repeated['error']}")
+        return judged(single, two, repeated, suspects, alike)
 
     def _ended(self, runs: Sequence[ForkedTraining]) -> list[dict]:
         """Returns the outcome of each run; ends all runs at the timeout, or if the requesting process has ended."""
-        left = {os.pidfd_open(run.pid): run for run in runs}
+        running = {os.pidfd_open(run.pid): run for run in runs}
         poll = select.poll()
-        for descriptor in left:
+        for descriptor in running:
             poll.register(descriptor, select.POLLIN)
         try:
-            while left:
+            while running:
                 for descriptor, _ in poll.poll(_LOOK_INTERVAL * 1000):
                     poll.unregister(descriptor)
-                    os.waitpid(left.pop(descriptor).pid, 0)
+                    os.waitpid(running.pop(descriptor).pid, 0)
                     os.close(descriptor)
                 if os.getppid() != self._asking:
                     raise _ComparisonLostError
-                if left and time.monotonic() > self._deadline:
+                if running and time.monotonic() > self._deadline:
                     raise TimeoutError(f"timeout after {timeouts.get().verify:g} s")
         finally:
-            for run in left.values():
+            for run in running.values():
                 os.kill(run.pid, signal.SIGKILL)
                 os.waitpid(run.pid, 0)
         return [read_memory(run.memory) or {"error": "its process was killed"} for run in runs]

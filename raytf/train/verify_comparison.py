@@ -120,16 +120,16 @@ def suspected(single: Mapping[str, Any], double: Mapping[str, Any]) -> list[str]
     return [name for name, difference in _gaps(single, double).items() if not difference.gap <= most * difference.scale]
 
 
-def judged(single: dict, double: dict, again: dict, suspects: Sequence[str], alike: bool) -> Proof:
+def judged(single: dict, double: dict, repeated: dict, suspects: Sequence[str], alike: bool) -> Proof:
     """Returns the proof: which suspects differ by more than other last bits and other seeds change on one device.
 
     Args:
         single, double: Outcomes on one device and on two workers.
-        again: Outcome on one device with other last bits and seeds.
+        repeated: Outcome on one device with other last bits and seeds.
         suspects: Result of `suspected`.
         alike: Whether both workers have the same weights.
     """
-    gaps, noise = _gaps(single, double), _gaps(single, again)
+    gaps, noise = _gaps(single, double), _gaps(single, repeated)
     real = [name for name in suspects if gaps[name].gap > _TIMES * noise[name].gap]
     kinds = lambda names: {gaps[name].kind for name in names}
     if "weight" in kinds(set(suspects) - set(real)) and "weight" not in kinds(real):
@@ -150,11 +150,11 @@ def judged(single: dict, double: dict, again: dict, suspects: Sequence[str], ali
         differences.append(_of_weights(weights, gaps, traits))
     elif slots:
         worst = max(slots, key=lambda name: gaps[name].gap / gaps[name].scale)
-        what = f"the optimizer's state, most of all {worst.removeprefix('slot ')}: {gaps[worst].shown}"
-        differences.append(f"{what}; later steps depend on it. {_why_weights(traits)}")
+        gap_text = f"the optimizer's state, most of all {worst.removeprefix('slot ')}: {gaps[worst].shown}"
+        differences.append(f"{gap_text}; later steps depend on it. {_why_weights(traits)}")
     for name in rates:
-        what = f"the learning rate of {name.removeprefix('rate ')}: {gaps[name].shown}"
-        differences.append(f"{what}. Let it depend on the step alone, or on what all workers know alike")
+        gap_text = f"the learning rate of {name.removeprefix('rate ')}: {gaps[name].shown}"
+        differences.append(f"{gap_text}. Let it depend on the step alone, or on what all workers know alike")
     differences += [_of_log(name.removeprefix("log "), gaps[name], traits, bool(weights)) for name in logs]
     return Proof(differences=tuple(differences), random=random)
 
@@ -174,12 +174,12 @@ def _of_state(name: str, gap: _Gap) -> str:
 
 def _of_weights(names: Sequence[str], gaps: Mapping[str, _Gap], traits: Mapping[str, Any]) -> str:
     worst = max(names, key=lambda name: gaps[name].gap / gaps[name].scale)
-    some = (
+    subject = (
         "all weights"
         if len(names) == len([g for g in gaps.values() if g.kind == "weight"])
         else (f"{len(names)} weight(s)")
     )
-    return f"{some}, most of all {worst.removeprefix('weight ')}: {gaps[worst].shown}; {_why_weights(traits)}"
+    return f"{subject}, most of all {worst.removeprefix('weight ')}: {gaps[worst].shown}; {_why_weights(traits)}"
 
 
 def _why_weights(traits: Mapping[str, Any]) -> str:

@@ -123,7 +123,7 @@ def scatter_chart(points: Sequence[Point], x_label: str, y_label: str, value_lab
     if not points:
         return None
     xs, ys = [p.x for p in points], [p.y for p in points]
-    x_scale = _Scale(xs, (_LEFT + 8, _WIDTH - _RIGHT - 8), log=spans_decades(xs), only=True)
+    x_scale = _Scale(xs, (_LEFT + 8, _WIDTH - _RIGHT - 8), log=spans_decades(xs), ticks_at_values=True)
     y_scale = _Scale(ys, (_HEIGHT - _BOTTOM - 6, _TOP + 6), log=min(ys) > 0 and max(ys) / min(ys) > 5)
     body = [_frame(x_scale, y_scale, x_label, y_label, format_number)]
     for p in sorted(points, key=lambda p: p.value):
@@ -169,13 +169,15 @@ class _Scale:
         ends: Ends of the axis in the picture.
         log: Whether it is logarithmic.
         whole: Whether its ticks are whole numbers.
-        only: Whether its ticks are the values themselves, if they are few.
+        ticks_at_values: Whether its ticks are the values themselves, if they are few.
     """
 
-    def __init__(self, values, ends: tuple[float, float], log: bool = False, whole: bool = False, only: bool = False):
+    def __init__(
+        self, values, ends: tuple[float, float], log: bool = False, whole: bool = False, ticks_at_values: bool = False
+    ):
         low, high = min(values), max(values)
         self._log, (self._begin, self._end) = log, ends
-        few = sorted(set(values)) if only and len(set(values)) <= _TICKS else None
+        few = sorted(set(values)) if ticks_at_values and len(set(values)) <= _TICKS else None
         if log:
             self.ticks = few or _log_ticks(low, high)
         elif few:
@@ -211,8 +213,8 @@ def _linear_ticks(low: float, high: float) -> list[float]:
 
 def _log_ticks(low: float, high: float) -> list[float]:
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
-    every = max(1, round((last - first) / 6))
-    powers = [10.0**i for i in range(first, last + 1) if (i - first) % every == 0 and low <= 10.0**i <= high]
+    decades = max(1, round((last - first) / 6))
+    powers = [10.0**i for i in range(first, last + 1) if (i - first) % decades == 0 and low <= 10.0**i <= high]
     if len(powers) >= 2:
         return powers
     return [m * 10.0**i for i in range(first, last + 1) for m in (1, 2, 5) if low <= m * 10.0**i <= high] or [low, high]

@@ -346,5 +346,5 @@ def _axis(name: str, values: list) -> charts.Axis:
 
 def _thin_ticks(ticks: list[tuple[float, str]]) -> list[tuple[float, str]]:
     """Reduces the ticks to those that fit on an axis."""
-    every = math.ceil(len(ticks) / (2 * _TICKS))
-    return ticks[::every]
+    stride = math.ceil(len(ticks) / (2 * _TICKS))
+    return ticks[::stride]

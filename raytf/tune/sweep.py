@@ -470,12 +470,12 @@ def _plan(trainer, config: Mapping[str, Any], options: SweepOptions, training: P
         data = {name: fingerprint.dataset_fingerprint(d, sum(contents[name].rows)) for name, d in datasets.items()}
         data |= {name: fingerprint.pipeline_fingerprint(pipeline) for name, pipeline in trainer.pipelines.items()}
         return spec, {"version": same_run.VERSION, **canonical.describe(loop_parts), "data": data}
-    contents, every = training.read(trainer), options.report_every_steps
+    contents, interval = training.read(trainer), options.report_every_steps
     shown.begin(TRYING)
     tried = trainer._try_model(processes, contents, {**config, **options.sample}, known_keys=_OWN_KEYS)
     if tried.logs is not None and not options.identity:  # a resumed sweep may have no trial left to run
         check_metric(options.metric, tried.logs, "validation" in contents, trainer.callbacks is not None)
-    steps = None if every is None else (every, options.metric)
+    steps = None if interval is None else (interval, options.metric)
     by_epochs = isinstance(contents["train"], TFData) and contents["train"].looked.resume_unit == "epoch"
     heals = trainer.tensorflow_config.heal and failures != 0 and not by_epochs
     task = dataclasses.replace(

@@ -242,7 +242,7 @@ class Trial(tune.Trainable):
     def restore(self, checkpoint_path) -> None:
         saved = getattr(checkpoint_path, "checkpoint", checkpoint_path)
         path = posixpath.join(saved.path, ray_tune.DICT_CHECKPOINT)
-        self._from = saved.path
+        self._restored_path = saved.path
         if saved.filesystem.get_file_info(path).type != FileType.NotFound:
             raise ConfigError(
                 "A trial's checkpoint holds no pickle, which Tune would read and run", path, "Find out who put it there"
@@ -270,7 +270,7 @@ class Trial(tune.Trainable):
         self._files = None if "nothing" in files else files
         if self._plan.end is not None:
             self._initial_checkpoint = trial_steps.initial_checkpoint(
-                self._from, ray_tune.storage_of(self).trial_fs_path, files
+                self._restored_path, ray_tune.storage_of(self).trial_fs_path, files
             )
 
     def cleanup(self) -> None:

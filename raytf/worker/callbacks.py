@@ -144,7 +144,7 @@ class ReportCallback(keras.callbacks.Callback):
         super().__init__()
         self._steps, self._writers, self._batch_scale = steps, writers, batch_scale
         self._identity = dict(identity or {})
-        self._to = report
+        self._send_report = report
         self._checkpoint, self._seed, self._build = checkpoint, seed, build
         self._states = callbacks if isinstance(callbacks, CallbackStates) else CallbackStates(callbacks)
         self._history = list(history)
@@ -189,7 +189,7 @@ class ReportCallback(keras.callbacks.Callback):
         moment = self._snapshot(stopped) if self._checkpoint else None
         writers = 1 if moment is None else moment.writers
         with activity.tracker.in_phase(activity.CHECKPOINT), shards.whole(self.model, writers=writers):
-            self._write_error = self._to(dict(self._history[-1]), moment)
+            self._write_error = self._send_report(dict(self._history[-1]), moment)
 
     def _snapshot(self, stopped: bool) -> checkpoints.CheckpointSnapshot:
         moment = checkpoints.CheckpointSnapshot(self.model, self._state(stopped), self._states, self._build)
@@ -259,7 +259,7 @@ class StepReportCallback(TrainingPart):
 
     def __init__(self, training: Training):
         super().__init__()
-        (self._every, self._needed), self._session = training.options.report_steps, training.session
+        (self._interval, self._needed), self._session = training.options.report_steps, training.session
         self._last: dict = dict(training.history[-1]) if training.history else {}
 
     @classmethod
@@ -270,14 +270,15 @@ class StepReportCallback(TrainingPart):
         self._epoch, self._next = epoch, 0
 
     def on_train_batch_begin(self, batch, logs=None):
-        self._next = self._next or batch + self._every - batch % self._every  # an epoch may resume after some steps
+        # an epoch may resume after some steps
+        self._next = self._next or batch + self._interval - batch % self._interval
 
     def on_train_batch_end(self, batch, logs=None):
         done = batch + 1
         # the end of an epoch is reported separately
         if done < self._next or done >= (self.params["steps"] or math.inf):
             return
-        self._next = done + self._every
+        self._next = done + self._interval
         metrics = self._last | _numbers(keras_objects.epoch_logs(self.model, logs))
         if self._needed in metrics:
             self._session.report({**metrics, "epoch": self._epoch, "step": done}, None)
@@ -427,7 +428,7 @@ def continue_logs(callbacks, epoch: int) -> None:
 
 
 class ProgressCallback(TrainingPart):
-    """Sends the position of the chief's training to the driver's progress line, at most once in `every` seconds.
+    """Sends the position of the chief's training to the driver's progress line, at most once in `interval` seconds.
 
     Between the ends of epochs loss and accuracy are those of the chief's own rows.
 
@@ -435,12 +436,12 @@ class ProgressCallback(TrainingPart):
         board: A `progress.Board`.
         global_batch: Rows of a step.
         waited: Function that returns the seconds for which steps have waited for rows since the start; None if unknown.
-        every: Shortest interval in seconds.
+        interval: Shortest interval in seconds.
     """
 
-    def __init__(self, board, global_batch: int, waited, every: float = 0.2):
+    def __init__(self, board, global_batch: int, waited, interval: float = 0.2):
         super().__init__()
-        self._board, self._batch, self._waited, self._every = board, global_batch, waited, every
+        self._board, self._batch, self._waited, self._interval = board, global_batch, waited, interval
         self._sent = 0.0
 
     @classmethod
@@ -458,7 +459,7 @@ class ProgressCallback(TrainingPart):
 
     def on_train_batch_end(self, batch, logs=None):
         seconds = time.monotonic()
-        if seconds - self._sent >= self._every:
+        if seconds - self._sent >= self._interval:
             self._sent = seconds
             self._send(batch + 1, logs, ended=False)
 

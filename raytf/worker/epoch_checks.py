@@ -164,8 +164,8 @@ class EpochChecks(TrainingPart):
             f"{rows if self._knows_step else ''}. {advice}."
         )
 
-    def _warn_of_divergence(self, every: np.ndarray) -> None:
-        ranks = [rank for rank in range(self._size) if (every[rank, 1:] != every[0, 1:]).any()]
+    def _warn_of_divergence(self, rows: np.ndarray) -> None:
+        ranks = [rank for rank in range(self._size) if (rows[rank, 1:] != rows[0, 1:]).any()]
         variables = list(self.model.trainable_variables)
         crcs = self._exchanged([_checksum(self.model, v) for v in variables])
         paths = [v.path for i, v in enumerate(variables) if (crcs[:, i] != crcs[0, i]).any()]

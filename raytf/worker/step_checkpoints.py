@@ -62,7 +62,7 @@ class StepCheckpointCallback(TrainingPart):
     def __init__(self, training: Training, holders: MemoryReplicas):
         super().__init__()
         options, session, self._holders = training.options, training.session, holders
-        self._every, self._memory_every = options.checkpoint_every, options.memory_every
+        self._interval, self._memory_every = options.checkpoint_every, options.memory_every
         self._session, self._position, self._report = session, training.position, training.parts[EpochReports]
         self._order, self._validates = dict(training.order), "validation" in training.feeds
         self._writers = WriterCount(session) if session.shares_writing else None
@@ -90,7 +90,7 @@ class StepCheckpointCallback(TrainingPart):
     def on_train_begin(self, logs=None):
         self._waits = self._holds = False  # whether one is due as soon as all workers have the same weights
         self._seen = self._next_look = self._position.step
-        self._clock = CheckpointClock(self._every, time.monotonic(), self._position.step)
+        self._clock = CheckpointClock(self._interval, time.monotonic(), self._position.step)
         self._local_steps = local_sgd.averaging_interval(self.model.distribute_strategy)
         state, self._state = self._state, None
         if state is not None:
@@ -107,10 +107,10 @@ class StepCheckpointCallback(TrainingPart):
     def exchanges(self, step: int) -> bool:
         if self._waits or self._holds or stop.stop_barrier.why is not None:
             return True
-        steps = [number for number in (self._every.steps, self._memory_every) if number is not None]
+        steps = [number for number in (self._interval.steps, self._memory_every) if number is not None]
         if any(checkpoint_every.crosses_multiple(number, self._seen, step) for number in steps):
             return True
-        return self._every.is_within_epochs and self._every.steps is None and step >= self._next_look
+        return self._interval.is_within_epochs and self._interval.steps is None and step >= self._next_look
 
     def on_train_batch_end(self, batch, logs=None):
         ended = stop.stop_barrier.is_last()
@@ -152,14 +152,14 @@ class StepCheckpointCallback(TrainingPart):
 
     def steps_to_next(self, step: int) -> float:
         """Returns the number of steps to the next checkpoint with an interval in steps, else infinity."""
-        numbers = [number for number in (self._every.steps, self._memory_every) if number is not None]
+        numbers = [number for number in (self._interval.steps, self._memory_every) if number is not None]
         return min((number - step % number for number in numbers), default=math.inf)
 
     def _is_due(self, last_step: int, step: int) -> bool:
-        if not self._every.is_within_epochs:
+        if not self._interval.is_within_epochs:
             return False
-        if self._every.steps is not None:
-            return checkpoint_every.crosses_multiple(self._every.steps, last_step, step)
+        if self._interval.steps is not None:
+            return checkpoint_every.crosses_multiple(self._interval.steps, last_step, step)
         if step < self._next_look:
             return False
         began = time.monotonic()
@@ -183,7 +183,7 @@ class StepCheckpointCallback(TrainingPart):
         strategy, step, session = self.model.distribute_strategy, self._position.step, self._session
         self.saved_step = step if to_storage else self.saved_step
         self.memory_step = step if in_memory else self.memory_step
-        assign = in_memory or self._every.steps is not None
+        assign = in_memory or self._interval.steps is not None
         values, averages, logs = metrics.collect_metrics(self.model, logs, assign)
         if assign:
             own_state.averaged(self.model)
@@ -355,9 +355,9 @@ class Resumption(TrainingPart):
 
     def on_train_batch_begin(self, batch, logs=None):
         """Reverts, after all callbacks, their second `on_train_batch_begin` of the first execution."""
-        again, self._repeats_step = self._repeats_step, None
-        if again is not None:
-            callback_copies, variables, random = again
+        saved_state, self._repeats_step = self._repeats_step, None
+        if saved_state is not None:
+            callback_copies, variables, random = saved_state
             own_ids = {id(v) for v in own_state.variables_of(self.model)}  # the worker's own, which were restored since
             self._restore(callback_copies, [pair for pair in variables if id(pair[0]) not in own_ids], random)
 

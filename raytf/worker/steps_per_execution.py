@@ -82,7 +82,7 @@ class ExecutionCallback(TrainingPart):
         self._iterator = epoch_iterator.newest_iterator() if self._is_measuring else None
         self._single = None  # function and time of single steps, while another function is in use
         self._start_over()
-        self._left = None
+        self._steps_left = None
         self._first = 0.0
         if self._state is not None:
             self._resume(self._state)
@@ -113,7 +113,7 @@ class ExecutionCallback(TrainingPart):
         self._seconds_between, self._seconds_within = [], []  # seconds between executions, and of a step in one
 
     def on_epoch_begin(self, epoch, logs=None):
-        self._left = (self.params["epochs"] - epoch) * (self._steps or 0)
+        self._steps_left = (self.params["epochs"] - epoch) * (self._steps or 0)
         self._ended = None
 
     def on_train_batch_begin(self, batch, logs=None):
@@ -141,7 +141,7 @@ class ExecutionCallback(TrainingPart):
             self._is_measuring = False
             return
         gap, duration = (statistics.median(times[_WARM_UP:]) for times in (self._seconds_between, self._seconds_within))
-        number = self._broadcast(choose_steps(gap, duration, self._first, self._left - batch - 1))
+        number = self._broadcast(choose_steps(gap, duration, self._first, self._steps_left - batch - 1))
         if number == 1:
             self._is_measuring = False
             return

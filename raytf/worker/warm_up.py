@@ -38,8 +38,8 @@ def warm_up(task: TrainJob, workers: int) -> None:
 
 def _step(task: TrainJob, session: Session) -> None:
     first = {"train": task.datasets["train"].first()}
-    once = dataclasses.replace(task, datasets=first, callbacks=None, config={**task.config, "epochs": 1})
-    training = fit.prepare(once, session, lambda: 0.0, lambda name: {"steps": 1})
+    one_epoch = dataclasses.replace(task, datasets=first, callbacks=None, config={**task.config, "epochs": 1})
+    training = fit.prepare(one_epoch, session, lambda: 0.0, lambda name: {"steps": 1})
     model = training.model
     training.datasets["train"] = worker_part.mark_worker_part(training.datasets["train"].take(1))
     if sum(map(communicator.bytes_of, model.variables)) <= _MOST_BYTES:

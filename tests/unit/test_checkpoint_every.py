@@ -111,10 +111,10 @@ def test_steps_that_become_slower_are_noticed():
 )
 def test_where_it_means_nothing_it_is_refused(given, sync_every, named):
     with pytest.raises(ConfigError, match=named):
-        arguments.every(given, TensorflowConfig(sync_every=sync_every))
+        arguments.checkpoint_interval(given, TensorflowConfig(sync_every=sync_every))
 
 
 def test_auto_is_what_can_be():
-    assert arguments.every("auto", TensorflowConfig()) == CheckpointInterval(auto=True)
-    assert arguments.every("auto", TensorflowConfig(sync_every=4)) == CheckpointInterval()
-    assert arguments.every("100 steps", TensorflowConfig(sync_every=4)) == CheckpointInterval(steps=100)
+    assert arguments.checkpoint_interval("auto", TensorflowConfig()) == CheckpointInterval(auto=True)
+    assert arguments.checkpoint_interval("auto", TensorflowConfig(sync_every=4)) == CheckpointInterval()
+    assert arguments.checkpoint_interval("100 steps", TensorflowConfig(sync_every=4)) == CheckpointInterval(steps=100)
