@@ -53,7 +53,7 @@ class WarmPool:
 
     Attributes:
         there: (node, actor) of each process that may become a worker.
-        warned: Entries by which the process that shows a warning claims it, see `once.py`.
+        warned: Entries by which the process that shows a warning claims it, see `shared_warnings.py`.
         asked: Actor that answered the last request, or None.
         compares: Whether that one still compares two workers with one device, see `verify.Following`.
         ending: An `ends.Ending`, whose signals end the processes' work, or None.

@@ -16,7 +16,7 @@ from raytf.collectives import ring_token
 from raytf.compat import autograph, legacy_keras, legacy_names
 from raytf.compat.fast_import import import_keras
 from raytf.compat.ray_train import TrainingFramework
-from raytf.console import once, output
+from raytf.console import output, shared_warnings
 from raytf.runtime import cores, ports, settings
 from raytf.runtime.settings import TensorflowConfig, WorkerSetup
 from raytf.runtime.topology import tf_config
@@ -50,7 +50,7 @@ def worker_context(setup: WorkerSetup):
         autograph.in_memory(),
         context.prepared(setup),
         spoken(chief, setup.board),
-        once.shown_once(setup.warned),
+        shared_warnings.shown_once(setup.warned),
         legacy_names.explaining(),
         telling_activity(),
     ):

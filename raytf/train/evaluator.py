@@ -20,7 +20,7 @@ from raytf import timeouts
 from raytf.compat import autograph
 from raytf.compat.fast_import import import_keras
 from raytf.compat.ray_train import ValidationConfig
-from raytf.console import once, output
+from raytf.console import output, shared_warnings
 from raytf.console.progress import Entries
 from raytf.errors import one_line
 from raytf.runtime import process_monitor
@@ -44,7 +44,8 @@ class Evaluator:
     """Evaluates the model of a task with the weights of one checkpoint after another; an actor.
 
     Args:
-        given: (ref of a `TrainJob` with a dataset "validation", `Record` of the results, entries of `once.py`).
+        given: (ref of a `TrainJob` with a dataset "validation", `Record` of the results, entries of
+            `shared_warnings.py`).
         deadlines: Timeouts of the driver.
     """
 
@@ -58,7 +59,7 @@ class Evaluator:
     def evaluate(self, checkpoint: Checkpoint, asked: str) -> dict[str, float]:
         """Returns the metrics of a checkpoint on the validation data, by name; `asked` identifies the call."""
         self._record.entries.put("begun", asked)
-        with once.shown_once(self._warned):
+        with shared_warnings.shown_once(self._warned):
             return self._evaluate(checkpoint)
 
     def _evaluate(self, checkpoint: Checkpoint) -> dict[str, float]:
@@ -159,7 +160,7 @@ class EvaluatorSidecar:
         task: The training; its map of training rows is not used.
         resources: Resources of the actor, by name.
         environment: Runtime environment of its process.
-        warned: Entries for warnings that are shown once, see `once.py`.
+        warned: Entries for warnings that are shown once, see `shared_warnings.py`.
 
     Attributes:
         name: Name of its task among the tasks of the run.

@@ -27,7 +27,7 @@ from raytf.collectives.recovery_client import BlockedWorker
 from raytf.compat import autograph, legacy_names, ray_core
 from raytf.compat.fast_import import import_keras
 from raytf.compat.ray_train import set_train_fn_utils
-from raytf.console import once, output
+from raytf.console import output, shared_warnings
 from raytf.errors import RaytfError, one_line
 from raytf.runtime.answers import NoAnswerError, collect_answers, in_completion_order
 from raytf.runtime.failures import WorkerFrozenError
@@ -429,7 +429,7 @@ class GroupWorker(MemberProcess):
         self._rank, self._size, self._nodes = rank, len(addresses), nodes
         self._stack.enter_context(context.prepared(setup))
         self._stack.enter_context(backend.spoken(rank == 0, None))
-        self._stack.enter_context(once.shown_once(setup.warned))
+        self._stack.enter_context(shared_warnings.shown_once(setup.warned))
         with autograph.in_memory():
             context.get_strategy()
         clearing.record_settings()

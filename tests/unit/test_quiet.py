@@ -8,7 +8,7 @@ import warnings
 
 import pytest
 
-from raytf.console import native_lines, once
+from raytf.console import native_lines, shared_warnings
 
 NOISE = [
     "WARNING: All log messages before absl::InitializeLog() is called are written to STDERR",
@@ -80,7 +80,7 @@ def test_a_warning_is_shown_by_the_first_of_several_workers(capsys):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             for rank in (0, 1):
-                with once.shown_once(entries):
+                with shared_warnings.shown_once(entries):
                     for _ in range(2):
                         warnings.warn_explicit("careful", UserWarning, "theirs.py", 3)
                     warnings.warn_explicit(f"only rank {rank}", UserWarning, "theirs.py", 4)
@@ -99,7 +99,7 @@ def test_a_warning_of_a_logger_without_handlers_is_shown_by_the_first_worker(cap
     monkeypatch.setattr(logging.getLogger(), "handlers", [])
     entries = Taken()
     for _ in (0, 1):
-        with once.shown_once(entries):
+        with shared_warnings.shown_once(entries):
             logging.getLogger("theirs").warning("logged")
     assert capsys.readouterr().err.splitlines() == ["logged"]
 
@@ -107,12 +107,12 @@ def test_a_warning_of_a_logger_without_handlers_is_shown_by_the_first_worker(cap
 def test_a_line_of_source_is_shown_of_warnings_of_others_alone():
     """A line of raytf does not help the reader of the warning."""
     for entries in (None, Taken()):
-        with warnings.catch_warnings(record=True) as caught, once.shown_once(entries):
+        with warnings.catch_warnings(record=True) as caught, shared_warnings.shown_once(entries):
             warnings.simplefilter("always")
-            for name in (once.__file__, __file__):
+            for name in (shared_warnings.__file__, __file__):
                 warnings.warn_explicit("careful", UserWarning, name, 1)
         first, second = (warnings.formatwarning(w.message, w.category, w.filename, w.lineno, w.line) for w in caught)
-        assert first.splitlines() == [f"{once.__file__}:1: UserWarning: careful"]
+        assert first.splitlines() == [f"{shared_warnings.__file__}:1: UserWarning: careful"]
         assert second.splitlines()[1].strip().strip('"') == __doc__
 
 
