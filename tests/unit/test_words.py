@@ -73,6 +73,57 @@ NO_NAMES = {
     "meeting",
     "go_on",
     "goes_on",
+    "own",
+    "left",
+    "what",
+    "which",
+    "who",
+    "it",
+    "some",
+    "all",
+    "each",
+    "every",
+    "rest",
+    "none",
+    "only",
+    "again",
+    "once",
+    "then",
+    "when",
+    "since",
+    "until",
+    "where",
+    "to",
+    "from",
+    "on",
+    "off",
+    "over",
+    "back",
+    "without",
+}
+# These stay, and are not in the list: `now` of a clock, `out` as NumPy calls it, `other` as the operand of `__eq__` and
+# the like, `before`, and names that an interface of Keras, TensorFlow, Ray or click gives. So do these names of the
+# documented API, by the file that has them; `CheckpointSelector` has the argument of `load_model`, `export` and
+# `Predictor`.
+PUBLIC_NAMES = {
+    ("errors.py", "where"),
+    ("fitting/predictor.py", "which"),
+    ("worker/checkpoint_selector.py", "which"),
+    ("worker/dataset.py", "rest"),
+    ("worker/export.py", "which"),
+    ("worker/model_loading.py", "which"),
+}
+# To be emptied: rename these, too, and remove their lines.
+PENDING_NAMES = {
+    ("parallel/shards.py", "own"),
+    ("storage/lock_file.py", "own"),
+    ("storage/lock_file.py", "since"),
+    ("storage/run_folder.py", "own"),
+    ("storage/snapshot_buffers.py", "what"),
+    ("storage/snapshot_writer.py", "left"),
+    ("storage/snapshots.py", "what"),
+    ("worker/checkpoint_every.py", "every"),
+    ("worker/checkpoint_every.py", "left"),
 }
 FILES = sorted(FOLDER.rglob("*.py"))
 PAGES = [*blocks.pages(), "CHANGELOG.md"]
@@ -82,10 +133,6 @@ SPAN = re.compile(r"(`+)(?!`).+?(?<!`)\1(?!`)", re.DOTALL)
 LINK = re.compile(r"!?\[([^\]]*)\]\([^)\s]*\)")
 ITEM = re.compile(r"^ *([*+-]|\d+\.) ")
 NO_SENTENCE = re.compile(r" *(#|\||:::|options:)")
-
-
-def room(path: pathlib.Path) -> str:
-    return path.relative_to(FOLDER).parts[0].removesuffix(".py")
 
 
 @functools.cache
@@ -116,19 +163,26 @@ def wrong(path: pathlib.Path) -> list[str]:
     ]
 
 
-def vague(path: pathlib.Path) -> set[tuple[str, str]]:
-    """(room, name) of each name that names nothing."""
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            found.add(node.id.strip("_"))
-        elif isinstance(node, ast.arg):
-            found.add(node.arg.strip("_"))
-        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-            found.add(node.attr.strip("_"))
-        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            found.add(node.name.strip("_"))
-    return {(room(path), name) for name in found & NO_NAMES}
+def names_of(node: ast.AST) -> list[str | None]:
+    """Names that a node of a syntax tree binds."""
+    if isinstance(node, ast.Name | ast.Attribute) and not isinstance(node.ctx, ast.Store):
+        return []
+    match node:
+        case ast.Name(id=name) | ast.Attribute(attr=name) | ast.arg(arg=name) | ast.ExceptHandler(name=name):
+            return [name]
+        case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+            return [name]
+        case ast.MatchAs(name=name) | ast.MatchStar(name=name) | ast.MatchMapping(rest=name):
+            return [name]
+        case ast.alias(name=name, asname=alias):
+            return [alias or name]
+    return []
+
+
+def vague(source: str) -> set[str]:
+    """Names in a source, without underscores around them, that name nothing."""
+    bound = [name for node in ast.walk(ast.parse(source)) for name in names_of(node)]
+    return {name.strip("_") for name in bound if name and not name.startswith("__")} & NO_NAMES
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda f: f.relative_to(FOLDER).as_posix())
@@ -151,8 +205,35 @@ def test_names_of_tests():
 
 
 def test_names_name_something():
-    found = {pair for path in FILES for pair in vague(path)}
-    assert not found, f"pronouns, adverbs and prepositions: {sorted(found)}"
+    found = {(path.relative_to(FOLDER).as_posix(), name) for path in FILES for name in vague(path.read_text())}
+    left_out = PUBLIC_NAMES | PENDING_NAMES
+    assert not found - left_out, f"pronouns, adverbs and prepositions: {sorted(found - left_out)}"
+    assert not left_out - found, f"no longer there, remove them from this test: {sorted(left_out - found)}"
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        ("own = 1", "own"),
+        ("for _left in (): pass", "left"),
+        ("x = [every for every in ()]", "every"),
+        ("def f(until=None): pass", "until"),
+        ("f = lambda *, to_: 0", "to"),
+        ("def _where(): pass", "where"),
+        ("self._since = 1", "since"),
+        ("class A:\n    what: str", "what"),
+        ("import x as once", "once"),
+        ("from raytf.console import once", "once"),
+        ("match x:\n    case A(again): pass", "again"),
+        ("match x:\n    case {**rest}: pass", "rest"),
+    ],
+)
+def test_names_that_name_nothing_are_noticed(source, name):
+    assert vague(source) == {name}
+
+
+def test_reads_keywords_and_texts_are_no_names():
+    assert not vague('__all__ = ["own"]\nx.only(to=1)\nshutil.which("until")\ncounts = by["every"]')
 
 
 def plain(page: str) -> str:
