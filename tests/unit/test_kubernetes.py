@@ -211,12 +211,15 @@ def test_image_and_scripts_are_linted(tmp_path):
 @pytest.mark.skipif(os.geteuid() != 0, reason="processes of its own need root")
 @pytest.mark.parametrize("ends", [True, False])
 def test_a_pod_waits_until_its_ray_node_has_ended_or_its_time_is_over(tmp_path, ends):
-    """The script finds the raylet of its container and drains it, by options that Ray's command takes."""
+    """The script finds the raylet, and not a worker that starts, and drains it by options that Ray's command takes."""
     (tmp_path / "ray").write_text(f'#!/bin/sh\necho "$*" > {tmp_path}/told; {"kill $RAYLET" if ends else ":"}\n')
     (tmp_path / "ray").chmod(0o755)
     raylet = "import signal; signal.signal(15, lambda *_: exit()); signal.pause()"
-    started = f"exec -a /x/ray/raylet/raylet {sys.executable} -c '{raylet}' --node-id=ab12 --gcs-address=10.0.0.1:6379"
-    lines = f"({started}) & export RAYLET=$!; {FOLDER}/drain.sh 2; kill -0 $RAYLET 2> /dev/null"
+    started = f"exec -a /x/ray/raylet/raylet {sys.executable} -c '{raylet}' --node_id=ab12 --gcs-address=10.0.0.1:6379"
+    worker = f"{sys.executable} -c '{raylet}' --raylet-name=/x/sockets/raylet --node-id=cd34 --gcs-address=10.0.0.2:1"
+    lines = f"({started}) & export RAYLET=$!; (exec {worker}) & "
+    lines += "until grep -q raylet-name /proc/$!/cmdline && grep -q node_id /proc/$RAYLET/cmdline; do sleep 0.1; done; "
+    lines += f"{FOLDER}/drain.sh 2; kill -0 $RAYLET 2> /dev/null"
     command = ["unshare", "-m", "--pid", "--fork", "--kill-child", "--mount-proc", "bash", "-c", lines]
     environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
