@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
+import pathlib
+import re
 
 import pytest
 import yaml
@@ -136,6 +138,17 @@ def test_what_a_command_loses_is_named(read):
         "--tfjob: python's -W ignore of worker",
         "--tfjob: python's -Xdev of worker",
     ]
+
+
+def test_the_page_names_what_replaces_a_field():
+    """Those with a line of their own, and those of pods that jobs often have."""
+    pods = "securityContext serviceAccountName imagePullSecrets hostNetwork lifecycle terminationGracePeriodSeconds"
+    page = (pathlib.Path(tfjob.__file__).parents[2] / "docs" / "migrate" / "tfjob.md").read_text()
+    table = "\n".join(line for line in page.splitlines() if line.startswith("| "))
+    assert {*tfjob._WHY, *pods.split(), "metadata", "probes", "TF_CONFIG"} - {"sidecars"} <= set(
+        re.findall(r"\w+", table)
+    )
+    assert "`restartPolicy: Never` of one role" in table
 
 
 def test_args_of_an_image_without_an_entrypoint(read):
