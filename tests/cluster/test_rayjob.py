@@ -84,6 +84,9 @@ class RayJob:
         options = f"--address {self.cluster.dashboard} --runtime-env-json {shlex.quote(json.dumps(environment))}"
         return self.popen(["bash", "-ce", "--", f"{local._ray()} job submit {options} -- {entrypoint} ;"])
 
+    def logs(self) -> list[pathlib.Path]:
+        return [self.cluster.log(node) for node in range(len(self.cluster.nodes))]
+
     def kill(self) -> None:
         """Ends all of the cluster's processes at once."""
         for process in local.members(self.cluster):
@@ -155,9 +158,10 @@ def test_a_drain_that_is_cut_short_loses_the_steps_that_are_not_kept(tmp_path, s
         drained = rayjob.popen(drain)
         assert drained.wait(60) == 0, drained.communicate()
         time.sleep(2)  # the node's own time
-        with contextlib.suppress(psutil.NoSuchProcess):  # on a slow machine the command alone takes the 5 s
-            raylet.kill()
+        raylet.kill()
         psutil.wait_procs(workers, 60)
+        # as its node logs: the signal has ended it, which did not leave by itself before
+        wait_until(lambda: any("raylet [exit code=-9]" in log.read_text() for log in rayjob.logs()), job)
         (tmp_path / "fifth_stuck").unlink()
         output = finished(job)
     made = steps(tmp_path, "fifth")
