@@ -21,11 +21,16 @@
 # Every node needs the same Python in PATH, and the same home, with Ray's token.
 # No Slurm has run this script: tests run it on network namespaces with srun and scontrol of their own.
 set -u
+if [ "$#" -eq 0 ]; then
+    echo "usage: sbatch slurm.sh COMMAND ..." >&2
+    exit 2
+fi
 export RAY_AUTH_MODE=token RAY_SYMMETRIC_RUN_CLUSTER_WAIT_TIMEOUT=300
 [ -e ~/.ray/auth_token ] || (umask 077 && ray get-auth-token --generate > /dev/null)
 name=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)    # this node, whose /etc/hosts may say 127.0.1.1
-head=$(getent ahostsv4 "$name" | awk '$1 !~ /^127\./ {print $1; exit}')
+head=$({ getent ahostsv4 "$name"; getent ahosts "$name"; } | awk '$1 !~ /^(127\.|::1$|fe80:)/ {print $1; exit}')
 head=${head:-$(hostname -I | cut -d ' ' -f 1)}
+case $head in *:*) head="[$head]" ;; esac    # IPv6, with its port
 pid=$(mktemp) result=$(mktemp)
 stopped=
 

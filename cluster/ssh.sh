@@ -7,11 +7,17 @@
 # `ray symmetric-run` ends with `ray stop`, which ends every Ray process of yours on a host.
 # Every host needs this folder, the same Python at the same place, and ~/.ray/auth_token.
 set -u
-export RAY_AUTH_MODE=token RAY_SYMMETRIC_RUN_CLUSTER_WAIT_TIMEOUT=300
-read -ra hosts <<< "$1"
+read -ra hosts <<< "${1:-}"
+if [ "${#hosts[@]}" -eq 0 ] || [ "$#" -lt 2 ]; then
+    echo "usage: bash $0 \"HOST ...\" COMMAND ..." >&2
+    exit 2
+fi
 shift
+export RAY_AUTH_MODE=token RAY_SYMMETRIC_RUN_CLUSTER_WAIT_TIMEOUT=300
+head=${hosts[0]}
+case $head in *:*) head="[$head]" ;; esac    # IPv6, with its port
 ray=(env "PATH=$PATH" RAY_AUTH_MODE=token RAY_SYMMETRIC_RUN_CLUSTER_WAIT_TIMEOUT=300
-    ray symmetric-run --address "${hosts[0]}:6379" --min-nodes "${#hosts[@]}" --disable-usage-stats --)
+    ray symmetric-run --address "$head:6379" --min-nodes "${#hosts[@]}" --disable-usage-stats --)
 pid=$(mktemp)
 trap 'kill -TERM "$(cat "$pid")"' TERM INT
 

@@ -4,8 +4,9 @@
 set -eu
 seconds=$1
 for process in /proc/[0-9]*; do
-    case $(tr '\0' ' ' 2>/dev/null < "$process/cmdline" || true) in
-    */raylet\ *--node-id=* | */raylet\ *--node_id=*) raylet=$process ;;
+    # The first word alone: Ray's other processes have the raylet's socket and its node's id among their options.
+    case $(tr '\0' '\n' 2>/dev/null < "$process/cmdline" | head -n 1) in
+    */raylet) raylet=$process ;;
     esac
 done
 [ -n "${raylet:-}" ] || exit 0    # it has ended by itself

@@ -23,6 +23,10 @@ _RESTARTS = 3
 _PYTHON = re.compile(r"(.*/)?python[\d.]*")
 # Options of Python: a script's output is not buffered anyway. Others are named; some take the next word.
 _UNBUFFERED, _WITH_WORD = "-u", ("-W", "-X")
+# Words in quotes that a shell and `shlex` read alike, and what a shell does with text outside of them: operators,
+# values, patterns, comments, home folders, lists in braces.
+_QUOTED = re.compile(r"""'[^']*'|"(?:[^"\\$`]|\\[^$`\n])*"|\\[^\n]""")
+_OF_SHELL = re.compile(r"[;&|<>()$`*?\n]|\[\S+\]|(^|\s)#|(^|[\s=:])~|\{\S*(,|\.\.)\S*\}")
 # Fields that are read; a line reports each other one as not honoured, and why.
 _READ = {
     "spec": {"tfReplicaSpecs", "runPolicy", "successPolicy", "backoffLimit"},
@@ -50,6 +54,8 @@ _WHY = {
     "activeDeadlineSeconds": "end the run by `timeout`, or by the job that it is in",
     "schedulingPolicy": "all processes get their resources together, or wait",
     "suspend": "the run starts",
+    "managedBy": "raytf run starts the processes itself",
+    "terminationGracePeriodSeconds": "a process that is stopped has 5 s after SIGTERM",
     "enableDynamicWorker": "the number of workers is fixed",
     **dict.fromkeys(("nodeSelector", "affinity", "tolerations", "nodeName", "schedulerName"), _RAYS_NODES),
 }
@@ -87,6 +93,7 @@ def read_tfjob(
         replicas, counts = {"chief": replicas["worker"], **replicas}, {**counts, "chief": 1}
         counts["worker"] -= 1
     cluster = _cluster(counts)
+    _note_success(spec, bool(cluster["num_ps"]), unread)
     specs, scripts = {}, {}
     for role, replica in replicas.items():
         container = _container(role, replica, unread)
@@ -111,10 +118,23 @@ def read_tfjob(
 # ----------------------------------------------------------------------------------------------------- the job
 
 
+class _Loader(yaml.SafeLoader):
+    """Refuses a key that a map has twice, of which YAML keeps the last one."""
+
+    def compose_mapping_node(self, anchor):
+        node = super().compose_mapping_node(anchor)
+        names: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value in names:
+                raise yaml.MarkedYAMLError(problem=f"{key.value} is twice in a map", problem_mark=key.start_mark)
+            names.add(str(key.value))
+        return node
+
+
 def _document(path: str) -> dict:
     try:
         with open(path) as file:
-            documents = [document for document in yaml.safe_load_all(file) if document is not None]
+            documents = [document for document in yaml.load_all(file, _Loader) if document is not None]
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise _config_error("--tfjob takes a YAML file", " ".join(str(error).split()), "Correct it") from error
     jobs = [document for document in documents if isinstance(document, dict) and document.get("kind") == "TFJob"]
@@ -148,7 +168,7 @@ def _replicas(spec: Mapping) -> dict[str, dict]:
 
 
 def _count(role: str, replica: Mapping) -> int:
-    count = replica.get("replicas", 1)
+    count = 1 if replica.get("replicas") is None else replica["replicas"]
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
         raise _config_error(f"replicas of {role} is an integer of at least 1", repr(count), "Correct it")
     if role in ("chief", "evaluator") and count > 1:
@@ -172,8 +192,17 @@ def _cluster(counts: Mapping[str, int]) -> dict[str, Any]:
     return {"num_workers": number, "num_ps": servers, "chief": bool(chief and not servers), "evaluator": evaluator}
 
 
+def _note_success(spec: Mapping, has_servers: bool, unread: _UnreadFields) -> None:
+    policy = spec.get("successPolicy") or ""
+    if policy not in ("", "AllWorkers"):
+        raise _config_error("successPolicy is AllWorkers, or absent", repr(policy), "Correct it")
+    if policy and has_servers:
+        unread.add("successPolicy AllWorkers", "", "with parameter servers the run ends with the chief")
+
+
 def _restarts(replicas: Mapping[str, Mapping], policy: Mapping, unread: _UnreadFields) -> int:
-    policies = {str(replica.get("restartPolicy", "Never")) for replica in replicas.values()}
+    of_roles = {role: str(replica.get("restartPolicy") or "Never") for role, replica in replicas.items()}
+    policies = set(of_roles.values())
     if unknown := policies - {"Never", "OnFailure", "Always", "ExitCode"}:
         raise _config_error(
             "restartPolicy is Never, OnFailure, Always or ExitCode", ", ".join(sorted(unknown)), "Correct it"
@@ -183,6 +212,9 @@ def _restarts(replicas: Mapping[str, Mapping], policy: Mapping, unread: _UnreadF
         raise _config_error("backoffLimit is an integer of at least 0", repr(limit), "Correct it")
     if policies == {"Never"}:
         return 0
+    for role, name in of_roles.items():
+        if name == "Never":
+            unread.add("restartPolicy Never", role, "every failure is restarted, as other roles ask for restarts")
     if "ExitCode" in policies:
         unread.add("restartPolicy ExitCode", "", "every failure is restarted, whatever its exit code")
     if limit is None:
@@ -270,7 +302,12 @@ def _filled(text: str, environment: Mapping[str, str]) -> str:
 def _unwrapped(words: list[str]) -> list[str]:
     """Returns the command inside `sh -c`, if it needs no feature of a shell; otherwise the words as they are."""
     shell = len(words) == 3 and os.path.basename(words[0]) in ("sh", "bash") and words[1].strip("-lex") == "c"
-    return shlex.split(words[2]) if shell and not re.search(r"[;&|<>$`*?\n]", words[2].strip()) else words
+    if not shell or _OF_SHELL.search(_QUOTED.sub("quoted", words[2].strip())):
+        return words
+    try:
+        return shlex.split(words[2]) or words
+    except ValueError:  # a quote without its end
+        return words
 
 
 def _of_python(role: str, words: list[str], unread: _UnreadFields) -> tuple[str, bool, list[str]]:
@@ -297,13 +334,20 @@ def _of_python(role: str, words: list[str], unread: _UnreadFields) -> tuple[str,
 
 def _environment(role: str, container: Mapping, variables: Mapping[str, str], unread: _UnreadFields) -> dict[str, str]:
     entries, values = container.get("env") or [], {}
-    if not isinstance(entries, list) or not all(isinstance(item, dict) and "name" in item for item in entries):
-        raise _config_error(f"env of {role} is a list of names and values", repr(entries), "Correct it")
+    if not isinstance(entries, list) or not all(
+        isinstance(item, dict) and isinstance(item.get("name"), str) for item in entries
+    ):
+        raise _config_error(
+            f"env of {role} is a list of names and values, each name a text", repr(entries), "Correct it"
+        )
     for entry in entries:
-        if "valueFrom" in entry:
+        value = "" if entry.get("value") is None else entry["value"]
+        if entry["name"] == "TF_CONFIG":
+            unread.add("TF_CONFIG in env", role, "raytf sets it for each process")
+        elif entry.get("valueFrom") is not None:
             if entry["name"] not in variables:
                 unread.add("valueFrom", f"{entry['name']} of {role}")
-        elif not isinstance(value := entry.get("value", ""), str):
+        elif not isinstance(value, str):
             raise _config_error(
                 f"The value of {entry['name']} in env of {role} is a text", repr(value), "Put it in quotes"
             )
@@ -316,8 +360,13 @@ def _resources(role: str, container: Mapping, unread: _UnreadFields) -> dict[str
     resources = _require_map(container, "resources", role, {})
     amounts = {**_require_map(resources, "requests", role, {}), **_require_map(resources, "limits", role, {})}
     unread.note("resources", amounts, role)
-    gpus = _quantity(role, _GPU, amounts.get(_GPU, 0))
-    return {"cpus": _quantity(role, "cpu", amounts.get("cpu", 1)), "gpus": int(gpus)}
+    cpus, gpus = (
+        default if amounts.get(name) is None else _quantity(role, name, amounts[name])
+        for name, default in (("cpu", 1.0), (_GPU, 0.0))
+    )
+    if gpus != int(gpus):
+        raise _config_error(f"{_GPU} of {role} is a whole number", repr(amounts[_GPU]), "Correct it")
+    return {"cpus": cpus, "gpus": int(gpus)}
 
 
 def _quantity(role: str, name: str, amount) -> float:
@@ -339,8 +388,9 @@ class _UnreadFields:
 
     def note(self, kind: str, values: Mapping, location: str) -> None:
         """Records the fields of a map that are not read."""
-        for name in values.keys() - _READ[kind]:
-            self.add(str(name), location)
+        for name, value in values.items():
+            if name not in _READ[kind] and value is not None:
+                self.add(str(name), location)
 
     def add(self, field: str, owner: str, why: str = "") -> None:
         """Records a field."""

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import pathlib
+import shlex
 import subprocess
 import time
 
@@ -30,12 +31,19 @@ EVERYTHING = [(epoch, batch) for epoch in range(3) for batch in range(14)]
 
 
 @pytest.fixture
-def started(tmp_path):
-    """Starts a cluster as KubeRay does: a head of the file's parameters, and worker nodes with so many CPUs."""
+def started(tmp_path, monkeypatch):
+    """Starts a cluster as KubeRay does: a head of the file's parameters, and worker nodes with so many CPUs.
+
+    Its processes have the variables of the head's container, with the numbers of this test as kustomize sets them.
+    """
     spec = next(yaml.safe_load_all((ROOT / "cluster" / "kubernetes" / "train.yaml").read_text()))["spec"]
 
     @contextlib.contextmanager
-    def start(cpus: list[int]):
+    def start(cpus: list[int], of_each: str):
+        (container,) = spec["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]["containers"]
+        for name, value in {"WORKERS": "2", "CPUS": of_each}.items():
+            assert name in [variable["name"] for variable in container["env"]]
+            monkeypatch.setenv(name, value)
         head = spec["rayClusterSpec"]["headGroupSpec"]["rayStartParams"]
         options = [[f"--{name}={value}" for name, value in head.items()], *([f"--num-cpus={n}"] for n in cpus)]
         with (
@@ -55,21 +63,29 @@ class RayJob:
 
     def popen(self, command: list[str]) -> subprocess.Popen:
         environment = os.environ | self.cluster.environment | {"PYTHONPATH": str(ROOT)}
+        for name in ("WORKERS", "CPUS"):  # of the head's container alone
+            del environment[name]
         return subprocess.Popen(
             self.host.command(command), env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
 
-    def submit(self, name: str, cpus: str | None = None) -> subprocess.Popen:
-        """Submits it, as KubeRay's submitter does; what that prints is the job's output."""
-        words = self.spec["entrypoint"].replace("/opt/raytf/jobs/digits.py", str(JOB)).split(" ")
-        words[3] = "2"  # workers and their CPUs, as the kustomization sets them
-        words[5] = cpus or words[5]
-        words[words.index("--name") + 1] = name
-        words[words.index("--storage") + 1] = str(self.folder)
+    def submit(self, name: str) -> subprocess.Popen:
+        """Submits it, as KubeRay's submitter does, by a line of bash; what that prints is the job's output."""
+        entrypoint = self.spec["entrypoint"]
+        for old, new in {
+            "/opt/raytf/jobs/digits.py": JOB,
+            "--name digits": f"--name {name}",
+            "/shared/runs": self.folder,
+        }.items():
+            assert old in entrypoint
+            entrypoint = entrypoint.replace(old, str(new))
         environment = yaml.safe_load(self.spec["runtimeEnvYAML"])
         environment["env_vars"]["PYTHONPATH"] = str(ROOT)
-        submit = [str(local._ray()), "job", "submit", f"--address={self.cluster.dashboard}"]
-        return self.popen([*submit, f"--runtime-env-json={json.dumps(environment)}", "--", *words])
+        options = f"--address {self.cluster.dashboard} --runtime-env-json {shlex.quote(json.dumps(environment))}"
+        return self.popen(["bash", "-ce", "--", f"{local._ray()} job submit {options} -- {entrypoint} ;"])
+
+    def logs(self) -> list[pathlib.Path]:
+        return [self.cluster.log(node) for node in range(len(self.cluster.nodes))]
 
     def kill(self) -> None:
         """Ends all of the cluster's processes at once."""
@@ -104,7 +120,7 @@ def weights(folder, name: str) -> list:
 def test_a_job_whose_cluster_is_killed_resumes_in_a_new_one_at_the_next_step(tmp_path, started):
     """It is killed in the sixth step of the second epoch, of which the fifth is kept."""
     (tmp_path / "digits_stuck").write_text("1 5")
-    with started([4, 4]) as rayjob:
+    with started([4, 4], "4") as rayjob:
         job = rayjob.submit("digits")
         wait_until((tmp_path / "digits" / "step_000000000019" / "manifest.json").exists, job)
         assert steps(tmp_path, "digits")[-1] == steps(tmp_path, "digits", 1)[-1] == (1, 4)
@@ -113,7 +129,7 @@ def test_a_job_whose_cluster_is_killed_resumes_in_a_new_one_at_the_next_step(tmp
         rayjob.kill()
         job.communicate()
     (tmp_path / "digits_stuck").unlink()
-    with started([4, 4]) as rayjob:
+    with started([4, 4], "4") as rayjob:
         assert "trained 3 epochs" in finished(rayjob.submit("digits"))
         finished(rayjob.submit("undisturbed"))
     assert steps(tmp_path, "digits") == steps(tmp_path, "digits", 1) == EVERYTHING
@@ -127,8 +143,8 @@ def test_a_drain_that_is_cut_short_loses_the_steps_that_are_not_kept(tmp_path, s
     They end with it, and do not make the step.
     """
     (tmp_path / "fifth_stuck").write_text("1 5")
-    with started([2, 2]) as rayjob:
-        job = rayjob.submit("fifth", cpus="1")
+    with started([2, 2], "1") as rayjob:
+        job = rayjob.submit("fifth")
         wait_until(lambda: steps(tmp_path, "fifth", 1)[-1:] == [(1, 4)], job)
         wait_until(lambda: list((tmp_path / "fifth").glob("step_*/manifest.json")), job)
         (node,) = {line.split()[0] for line in (tmp_path / "fifth_0.txt").read_text().splitlines()}
@@ -142,9 +158,10 @@ def test_a_drain_that_is_cut_short_loses_the_steps_that_are_not_kept(tmp_path, s
         drained = rayjob.popen(drain)
         assert drained.wait(60) == 0, drained.communicate()
         time.sleep(2)  # the node's own time
-        with contextlib.suppress(psutil.NoSuchProcess):  # on a slow machine the command alone takes the 5 s
-            raylet.kill()
+        raylet.kill()
         psutil.wait_procs(workers, 60)
+        # as its node logs: the signal has ended it, which did not leave by itself before
+        wait_until(lambda: any("raylet [exit code=-9]" in log.read_text() for log in rayjob.logs()), job)
         (tmp_path / "fifth_stuck").unlink()
         output = finished(job)
     made = steps(tmp_path, "fifth")

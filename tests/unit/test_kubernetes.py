@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+import json
 import os
 import pathlib
 import re
@@ -18,7 +18,7 @@ from ray.scripts import scripts
 from raytf import cli
 from tests.unit.kubernetes import checks
 
-FOLDER = checks.ROOT / "cluster" / "kubernetes"
+FOLDER = checks.FOLDER
 MANIFESTS = ("train.yaml", "interactive.yaml", "nightly.yaml", "storage.yaml")
 GONE = object()
 
@@ -28,9 +28,9 @@ def documents(name: str) -> list[dict]:
 
 
 def patched(found: list[dict], path: str, value) -> list[dict]:
-    """The documents with one field changed, added or (GONE) left out; list items by index, or by name=..."""
-    found = copy.deepcopy(found)
-    *way, last = [int(part) if part.isdecimal() else part for part in path.split("/")]
+    """The documents with one field changed, added or (GONE) left out; list items by index, and ~ for / in a name."""
+    found = json.loads(json.dumps(found))  # a field with an anchor is changed in one place alone
+    *way, last = [int(part) if part.isdecimal() else part.replace("~", "/") for part in path.split("/")]
     at = found
     for part in way:
         at = at.setdefault(part, {}) if isinstance(at, dict) else at[part]
@@ -52,6 +52,9 @@ CLUSTER = "0/spec/rayClusterSpec"
 WORKERS = f"{CLUSTER}/workerGroupSpecs/0"
 POD = f"{WORKERS}/template/spec"
 RAY = f"{POD}/containers/0"
+HEAD = f"{CLUSTER}/headGroupSpec"
+COMMAND = "python /opt/raytf/jobs/digits.py --num-workers 4 --cpus-per-worker 4 --name x --storage /shared/r"
+NIGHTLY = "python /opt/raytf/jobs/sweep_digits.py --num-workers 5 --storage /shared/runs"
 WRONG = [
     # of types and names, by KubeRay's schema
     ("train", "0/spec/backoffLimit", "three", "spec.backoffLimit: 'three' is not of type 'integer'"),
@@ -96,6 +99,9 @@ WRONG = [
     ("train", "0/spec/shutdownAfterJobFinishes", False, "ttlSecondsAfterFinished needs shutdownAfterJobFinishes"),
     ("train", "0/spec/submissionMode", "InteractiveMode", "backoffLimit needs a cluster of the job's own"),
     ("nightly", "0/spec/schedule", "nightly", "schedule 'nightly' has not five fields"),
+    ("nightly", "0/spec/schedule", "61 2 * * *", "'61' of schedule '61 2 * * *' is not within 0 to 59"),
+    ("nightly", "0/spec/schedule", "0 2 * * 5-1", "'5-1' of schedule '0 2 * * 5-1' is not within 0 to 6"),
+    ("train", "0/spec/runtimeEnvYAML", "env_vars: {", "runtimeEnvYAML is no YAML: while parsing"),
     (
         "interactive",
         "0/spec/workerGroupSpecs/0/template/spec/restartPolicy",
@@ -105,19 +111,50 @@ WRONG = [
     # by what raytf needs
     ("train", f"{CLUSTER}/authOptions/mode", "disabled", "the cluster lets in everybody"),
     ("train", f"{CLUSTER}/rayVersion", "2.9.0", "rayVersion 2.9.0 is not that of constraints.txt"),
+    ("train", f"{CLUSTER}/authOptions/secretName", "token", "the token is in the Secret raytf-token, and not in token"),
     ("train", f"{WORKERS}/template/metadata/labels/raytf-cluster", "other", "closes the ports of workers to others"),
-    ("train", "1/spec/ingress/+", {}, "no NetworkPolicy closes the ports of head to others"),
+    ("train", "1/spec/ingress/+", {}, "no NetworkPolicy closes the ports of head, workers, gpu to others"),
+    ("train", "1/spec/ingress/1/from", GONE, "closes the ports of head, workers, gpu to others"),
+    ("train", "1/spec/ingress/1/from", [], "closes the ports of head, workers, gpu to others"),
+    ("train", "1/spec/ingress/1/from/+", {"namespaceSelector": {}}, "closes the ports of head, workers, gpu to"),
+    ("train", "1/spec/ingress/1/ports/0/port", 6379, "closes the ports of head, workers, gpu to others"),
+    ("train", "0/spec/submissionMode", "K8sJobMode", "resumes it, in submissionMode SidecarMode alone"),
+    ("train", "0/spec/backoffLimit", 0, "no retry resumes the job: backoffLimit must be 1 or more"),
+    ("train", "0/metadata/labels/kueue.x-k8s.io~queue-name", GONE, "finds its queue by the label kueue.x-k8s.io/queue"),
+    (
+        "train",
+        f"{POD}/volumes/0/persistentVolumeClaim/claimName",
+        "mine",
+        "is mine, and storage.yaml has raytf-storage",
+    ),
+    ("train", "0/spec/runtimeEnvYAML", "env_var: {A: b}", "runtimeEnvYAML has what Ray does not know: env_var"),
+    (
+        "train",
+        "0/spec/runtimeEnvYAML",
+        "env_vars: {STOP: '60'}",
+        "a stop waits for the step by RAY_JOB_STOP_WAIT_TIME_S",
+    ),
+    ("train", f"{HEAD}/rayStartParams/nmu-cpus", "0", "ray start, which makes head, has no option nmu-cpus"),
+    ("train", f"{RAY}/resources/limits/nvidia.com~gpus", 1, "workers asks for nvidia.com/gpus, which no node has"),
+    (
+        "train",
+        f"{CLUSTER}/workerGroupSpecs/1/template/spec/tolerations/0/effect",
+        "NoSchedul",
+        "a toleration has the effect 'NoSchedul', which no taint has",
+    ),
     ("train", f"{RAY}/image", "raytf:latest", "raytf:latest, is none that kustomization.yaml sets"),
     ("train", f"{POD}/terminationGracePeriodSeconds", 30, "workers must be drained before it ends"),
     ("train", f"{POD}/volumes/2/emptyDir/sizeLimit", "64Mi", "workers needs a /dev/shm in memory of 256 MiB or more"),
-    ("train", "0/spec/entrypoint", "python jobs/digits.py --nam x --storage /shared/r", "has not: --nam"),
-    ("train", "0/spec/entrypoint", "python jobs/digits.py --name x --storage /root/r", "/root/r is on no volume"),
-    (
-        "train",
-        "0/spec/entrypoint",
-        "python jobs/digits.py --storage /shared/r",
-        "a retry resumes a run that has a --name",
-    ),
+    ("train", "0/spec/entrypoint", f"{COMMAND} --max-failure 3", "has not: --max-failure"),
+    ("train", "0/spec/entrypoint", COMMAND.replace("/shared", "/root"), "/root/r is on no volume"),
+    ("train", "0/spec/entrypoint", COMMAND.replace("--name x ", ""), "a retry resumes a run that has a --name"),
+    ("train", "0/spec/entrypoint", COMMAND.replace("s 4 --cpus", "s 5 --cpus"), "5 is more than the 4 pods for them"),
+    ("train", "0/spec/entrypoint", COMMAND.replace("4 --name", "500m --name"), "500m is no whole number"),
+    ("train", "0/spec/entrypoint", COMMAND.replace("s 4 --cpus", "s $WORKERS --cpus"), "that submits the job has no"),
+    ("train", "0/spec/entrypoint", f"sh -c 'exec {COMMAND}$RUN'", "the head's container has no variable RUN"),
+    ("train", "0/spec/entrypoint", "python my.py", "the image has no my.py"),
+    ("nightly", "0/spec/jobTemplate/rayClusterSpec/workerGroupSpecs/0/replicas", 1, "has not minReplicas <= replicas"),
+    ("nightly", "0/spec/jobTemplate/entrypoint", NIGHTLY, "--num-workers 5 is more than the 4 pods for them"),
     ("train", f"{WORKERS}/replicas", 1, "worker group workers has not minReplicas <= replicas"),
     ("train", f"{CLUSTER}/headGroupSpec/template/spec/restartPolicy", "Always", "must be Never in SidecarMode"),
     ("train", f"{RAY}/resources/limits/cpu", "8", "a pod has 8 CPUs, and its worker 4"),
@@ -128,61 +165,140 @@ WRONG = [
 @pytest.mark.parametrize("name, path, value, message", WRONG, ids=[f"{name}-{path}" for name, path, *_ in WRONG])
 def test_a_wrong_field_is_refused(name, path, value, message):
     found = checks.refusals(patched(documents(f"{name}.yaml"), path, value))
-    assert any(message in text for text in found), found
+    assert len(found) == 1 and message in found[0], found
 
 
-def test_the_pages_entrypoint_has_its_workers_where_kustomize_sets_them():
+@pytest.mark.parametrize("more", ["", " --gpus-per-worker 1"])
+def test_the_pages_entrypoint_has_the_workers_of_the_settings(more):
     page = (checks.ROOT / "docs" / "guides" / "kubernetes.md").read_text()
     (text,) = re.findall(r"```yaml\n(entrypoint:.*?)```", page, re.DOTALL)
-    replacements = {
-        rule["source"]["fieldPath"]: target["options"]
-        for rule in yaml.safe_load((FOLDER / "kustomization.yaml").read_text())["replacements"]
-        for target in rule["targets"]
-        if "spec.entrypoint" in target["fieldPaths"]
-    }
-    words = yaml.safe_load(text)["entrypoint"].split(" ")
-    options = {"data.workers": "--num-workers", "data.cpu": "--cpus-per-worker"}
-    assert replacements.keys() == options.keys()
-    for source, options_of_source in replacements.items():
-        place = options_of_source["index"]
-        assert words[place - 1] == options[source] and words[place].isdigit() and options_of_source["delimiter"] == " "
-    found = cli.main.commands["train"].make_context("train", words[2:]).params
-    assert found["num_workers"] == 4 and found["cpus_per_worker"] == 4
+    entrypoint = yaml.safe_load(text)["entrypoint"].replace(" --max", f"{more} --max")
+    found = patched(documents("train.yaml"), "0/spec/entrypoint", entrypoint)
+    if more:
+        groups = checks.clusters(found[0])["workerGroupSpecs"]
+        groups[0] |= {"replicas": 0, "minReplicas": 0}
+        groups[1]["replicas"] = 4
+    assert checks.refusals(found) == []
+    program, command, *words = checks.words_of(entrypoint, checks.clusters(found[0]))
+    values = cli.main.commands[command].make_context(command, words).params
+    assert program == "raytf" and values["num_workers"] == 4 and values["cpus_per_worker"] == 4
 
 
-def test_settings_and_images_reach_every_file(tmp_path):
-    """What `kubectl apply -k` sends, with other settings; all of it is what Kubernetes and KubeRay take."""
+def render(folder: pathlib.Path) -> list[dict]:
+    """What `kubectl apply -k` sends."""
     if not shutil.which("kubectl"):
         pytest.skip("kubectl is not installed")
-    shutil.copytree(FOLDER, tmp_path, dirs_exist_ok=True)
-    settings = yaml.safe_load((tmp_path / "settings.yaml").read_text())
-    own = {"storage": "7Gi", "storage-class": "nfs", "workers": "2", "pods": "3", "cpu": "5", "memory": "9Gi"}
-    settings["data"] |= own | {"gpu-pods": "1", "most-workers": "6", "most-gpu-workers": "2", "queue": "nights"}
-    (tmp_path / "settings.yaml").write_text(yaml.safe_dump(settings))
-    done = subprocess.run(["kubectl", "kustomize", tmp_path], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(["kubectl", "kustomize", folder], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    made = {(one["kind"], one["metadata"]["name"]): one for one in yaml.load_all(done.stdout, yaml.CSafeLoader)}
+    return list(yaml.load_all(done.stdout, yaml.CSafeLoader))
+
+
+def rendered_refusals(folder: pathlib.Path) -> list[str]:
+    made = yaml.safe_load((folder / "kustomization.yaml").read_text())["images"]
+    return checks.refusals(render(folder), {image["name"]: f"{image['newName']}:{image['newTag']}" for image in made})
+
+
+@pytest.fixture
+def changed(tmp_path):
+    """Copies the folder with other settings, and text of a file replaced by another."""
+
+    def change(file: str = "settings.yaml", old: str = "", new: str = "", **settings: str) -> pathlib.Path:
+        shutil.copytree(FOLDER, tmp_path, dirs_exist_ok=True)
+        path = tmp_path / "settings.yaml"
+        made = yaml.safe_load(path.read_text())
+        own = {name.replace("_", "-"): value for name, value in settings.items()}
+        assert own.keys() <= made["data"].keys()
+        path.write_text(yaml.safe_dump(made | {"data": made["data"] | own}))
+        assert old in (tmp_path / file).read_text()
+        (tmp_path / file).write_text((tmp_path / file).read_text().replace(old, new))
+        return tmp_path
+
+    return change
+
+
+def test_settings_reach_every_file(changed):
+    """All of what `kubectl apply -k` sends with other settings is what Kubernetes and KubeRay take."""
+    own = {"storage": "7Gi", "storage_class": "nfs", "workers": "2", "pods": "3", "cpu": "5", "memory": "9Gi"}
+    own |= {"gpu_pods": "1", "nightly_pods": "2", "most_workers": "6", "most_gpu_workers": "7", "queue": "nights"}
+    folder = changed(**own)
+    assert rendered_refusals(folder) == []
+    made = {(one["kind"], one["metadata"]["name"]): one for one in render(folder)}
     assert ("ConfigMap", "settings") not in made and len(made) == 7
     claim, job = made["PersistentVolumeClaim", "raytf-storage"], made["RayJob", "raytf-train"]
     assert claim["spec"]["resources"]["requests"]["storage"] == "7Gi" and claim["spec"]["storageClassName"] == "nfs"
-    assert "--num-workers 2 --cpus-per-worker 5 --name" in job["spec"]["entrypoint"]
-    (gpu,) = (group for group in checks.clusters(job)["workerGroupSpecs"] if group["groupName"] == "gpu")
-    assert gpu["replicas"] == gpu["minReplicas"] == gpu["maxReplicas"] == 1
+    words = checks.words_of(job["spec"]["entrypoint"], checks.clusters(job))
+    assert "--num-workers 2 --cpus-per-worker 5 --name" in " ".join(words)
     assert job["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "nights"
-    sizes = {"spot": 6, "gpu": 2, "workers": 3}
-    for document in made.values():
-        if not (cluster := checks.clusters(document)):
-            continue
-        for name, group in checks.groups(cluster).items():
-            (container,) = group["template"]["spec"]["containers"]
-            assert container["image"].startswith("registry.example/raytf") and container["image"].endswith(":0.2.0")
+    most = {}
+    for document in filter(checks.clusters, made.values()):
+        for name, group in checks.groups(checks.clusters(document)).items():
             if name != "head":
+                most[document["kind"], name] = group["maxReplicas"]
+                container = group["template"]["spec"]["containers"][0]
                 assert container["resources"]["limits"]["cpu"] == "5", name
                 assert container["resources"]["requests"]["memory"] == "9Gi", name
-            if name in ("spot", "workers") or document["kind"] == "RayCluster":
-                assert group.get("maxReplicas", sizes.get(name)) == sizes.get(name), name
-            container["image"] = re.sub(r".*/(.*):.*", r"\1", container["image"])  # as the checks know it
-    assert checks.refusals(list(made.values())) == []
+    assert most == {
+        ("RayJob", "workers"): 3,
+        ("RayJob", "gpu"): 1,
+        ("RayCluster", "spot"): 6,
+        ("RayCluster", "gpu"): 7,
+        ("RayCronJob", "workers"): 2,
+    }
+
+
+def test_training_on_gpus_leaves_the_nightly_sweep_its_pods(changed):
+    """As the page has it: no pods without a GPU, and a command that asks for GPUs."""
+    command = "raytf train mymodels:build_model --gpus-per-worker 1 "
+    folder = changed("train.yaml", "python /opt/raytf/jobs/digits.py ", command, workers="2", pods="0", gpu_pods="2")
+    assert rendered_refusals(folder) == []
+
+
+def test_another_entrypoint_stays_as_it_is(changed):
+    text = (FOLDER / "train.yaml").read_text()
+    (entrypoint,) = re.findall(r"entrypoint: >-\n.*?'\n", text, re.DOTALL)
+    made = render(changed("train.yaml", entrypoint, "entrypoint: python my.py --name mine\n", workers="2", cpu="8"))
+    assert [one["spec"]["entrypoint"] for one in made if one["kind"] == "RayJob"] == ["python my.py --name mine"]
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (("kustomization.yaml", "name: raytf\n", "name: ratf\n"), "image of head, raytf, is none that kustomization"),
+        (("train.yaml", "$WORKERS", "$WORKER"), "the head's container has no variable WORKER"),
+        ({"workers": "9"}, "--num-workers 9 is more than the 4 pods for them"),
+        ({"pods": "0", "gpu_pods": "4"}, "--num-workers 4 is more than the 0 pods for them"),
+        ({"nightly_pods": "1"}, "raytf-nightly: --num-workers 2 is more than the 1 pods for them"),
+        ({"cpu": "500m"}, "--cpus-per-worker 500m is no whole number"),
+        ({"memory": "16 GB"}, "resources.limits.memory: '16 GB' does not match"),
+        ({"most_workers": "0"}, "worker group spot has not minReplicas <= replicas <= maxReplicas"),
+    ],
+    ids=str,
+)
+def test_a_wrong_folder_is_refused(changed, change, message):
+    found = rendered_refusals(changed(*change) if isinstance(change, tuple) else changed(**change))
+    assert any(message in text for text in found), found
+
+
+@pytest.mark.parametrize(
+    "old, new, messages",
+    [
+        ("", "", []),
+        (
+            "- name: raytf\n",
+            "- name: ratf\n",
+            ["kustomization.yaml does not set the image raytf", "no pod has the image ratf"],
+        ),
+        ("data.nightly-pods", "data.pods", ["nightly-pods is a setting on one side alone"]),
+        (
+            "data.queue",
+            "data.queues",
+            ["queue is a setting on one side alone", "queues is a setting on one side alone"],
+        ),
+        ("kind: RayJob}", "kind: RayJobs}", ["no document is of kind RayJobs"]),
+    ],
+)
+def test_what_kustomize_passes_over_is_refused(changed, old, new, messages):
+    assert sorted(checks.kustomization(changed("kustomization.yaml", old, new))) == messages
 
 
 def lint(*command: str) -> str:
@@ -211,12 +327,15 @@ def test_image_and_scripts_are_linted(tmp_path):
 @pytest.mark.skipif(os.geteuid() != 0, reason="processes of its own need root")
 @pytest.mark.parametrize("ends", [True, False])
 def test_a_pod_waits_until_its_ray_node_has_ended_or_its_time_is_over(tmp_path, ends):
-    """The script finds the raylet of its container and drains it, by options that Ray's command takes."""
+    """The script finds the raylet, and not a worker that starts, and drains it by options that Ray's command takes."""
     (tmp_path / "ray").write_text(f'#!/bin/sh\necho "$*" > {tmp_path}/told; {"kill $RAYLET" if ends else ":"}\n')
     (tmp_path / "ray").chmod(0o755)
     raylet = "import signal; signal.signal(15, lambda *_: exit()); signal.pause()"
-    started = f"exec -a /x/ray/raylet/raylet {sys.executable} -c '{raylet}' --node-id=ab12 --gcs-address=10.0.0.1:6379"
-    lines = f"({started}) & export RAYLET=$!; {FOLDER}/drain.sh 2; kill -0 $RAYLET 2> /dev/null"
+    started = f"exec -a /x/ray/raylet/raylet {sys.executable} -c '{raylet}' --node_id=ab12 --gcs-address=10.0.0.1:6379"
+    worker = f"{sys.executable} -c '{raylet}' --raylet-name=/x/sockets/raylet --node-id=cd34 --gcs-address=10.0.0.2:1"
+    lines = f"({started}) & export RAYLET=$!; (exec {worker}) & "
+    lines += "until grep -q raylet-name /proc/$!/cmdline && grep -q node_id /proc/$RAYLET/cmdline; do sleep 0.1; done; "
+    lines += f"{FOLDER}/drain.sh 2; kill -0 $RAYLET 2> /dev/null"
     command = ["unshare", "-m", "--pid", "--fork", "--kill-child", "--mount-proc", "bash", "-c", lines]
     environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)

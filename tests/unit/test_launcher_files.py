@@ -1,9 +1,11 @@
-"""The files for Ray's cluster launcher: Ray accepts them, and refuses them with a wrong field."""
+"""The files for Ray's cluster launcher: Ray accepts them, and refuses them with a wrong field; scripts for hosts."""
 
 from __future__ import annotations
 
 import copy
+import os
 import pathlib
+import subprocess
 
 import botocore.loaders
 import botocore.model
@@ -11,6 +13,7 @@ import botocore.validate
 import jsonschema
 import pytest
 import yaml
+from ray._common.network_utils import parse_address
 from ray.autoscaler._private.util import prepare_config, validate_config
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -72,3 +75,48 @@ def test_ec2_would_take_the_requests():
         asked["BlockDeviceMapping"] = asked.pop("BlockDeviceMappings")
         report = validator.validate(asked, request).generate_report()
         assert 'Unknown parameter in input: "BlockDeviceMapping"' in report
+
+
+# What the scripts call: this Ray notes its words and runs the command, and this Slurm starts it here.
+COMMANDS = {
+    "ray": """echo "$*" >> "$HOME/noted"; while [ "$1" != -- ]; do shift; done; shift; exec "$@" """,
+    "srun": """while [ "${1#--}" != "$1" ]; do shift; done; SLURM_NODEID=0 exec "$@" """,
+    "scontrol": """echo "$3" """,
+}
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Runs a script for hosts with some words; (exit code, stdout, stderr, what Ray was given)."""
+    for name, text in COMMANDS.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / ".ray").mkdir()
+    (tmp_path / ".ray" / "auth_token").touch()
+
+    def starting(script: str, *words: str, **variables: str):
+        environment = os.environ | variables | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "HOME": str(tmp_path)}
+        command = ["bash", str(ROOT / "cluster" / script), *words]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+        noted = tmp_path / "noted"
+        return done.returncode, done.stdout, done.stderr, noted.read_text().split() if noted.exists() else []
+
+    return starting
+
+
+@pytest.mark.parametrize("head", ["10.1.2.3", "fd00::1"])
+@pytest.mark.parametrize("script", ["ssh.sh", "slurm.sh"])
+def test_the_head_may_have_an_ipv6_address(start, script, head):
+    slurm = {"SLURM_JOB_NODELIST": head, "SLURM_JOB_NUM_NODES": "1", "SLURM_CPUS_PER_TASK": "2", "SLURM_JOB_ID": "7"}
+    hosts = [head] if script == "ssh.sh" else []
+    code, out, _, words = start(script, *hosts, "echo", "trained", **slurm)
+    assert code == 0 and out == "trained\n"
+    assert parse_address(words[words.index("--address") + 1]) == (head, "6379")
+
+
+@pytest.mark.parametrize(
+    "script, words", [("ssh.sh", []), ("ssh.sh", ["10.1.2.3"]), ("ssh.sh", ["", "true"]), ("slurm.sh", [])]
+)
+def test_a_script_without_a_command_starts_nothing(start, script, words):
+    code, _, err, noted = start(script, *words, SLURM_JOB_NODELIST="10.1.2.3", SLURM_JOB_NUM_NODES="1")
+    assert code == 2 and err.startswith("usage: ") and not noted

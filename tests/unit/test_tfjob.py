@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
+import pathlib
+import re
 
 import pytest
 import yaml
@@ -138,6 +140,17 @@ def test_what_a_command_loses_is_named(read):
     ]
 
 
+def test_the_page_names_what_replaces_a_field():
+    """Those with a line of their own, and those of pods that jobs often have."""
+    pods = "securityContext serviceAccountName imagePullSecrets hostNetwork lifecycle terminationGracePeriodSeconds"
+    page = (pathlib.Path(tfjob.__file__).parents[2] / "docs" / "migrate" / "tfjob.md").read_text()
+    table = "\n".join(line for line in page.splitlines() if line.startswith("| "))
+    assert {*tfjob._WHY, *pods.split(), "metadata", "probes", "TF_CONFIG"} - {"sidecars"} <= set(
+        re.findall(r"\w+", table)
+    )
+    assert "`restartPolicy: Never` of one role" in table
+
+
 def test_args_of_an_image_without_an_entrypoint(read):
     spec, _ = read(job(Worker=replica(args=["python", "mnist.py", "--b"])))
     assert spec.script == "mnist.py" and spec.arguments_of(spec.tasks()[0]) == ("--b",)
@@ -149,11 +162,15 @@ def test_restarts_of_the_first_versions(read):
     assert read(made)[0].max_restarts == 5
 
 
+WORDS = ('{"a": [1, 2]}', "#~", "a~b#c")
+
+
 @pytest.mark.parametrize(
     "command, script, arguments",
     [
         (["python", "-m", "json.tool", "-h"], ("json.tool", True), ("-h",)),
         (["sh", "-c", "python3.11 mnist.py --name 'a b'"], ("mnist.py", False), ("--name", "a b")),
+        (["sh", "-c", """python mnist.py '{"a": [1, 2]}' "#~" a~b#c"""], ("mnist.py", False), WORDS),
         (["./mnist.py", "-x"], ("./mnist.py", False), ("-x",)),
     ],
 )
@@ -186,6 +203,35 @@ def test_restarts(read, policy, limit, restarts, message):
     assert spec.max_restarts == restarts and message in "\n".join(messages)
 
 
+def test_policies_that_do_not_hold_are_named(read):
+    made = job(Chief=replica(command=COMMAND), PS=replica(command=COMMAND), Worker=replica(command=COMMAND))
+    made["spec"]["tfReplicaSpecs"]["Worker"]["restartPolicy"] = "OnFailure"
+    made["spec"]["successPolicy"] = "AllWorkers"
+    spec, messages = read(made)
+    never = "every failure is restarted, as other roles ask for restarts"
+    assert spec.max_restarts == 3 and f"--tfjob: restartPolicy Never of chief, ps is not honoured: {never}" in messages
+    with_chief = "with parameter servers the run ends with the chief"
+    assert f"--tfjob: successPolicy AllWorkers is not honoured: {with_chief}" in messages
+
+
+def test_tf_config_of_the_yaml_does_not_replace_that_of_the_run(read):
+    env = [{"name": "TF_CONFIG", "value": "{}"}, {"name": "A", "value": "b"}]
+    spec, messages = read(job(Worker=replica(command=COMMAND, env=env)))
+    variables = spec.variables(spec.tasks()[0])
+    assert "TF_CONFIG" not in variables and variables["A"] == "b"
+    assert "--tfjob: TF_CONFIG in env of worker is not honoured: raytf sets it for each process" in messages
+
+
+def test_null_is_absent(read):
+    container = {"command": COMMAND, "env": [{"name": "A", "value": None, "valueFrom": None}], "workingDir": None}
+    container["resources"] = {"limits": {"cpu": None, "nvidia.com/gpu": None}}
+    spec, messages = read(job(Worker=replica(None, **container) | {"restartPolicy": None}))
+    (task,) = spec.tasks()
+    assert spec.max_restarts == 0 and spec.variables(task)["A"] == "" and spec.bundle(task) == {"CPU": 1}
+    assert "workingDir" not in "".join(messages)
+
+
+OF_SHELL = ("# here", "--dir ~/x", "--lr {1,2}", "[ab].csv", "(b)", '"$A"', "a; b", "a\nb")
 CONTAINER = "spec/tfReplicaSpecs/Worker/template/spec/containers"
 WRONG = [
     ("kind", "PyTorchJob", "a file with one TFJob; received: job.yaml with ['PyTorchJob']"),
@@ -210,9 +256,20 @@ WRONG = [
         ["python", "/gone.py"],
         "must be here; received: /gone.py. Name it here: --tfjob job.yaml",
     ),
+    *(
+        (f"{CONTAINER}/0/command", ["sh", "-c", text], "starts a Python script or module; received: sh -c")
+        for text in ("", "# mnist.py", "python mnist.py 'a", *(f"python mnist.py {word}" for word in OF_SHELL))
+    ),
     (f"{CONTAINER}/0/env", {"A": "1"}, "env of worker is a list of names and values"),
+    (f"{CONTAINER}/0/env", [{"name": 1, "value": "x"}], "each name a text; received: [{'name': 1"),
     (f"{CONTAINER}/0/env", [{"name": "A", "value": 1}], "The value of A in env of worker is a text; received: 1"),
     (f"{CONTAINER}/0/resources", {"limits": {"cpu": "four"}}, "cpu of worker is a number, or thousandths such as 500m"),
+    (
+        f"{CONTAINER}/0/resources",
+        {"limits": {"nvidia.com/gpu": "1500m"}},
+        "nvidia.com/gpu of worker is a whole number; received: '1500m'",
+    ),
+    ("spec/successPolicy", "AllWorker", "successPolicy is AllWorkers, or absent; received: 'AllWorker'"),
 ]
 
 
@@ -234,16 +291,29 @@ def test_replicas_that_run_different_scripts_are_refused(read):
         read(job(Chief=replica(command=COMMAND), Worker=replica(command=["python", "other.py"])))
 
 
+TWICE = """apiVersion: kubeflow.org/v1
+kind: TFJob
+spec:
+  runPolicy: &policy {<<: {backoffLimit: 1}, backoffLimit: 2}
+  tfReplicaSpecs:
+    Worker:
+      replicas: 1
+      replicas: 2
+"""
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [
         (["--tfjob", "job.yaml", "--num-workers", "3"], "the YAML says what runs where; received: --num-workers"),
         (["--tfjob", "text.yaml"], "--tfjob takes a YAML file; received: while parsing"),
+        (["--tfjob", "twice.yaml"], 'replicas is twice in a map in "twice.yaml", line 8, column 7. Correct it'),
         ([], "Missing argument 'SCRIPT'"),
     ],
 )
 def test_wrong_commands_are_refused(read, tmp_path, arguments, message):
     read(job(Worker=replica(command=COMMAND)))
     (tmp_path / "text.yaml").write_text("a: [")
+    (tmp_path / "twice.yaml").write_text(TWICE)
     done = CliRunner().invoke(main, ["run", *arguments])
     assert done.exit_code == 2 and message in done.output

@@ -7,29 +7,41 @@ import json
 import lzma
 import pathlib
 import re
+import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import celpy
 import jsonschema
 import kubernetes_validate
+import yaml
+from ray.runtime_env import RuntimeEnv
+from ray.scripts import scripts
 
+from raytf import cli
 from raytf.doctor.findings import MIN_SHM
 
 KUBERNETES = "1.32"
 ROOT = pathlib.Path(__file__).parents[3]
+FOLDER = ROOT / "cluster" / "kubernetes"
 _CRDS = pathlib.Path(__file__).with_name("kuberay-1.7.0.json.xz")
 
 
-def refusals(documents: list[dict]) -> list[str]:
-    """What would refuse the documents of a file, each with its place; empty where nothing would."""
+def refusals(documents: list[dict], images: Mapping[str, str] | None = None) -> list[str]:
+    """What would refuse the documents of a file, each with its place; empty where nothing would.
+
+    Args:
+        documents: those of a file, or what kustomize makes of all files.
+        images: what kustomize makes of an image's name; by default the name itself.
+    """
     found = []
     for document in documents:
         name = f"{document.get('kind')}/{document.get('metadata', {}).get('name')}"
         own = _kuberay if document.get("apiVersion") == "ray.io/v1" else _kubernetes
         found += [f"{name}: {text}" for text in own(document)]
     clustered = [document for document in documents if document.get("kind") in _schemas()]
-    return found or [text for document in clustered for text in _own(document, documents)]
+    images = {"raytf": "raytf", "raytf-cuda": "raytf-cuda"} if images is None else images
+    return found or [text for document in clustered for text in _own(document, documents, images)]
 
 
 def clusters(document: dict) -> dict | None:
@@ -147,6 +159,9 @@ def _pod(spec: dict) -> Iterator[str]:
             limit = resources.get("limits", {}).get(name)
             if limit is not None and _quantity(amount) > _quantity(limit):
                 yield f"{container['name']} requests {amount} {name}, more than its limit {limit}"
+    for toleration in spec.get("tolerations", ()):
+        if (effect := toleration.get("effect", "NoExecute")) not in ("NoSchedule", "PreferNoSchedule", "NoExecute"):
+            yield f"a toleration has the effect {effect!r}, which no taint has"
 
 
 def _quantity(text) -> float:
@@ -178,66 +193,211 @@ def _operator(document: dict, cluster: dict) -> Iterator[str]:
         yield "restartPolicy of the head must be Never in SidecarMode"
     if job.get("ttlSecondsAfterFinished") and not job.get("shutdownAfterJobFinishes"):
         yield "ttlSecondsAfterFinished needs shutdownAfterJobFinishes"
-    if document["kind"] == "RayCronJob" and len(spec["schedule"].split()) != 5:
-        yield f"schedule {spec['schedule']!r} has not five fields"
+    if document["kind"] == "RayCronJob":
+        yield from _schedule(spec["schedule"])
+    try:
+        if not isinstance(yaml.safe_load(job.get("runtimeEnvYAML", "{}")), dict):
+            yield "runtimeEnvYAML is no map"
+    except yaml.YAMLError as error:
+        yield f"runtimeEnvYAML is no YAML: {' '.join(str(error).split())}"
+
+
+def _schedule(text: str) -> Iterator[str]:
+    """Of cron: minute, hour, day, month and day of the week, each a list of ranges with or without steps."""
+    fields, ranges = text.split(), ((0, 59), (0, 23), (1, 31), (1, 12), (0, 6))
+    if len(fields) != len(ranges):
+        yield f"schedule {text!r} has not five fields"
+        return
+    for field, (least, most) in zip(fields, ranges, strict=True):
+        for part in field.split(","):
+            match = re.fullmatch(r"(?:\*|(\d+)(?:-(\d+))?)(?:/[1-9]\d*)?", part)
+            numbers = [int(number) for number in match.groups() if number] if match else [most + 1]
+            if not all(least <= number <= most for number in numbers) or numbers != sorted(numbers):
+                yield f"{part!r} of schedule {text!r} is not within {least} to {most}"
 
 
 # ------------------------------------------------------------------------------------------ what raytf asks for
 
+_RESOURCES = {"cpu", "memory", "nvidia.com/gpu"}
+_OPERATOR = {
+    "namespaceSelector": {},
+    "podSelector": {"matchLabels": {"app.kubernetes.io/component": "kuberay-operator"}},
+}
 
-def _own(document: dict, documents: list[dict]) -> Iterator[str]:
-    """What no schema knows: token, ports, drain, shared memory, versions, and the command."""
-    cluster, name = clusters(document), document["metadata"]["name"]
+
+def _own(document: dict, documents: list[dict], images: Mapping[str, str]) -> Iterator[str]:
+    """What no schema knows: token, ports, drain, shared memory, versions, resume, and the command."""
+    cluster, name, kind = clusters(document), document["metadata"]["name"], document["kind"]
     if not cluster:
         return
-    if cluster.get("authOptions", {}).get("mode") != "token" or "secretName" not in cluster["authOptions"]:
+    if (auth := cluster.get("authOptions", {})).get("mode") != "token" or "secretName" not in auth:
         yield f"{name}: the cluster lets in everybody: authOptions must have mode token and a secretName"
+    elif auth["secretName"] != (made := _secret()):
+        yield f"{name}: the token is in the Secret {made}, and not in {auth['secretName']}"
     pinned = re.search(r"^ray==(.+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)[1]
     if cluster.get("rayVersion") != pinned:
         yield f"{name}: rayVersion {cluster.get('rayVersion')} is not that of constraints.txt, {pinned}"
-    policies = [one["spec"] for one in documents if one.get("kind") == "NetworkPolicy"]
+    if unclosed := [group for group, spec in groups(cluster).items() if not _is_closed(spec, documents)]:
+        yield f"{name}: no NetworkPolicy closes the ports of {', '.join(unclosed)} to others"
     for group, spec in groups(cluster).items():
-        template, pod = spec["template"], spec["template"]["spec"]
-        labels = template.get("metadata", {}).get("labels", {}).items()
-        if not any(_closes(policy) and policy["podSelector"]["matchLabels"].items() <= labels for policy in policies):
-            yield f"{name}: no NetworkPolicy closes the ports of {group} to others"
-        (container,) = pod["containers"]
-        gpus = "nvidia.com/gpu" in container["resources"]["limits"]
-        if container["image"] != ("raytf-cuda" if gpus else "raytf"):
-            yield f"{name}: the image of {group}, {container['image']}, is none that kustomization.yaml sets"
-        command = container.get("lifecycle", {}).get("preStop", {}).get("exec", {}).get("command", ["", "0"])
-        if command[0] != "/opt/raytf/drain.sh" or int(command[1]) + 10 > pod.get("terminationGracePeriodSeconds", 30):
-            yield f"{name}: {group} must be drained before it ends, 10 s before terminationGracePeriodSeconds"
-        mounted = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
-        shm = next((v for v in pod["volumes"] if v["name"] == mounted.get("/dev/shm")), {}).get("emptyDir", {})
-        if shm.get("medium") != "Memory" or _quantity(shm.get("sizeLimit", "0")) < MIN_SHM:
-            yield f"{name}: {group} needs a /dev/shm in memory of {MIN_SHM >> 20} MiB or more"
+        yield from (f"{name}: {text}" for text in _group(group, spec, images))
     job = document["spec"].get("jobTemplate", document["spec"])
+    if kind == "RayJob":
+        yield from (f"{name}: {text}" for text in _resumes(job, document["metadata"].get("labels", {})))
     if "entrypoint" in job:
-        yield from (f"{name}: {text}" for text in _command(job, cluster, document["kind"], set(mounted)))
+        yield from (f"{name}: {text}" for text in (*_runtime_env(job), *_command(job, cluster, kind)))
+
+
+def _secret() -> str:
+    page = (ROOT / "docs" / "guides" / "kubernetes.md").read_text()
+    return re.search(r"kubectl create secret generic (\S+)", page)[1]
+
+
+def _is_closed(group: dict, documents: list[dict]) -> bool:
+    labels = group["template"].get("metadata", {}).get("labels", {}).items()
+    policies = [one["spec"] for one in documents if one.get("kind") == "NetworkPolicy"]
+    return any(_closes(policy) and policy["podSelector"]["matchLabels"].items() <= labels for policy in policies)
 
 
 def _closes(policy: dict) -> bool:
-    """Whether a policy lets in the pods that it selects to all ports, and others to Ray's dashboard alone."""
-    own, others = {"podSelector": policy["podSelector"]}, [{"port": 8265, "protocol": "TCP"}]
+    """Whether a policy lets in the pods that it selects, and to port 8265 alone the namespace and the operator."""
+    own, others = {"podSelector": policy["podSelector"]}, ({"podSelector": {}}, _OPERATOR)
     return "Ingress" in policy["policyTypes"] and all(
-        rule.get("from") == [own] or rule.get("ports") == others for rule in policy["ingress"]
+        rule.get("from") == [own]
+        or (
+            rule.get("ports") == [{"port": 8265, "protocol": "TCP"}]
+            and bool(rule.get("from"))
+            and all(peer in others for peer in rule["from"])
+        )
+        for rule in policy["ingress"]
     )
 
 
-def _command(job: dict, cluster: dict, kind: str, mounted: set[str]) -> Iterator[str]:
-    words = job["entrypoint"].split()
-    script = (ROOT / words[1].removeprefix("/opt/raytf/")).read_text()
-    unknown = [word for word in words if word.startswith("--") and f'"{word}"' not in script]
-    if unknown:
+def _group(group: str, spec: dict, images: Mapping[str, str]) -> Iterator[str]:
+    pod = spec["template"]["spec"]
+    (container,) = pod["containers"]
+    limits = container["resources"]["limits"]
+    if unknown := limits.keys() - _RESOURCES:
+        yield f"{group} asks for {', '.join(sorted(unknown))}, which no node has"
+    if container["image"] != images.get("raytf-cuda" if "nvidia.com/gpu" in limits else "raytf"):
+        yield f"the image of {group}, {container['image']}, is none that kustomization.yaml sets"
+    command = container.get("lifecycle", {}).get("preStop", {}).get("exec", {}).get("command", ["", "0"])
+    if command[0] != "/opt/raytf/drain.sh" or int(command[1]) + 10 > pod.get("terminationGracePeriodSeconds", 30):
+        yield f"{group} must be drained before it ends, 10 s before terminationGracePeriodSeconds"
+    volumes = {volume["name"]: volume for volume in pod["volumes"]}
+    mounted = {mount["mountPath"]: volumes[mount["name"]] for mount in container["volumeMounts"]}
+    shm = mounted.get("/dev/shm", {}).get("emptyDir", {})
+    if shm.get("medium") != "Memory" or _quantity(shm.get("sizeLimit", "0")) < MIN_SHM:
+        yield f"{group} needs a /dev/shm in memory of {MIN_SHM >> 20} MiB or more"
+    claim = yaml.safe_load((FOLDER / "storage.yaml").read_text())["metadata"]["name"]
+    if (named := mounted.get("/shared", {}).get("persistentVolumeClaim", {}).get("claimName")) != claim:
+        yield f"/shared of {group} is {named}, and storage.yaml has {claim}"
+    options = {option.lstrip("-") for parameter in scripts.start.params for option in parameter.opts}
+    if unknown := spec["rayStartParams"].keys() - options:
+        yield f"ray start, which makes {group}, has no option {', '.join(sorted(unknown))}"
+
+
+def _resumes(job: dict, labels: Mapping[str, str]) -> Iterator[str]:
+    if job.get("submissionMode") != "SidecarMode":
+        yield "a lost head fails the job, so that a new cluster resumes it, in submissionMode SidecarMode alone"
+    if not job.get("backoffLimit"):
+        yield "no retry resumes the job: backoffLimit must be 1 or more"
+    if not labels.get("kueue.x-k8s.io/queue-name"):
+        yield "Kueue finds its queue by the label kueue.x-k8s.io/queue-name"
+
+
+def _runtime_env(job: dict) -> Iterator[str]:
+    environment = yaml.safe_load(job.get("runtimeEnvYAML", "{}"))
+    if unknown := environment.keys() - RuntimeEnv.known_fields:
+        yield f"runtimeEnvYAML has what Ray does not know: {', '.join(sorted(unknown))}"
+    elif not str(environment.get("env_vars", {}).get("RAY_JOB_STOP_WAIT_TIME_S", "")).isdecimal():
+        yield "a stop waits for the step by RAY_JOB_STOP_WAIT_TIME_S in runtimeEnvYAML alone"
+
+
+def words_of(entrypoint: str, cluster: dict) -> list[str]:
+    """The words of an entrypoint, after the shell that submits it, and `sh -c` in the head's container.
+
+    KubeRay gives it to a shell in a container of its own, which has none of the head's variables; Ray quotes the words.
+
+    Raises:
+        ValueError: a variable has no value where it is filled in.
+    """
+    words, quoted = shlex.split(entrypoint), re.compile(r"'[^']*'")
+    if "$" in quoted.sub("", entrypoint):
+        raise ValueError("the shell that submits the job has no variables: write sh -c '...' around the command")
+    if words[:2] == ["sh", "-c"]:
+        (head,) = cluster["headGroupSpec"]["template"]["spec"]["containers"]
+        values = {variable["name"]: variable.get("value", "") for variable in head.get("env", ())}
+        if unknown := set(re.findall(r"\$(\w+)", words[2])) - values.keys():
+            raise ValueError(f"the head's container has no variable {', '.join(sorted(unknown))}")
+        words = shlex.split(re.sub(r"\$(\w+)", lambda match: values[match[1]], words[2]))
+    return words[1:] if words[0] == "exec" else words
+
+
+def _command(job: dict, cluster: dict, kind: str) -> Iterator[str]:
+    try:
+        program, script, *words = words_of(job["entrypoint"], cluster)
+    except ValueError as error:
+        yield str(error)
+        return
+    words = [part for word in words for part in (word.split("=", 1) if word.startswith("--") else [word])]
+    path = ROOT / script.removeprefix("/opt/raytf/")
+    if program == "raytf":
+        known = {option for parameter in cli.main.commands[script].params for option in parameter.opts}
+    elif path.is_file():
+        known = set(re.findall(r'"(--[-a-z]+)"', path.read_text()))
+    else:
+        yield f"the image has no {script}"
+        return
+    if unknown := [word for word in words if word.startswith("--") and word not in known]:
         yield f"the command has options that its script has not: {', '.join(unknown)}"
-    given = dict(zip(words[2::2], words[3::2], strict=True))
+    given = {word: value for word, value in zip(words, [*words[1:], ""], strict=True) if word.startswith("--")}
+    (container,) = cluster["headGroupSpec"]["template"]["spec"]["containers"]
+    mounted = [mount["mountPath"] for mount in container["volumeMounts"]]
     if not any(given.get("--storage", "").startswith((f"{path}/", "s3://")) for path in mounted):
         yield f"--storage {given.get('--storage')} is on no volume that all pods mount"
-    if kind == "RayJob" and job.get("backoffLimit") and "--name" not in given:
+    if kind == "RayJob" and "--name" not in given:
         yield "a retry resumes a run that has a --name"
-    if kind == "RayJob" and int(given.get("--num-workers", 1)) > groups(cluster)["workers"]["replicas"]:
-        yield f"--num-workers {given['--num-workers']} is more than the group of workers has pods"
-    limits = groups(cluster)["workers"]["template"]["spec"]["containers"][0]["resources"]["limits"]
-    if kind == "RayJob" and given.get("--cpus-per-worker") != limits["cpu"]:
-        yield f"a pod has {limits['cpu']} CPUs, and its worker {given.get('--cpus-per-worker', 1)}"
+    yield from _size(given, cluster, kind)
+
+
+def _size(given: Mapping[str, str], cluster: dict, kind: str) -> Iterator[str]:
+    """A worker for each pod of the kind that the command asks for, and of a training with all of its CPUs."""
+    workers, gpus = given.get("--num-workers", "1"), given.get("--gpus-per-worker", "0") != "0"
+    limits = [
+        (group["replicas"], group["template"]["spec"]["containers"][0]["resources"]["limits"])
+        for group in cluster["workerGroupSpecs"]
+    ]
+    pods = sum(number for number, limit in limits if ("nvidia.com/gpu" in limit) == gpus)
+    if not workers.isdecimal() or int(workers) > pods:
+        yield f"--num-workers {workers} is more than the {pods} pods for them"
+    cpus = given.get("--cpus-per-worker", "1")
+    if kind == "RayJob" and not cpus.isdecimal():
+        yield f"--cpus-per-worker {cpus} is no whole number"
+    elif kind == "RayJob" and (other := {limit["cpu"] for _, limit in limits} - {cpus}):
+        yield f"a pod has {', '.join(sorted(other))} CPUs, and its worker {cpus}"
+
+
+# ---------------------------------------------------------------------------------------------- kustomization.yaml
+
+
+def kustomization(folder: pathlib.Path) -> list[str]:
+    """What kustomize passes over: names of images, kinds and settings that nothing has; empty where all is well."""
+    made = yaml.safe_load((folder / "kustomization.yaml").read_text())
+    read = [list(yaml.safe_load_all((folder / name).read_text())) for name in made["resources"]]
+    documents = [document for file in read for document in file]
+    settings = next(one for one in documents if one["kind"] == "ConfigMap")["data"].keys()
+    used = {
+        container["image"]
+        for document in documents
+        if document["apiVersion"] == "ray.io/v1"
+        for group in groups(clusters(document)).values()
+        for container in group["template"]["spec"]["containers"]
+    }
+    named = {image["name"] for image in made["images"]}
+    sources = {rule["source"]["fieldPath"].removeprefix("data.") for rule in made["replacements"]}
+    kinds = {target["select"]["kind"] for rule in made["replacements"] for target in rule["targets"]}
+    found = [f"no pod has the image {name}" for name in named - used]
+    found += [f"kustomization.yaml does not set the image {name}" for name in used - named]
+    found += [f"no document is of kind {name}" for name in kinds - {document["kind"] for document in documents}]
+    return found + [f"{name} is a setting on one side alone" for name in sources ^ settings]
