@@ -53,6 +53,7 @@ compat: venv
 # as nothing else needs them.
 DOCS := $(VENV)/installed-docs
 docs: $(DOCS)
+	$(BIN)/python docs/commands.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
 
 $(DOCS): $(STAMP)

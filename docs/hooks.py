@@ -1,23 +1,17 @@
-"""What the site needs beside the pages: the files of the repository that they link to, and the command line.
+"""What the site needs in addition to the pages: the files of the repository that they link to.
 
-A link that leaves `docs/` leads to a copy of that file; a dead one fails the build. `reference/cli.md` gets a section
-for each command, from click.
+A link that leaves `docs/` leads to a copy of that file; a dead one fails the build.
 """
 
 from __future__ import annotations
 
-import inspect
 import os
 import pathlib
 import re
 
-import click
 from mkdocs.structure.files import File
 
-from raytf.cli import main
-
 _ROOT = pathlib.Path(__file__).parents[1]
-_COMMANDS = "<!-- the commands -->"
 _LINK = re.compile(r"\]\((?P<target>(?:\.\./)+[^)#\s]+)(?P<anchor>#[^)\s]*)?\)")
 
 
@@ -52,27 +46,4 @@ def on_page_markdown(markdown, page, config, files):
         up = "../" * page.file.src_uri.count("/")
         return f"]({up}{_copy(path)})"
 
-    return _LINK.sub(moved, markdown.replace(_COMMANDS, _commands()) if _COMMANDS in markdown else markdown)
-
-
-def _commands() -> str:
-    """A section for each command: how it is called, what it does, and its options."""
-    sections = []
-    with click.Context(main, info_name="raytf") as group:
-        for name, command in sorted(main.commands.items()):
-            with click.Context(command, info_name=name, parent=group) as context:
-                sections.append(_section(name, command, context))
-    return "\n".join(sections)
-
-
-def _section(name: str, command: click.Command, context: click.Context) -> str:
-    usage = " ".join(command.collect_usage_pieces(context))
-    records = [option.get_help_record(context) for option in command.get_params(context)]
-    rows = [f"| `{names}` | {_cell(text)} |" for names, text in filter(None, records)]
-    about = inspect.cleandoc(command.help or "")
-    head = [f"## raytf {name}", f"```text\nraytf {name} {usage}\n```", about.replace("<", "&lt;")]
-    return "\n\n".join([*head, "\n".join(["| option | what it does |", "|---|---|", *rows])]) + "\n"
-
-
-def _cell(text: str) -> str:
-    return " ".join(text.split()).replace("|", "&#124;").replace("<", "&lt;").replace("[", "\\[")
+    return _LINK.sub(moved, markdown)

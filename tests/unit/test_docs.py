@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import importlib.util
 import pkgutil
 import re
@@ -143,6 +144,33 @@ def test_the_api_page_has_every_kind_of_event():
 def test_the_command_page_has_every_command():
     page = _text("docs/reference/cli.md")
     assert set(re.findall(r"`raytf (\w+)`", page)) == set(main.commands)
+
+
+def test_the_command_page_is_current():
+    spec = importlib.util.spec_from_file_location("commands", blocks.ROOT / "docs/commands.py")
+    generator = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(generator)
+    page = generator.PAGE.read_text()
+    assert page == generator.written(page), "python docs/commands.py writes docs/reference/cli.md"
+    assert all(f"## raytf {name}\n" in page for name in main.commands) and "--cpus-per-worker FLOAT RANGE" in page
+
+
+def test_the_guide_has_every_argument_of_the_trainer_with_its_default():
+    table = _text("docs/guides/keras-trainer.md").partition("## All arguments")[2]
+    rows = [row.split(" | ") for row in re.findall(r"^\| (`.*) \|$", table, re.MULTILINE)]
+    named = {}
+    for names, defaults, _ in rows:
+        arguments = re.findall(r"`(\w+)`", names)
+        given = defaults.split(", ") if len(arguments) > 1 else [defaults]
+        named |= dict(zip(arguments, given * len(arguments), strict=False))
+    fields = {field.name: field.default for field in dataclasses.fields(raytf.KerasTrainer)}
+    assert named.keys() == fields.keys()
+    shown = {
+        name: default for name, default in named.items() if re.fullmatch(r"`(None|True|False|\d+|\".*\")`", default)
+    }
+    assert {name: ast.literal_eval(default.strip("`")) for name, default in shown.items()} == {
+        name: fields[name] for name in shown
+    }
 
 
 def test_every_field_of_the_configuration_is_on_its_page():
