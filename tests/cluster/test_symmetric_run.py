@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pathlib
 import secrets
@@ -70,14 +71,20 @@ if [ "$1" = show ]; then tr , '\\n' <<< "$3"; else echo "$2" > "$FOLDER/requeued
 @pytest.fixture(scope="module")
 def started(tmp_path_factory):
     """Starts a script on the first of three hosts; the folder that they share; the hosts."""
-    folder = tmp_path_factory.mktemp("shared")
+    with three_hosts(tmp_path_factory.mktemp("shared")) as found:
+        yield found
+
+
+@contextlib.contextmanager
+def three_hosts(folder: pathlib.Path, ipv6: bool = False):
+    """What `started` gives."""
     for name, text in {"srun": SRUN, "scontrol": SCONTROL, "ssh": SSH}.items():
         (folder / name).write_text(text)
         (folder / name).chmod(0o755)
     (folder / "home" / ".ray").mkdir(parents=True)
     (folder / "home" / ".ray" / "auth_token").write_text(secrets.token_hex(32))
     processes = []
-    with namespaces.hosts(3) as hosts:
+    with namespaces.hosts(3, ipv6=ipv6) as hosts:
         (folder / "names").write_text("".join(f"{host.address} {host.name}\n" for host in hosts))
         environment = os.environ | {
             "PATH": f"/mnt:{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}",
@@ -209,3 +216,15 @@ def test_a_slurm_node_whose_ray_ends_starts_it_again(started):
     (folder / "lost_hold").unlink(missing_ok=True)
     finished(job, 0)
     assert steps(folder, "lost")[-1] == (2, 13)
+
+
+def test_a_command_by_ssh_that_is_stopped_is_resumed_by_the_same_line(tmp_path):
+    """On hosts with IPv6 alone; no step is lost, and none is made twice."""
+    with three_hosts(tmp_path, ipv6=True) as (start, folder, _):
+        (folder / "stopped_hold").write_text("1 4")
+        job = start("ssh.sh", "stopped")
+        held(job, folder, "stopped")
+        script_of(job).send_signal(signal.SIGTERM)
+        finished(job, 143)
+        finished(start("ssh.sh", "stopped"), 0)
+        assert steps(folder, "stopped") == [(epoch, batch) for epoch in range(3) for batch in range(14)]
