@@ -373,7 +373,7 @@ def test_named_call_resumes_at_the_next_step(tmp_path):
     driver = started("run")
     until(lambda: all(steps(tmp_path, "run", rank)[-1:] == [(1, 4)] for rank in (0, 1)), driver)
     driver.send_signal(signal.SIGTERM)
-    assert "the same call with name='run' resumes" in finished(driver, 143)
+    assert "The same call with name='run' resumes" in finished(driver, 143)
     finished(started("run"))
     found = raytf.run_events(tmp_path / "run")
     assert [event.ranks for event in found if event.kind is Kind.WORKER_REPLACED] == [(1,), (0,)]

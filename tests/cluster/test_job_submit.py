@@ -156,7 +156,9 @@ def test_the_readmes_example_in_the_log_of_a_job(cluster, tmp_path):
     variables = json.dumps({"env_vars": {"PYTHONPATH": str(REPOSITORY), "HOME": str(tmp_path)}})
     submitted = ["--submission-id=example", "--runtime-env-json", variables]
     example = test_output.example_of_the_readme(tmp_path)
-    ray_job(cluster, "submit", *address, *submitted, "--", sys.executable, str(example), seconds=280)
+    # the example's storage_path is relative, and a job begins in the folder in which Ray was started
+    command = ["env", "-C", str(tmp_path), sys.executable, str(example)]
+    ray_job(cluster, "submit", *address, *submitted, "--", *command, seconds=280)
     log = ray_job(cluster, "logs", "--log-color=false", *address, "example")
     # lines of Ray's before the job itself begins, and of the command around the log
     lines = [line for line in log.splitlines() if " job_manager.py:" not in line and " cli.py:" not in line]
