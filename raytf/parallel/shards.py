@@ -100,8 +100,8 @@ class Shares:
             ConfigError: A gradient is of some rows only, or no tape's own result.
         """
         step, given = step_module.current(), {id(v): g for g, v in zip(grads, variables, strict=True)}
-        own = [given.get(id(v)) for v in self.variables]
-        for gradient, variable in zip(own, self.variables, strict=True):
+        gradients = [given.get(id(v)) for v in self.variables]
+        for gradient, variable in zip(gradients, self.variables, strict=True):
             if gradient is not None and (step is None or not step.is_local(gradient)):
                 raise ConfigError(
                     "With shard_optimizer the optimizer gets dense gradients directly from the tape of Keras' own "
@@ -111,12 +111,12 @@ class Shares:
                     "keras.layers.Embedding",
                 )
         locals_ = [keras_optimizers.local_variable(v) for v in self.variables]
-        pairs = zip(own, locals_, strict=True)
+        pairs = zip(gradients, locals_, strict=True)
         filled = [tf.zeros_like(v) if g is None else tf.ensure_shape(g, v.shape) for g, v in pairs]
         summed, _ = self._ring.sum(filled, step.rows, last=False, shares=True)
         bounds = [self._bounds[id(v)] for v in self.variables]
         values = [tf.reshape(v, [-1])[begin:end] for v, (begin, end) in zip(locals_, bounds, strict=True)]
-        used = [i for i, (begin, end) in enumerate(bounds) if own[i] is not None and begin < end]
+        used = [i for i, (begin, end) in enumerate(bounds) if gradients[i] is not None and begin < end]
         with step_module.override_state(reduced=True, inline_merge=True):
             inputs = [(tf.ensure_shape(summed[i], values[i].shape), values[i]) for i in used]
             has_rows = any(isinstance(g, tf.IndexedSlices) for g in grads)

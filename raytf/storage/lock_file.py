@@ -14,8 +14,8 @@ SETTLE_INTERVAL = 1.0
 class MountedFile:
     """A lock file on a mounted file system."""
 
-    def __init__(self, filesystem, path: str, own: str):
-        self._path, self._own, self._fd = path, own, None
+    def __init__(self, filesystem, path: str, owner: str):
+        self._path, self._owner, self._fd = path, owner, None
 
     def create(self, text: str) -> bool:
         """Creates the file. Returns False if it exists."""
@@ -28,7 +28,7 @@ class MountedFile:
 
     def replace(self, text: str, seen: str | None) -> bool:
         """Replaces a dead owner's file; returns False if another driver was faster."""
-        taken = f"{self._path}.{self._own}"
+        taken = f"{self._path}.{self._owner}"
         try:
             os.rename(self._path, taken)  # of several drivers one gets the file
         except FileNotFoundError:
@@ -55,12 +55,12 @@ class MountedFile:
     def age(self) -> float | None:
         """Returns the seconds since the last heartbeat, by the clock of the file system."""
         try:
-            return self._since(self._path)
+            return self._seconds_since_heartbeat(self._path)
         except FileNotFoundError:
             return 0.0
 
-    def _since(self, path: str) -> float:
-        probe = f"{self._path}.{self._own}.now"
+    def _seconds_since_heartbeat(self, path: str) -> float:
+        probe = f"{self._path}.{self._owner}.now"
         os.close(_exclusive(probe))
         try:
             return os.stat(probe).st_mtime - os.stat(path).st_mtime
@@ -70,10 +70,10 @@ class MountedFile:
     def beat(self, text: str) -> bool:
         """Refreshes the file's time if it still belongs to this driver. Returns whether it does."""
         try:
-            stored, own = os.stat(self._path), os.fstat(self._fd)
+            stored, opened = os.stat(self._path), os.fstat(self._fd)
         except FileNotFoundError:
             return False
-        if (stored.st_dev, stored.st_ino) != (own.st_dev, own.st_ino):
+        if (stored.st_dev, stored.st_ino) != (opened.st_dev, opened.st_ino):
             return False
         self._write(text)
         return True
@@ -94,8 +94,8 @@ class MountedFile:
 class StoredFile:
     """A lock file in an object store."""
 
-    def __init__(self, filesystem, path: str, own: str):
-        self._filesystem, self._path, self._own = filesystem, path, own
+    def __init__(self, filesystem, path: str, owner: str):
+        self._filesystem, self._path, self._owner = filesystem, path, owner
         self._written = 0.0
 
     def create(self, text: str) -> bool:
@@ -122,7 +122,7 @@ class StoredFile:
             return None
 
     def age(self) -> float | None:
-        probe = f"{self._path}.{self._own}.now"
+        probe = f"{self._path}.{self._owner}.now"
         self._write(probe, "")
         probed, locked = self._filesystem.get_file_info([probe, self._path])
         self._filesystem.delete_file(probe)
@@ -131,7 +131,7 @@ class StoredFile:
         return (probed.mtime_ns - locked.mtime_ns) / 1e9
 
     def beat(self, text: str) -> bool:
-        if read_owner(self)[1].get("id") != self._own:
+        if read_owner(self)[1].get("id") != self._owner:
             return False
         self._write(self._path, text)
         return True

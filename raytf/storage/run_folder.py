@@ -342,14 +342,14 @@ class RunFolder:
             The name of that folder, or None if there was nothing to move.
         """
         infos = self.filesystem.get_file_info(FileSelector(self.path, allow_not_found=True))
-        own = [info for info in infos if not info.base_name.startswith(LOCK) and not self._is_a_run(info)]
-        if not own:
+        members = [info for info in infos if not info.base_name.startswith(LOCK) and not self._is_a_run(info)]
+        if not members:
             return None
         archive = f"{self.name}_until_{_now()}_{secrets.token_hex(3)}"
         target = posixpath.join(posixpath.dirname(self.path), posixpath.basename(archive))
         self.filesystem.create_dir(target)
         # moves the list of the checkpoints first: after a crash, no list names missing files
-        for info in sorted(own, key=lambda info: info.base_name != CHECKPOINT_MANAGER_SNAPSHOT_FILENAME):
+        for info in sorted(members, key=lambda info: info.base_name != CHECKPOINT_MANAGER_SNAPSHOT_FILENAME):
             self._move(info, f"{target}/{info.base_name}")
         return archive
 

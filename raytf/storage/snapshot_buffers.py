@@ -137,9 +137,9 @@ class SnapshotLayout:
         self.size = offset + size
         return offset
 
-    def end(self, **what: Any) -> None:
+    def end(self, **fields: Any) -> None:
         """Adds the snapshot's description, which comes last."""
-        head = json.dumps({"parts": self.head, **what}).encode()
+        head = json.dumps({"parts": self.head, **fields}).encode()
         self.head_at = self._room(len(head))
         self.texts.append((self.head_at, head))
 

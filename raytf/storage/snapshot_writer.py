@@ -58,7 +58,7 @@ class _Server:
         self._failed = 0  # id of the last tried request, if it failed
         self._prunes = False  # a writer of parts for others leaves pruning to them
 
-    def left(self) -> int:
+    def unwritten(self) -> int:
         """Returns the bytes still to be written once the peer has gone; called by another thread."""
         held_request = self._held_request
         return sum(request["size"] for request in [*self._waiting, *([held_request] if held_request else [])])
@@ -116,7 +116,7 @@ class _Server:
         """Schedules the held request for writing. Returns whether there is one."""
         held_request = self._held_request
         if held_request is not None:
-            self._waiting.append(held_request)  # before the removal: another thread reads `left`
+            self._waiting.append(held_request)  # before the removal: another thread reads `unwritten`
             self._held_request = None
         return held_request is not None
 
@@ -249,28 +249,31 @@ def _mapped(buffer: int, size: int):
             mapped.close()
 
 
-def _exit_after_peer(control: socket.socket, left: Callable[[], int], note: finishing.WriterNote) -> None:
+def _exit_after_peer(control: socket.socket, unwritten: Callable[[], int], note: finishing.WriterNote) -> None:
     """Exits this process some time after the peer has gone, whatever blocks it; notes at once the remaining bytes."""
 
     def watch():
         poll = select.poll()
         poll.register(control, select.POLLHUP | select.POLLRDHUP)
         poll.poll()
-        if size := left():
+        if size := unwritten():
             threading.Thread(target=note.write, args=(size,), daemon=True).start()
         priority.set_normal(os.getpid())  # no training is left that it would slow down
-        _wait_alone(left)
+        _wait_alone(unwritten)
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
 
 
-def _wait_alone(left: Callable[[], int]) -> None:
+def _wait_alone(unwritten: Callable[[], int]) -> None:
     """Blocks until the time that this process may run alone, with the remaining bytes, is over."""
     began, queued, most = time.monotonic(), _queued(), 0
     while True:
         current = timeouts.get()
-        waited, most = min(_queued() - queued, current.writer_alone_at_most - current.writer_alone), max(most, left())
+        waited, most = (
+            min(_queued() - queued, current.writer_alone_at_most - current.writer_alone),
+            max(most, unwritten()),
+        )
         seconds = began + timeouts.deadline(current.writer_alone, most) + waited - time.monotonic()
         if seconds <= 0:
             return
@@ -301,7 +304,7 @@ def main(arguments: list[str]) -> None:
     store = SnapshotStore(filesystem, folder, settings["keep"])
     server = _Server(control, [int(a) for a in arguments[1:]], store, priority.set_lowest())
     note = finishing.WriterNote(filesystem, folder)
-    _exit_after_peer(control, server.left, note)
+    _exit_after_peer(control, server.unwritten, note)
     server.run()
     note.remove()
     os._exit(0)  # does not wait for threads of a file system

@@ -522,9 +522,9 @@ class SnapshotWriter:
             if buffer.busy == number:
                 buffer.busy = None
 
-    def _log(self, what: str, text: str) -> None:
-        if what not in self._logged:
-            self._logged.add(what)
+    def _log(self, cause: str, text: str) -> None:
+        if cause not in self._logged:
+            self._logged.add(cause)
             warnings.warn(text, stacklevel=5)
 
     def _exit_description(self) -> str:

@@ -84,9 +84,9 @@ def parse_steps(given: object) -> int | None:
     return interval
 
 
-def crosses_multiple(every: int, first: int, last: int) -> bool:
-    """Returns whether (before, after] contains a multiple of `every` steps."""
-    return first // every < last // every
+def crosses_multiple(interval: int, first: int, last: int) -> bool:
+    """Returns whether (first, last] contains a multiple of `interval` steps."""
+    return first // interval < last // interval
 
 
 class CheckpointClock:
@@ -96,13 +96,13 @@ class CheckpointClock:
     checkpoint is over.
 
     Args:
-        every: Interval with `seconds`, or `auto`.
+        interval: Interval with `seconds`, or `auto`.
         now: Seconds of a monotonic clock.
         step: Number of steps so far.
     """
 
-    def __init__(self, every: CheckpointInterval, now: float, step: int):
-        self._every = every
+    def __init__(self, interval: CheckpointInterval, now: float, step: int):
+        self._interval = interval
         self._began = self._last = self._looked = now
         self._first = self._checked_at = step
         self._cost_total, self._cost, self._next_check = 0.0, _FIRST_COST, 0.0
@@ -118,13 +118,13 @@ class CheckpointClock:
         most = max(_FIRST_LOOK, step - self._first)
         return False, int(min(max(1.0, self._wait(remaining) / max(step_seconds, 1e-6)), most))
 
-    def _wait(self, left: float) -> float:
-        """Returns the seconds to the next check, if `left` seconds remain to the next checkpoint."""
-        if not self._every.auto:
-            return min(left / 2, _LONGEST_WAIT)
+    def _wait(self, remaining: float) -> float:
+        """Returns the seconds to the next check, if `remaining` seconds remain to the next checkpoint."""
+        if not self._interval.auto:
+            return min(remaining / 2, _LONGEST_WAIT)
         # a check delays the checkpoint: the interval must be longer than that delay
         shortest = max(_SHORTEST_AUTO_WAIT, self._next_check / (_SHARE * _PART_OF_LOOKS))
-        return max(shortest, min(left / 2, _LONGEST_AUTO_WAIT))
+        return max(shortest, min(remaining / 2, _LONGEST_AUTO_WAIT))
 
     def looked(self, cost: float) -> None:
         """Records the seconds of a check, in which the workers wait for each other; the first compiles functions."""
@@ -133,8 +133,8 @@ class CheckpointClock:
 
     def _due(self) -> float:
         """Returns the time of the next checkpoint."""
-        if self._every.seconds is not None:
-            return self._last + self._every.seconds
+        if self._interval.seconds is not None:
+            return self._last + self._interval.seconds
         return max(self._last + _LEAST_INTERVAL, self._began + (self._cost_total + self._cost) / _SHARE)
 
     def made(self, now: float, cost: float) -> None:
