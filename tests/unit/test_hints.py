@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import functools
 import io
 import logging
+import multiprocessing
 import re
 import threading
 import types
@@ -108,6 +110,14 @@ def build(config):
     return model
 
 
+@pytest.fixture(scope="module")
+def inspect():
+    """`dry_run.inspect` in a process of its own, as it forks, which a process that has run TensorFlow must not do."""
+    with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as processes:
+        processes.submit(str).result()  # its threads are the module's, not those of the first test
+        yield lambda *args, **kwargs: processes.submit(dry_run.inspect, *args, **kwargs).result()
+
+
 class Own(keras.Model):
     def __init__(self):
         super().__init__()
@@ -127,10 +137,10 @@ def build_own(config):
 
 
 @pytest.mark.parametrize(("function", "logs"), [(build, LOGS), (build_own, None)])
-def test_the_dry_run_knows_what_trials_report(function, logs):
+def test_the_dry_run_knows_what_trials_report(inspect, function, logs):
     table = pa.table({"x": np.arange(4.0, dtype=np.float32), "y": np.arange(4.0, dtype=np.float32)})
     pickled = cloudpickle.dumps((function, {"batch_size": 2, "epochs": 1}, BatchSpec.parsed(["x"], "y"), [], None))
-    tried = dry_run.inspect(pickled, StoredDataset([table], [4], ["x", "y"]))
+    tried = inspect(pickled, StoredDataset([table], [4], ["x", "y"]))
     assert isinstance(tried, dry_run.Tried) and tried.logs == logs, tried
 
 
@@ -143,14 +153,14 @@ def test_the_dry_run_knows_what_trials_report(function, logs):
         (np.ones((4, 1), np.float32), np.ones(4), None),
     ],
 )
-def test_columns_of_the_validation_have_the_shapes_of_the_training(x, y, why):
+def test_columns_of_the_validation_have_the_shapes_of_the_training(inspect, x, y, why):
     def block(x, y):
         table = pa.table({"x": pa.FixedSizeListArray.from_arrays(pa.array(x.ravel()), x.shape[1]), "y": y})
         return StoredDataset([table], [4], ["x", "y"])
 
     pickled = cloudpickle.dumps((build, {"batch_size": 2, "epochs": 1}, BatchSpec.parsed("x", "y"), [], None))
     train = block(np.ones((4, 1), np.float32), np.ones(4, np.float32))
-    tried = dry_run.inspect(pickled, train, validation=block(x, y))
+    tried = inspect(pickled, train, validation=block(x, y))
     assert isinstance(tried, dry_run.Tried) if why is None else why in str(tried), tried
 
 
@@ -248,7 +258,7 @@ def test_missing_column_of_the_validation_data_is_reported_as_such(tmp_path):
 
 
 @pytest.mark.parametrize("wrong", [{"loss": "msee"}, {"loss": "mse", "metrics": ["acuracy"]}])
-def test_a_loss_or_metric_that_keras_does_not_know(wrong):
+def test_a_loss_or_metric_that_keras_does_not_know(inspect, wrong):
     def misspelt(config):
         model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
         model.compile("adam", **wrong)
@@ -256,7 +266,7 @@ def test_a_loss_or_metric_that_keras_does_not_know(wrong):
 
     table = pa.table({"x": np.arange(4.0, dtype=np.float32), "y": np.arange(4.0, dtype=np.float32)})
     pickled = cloudpickle.dumps((misspelt, {"batch_size": 2, "epochs": 1}, BatchSpec.parsed(["x"], "y"), [], None))
-    message = str(dry_run.inspect(pickled, StoredDataset([table], [4], ["x", "y"])))
+    message = str(inspect(pickled, StoredDataset([table], [4], ["x", "y"])))
     assert re.match(r"compile must name losses and metrics that Keras has.*(msee|acuracy)", message), message
 
 
