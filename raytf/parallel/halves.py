@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import math
 import types
 from collections.abc import Callable, Sequence
@@ -33,7 +34,11 @@ _SMALL, _UNKNOWN_SIZE = 4, 4
 ANY = -1
 # Numbers that mark labels as missing, in addition to those in a function's own code.
 _MISSING = (-1.0, -100.0, -999.0, -9999.0, 255.0)
-_MOST_MISSING, _LARGEST, _DEEPEST = 11, 1e9, 3
+_MOST_MISSING, _LARGEST, _DEEPEST = 20, 1e9, 3
+# Numbers of one trial: the second half has each twice, and one row without.
+_MISSING_AT_ONCE = (_ROWS // 2 - 1) // 2
+# Entries of a list or a dict in which such a number is looked for.
+_MOST_ENTRIES = 64
 # Ways in which values of halves make the value of the whole.
 SAME, MEAN, SUM = "same", "mean", "sum"
 
@@ -61,15 +66,20 @@ class Outcome:
 
 @dataclasses.dataclass(frozen=True)
 class Missing:
-    """Labels of which a function may skip some: a mean over the remaining ones is no mean over rows.
+    """Labels, or tokens, of which a function may skip some: a mean over the remaining ones is no mean over rows.
 
     Args:
-        labels: Nest of the labels' tensors among the function's arguments.
-        code: User code that may contain the values of skipped labels.
+        labels: Nest of their tensors among the function's arguments.
+        code: User code that may contain the values of skipped ones.
     """
 
     labels: Any
     code: Sequence[Any] = ()
+
+
+def whole_numbers(given: Any) -> list:
+    """Returns the tensors of whole numbers in a nest, such as tokens."""
+    return [leaf for leaf in tree.flatten(given) if hasattr(leaf, "dtype") and tf.as_dtype(leaf.dtype).is_integer]
 
 
 def outcome(
@@ -148,7 +158,8 @@ def _tried_with_missing(
     """Returns outcomes with missing labels; skips numbers that the function refuses."""
     outcomes: list[Outcome] = []
     numbers = _numbers_in(missing.code)
-    pending = [numbers, [float("nan")]]
+    parts = [numbers[i : i + _MISSING_AT_ONCE] for i in range(0, len(numbers), _MISSING_AT_ONCE)]
+    pending = [*parts, [float("nan")]]
     while pending:
         gone = _Gone({id(leaf) for leaf in tree.flatten(missing.labels)}, pending.pop(0))
         try:
@@ -159,7 +170,10 @@ def _tried_with_missing(
 
 
 def _numbers_in(code: Sequence[Any]) -> list[float]:
-    """Returns integers in functions' code, in values that they use, and in objects' attributes, and the usual ones."""
+    """Returns integers in functions' code, in values that they use, and in objects' attributes, and the usual ones.
+
+    Values are numbers, and lists and dicts of numbers.
+    """
     numbers: dict[float, None] = {}
 
     def look(value, depth: int) -> None:
@@ -168,6 +182,11 @@ def _numbers_in(code: Sequence[Any]) -> list[float]:
         if isinstance(value, (int, float, np.integer, np.floating)):
             if value == round(value) if abs(value) < _LARGEST else False:
                 numbers.setdefault(float(value))
+        elif isinstance(value, (list, tuple, set, frozenset, dict)):
+            if isinstance(value, dict):  # a config's own `values` would count its keys as read
+                value = dict.values(value) if issubclass(type(value), dict) else value.values()
+            for item in itertools.islice(value, _MOST_ENTRIES):
+                look(item, depth + 1)
         elif isinstance(value, types.CodeType):
             for constant in value.co_consts:
                 look(constant, depth)
@@ -182,9 +201,14 @@ def _numbers_in(code: Sequence[Any]) -> list[float]:
 
     for item in code:
         look(item, 0)
-        for attribute in getattr(item, "__dict__", {}).values():
+    for number in _MISSING:
+        numbers.setdefault(number)
+    for item in code:
+        classes = [kind for kind in type(item).__mro__ if not kind.__module__.startswith(("keras.", "tensorflow."))]
+        of_classes = [a for kind in classes for a in vars(kind).values() if not isinstance(a, types.FunctionType)]
+        for attribute in (*getattr(item, "__dict__", {}).values(), *of_classes):
             look(attribute, 1)
-    return [*dict.fromkeys((*numbers, *_MISSING))][:_MOST_MISSING]
+    return [*numbers][:_MOST_MISSING]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -305,7 +329,7 @@ def _made_up(
     Args:
         kind: Kind of numbers, 0 to 2.
         small: Dimensions to shrink, see `_sizes`.
-        gone: Labels in which some rows of the second half, except for the last row, have these numbers.
+        gone: Labels in which some rows have these numbers, see `_with_gone`.
     """
     random = np.random.default_rng(kind)
     first = next((leaf for leaf in tree.flatten(given) if has_rows(leaf, rows)), None)
@@ -331,14 +355,25 @@ def _made_up(
 
 
 def _with_gone(made_up: tf.Tensor, count: int, numbers: Sequence[float]) -> tf.Tensor:
-    """Returns labels with these numbers in the second half, except for its last row, as far as their dtype allows."""
-    values, kind = made_up.numpy(), made_up.dtype
-    fit = [n for n in numbers if kind.is_floating or kind.min <= n <= kind.max]
-    rows = range(count // 2, count - 1)
-    if len(fit) > len(rows):  # few large rows: a different number in each position
-        places = values[rows.start : rows.stop]
-        values[rows.start : rows.stop] = np.resize(np.array(fit), places.shape).astype(places.dtype)
-        return tf.constant(values, kind)
-    for row, number in zip(rows, fit, strict=False):
-        values[row] = number
+    """Returns labels with these numbers, as far as their dtype allows: once in the first half, twice in the second.
+
+    The number may mark rows to skip, or those to take. The last row has none.
+    """
+    values, kind, half = made_up.numpy(), made_up.dtype, count // 2
+    fit = np.array([n for n in numbers if kind.is_floating or kind.min <= n <= kind.max])
+    if not len(fit):
+        return made_up
+    if 2 * len(fit) < half:
+        values[: len(fit)] = values[half : half + len(fit)] = _in_rows(fit, values)
+        values[half + len(fit) : half + 2 * len(fit)] = _in_rows(fit, values)
+    else:  # few large rows: a different number in each position, in the first half in some
+        places = values[half : count - 1]
+        values[half : count - 1] = np.resize(fit, places.shape).astype(places.dtype)
+        row = values[0].reshape(-1)
+        row[: row.size // 2] = np.resize(fit, row.size // 2)
+        values[0] = row.reshape(values[0].shape)
     return tf.constant(values, kind)
+
+
+def _in_rows(numbers: np.ndarray, values: np.ndarray) -> np.ndarray:
+    return numbers.reshape(-1, *[1] * (values.ndim - 1)).astype(values.dtype)

@@ -180,8 +180,9 @@ def compute_loss(model, original: Callable, *args, **kwargs) -> Any:
         return original(*args, **kwargs)
     call = lambda arguments: original(*arguments[0], **arguments[1])
     given, rows = (args, kwargs), step.known_rows
-    labels = inspect.signature(original).bind(*args, **kwargs).arguments.get("y")
-    result = halves.known(step, model, call, given, rows, missing=halves.Missing(labels, [original]))
+    arguments = inspect.signature(original).bind(*args, **kwargs).arguments
+    labels = [arguments.get("y"), *halves.whole_numbers(arguments.get("x"))]  # tokens mark what is masked
+    result = halves.known(step, model, call, given, rows, missing=halves.Missing(labels, [original, model]))
     if halves.MEAN not in result.ways and not result.rows and not result.unknown:
         return whole_batch.computed(step, call, _needed(original, call, given, rows), rows)
     if result.why:
@@ -290,7 +291,8 @@ def _added(step: step_module.Step, call: _LayerCall, loss: tf.Tensor) -> tf.Tens
         inference_losses = call.losses(given, training=False)
         return inference_losses[index] if index < len(inference_losses) else call.losses(given, training=True)[index]
 
-    result = halves.known(step, call.layer, added_loss, call.given, step.known_rows, index=index)
+    missing = halves.Missing(halves.whole_numbers(call.given), [type(call.layer).call, call.layer])
+    result = halves.known(step, call.layer, added_loss, call.given, step.known_rows, index=index, missing=missing)
     if result.ways & {halves.SAME, halves.MEAN} or (result.unknown and not result.why):
         return loss
     if halves.SUM in result.ways:

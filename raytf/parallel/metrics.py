@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import re
-import warnings
 from collections.abc import Collection, Mapping, Sequence
 
 import keras
@@ -23,7 +22,7 @@ from raytf.compat.keras import backend_core, backend_trainer
 from raytf.compat.patching import patch
 from raytf.compat.tensorflow import separate_function
 from raytf.errors import RaytfError
-from raytf.parallel import assigned, halves, joined_state, local_sgd, step_logs, whole_batch
+from raytf.parallel import assigned, joined_state, local_sgd, step_logs, whole_batch
 from raytf.parallel import step as step_module
 
 
@@ -336,40 +335,6 @@ def _counts_once(variable) -> bool:
 # -------------------------------------------------------------------------------------------------- in a step
 
 
-def may_compare(metric) -> bool:
-    """Returns whether a metric may be no sum over rows: it is a user's, or wraps a function."""
-    return type(metric) is keras.metrics.MeanMetricWrapper or not type(metric).__module__.startswith("keras.")
-
-
-def update_state(metric, original, *args, **kwargs):
-    """Replaces `update_state` of a user's metric: one that is no sum over rows gets the rows of all replicas.
-
-    Then one replica counts, for all.
-    """
-    step = step_module.current()
-    given, rows = (args, kwargs), None if step is None else step.known_rows
-    if step is None or not any(halves.has_rows(leaf, rows) for leaf in tree.flatten(given)):
-        return original(*args, **kwargs)
-
-    def added(arguments):
-        """Returns the values of the metric's variables after an update from zeros."""
-        variables = list(metric.variables)
-        with keras.StatelessScope(state_mapping=[(v, tf.zeros(v.shape, v.dtype)) for v in variables]) as scope:
-            original(*arguments[0], **arguments[1])
-        return [scope.get_current_value(v) for v in variables]
-
-    outcome = halves.known(step, metric, added, given, rows)
-    if halves.SUM in outcome.ways or outcome.unknown:
-        if outcome.why:
-            warnings.warn(
-                f"The metric {metric.name!r} could not be tried on rows that are made up ({outcome.why}): it is taken "
-                "for one that sums over rows. If it does not, each worker's rows count for themselves",
-                stacklevel=2,
-            )
-        return original(*args, **kwargs)
-    return whole_batch.computed(step, lambda arguments: original(*arguments[0], **arguments[1]), given, rows)
-
-
 def result(metric, original):
     """Replaces `Metric.result` in a step: records the metric of each result; in eager mode it covers all rows."""
     shown, step = step_logs.seen(), step_module.current()
@@ -402,7 +367,9 @@ def _over_all_rows(metric, step: step_module.Step, shown: step_logs.StepObservat
     variables = [v for v in metric.variables if tf.as_dtype(v.dtype) in exchange.SUMMABLE]
     values = [tf.convert_to_tensor(v.value) for v in variables]
     values = [
-        tf.where(step.rows > 0, value, shown.initial_values[id(v)]) if id(v) in shown.initial_values else value
+        tf.where(step.rows > 0, value, shown.initial_values[id(v)])
+        if id(v) in shown.initial_values and not step.is_complete(v)
+        else value
         for v, value in zip(variables, values, strict=True)
     ]
     totals, _ = _summed(variables, values)
@@ -410,7 +377,13 @@ def _over_all_rows(metric, step: step_module.Step, shown: step_logs.StepObservat
         step_module.override_state(seen=None),
         keras.StatelessScope(state_mapping=list(zip(variables, totals, strict=True))),
     ):
-        return function()
+        return _values_of(function())
+
+
+def _values_of(results):
+    """Returns a nest of results with the values of variables: those of the scope in which it is called."""
+    read = lambda value: tf.convert_to_tensor(value.value) if isinstance(value, keras.Variable) else value
+    return tree.map_structure(read, results)
 
 
 # ---------------------------------------------------------------------------------------------------- of logs
@@ -425,7 +398,7 @@ def _logs(model, logs, rows, totals, epoch: bool):
     trace = step_logs.notes_of(model).last_trace
     logs = logs if isinstance(logs, dict) else {}
     with keras.StatelessScope(state_mapping=[(v, tf.convert_to_tensor(t)) for v, t in totals]):
-        results = dict(model.get_metrics_result())
+        results = _values_of(dict(model.get_metrics_result()))
         named = set()
         if epoch or all(origin.metric is not None for origin in trace.origins):
             named = step_logs.by_metrics(trace, logs, _variables_of_names(model))
@@ -436,7 +409,7 @@ def _logs(model, logs, rows, totals, epoch: bool):
 
 
 def _result_of(origin: step_logs.Origin):
-    value = origin.metric.result()
+    value = _values_of(origin.metric.result())
     return value if origin.key is None else value[origin.key]
 
 
@@ -457,9 +430,10 @@ def get_metrics_result_or_logs(original, self, logs):
         return known
     if not many_replicas(self.distribute_strategy):
         results, notes = original(self, logs), step_logs.notes_of(self)
+        values = _values_of(results)  # the next validation would change variables
         if results is logs or notes.last is None:
-            return results
+            return values
         named = step_logs.by_metrics(notes.last_trace, logs, _variables_of_names(self))
-        return {name: results[name] if name in named else value for name, value in logs.items()}
+        return {name: values[name] if name in named else value for name, value in logs.items()}
     local, rows = self.__dict__.get("_raytf_last", (logs, 1))
     return global_logs(self, local, rows, epoch=True)

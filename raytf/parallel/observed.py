@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from raytf.collectives.communicator import many_replicas
 from raytf.compat.keras import compile_utils
 from raytf.compat.patching import patched_of
-from raytf.parallel import compiled_call, losses, metrics, row_sums, step_logs
+from raytf.parallel import compiled_call, losses, metric_updates, metrics, row_sums, step_logs
 from raytf.parallel import step as step_module
 
 
@@ -23,6 +23,8 @@ def step_of(model, function: Callable, training: bool) -> Callable:
     """
     notes = step_logs.notes_of(model)
     many = many_replicas(model.distribute_strategy)
+    if training in notes.traces:  # made again, as a callback may have changed what the user's functions do
+        notes.trials.clear()
 
     @functools.wraps(function)
     def step(data):
@@ -31,8 +33,8 @@ def step_of(model, function: Callable, training: bool) -> Callable:
         with contextlib.ExitStack() as stack, step_module.override_state(seen=shown):
             for metric in _metrics_of(model):
                 stack.enter_context(patched_of(metric, "result", functools.partial(metrics.result, metric)))
-                if many and metrics.may_compare(metric):
-                    update = functools.partial(metrics.update_state, metric)
+                if many and metric_updates.may_compare(metric):
+                    update = functools.partial(metric_updates.update_state, metric)
                     stack.enter_context(patched_of(metric, "update_state", update))
             if many and losses.own_compute_loss(model):
                 compute = functools.partial(losses.compute_loss, model)

@@ -163,8 +163,8 @@ def global_seed_generator(original):
     return keras_objects.shared_of_replicas() or original()
 
 
-def _from_all_losses(step, rows, *upstream):
-    """Returns this replica's gradients from the losses of all replicas, each with its weight; see `moments_sync`."""
+def _from_all_losses(step, of_rows, *upstream):
+    """Returns this replica's gradients from the losses of all replicas, each weighted: see `_sum_over_replicas`."""
 
     @tf.custom_gradient
     def weighted(*upstream):
@@ -179,40 +179,68 @@ def _from_all_losses(step, rows, *upstream):
             with tf.control_dependencies([even] if even is not None else []):
                 return all_sum([tf.identity(g) for g in second])
 
-        return [tf.math.divide_no_nan(g, rows) for g in all_sum([g * rows for g in upstream])], grad
+        summed = all_sum([of_rows(g * tf.cast(step.rows, g.dtype)) for g in upstream])
+        return [tf.math.divide_no_nan(g, tf.cast(step.rows, g.dtype)) for g in summed], grad
 
     return weighted(*upstream)
 
 
-@patch((backend_nn, "_compute_moments_sync"))
-def moments_sync(original, x, axes, keepdims):
-    """Computes mean and variance over the rows of all replicas in a step of `fit`, by Keras' formula.
+def _sum_over_replicas(step, *parts):
+    """Returns sums over the rows of all replicas; `parts` are this replica's sums.
 
     A replica's loss is the mean over its own rows, and its gradients are weighted later, see `gradients.mean`.
-    Gradients from another replica's loss need that replica's weight. A placeholder row has the weight 0.
+    Gradients from another replica's loss need that replica's weight. A placeholder row counts as none: its values,
+    which may be NaN where those of rows are not, reach nothing.
 
     Raises:
         ConfigError: The call is inside a `tf.cond` or `tf.while_loop` of a step.
     """
-    step = step_module.current()
-    if step is None or not step_module.in_replica_of_many():
-        return original(x, axes, keepdims)
     if step.is_in_control_flow():
         raise ConfigError(
             "BatchNormalization(synchronized=True) must be called in the step itself, as all workers exchange its sums",
             "a call inside a tf.cond or tf.while_loop",
             "Take it out, or pass synchronized=False",
         )
-    rows = tf.cast(step.rows, x.dtype)
-    present = tf.cast(step.rows > 0, x.dtype)
+
+    def of_rows(value):
+        return tf.where(step.rows > 0, value, tf.zeros_like(value)) if step.partial else value
 
     @tf.custom_gradient
     def total(*parts):
-        return all_sum(parts), functools.partial(_from_all_losses, step, rows)
+        return all_sum([of_rows(p) for p in parts]), functools.partial(_from_all_losses, step, of_rows)
 
+    return total(*parts)
+
+
+@patch((backend_nn, "_compute_moments_sync"))
+def moments_sync(original, x, axes, keepdims):
+    """Computes mean and variance over the rows of all replicas in a step of `fit`, by Keras' formula."""
+    step = step_module.current()
+    if step is None or not step_module.in_replica_of_many():
+        return original(x, axes, keepdims)
     parts = (x, tf.square(x), tf.ones_like(x))
-    sums = [present * tf.reduce_sum(part, axis=axes, keepdims=True) for part in parts]
-    value, squared, count = total(*sums)
+    value, squared, count = _sum_over_replicas(step, *(tf.reduce_sum(p, axis=axes, keepdims=True) for p in parts))
     mean = tf.math.divide_no_nan(value, count)
     variance = tf.maximum(tf.math.divide_no_nan(squared, count) - tf.square(mean), 0.0)
     return (mean, variance) if keepdims else (tf.squeeze(mean, axes), tf.squeeze(variance, axes))
+
+
+@patch((keras.layers.BatchNormalization, "_moments"))
+def masked_moments(original, self, inputs, mask):
+    """Computes the moments of what is not masked over the rows of all replicas, by Keras' formula.
+
+    Keras synchronizes moments without a mask alone.
+    """
+    step = step_module.current()
+    if mask is None or not self.synchronized or step is None or not step_module.in_replica_of_many():
+        return original(self, inputs, mask)
+    axes = [i for i in range(len(inputs.shape)) if i != self.axis % len(inputs.shape)]
+    shown = tf.broadcast_to(tf.cast(mask, "bool")[..., tf.newaxis], tf.shape(inputs))
+
+    def total(*parts):
+        return _sum_over_replicas(step, *(tf.reduce_sum(p, axis=axes, keepdims=True) for p in parts))
+
+    value, count = total(tf.where(shown, inputs, 0), tf.cast(shown, inputs.dtype))
+    mean = value / (count + keras.backend.epsilon())
+    (squared,) = total(tf.square(tf.where(shown, inputs - mean, 0)))
+    return tf.squeeze(mean), tf.squeeze(squared / (count + keras.backend.epsilon()))

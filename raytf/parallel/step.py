@@ -35,6 +35,7 @@ class Step:
         self._merged: dict[int, object] = {}  # by id: indices of gradients with unique ids
         self._local: dict[int, object] = {}  # by id: gradients of this worker's rows, for `shards`
         self._whole: dict[int, object] = {}  # by id: values, and factors, of the rows of all workers
+        self._complete: set[int] = set()  # ids of metrics' variables with the state of all replicas
         self._graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
 
     def note_alike(self, tensor) -> None:
@@ -76,6 +77,14 @@ class Step:
     def is_whole(self, value) -> bool:
         """Returns whether a value was recorded as that of the rows of all workers."""
         return id(value) in self._whole
+
+    def note_complete(self, variable) -> None:
+        """Records a metric's variable that has the state of all replicas, also in one without rows."""
+        self._complete.add(id(variable))
+
+    def is_complete(self, variable) -> bool:
+        """Returns whether a metric's variable has the state of all replicas."""
+        return id(variable) in self._complete
 
     def is_nested(self) -> bool:
         """Returns whether the code that is traced is in a function, condition or loop within the step."""
@@ -304,12 +313,14 @@ def one_replica_step(model, function, states=None):
         shared = frozenset(id(v) for v in variables if is_shared(v))  # steps without rows never change these
         variables = [v for v in variables if id(v) not in shared]
         old = [tf.identity(v.value) for v in variables]
-        with override_state(step=Step(rows, partial, shared, states)):
+        replica_step = Step(rows, partial, shared, states)
+        with override_state(step=replica_step):
             outputs = function(with_placeholder(data, rows))
 
         def put_back():
             for variable, value in zip(variables, old, strict=True):
-                variable.assign(value)
+                if not replica_step.is_complete(variable):
+                    variable.assign(value)
             return True
 
         with override_state(inline_merge=True):

@@ -11,7 +11,7 @@ from keras import layers, ops
 from tests.processes.fresh_scenarios import compiled
 from tests.processes.loss_scenarios import UNEVEN, VALIDATION, branches, one_hot, pairs, rows_of
 from tests.processes.optimizer_scenarios import dense
-from tests.processes.scenarios import SCENARIOS, by_branch, classes, floats, results, scenario
+from tests.processes.scenarios import BATCH, SCENARIOS, by_branch, classes, floats, results, scenario
 from tests.processes.state_scenarios import with_states
 
 BEFORE = list(SCENARIOS)
@@ -259,6 +259,172 @@ def odd_normalization_in_a_branch(p):
     with pytest.raises(RuntimeError, match="must be called in the step itself.*inside a tf.cond"):
         p.fit(build, pairs())
     return {"refused": np.ones(1)}
+
+
+ALL_BUT_ONE = 2 * BATCH + 1  # so that in the last step one worker has the only row
+
+
+def logarithm(x):
+    return ops.log(x)
+
+
+@scenario
+def odd_rows_without_zeros(p):
+    """A worker without rows computes on a row of zeros, which has no logarithm."""
+    normalization = lambda: layers.BatchNormalization(synchronized=True)
+    build = lambda: compiled(
+        keras.Sequential(
+            [keras.Input((6,)), layers.Lambda(logarithm), layers.Dense(5), normalization(), layers.Dense(2)]
+        )
+    )
+    x, y = pairs(ALL_BUT_ONE)
+    return p.fit(build, (np.abs(x) + 0.1, y))[1]
+
+
+@scenario
+def odd_normalization_of_masked_rows(p):
+    def build():
+        inputs = keras.Input((5, 6))
+        x = layers.BatchNormalization(synchronized=True, momentum=0.8)(layers.Masking()(inputs))
+        return compiled(keras.Model(inputs, layers.Dense(2)(layers.GRU(4)(x))))
+
+    x = floats(5, 6, rows=ALL_BUT_ONE)
+    for i, row in enumerate(x):
+        row[1 + i % 4 :] = 0.0
+    model, out = p.fit(build, (x, floats(2, seed=8, rows=ALL_BUT_ONE)))
+    return out | {f"s{i}": np.asarray(v) for i, v in enumerate(model.non_trainable_variables)}
+
+
+class Phases(keras.losses.Loss):
+    """A mean over rows at first, then one that compares them."""
+
+    compares = False
+
+    def call(self, y_true, y_pred):
+        others = ops.mean(y_pred, 0) if self.compares else 0.0
+        return ops.mean(ops.square(y_true - y_pred + others), -1)
+
+
+class PhasesOfALayer(layers.Layer):
+    """Adds a mean at first, then a sum."""
+
+    adds_sums = False
+
+    def call(self, x):
+        self.add_loss(0.01 * (ops.sum if self.adds_sums else ops.mean)(ops.square(x)))
+        return x
+
+
+@scenario
+def odd_losses_that_a_callback_changes(p):
+    losses = []
+
+    class NextPhase(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            losses[0].compares = self.model.layers[-1].adds_sums = epoch > 0
+            self.model.make_train_function(force=True)
+
+    def build():
+        losses[:] = [Phases()]
+        return compiled(keras.Sequential([keras.Input((6,)), layers.Dense(2), PhasesOfALayer()]), losses[0])
+
+    return p.fit(build, pairs(), epochs=3, callbacks=[NextPhase()])[1]
+
+
+class MaskedTokens(keras.Model):
+    """The loss of tokens that the inputs hide, as in BERT."""
+
+    HIDDEN = 7
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.head = layers.Embedding(20, 5), layers.Dense(20)
+
+    def call(self, tokens):
+        return self.head(self.table(tokens))
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        hidden = ops.cast(ops.equal(x, self.HIDDEN), y_pred.dtype)
+        values = keras.losses.sparse_categorical_crossentropy(y, y_pred, from_logits=True)
+        return ops.sum(values * hidden) / ops.maximum(ops.sum(hidden), 1.0)
+
+
+IGNORED = {"classes": [11]}
+
+
+def ignoring(y_true, y_pred):
+    kept = ops.not_equal(y_true, IGNORED["classes"][0])
+    values = keras.losses.sparse_categorical_crossentropy(ops.where(kept, y_true, 0), y_pred, from_logits=True)
+    kept = ops.cast(kept, y_pred.dtype)
+    return values * kept / (ops.mean(kept) + 1e-7)
+
+
+@scenario
+def odd_rows_that_numbers_elsewhere_select(p):
+    """Numbers of a class, and of a list in a dict, say which tokens and which rows count."""
+    tokens = np.random.default_rng(3).integers(0, 20, (UNEVEN, 6))
+    masked = p.fit(lambda: compiled(MaskedTokens(), None), (tokens, np.roll(tokens, 1, 1)))[1]
+    labels = classes(3, rows=UNEVEN)
+    labels[BATCH // 2 :: 2] = 11
+    build = lambda: compiled(keras.Sequential([keras.Input((6,)), layers.Dense(3)]), ignoring)
+    ignored = p.fit(build, (floats(6, rows=UNEVEN), labels))[1]
+    return masked | {f"ignored_{name}": value for name, value in ignored.items()}
+
+
+class Largest(keras.metrics.Metric):
+    def __init__(self, lowest):
+        super().__init__(name=f"largest_{abs(lowest):.0e}")
+        self.lowest, self.largest = lowest, self.add_variable((), lambda *_, **__: lowest, name="largest")
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        self.largest.assign(ops.maximum(self.largest, ops.cast(ops.max(y_pred), self.largest.dtype)))
+
+    def result(self):
+        return self.largest
+
+    def reset_state(self):
+        self.largest.assign(self.lowest)
+
+
+class GeometricMean(keras.metrics.Metric):
+    def __init__(self):
+        super().__init__(name="geometric_mean")
+        self.product, self.count = self.add_variable((), "ones"), self.add_variable((), "zeros")
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        self.product.assign(self.product * ops.cast(ops.prod(0.5 + ops.abs(y_true - y_pred)), self.product.dtype))
+        self.count.assign_add(ops.cast(ops.size(y_true), self.count.dtype))
+
+    def result(self):
+        return self.product ** (1 / ops.maximum(self.count, 1.0))
+
+    def reset_state(self):
+        self.product.assign(1.0)
+        self.count.assign(0.0)
+
+
+@scenario
+def odd_metrics_that_do_not_begin_with_zero(p):
+    """Nor do they add up. In two steps the chief has no row."""
+    from raytf.data import worker_part
+
+    arrays, steps = pairs(11), [([0, 1, 2], [3, 4]), ([], [5, 6]), ([7], [8, 9]), ([], [10])]
+    mine = [np.array(parts[p.rank] if p.world > 1 else [*parts[0], *parts[1]], int) for parts in steps]
+    data = tf.data.Dataset.from_generator(
+        lambda: (tuple(a[rows] for a in arrays) for rows in mine),
+        output_signature=tuple(tf.TensorSpec((None, *a.shape[1:]), a.dtype) for a in arrays),
+    )
+    data = data.apply(tf.data.experimental.assert_cardinality(len(steps)))
+
+    made_out_of_scope = Largest(-1e9)
+
+    def build():
+        metrics = [Largest(-1e30), Largest(0.0), GeometricMean(), made_out_of_scope]
+        return compiled(keras.Sequential([keras.Input((6,)), layers.Dense(2)]), metrics=metrics)
+
+    model = p._built(build, data)
+    history = model.fit(worker_part.mark_worker_part(data) if p.world > 1 else data, epochs=2, verbose=0)
+    return results(model, history)
 
 
 NEW = [name for name in SCENARIOS if name not in BEFORE]

@@ -51,6 +51,7 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
     "keras.src.layers.layer:Layer._flatten_layers": ("(self, include_self=, recursive=)",),
     "keras.src.layers.layer:Layer._get_own_losses": ("(self)",),
     "keras.src.layers.layer:Layer.add_loss": ("(self, loss)",),
+    "keras.src.layers.normalization.batch_normalization:BatchNormalization._moments": ("(self, inputs, mask)",),
     "keras.src.losses.loss:Loss.__call__": ("(self, y_true, y_pred, sample_weight=)",),
     "keras.src.losses.loss:reduce_weighted_values": ("(values, sample_weight=, mask=, reduction=, dtype=)",),
     "keras.src.losses.loss:scale_loss_for_distribution": ("(value)",),

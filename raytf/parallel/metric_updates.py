@@ -1,0 +1,85 @@
+"""Updates of users' metrics in a step with several workers: one that is no sum over rows gets the rows of all."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras import tree
+
+from raytf.collectives import exchange
+from raytf.collectives.communicator import all_sum
+from raytf.parallel import halves, whole_batch
+from raytf.parallel import step as step_module
+
+
+def may_compare(metric) -> bool:
+    """Returns whether a metric may be no sum over rows: it is a user's, or wraps a function."""
+    return type(metric) is keras.metrics.MeanMetricWrapper or not type(metric).__module__.startswith("keras.")
+
+
+def update_state(metric, original, *args, **kwargs):
+    """Replaces `update_state` of a user's metric: one that is no sum over rows gets the rows of all replicas.
+
+    Then one replica counts, for all.
+    """
+    step = step_module.current()
+    given, rows = (args, kwargs), None if step is None else step.known_rows
+    if step is None or not any(halves.has_rows(leaf, rows) for leaf in tree.flatten(given)):
+        return original(*args, **kwargs)
+
+    def added(arguments):
+        """Returns what an update adds to the metric's variables, from zeros and from other values."""
+        variables = list(metric.variables)
+        zeros = [tf.zeros(v.shape, v.dtype) for v in variables]
+        return [
+            change for before in (zeros, _any_values(variables)) for change in _changes(variables, before, arguments)
+        ]
+
+    def _changes(variables, before, arguments):
+        with keras.StatelessScope(state_mapping=list(zip(variables, before, strict=True))) as scope:
+            original(*arguments[0], **arguments[1])
+        return [scope.get_current_value(v) - old for v, old in zip(variables, before, strict=True)]
+
+    outcome = halves.known(step, metric, added, given, rows)
+    if halves.SUM in outcome.ways or outcome.unknown:
+        if outcome.why:
+            warnings.warn(
+                f"The metric {metric.name!r} could not be tried on rows that are made up ({outcome.why}): it is taken "
+                "for one that sums over rows. If it does not, each worker's rows count for themselves",
+                stacklevel=2,
+            )
+        return original(*args, **kwargs)
+    return whole_batch.computed(step, lambda arguments: _updated(metric, step, original, *arguments), given, rows)
+
+
+def _any_values(variables: Sequence) -> list[tf.Tensor]:
+    """Returns values other than zeros, from which only what adds changes as it does from zeros."""
+    random = np.random.default_rng(0)
+    return [tf.cast(tf.constant(random.integers(1, 5, v.shape) / 4 + 1), v.dtype) for v in variables]
+
+
+def _updated(metric, step: step_module.Step, original, args, kwargs):
+    """Updates a metric with the rows of all replicas, from its state of all replicas.
+
+    One replica has the new state. The others have zeros, as the state is read as a sum.
+    """
+    counts, variables = whole_batch.current().counts, list(metric.variables)
+    if any(step_module.is_shared(v) for v in variables):
+        return original(*args, **kwargs)
+    added = [v for v in variables if v.aggregation == "sum" and tf.as_dtype(v.dtype) in exchange.SUMMABLE]
+    totals = all_sum([tf.convert_to_tensor(v.value) for v in added]) if added else []
+    with keras.StatelessScope(state_mapping=list(zip(added, totals, strict=True))) as scope:
+        value = original(*args, **kwargs)
+    with step_module.override_state(whole_batch=None):
+        for variable in added:
+            state = scope.get_current_value(variable)
+            variable.assign(tf.where(counts, state, tf.zeros_like(state)))
+            step.note_complete(variable)
+        for variable in (v for v in variables if all(v is not other for other in added)):
+            if (state := scope.get_current_value(variable)) is not None:
+                variable.assign(state)
+    return value
