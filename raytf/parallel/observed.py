@@ -31,7 +31,7 @@ def step_of(model, function: Callable, training: bool) -> Callable:
         shown = step_logs.StepObservations(notes)
         shown.sums = row_sums.RowSums.create(model, data) if many and training else None
         with contextlib.ExitStack() as stack, step_module.override_state(seen=shown):
-            for metric in _metrics_of(model):
+            for metric in metrics_of(model):
                 stack.enter_context(patched_of(metric, "result", functools.partial(metrics.result, metric)))
                 if many and metric_updates.may_compare(metric):
                     update = functools.partial(metric_updates.update_state, metric)
@@ -50,7 +50,7 @@ def step_of(model, function: Callable, training: bool) -> Callable:
     return step
 
 
-def _metrics_of(model) -> Iterator:
+def metrics_of(model) -> Iterator:
     """Yields the metrics of a model; those of `compile` one by one."""
     for metric in model.metrics:
         yield from metric.metrics if isinstance(metric, compile_utils.CompileMetrics) else [metric]

@@ -239,12 +239,24 @@ def _refuse_what_cannot_work(model, strategy):
             f"{', '.join(used)} with sync_every={local_sgd.averaging_interval(strategy)}",
             "Leave one of them out",
         )
+    for metric in observed.metrics_of(model) if local_replicas(strategy) > 1 else ():
+        if any(not _has_replicas(variable) for variable in metric.variables):
+            raise ConfigError(
+                "With several devices in one process metrics must be created within the strategy's scope",
+                f"the metric {metric.name!r}, created outside of it, whose variables the devices would overwrite",
+                "Create it where the model is compiled, within strategy.scope()",
+            )
     if used and local_replicas(strategy) > 1:
         raise ConfigError(
             "This optimizer option changes variables in a condition, which needs one device for each worker",
             f"{', '.join(used)} with {local_replicas(strategy)} devices in each worker",
             "Start one worker for each GPU",
         )
+
+
+def _has_replicas(variable) -> bool:
+    """Returns whether a variable was created within the scope of a strategy with several replicas."""
+    return step_module.is_shared(variable) or isinstance(keras_objects.variable_of(variable), DistributedVariable)
 
 
 @patch((backend_trainer.TensorFlowTrainer, "fit"))

@@ -32,6 +32,7 @@ THREE = [
     *("gradient_penalty_of_an_embedding", "unreduced_losses", "states_that_say_how_they_are_joined"),
     *("callbacks_draw_in_batches", "own_loop_with_clip", "used_rows_by_adam", "all_rows_by_adagrad"),
     *("fresh_positions_by_adam", "fresh_noise_on_gradients", "own_loop_with_noise"),
+    *("odd_rows_without_zeros", "odd_normalization_of_masked_rows"),
 ]
 # Two devices in one process: what reduces, divides and feeds; callbacks are one process' own matter.
 LOCAL = [
@@ -49,6 +50,7 @@ LOCAL = [
     *("own_loop_with_clip", "own_loop_with_its_own_sum", "states_that_do_not_say", "users_losses_of_classes"),
     *("fresh_positions_by_adam", "fresh_positions_run_eagerly", "fresh_positions_of_a_fixed_number_of_rows"),
     *("fresh_noise_on_gradients", "own_loop_with_noise"),
+    *("odd_rows_without_zeros", "odd_normalization_of_masked_rows", "odd_metrics_that_do_not_begin_with_zero"),
 ]
 # In the order in which the groups start, a few at a time: the long ones first.
 WANTED = {

@@ -8,6 +8,7 @@ import pytest
 import tensorflow as tf
 from keras import layers, ops
 
+from raytf.errors import ConfigError
 from tests.processes.fresh_scenarios import compiled
 from tests.processes.loss_scenarios import UNEVEN, VALIDATION, branches, one_hot, pairs, rows_of
 from tests.processes.optimizer_scenarios import dense
@@ -403,9 +404,8 @@ class GeometricMean(keras.metrics.Metric):
         self.count.assign(0.0)
 
 
-@scenario
-def odd_metrics_that_do_not_begin_with_zero(p):
-    """Nor do they add up. In two steps the chief has no row."""
+def fitted_in_uneven_parts(p, *metrics):
+    """Trains a model with Largest(0.0) and others; in two steps the chief has no row."""
     from raytf.data import worker_part
 
     arrays, steps = pairs(11), [([0, 1, 2], [3, 4]), ([], [5, 6]), ([7], [8, 9]), ([], [10])]
@@ -416,15 +416,27 @@ def odd_metrics_that_do_not_begin_with_zero(p):
     )
     data = data.apply(tf.data.experimental.assert_cardinality(len(steps)))
 
-    made_out_of_scope = Largest(-1e9)
-
     def build():
-        metrics = [Largest(-1e30), Largest(0.0), GeometricMean(), made_out_of_scope]
-        return compiled(keras.Sequential([keras.Input((6,)), layers.Dense(2)]), metrics=metrics)
+        created = [Largest(0.0), *(metric if isinstance(metric, keras.Metric) else metric() for metric in metrics)]
+        return compiled(keras.Sequential([keras.Input((6,)), layers.Dense(2)]), metrics=created)
 
     model = p._built(build, data)
     history = model.fit(worker_part.mark_worker_part(data) if p.world > 1 else data, epochs=2, verbose=0)
     return results(model, history)
+
+
+@scenario
+def odd_metrics_that_do_not_begin_with_zero(p):
+    """Nor do they add up."""
+    if p.strategy.num_replicas_in_sync > p.world:
+        with pytest.raises(ConfigError, match="within the strategy's scope; received: the metric 'largest_1e.09'"):
+            fitted_in_uneven_parts(p, Largest(-1e9))
+    return fitted_in_uneven_parts(p, lambda: Largest(-1e30), GeometricMean)
+
+
+@scenario
+def odd_metric_created_out_of_scope(p):
+    return fitted_in_uneven_parts(p, Largest(-1e9))
 
 
 NEW = [name for name in SCENARIOS if name not in BEFORE]
