@@ -34,7 +34,7 @@ _SMALL, _UNKNOWN_SIZE = 4, 4
 ANY = -1
 # Numbers that mark labels as missing, in addition to those in a function's own code.
 _MISSING = (-1.0, -100.0, -999.0, -9999.0, 255.0)
-_MOST_MISSING, _LARGEST, _DEEPEST = 20, 1e9, 3
+_MOST_MISSING, _LARGEST, _DEEPEST = 20, 1e9, 4
 # Numbers of one trial: the second half has each twice, and one row without.
 _MISSING_AT_ONCE = (_ROWS // 2 - 1) // 2
 # Entries of a list or a dict in which such a number is looked for.
@@ -106,7 +106,7 @@ def outcome(
             with contextlib.suppress(Exception):  # a function of fewer rows alone
                 outcomes.append(_tried(function, given, rows, 0, draws, count=many))
         if missing is not None and any(trial.rows or MEAN in trial.ways for trial in outcomes):
-            outcomes += _tried_with_missing(function, given, rows, draws, missing)
+            outcomes += _tried_with_missing(function, given, rows, missing)
     return _agreed(outcomes) or Outcome(why=f"{type(error).__name__}: {error}")
 
 
@@ -152,10 +152,8 @@ def _signature(leaf: Any, rows: int | None) -> Any:
     return str(leaf.dtype), ("rows", *shape[1:]) if has_rows(leaf, rows) else shape
 
 
-def _tried_with_missing(
-    function: Callable, given: Any, rows: int | None, draws: bool, missing: Missing
-) -> list[Outcome]:
-    """Returns outcomes with missing labels; skips numbers that the function refuses."""
+def _tried_with_missing(function: Callable, given: Any, rows: int | None, missing: Missing) -> list[Outcome]:
+    """Returns outcomes with missing labels of a function that does not draw; skips numbers that it refuses."""
     outcomes: list[Outcome] = []
     numbers = _numbers_in(missing.code)
     parts = [numbers[i : i + _MISSING_AT_ONCE] for i in range(0, len(numbers), _MISSING_AT_ONCE)]
@@ -163,7 +161,7 @@ def _tried_with_missing(
     while pending:
         gone = _Gone({id(leaf) for leaf in tree.flatten(missing.labels)}, pending.pop(0))
         try:
-            outcomes.append(_tried(function, given, rows, 0, draws, gone))
+            outcomes.append(_tried(function, given, rows, 0, False, gone))
         except Exception:  # such as an unknown class, although another number marks missing labels
             pending += [[number] for number in gone.numbers] if len(gone.numbers) > 1 else []
     return outcomes

@@ -126,6 +126,50 @@ def test_what_leaves_nothing_out_is_what_it_was(name):
     assert halves.outcome(call, specs, missing=halves.Missing(specs[0], [function])) == halves.outcome(call, specs)
 
 
+IGNORED, IN_A_LIST, IN_A_DICT = 12, [3, 12], {"ignored": {"classes": [12]}}
+
+
+class OfAClass:
+    IGNORED = 12
+
+    def call(self, labels, values):
+        return masked_mean(labels != self.IGNORED, values)
+
+
+class OfAnAttribute:
+    def __init__(self):
+        self.config = {"ignored": 12}
+
+    def call(self, labels, values):
+        return masked_mean(labels != self.config["ignored"], values)
+
+
+def masked_mean(mask, values):
+    mask = ops.cast(mask, values.dtype)
+    return ops.sum(mask * values) / ops.maximum(ops.sum(mask), 1)
+
+
+def of_a_list(labels, values):
+    return masked_mean(labels != IN_A_LIST[1], values)
+
+
+def of_a_dict(labels, values):
+    return masked_mean(labels != IN_A_DICT["ignored"]["classes"][0], values)
+
+
+def taken_rather_than_skipped(labels, values):
+    return masked_mean(labels == IGNORED, values)
+
+
+@pytest.mark.parametrize("owner", [OfAClass(), OfAnAttribute(), of_a_list, of_a_dict, taken_rather_than_skipped])
+@pytest.mark.parametrize("shape", [(None,), (None, 5), (None, 1 << 20)])
+def test_numbers_that_mask_rows_are_found_where_code_keeps_them(owner, shape):
+    function = getattr(owner, "call", owner)
+    specs = tf.TensorSpec(shape, tf.int64), tf.TensorSpec(shape, tf.float32)
+    missing = halves.Missing(specs[0], [function, owner])
+    assert not halves.outcome(lambda given: function(*given), specs, missing=missing).ways
+
+
 def test_classes_are_rows_of_what_a_loss_knows():
     specs = (tf.TensorSpec((None,), tf.int64), tf.TensorSpec((None, 7), tf.float32))
     found = halves.outcome(lambda its: keras.losses.sparse_categorical_crossentropy(*its), specs)
