@@ -57,6 +57,8 @@ def assigned(variable: keras.Variable, value) -> bool:
     if not step_module.is_joined(variable) and not drawn:
         if step.states is not None:
             step.states.note(step, variable, value)
+        if step.partial and variable.aggregation == "none":
+            _note_origin(step, variable, value)
         return False
     strategy, context = tf.distribute.get_strategy(), tf.distribute.get_replica_context()
     tf_variable = keras_objects.variable_of(variable)
@@ -69,6 +71,14 @@ def assigned(variable: keras.Variable, value) -> bool:
         joined = _joined(step, variable.aggregation, tf.convert_to_tensor(local), value)
     local.assign(joined)
     return True
+
+
+def _note_origin(step: step_module.Step, variable: keras.Variable, value) -> None:
+    """Notes a state that no row changes, as counters of steps: a replica without rows keeps its new value, too."""
+    if step.is_in_control_flow() or gradients.may_differ(step, value):
+        step.note_changed_by_rows(variable)
+    else:
+        step.note_complete(variable)
 
 
 def of_shared(step: step_module.Step, variable: keras.Variable, old_value: tf.Tensor, value: tf.Tensor) -> tf.Tensor:

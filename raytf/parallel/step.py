@@ -35,7 +35,8 @@ class Step:
         self._merged: dict[int, object] = {}  # by id: indices of gradients with unique ids
         self._local: dict[int, object] = {}  # by id: gradients of this worker's rows, for `shards`
         self._whole: dict[int, object] = {}  # by id: values, and factors, of the rows of all workers
-        self._complete: set[int] = set()  # ids of metrics' variables with the state of all replicas
+        self._complete: set[int] = set()  # ids of variables that a replica without rows changes rightly
+        self._by_rows: set[int] = set()  # ids of those that rows have changed
         self._graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
 
     def note_alike(self, tensor) -> None:
@@ -79,12 +80,16 @@ class Step:
         return id(value) in self._whole
 
     def note_complete(self, variable) -> None:
-        """Records a metric's variable that has the state of all replicas, also in one without rows."""
+        """Records a variable whose new value is right in a replica without rows, too."""
         self._complete.add(id(variable))
 
+    def note_changed_by_rows(self, variable) -> None:
+        """Records a variable to which a replica without rows gets its old value back."""
+        self._by_rows.add(id(variable))
+
     def is_complete(self, variable) -> bool:
-        """Returns whether a metric's variable has the state of all replicas."""
-        return id(variable) in self._complete
+        """Returns whether a variable's new value is right in a replica without rows, too."""
+        return id(variable) in self._complete - self._by_rows
 
     def is_nested(self) -> bool:
         """Returns whether the code that is traced is in a function, condition or loop within the step."""

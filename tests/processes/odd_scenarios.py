@@ -296,6 +296,32 @@ def odd_normalization_of_masked_rows(p):
     return out | {f"s{i}": np.asarray(v) for i, v in enumerate(model.non_trainable_variables)}
 
 
+class Annealed(layers.Layer):
+    """Changes by the number of its steps."""
+
+    def build(self, shape):
+        self.steps = self.add_weight(shape=(), initializer="zeros", trainable=False, name="steps")
+        self.halved = self.add_weight(shape=(), initializer="ones", trainable=False, name="halved")
+
+    def call(self, x, training=False):
+        if training:
+            self.steps.assign_add(1.0)
+            self.halved.assign(self.halved / 2)
+        return x * ops.cast(ops.minimum(0.1 * self.steps, 1.0), x.dtype)
+
+
+@scenario
+def odd_states_that_no_row_changes(p):
+    """In the last step one worker has no row, and its state is not to stay behind."""
+
+    def build():
+        spectral = layers.SpectralNormalization(layers.Dense(3))
+        return compiled(keras.Sequential([keras.Input((6,)), layers.Dense(5), Annealed(), spectral, layers.Dense(2)]))
+
+    model, out = p.fit(build, pairs(ALL_BUT_ONE), epochs=3)
+    return out | {f"s{i}": np.asarray(v) for i, v in enumerate(model.non_trainable_variables)}
+
+
 class Phases(keras.losses.Loss):
     """A mean over rows at first, then one that compares them."""
 
