@@ -55,10 +55,7 @@ def assigned(variable: keras.Variable, value) -> bool:
         return False
     drawn = _is_one_draw(step, variable, value)
     if not step_module.is_joined(variable) and not drawn:
-        if step.states is not None:
-            step.states.note(step, variable, value)
-        if step.partial and variable.aggregation == "none":
-            _note_origin(step, variable, value)
+        _note(step, variable, value)
         return False
     strategy, context = tf.distribute.get_strategy(), tf.distribute.get_replica_context()
     tf_variable = keras_objects.variable_of(variable)
@@ -73,9 +70,14 @@ def assigned(variable: keras.Variable, value) -> bool:
     return True
 
 
-def _note_origin(step: step_module.Step, variable: keras.Variable, value) -> None:
-    """Notes a state that no row changes, as counters of steps: a replica without rows keeps its new value, too."""
-    if step.is_in_control_flow() or gradients.may_differ(step, value):
+def _note(step: step_module.Step, variable: keras.Variable, value) -> None:
+    """Warns of a state that follows a worker's rows; a replica without rows keeps the new value of any other."""
+    if step.states is None:
+        return
+    step.states.note(step, variable, value)
+    if not step.partial or variable.aggregation != "none":
+        return
+    if step.states.is_moving(variable) or step.is_in_control_flow() or gradients.may_differ(step, value):
         step.note_changed_by_rows(variable)
     else:
         step.note_complete(variable)
@@ -88,9 +90,9 @@ def of_shared(step: step_module.Step, variable: keras.Variable, old_value: tf.Te
     if not step_module.says_how_to_join(variable):
         if _is_one_draw(step, variable, value):
             return communicator.of_first([value])[0]
-        if step.states is not None:
-            step.states.note(step, variable, value)
-        return tf.where(step.rows > 0, value, old_value) if id(variable) in step.shared else value
+        _note(step, variable, value)
+        follows_rows = id(variable) in step.shared and not step.is_complete(variable)
+        return tf.where(step.rows > 0, value, old_value) if follows_rows else value
     if variable.aggregation == "sum":
         return tf.where(step.rows > 0, value, old_value)
     return _joined(step, variable.aggregation, old_value, value)
@@ -130,13 +132,17 @@ class States:
 
     def __init__(self, model, named: set[str]):
         self._named = named
+        owners = [(v, layer) for layer in keras_objects.layers_of(model) for v in keras_objects.own_variables(layer)[1]]
+        self._moving = {id(v) for v, layer in owners if isinstance(layer, keras.layers.BatchNormalization)}
         self._layers = {
             id(variable): layer
-            for layer in keras_objects.layers_of(model)
-            if not type(layer).__module__.startswith("keras.")
-            and not isinstance(layer, keras.layers.BatchNormalization)
-            for variable in keras_objects.own_variables(layer)[1]
+            for variable, layer in owners
+            if not type(layer).__module__.startswith("keras.") and id(variable) not in self._moving
         }
+
+    def is_moving(self, variable: keras.Variable) -> bool:
+        """Returns whether a variable is a moving statistic of a `BatchNormalization`."""
+        return id(variable) in self._moving
 
     def note(self, step: step_module.Step, variable: keras.Variable, value) -> None:
         """Warns once of a variable whose assigned value depends on the rows of this worker."""

@@ -51,6 +51,7 @@ LOCAL = [
     *("fresh_positions_by_adam", "fresh_positions_run_eagerly", "fresh_positions_of_a_fixed_number_of_rows"),
     *("fresh_noise_on_gradients", "own_loop_with_noise"),
     *("odd_rows_without_zeros", "odd_normalization_of_masked_rows", "odd_metrics_that_do_not_begin_with_zero"),
+    "odd_states_that_no_row_changes",
 ]
 # In the order in which the groups start, a few at a time: the long ones first.
 WANTED = {
