@@ -312,7 +312,7 @@ class Annealed(layers.Layer):
 
 @scenario
 def odd_states_that_no_row_changes(p):
-    """In the last step one worker has no row, and its state is not to stay behind."""
+    """In the last step one worker has no row, and its state is to be that of the others."""
 
     def build():
         spectral = layers.SpectralNormalization(layers.Dense(3))
