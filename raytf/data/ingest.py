@@ -55,7 +55,13 @@ def read_all(
             pool.submit(_read, name, dataset, materialized(materialize, name), workers, specs or {})
             for name, dataset in to_read.items()
         ]
-        return {**datasets, **{name: call.result() for name, call in zip(to_read, calls, strict=True)}}
+        try:
+            return {**datasets, **{name: call.result() for name, call in zip(to_read, calls, strict=True)}}
+        except BaseException:
+            streamed.close(
+                {name: call.result() for name, call in zip(to_read, calls, strict=True) if not call.exception()}
+            )
+            raise
 
 
 def check(materialize: Any, names: Collection[str]) -> None:

@@ -14,10 +14,12 @@ import pytest
 import ray
 from ray.train import ScalingConfig
 
+from raytf.compat import ray_core
 from raytf.data import columns, ingest, partitions, streamed
 from raytf.data import reader as reader_module
 from raytf.data.sampling import Sampler
 from raytf.data.stored import StoredDataset
+from raytf.errors import ConfigError
 from raytf.runtime import resources
 from tests.waiting import until
 
@@ -44,6 +46,16 @@ def stream(folder):
     found = ingest.read_all({"train": ray.data.read_parquet(folder)}, False, ScalingConfig(num_workers=2))
     yield found["train"]
     streamed.close(found)
+
+
+def test_a_dataset_that_cannot_be_read_leaves_no_server_of_the_others(folder):
+    servers = lambda: {its.actor_id for its in ray_core.living_actors() if its.class_name == "StreamServer"}
+    before = servers()
+    datasets = {"train": ray.data.read_parquet(folder), "validation": ray.data.range(50)}
+    specs = {"features": [columns.parse("id", "features")], "labels": [columns.parse("words", "labels")]}
+    with pytest.raises(ConfigError, match="words"):
+        ingest.read_all(datasets, {"train": False}, ScalingConfig(num_workers=2), specs)
+    until(lambda: servers() == before)
 
 
 def an_order(stream):
