@@ -52,7 +52,7 @@ def test_a_dataset_that_cannot_be_read_leaves_no_server_of_the_others(folder):
     servers = lambda: {its.actor_id for its in ray_core.living_actors() if its.class_name == "StreamServer"}
     before = servers()
     datasets = {"train": ray.data.read_parquet(folder), "validation": ray.data.range(50)}
-    specs = {"features": [columns.parse("id", "features")], "labels": [columns.parse("words", "labels")]}
+    specs = {"features": columns.parse("id", "features"), "labels": columns.parse("words", "labels")}
     with pytest.raises(ConfigError, match="words"):
         ingest.read_all(datasets, {"train": False}, ScalingConfig(num_workers=2), specs)
     until(lambda: servers() == before)
