@@ -51,16 +51,14 @@ def read_all(
     workers = max(1, workers) if isinstance(workers, int) else workers[1]
     to_read = {name: dataset for name, dataset in datasets.items() if not isinstance(dataset, TFData)}
     with stored.quiet(), ThreadPoolExecutor(max(1, len(datasets))) as pool:
-        calls = [
-            pool.submit(_read, name, dataset, materialized(materialize, name), workers, specs or {})
+        calls = {
+            name: pool.submit(_read, name, dataset, materialized(materialize, name), workers, specs or {})
             for name, dataset in to_read.items()
-        ]
+        }
         try:
-            return {**datasets, **{name: call.result() for name, call in zip(to_read, calls, strict=True)}}
+            return {**datasets, **{name: call.result() for name, call in calls.items()}}
         except BaseException:
-            streamed.close(
-                {name: call.result() for name, call in zip(to_read, calls, strict=True) if not call.exception()}
-            )
+            streamed.close({name: call.result() for name, call in calls.items() if not call.exception()})
             raise
 
 

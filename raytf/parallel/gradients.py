@@ -430,7 +430,7 @@ def _in_collectives(grads, step, rows):
     if step is None:
         return all_sum(grads)
     # a sum over all rows may exceed float16 although their mean does not
-    local = [_map_dense(lambda d: _weighted(wide(d), step), g) for g in grads]
+    local = [_map_dense(lambda d: weighted(wide(d), step), g) for g in grads]
     if rows is None:
         *local, rows = all_sum([*local, tf.cast(step.rows, _wide(local))])
     else:
@@ -452,11 +452,12 @@ def _map_dense(function, gradient):
     return function(gradient)
 
 
-def _weighted(gradient, step: step_module.Step):
-    return _of_rows(gradient * tf.cast(step.rows, gradient.dtype), step)
+def weighted(gradient, step: step_module.Step):
+    """Returns a gradient with the weight of this replica's rows."""
+    return of_rows(gradient * tf.cast(step.rows, gradient.dtype), step)
 
 
-def _of_rows(gradient, step: step_module.Step):
+def of_rows(gradient, step: step_module.Step):
     """Returns zeros if this worker has no row: a placeholder row may produce NaN, and NaN times zero rows is NaN."""
     return tf.where(step.rows > 0, gradient, tf.zeros_like(gradient)) if step.partial else gradient
 
@@ -468,4 +469,4 @@ def of_this_worker(grads: Sequence) -> list:
         return list(grads)
     if sparse_rows.lazy:
         grads = [sparse_rows.of_this_worker(g, step) if isinstance(g, tf.IndexedSlices) else g for g in grads]
-    return [g if g is None else _map_dense(lambda d: _of_rows(d, step), g) for g in grads]
+    return [g if g is None else _map_dense(lambda d: of_rows(d, step), g) for g in grads]

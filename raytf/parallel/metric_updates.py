@@ -70,7 +70,8 @@ def _updated(metric, step: step_module.Step, original, args, kwargs):
     counts, variables = whole_batch.current().counts, list(metric.variables)
     if any(step_module.is_shared(v) for v in variables):
         return original(*args, **kwargs)
-    added = [v for v in variables if v.aggregation == "sum" and tf.as_dtype(v.dtype) in exchange.SUMMABLE]
+    adds_up = lambda v: v.aggregation == "sum" and tf.as_dtype(v.dtype) in exchange.SUMMABLE
+    added = [v for v in variables if adds_up(v)]
     totals = all_sum([tf.convert_to_tensor(v.value) for v in added]) if added else []
     with keras.StatelessScope(state_mapping=list(zip(added, totals, strict=True))) as scope:
         value = original(*args, **kwargs)
@@ -79,7 +80,7 @@ def _updated(metric, step: step_module.Step, original, args, kwargs):
             state = scope.get_current_value(variable)
             variable.assign(tf.where(counts, state, tf.zeros_like(state)))
             step.note_complete(variable)
-        for variable in (v for v in variables if all(v is not other for other in added)):
+        for variable in (v for v in variables if not adds_up(v)):
             if (state := scope.get_current_value(variable)) is not None:
                 variable.assign(state)
     return value

@@ -163,7 +163,7 @@ def global_seed_generator(original):
     return keras_objects.shared_of_replicas() or original()
 
 
-def _from_all_losses(step, of_rows, *upstream):
+def _from_all_losses(step, *upstream):
     """Returns this replica's gradients from the losses of all replicas, each weighted: see `_sum_over_replicas`."""
 
     @tf.custom_gradient
@@ -179,7 +179,7 @@ def _from_all_losses(step, of_rows, *upstream):
             with tf.control_dependencies([even] if even is not None else []):
                 return all_sum([tf.identity(g) for g in second])
 
-        summed = all_sum([of_rows(g * tf.cast(step.rows, g.dtype)) for g in upstream])
+        summed = all_sum([gradients.weighted(g, step) for g in upstream])
         return [tf.math.divide_no_nan(g, tf.cast(step.rows, g.dtype)) for g in summed], grad
 
     return weighted(*upstream)
@@ -202,12 +202,9 @@ def _sum_over_replicas(step, *parts):
             "Take it out, or pass synchronized=False",
         )
 
-    def of_rows(value):
-        return tf.where(step.rows > 0, value, tf.zeros_like(value)) if step.partial else value
-
     @tf.custom_gradient
     def total(*parts):
-        return all_sum([of_rows(p) for p in parts]), functools.partial(_from_all_losses, step, of_rows)
+        return all_sum([gradients.of_rows(p, step) for p in parts]), functools.partial(_from_all_losses, step)
 
     return total(*parts)
 
