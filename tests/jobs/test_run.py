@@ -17,6 +17,7 @@ import ray
 
 from raytf.launch import launcher
 from raytf.runtime import hangs
+from tests.jobs.tfjobs import REPLICA, TFJOB
 from tests.waiting import until
 
 pytestmark = [pytest.mark.usefixtures("ray_cluster"), pytest.mark.slow]
@@ -117,23 +118,7 @@ def test_parameter_servers_end_with_the_chief():
     assert "/job:ps" in out
 
 
-TFJOB = """
-apiVersion: kubeflow.org/v1
-kind: TFJob
-metadata: {name: mnist, namespace: kubeflow}
-spec:
-  runPolicy: {cleanPodPolicy: None}
-  tfReplicaSpecs:
-"""
-REPLICA = """
-    %s:
-      replicas: %d
-      restartPolicy: Never
-      template:
-        spec:
-          containers:
-            - name: tensorflow
-              image: kubeflow/tf-mnist:latest
+COMMAND = """\
               command: [python, %s]
               args: [%s]
               env: [{name: SHADE, value: of %s}]
@@ -146,7 +131,7 @@ def test_a_tfjob_of_workers(tmp_path):
     """Runs its command as written, with the output where the volume would be; what is not honoured is named."""
     script = SCRIPTS / "multi_worker_cnn.py"
     arguments = f"--epochs, '1', --output, {tmp_path}"
-    (tmp_path / "job.yaml").write_text(TFJOB + REPLICA % ("Worker", 2, script, arguments, "workers"))
+    (tmp_path / "job.yaml").write_text(TFJOB + REPLICA % ("Worker", 2) + COMMAND % (script, arguments, "workers"))
     out, err = run("--tfjob", tmp_path / "job.yaml")
     ends = re.findall(r"^\[worker (\d)\] +epochs: 1 weights: (\S+)", out, re.MULTILINE)
     assert sorted(rank for rank, _ in ends) == ["0", "1"] and len({weights for _, weights in ends}) == 1
@@ -156,7 +141,7 @@ def test_a_tfjob_of_workers(tmp_path):
 
 def test_a_tfjob_with_parameter_servers(tmp_path):
     script = SCRIPTS / "parameter_server.py"
-    replicas = [REPLICA % (role, 1, script, "", role) for role in ("Chief", "PS", "Worker")]
+    replicas = [REPLICA % (role, 1) + COMMAND % (script, "", role) for role in ("Chief", "PS", "Worker")]
     (tmp_path / "job.yaml").write_text(TFJOB + "".join(replicas))
     out, _ = run("--tfjob", tmp_path / "job.yaml")
     assert re.search(r"\[ps 0\] +serving", out) and "[worker 0] serving" in out

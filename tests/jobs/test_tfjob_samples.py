@@ -13,28 +13,11 @@ import sys
 import pytest
 
 from cluster import local
+from tests.jobs.tfjobs import REPLICA, TFJOB
 
 ROOT = pathlib.Path(__file__).parents[2]
 SCRIPTS = pathlib.Path(__file__).parent / "scripts" / "tfjob"
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
-TFJOB = """
-apiVersion: kubeflow.org/v1
-kind: TFJob
-metadata: {name: mnist, namespace: kubeflow}
-spec:
-  runPolicy: {cleanPodPolicy: None}
-  tfReplicaSpecs:
-"""
-REPLICA = """
-    %s:
-      replicas: %d
-      restartPolicy: Never
-      template:
-        spec:
-          containers:
-            - name: tensorflow
-              image: kubeflow/sample:latest
-"""
 WITH_SUMMARIES = """
               command:
                 - "python"
