@@ -30,6 +30,10 @@ class RecordReader:
         self._filesystem, self._copy = filesystem, ""
         self._piece: Records | None = None
 
+    def is_at(self, piece: Records) -> bool:
+        """Returns whether it has read a part of this piece last, so that the next part takes no more than itself."""
+        return self._piece is piece
+
     def table(self, piece: Records, features: Sequence[Feature], rows: np.ndarray) -> pa.Table:
         """Returns the table of some rows of a piece, in ascending order.
 
@@ -46,9 +50,12 @@ class RecordReader:
         size = block_rows(piece)
         parts = []
         for number in range(rows[0] // size, rows[-1] // size + 1):
-            block = self._block(piece, number)
-            few = rows[slice(*np.searchsorted(rows, [number * size, (number + 1) * size]))]
-            parts.append(block if len(few) == len(block) else tf.gather(block, few - number * size))
+            few = rows[slice(*np.searchsorted(rows, [number * size, (number + 1) * size]))] - number * size
+            if not len(few):
+                continue
+            block, first, last = self._block(piece, number), int(few[0]), int(few[-1])
+            # a slice copies no record
+            parts.append(block[first : last + 1] if last - first == len(few) - 1 else tf.gather(block, few))
         return parts[0] if len(parts) == 1 else tf.concat(parts, 0)
 
     def _block(self, piece: Records, number: int) -> tf.Tensor:

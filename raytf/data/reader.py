@@ -23,6 +23,7 @@ from raytf.data.streamed import Part, StreamedDataset, without_rows
 
 # Number of attempts for a chunk, each after another loss of blocks.
 _TRIES = 10
+_PARSERS = 3  # threads that read and parse TFRecord files: one for each piece that is read at a time
 
 _PART_ROWS = 1024  # lower bound of the mean rows of record batches that become tables
 
@@ -317,9 +318,11 @@ class RecordRows(StreamRows):
         )
 
     def _taken(self, wanted):
-        return [
-            (None, rows, self._read(part, rows - offset, self._names)) for part, offset, rows in self._needed(wanted)
-        ]
+        def take(part: Part, offset: int, rows: np.ndarray) -> tuple[None, np.ndarray, pa.Table]:
+            return None, rows, self._read(part, rows - offset, self._names)
+
+        with ThreadPoolExecutor(_PARSERS, "raytf_records") as pool:
+            return list(pool.map(take, *zip(*self._needed(wanted), strict=True)))
 
     def _all_lengths(self, column):
         tables = [self._read(part, np.arange(part.rows), column.names) for part in self._parts]

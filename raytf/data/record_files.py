@@ -6,9 +6,11 @@ Needs no TensorFlow until rows are read.
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
@@ -20,6 +22,9 @@ from raytf.data.records import Feature, Records
 from raytf.data.stored import FIRST_ROWS, StoredDataset, names_of
 from raytf.data.streamed import Part, StreamedDataset
 from raytf.data.tfrecords import RecordSource
+
+if TYPE_CHECKING:
+    from raytf.data import examples
 
 
 @dataclass(frozen=True)
@@ -64,13 +69,25 @@ class RecordStream(StreamedDataset):
 
 
 class RecordTables:
-    """Reader of the rows of a `RecordStream`."""
+    """Reader of the rows of a `RecordStream`, which several threads may use."""
 
     def __init__(self, stream: RecordStream):
+        self._stream, self._lock = stream, threading.Lock()
+        self._unused: list[examples.RecordReader] = []
+
+    @contextlib.contextmanager
+    def _reader(self, piece: Records) -> Iterator[examples.RecordReader]:
+        """Yields a reader for this thread alone: the one that is at this piece, if there is one."""
         from raytf.data import examples
 
-        self._stream, self._lock = stream, threading.Lock()
-        self._reader = examples.RecordReader(fs.LocalFileSystem())
+        with self._lock:
+            self._unused.sort(key=lambda reader: reader.is_at(piece))
+            reader = self._unused.pop() if self._unused else examples.RecordReader(fs.LocalFileSystem())
+        try:
+            yield reader
+        finally:
+            with self._lock:
+                self._unused.append(reader)
 
     def parts(self, pieces: np.ndarray, starts: np.ndarray, start: int, stop: int) -> list[Part]:
         """Returns the locations of the rows from stream position `start` to `stop`, in order.
@@ -92,8 +109,9 @@ class RecordTables:
     def table(self, part: Part, rows: np.ndarray, names: Sequence[str]) -> pa.Table:
         """Returns the table of some rows of a part, ascending, and of some columns."""
         features = [feature for feature in self._stream.features if feature.name in names]
-        with self._lock:
-            return self._reader.table(self._stream.records[part.block], features, part.first + rows)
+        piece = self._stream.records[part.block]
+        with self._reader(piece) as reader:
+            return reader.table(piece, features, part.first + rows)
 
 
 def opened(dataset, specs: Mapping, small: bool) -> RecordBlocks | RecordStream | None:

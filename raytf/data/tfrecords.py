@@ -25,8 +25,9 @@ from raytf.errors import ConfigError
 
 logger = logs.get_logger(__name__)
 
-# Bytes of all files up to which this process indexes them itself.
-_INDEXED_HERE = 256 << 20
+# Bytes of all files up to which this process indexes them itself: local ones at a GiB a second and more, while a task
+# of Ray takes seconds to start.
+_INDEXED_HERE, _INDEXED_HERE_LOCAL = 256 << 20, 1 << 30
 # Records of the first file, and of some others, from which features are inferred.
 _LOOKED_AT, _ALSO, _OTHER_FILES = 100, 10, 15
 
@@ -125,7 +126,8 @@ def _inferred(filesystem: fs.FileSystem, pieces: Sequence[Records]) -> list[Feat
 
 def _index_all(files: Files) -> list[Records]:
     everything = list(zip(files.paths, files.sizes, strict=True))
-    if sum(files.sizes) <= _INDEXED_HERE:
+    is_local = isinstance(files.filesystem, fs.LocalFileSystem)
+    if sum(files.sizes) <= (_INDEXED_HERE_LOCAL if is_local else _INDEXED_HERE):
         return _indexed(files.filesystem, everything)
     parts = min(len(everything), 4 * int(ray.cluster_resources().get("CPU", 1)))
     calls = [(files.filesystem, everything[i::parts]) for i in range(parts)]
