@@ -22,7 +22,6 @@ if TYPE_CHECKING:  # the names of `_PLACES`, for type checkers and editors
     from ray.train.tensorflow import prepare_dataset_shard as prepare_dataset_shard
     from ray.train.tensorflow.keras import ReportCheckpointCallback as ReportCheckpointCallback
 
-    from raytf.collectives.ring_token import keep_token as keep_token
     from raytf.data.columns import Column as Column
     from raytf.data.preprocessing import adapt as adapt
     from raytf.data.tf_data import TFData as TFData
@@ -66,7 +65,6 @@ _PLACES = {
     "fit": "raytf.fitting.calls",
     "predict": "raytf.fitting.calls",
     "get_dataset": "raytf.worker.dataset",
-    "keep_token": "raytf.collectives.ring_token",
     "get_strategy": "raytf.worker.context",
     "load_model": "raytf.worker.model_loading",
     "on_chief": "raytf.parallel.chief_callbacks",

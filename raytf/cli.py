@@ -156,7 +156,7 @@ _TRAINING = options(
         default=0,
         type=click.IntRange(min=-1),
         show_default=True,
-        help="Restarts after a worker died; -1 for no limit.",
+        help="Failures (lost workers, restarts) that the run survives; -1 for no limit.",
     ),
 )
 
@@ -391,7 +391,7 @@ def _unparsed_domains(space: str | None, domains: Collection[str]) -> dict[str, 
     "--hang-timeout",
     default=10.0,
     show_default=True,
-    help="Say who waits for whom after so many seconds, and end it three or thirty times as late; 0 never does.",
+    help="Report a hang after so many seconds, and end the process after 3 or 30 times that; 0 never does.",
 )
 @click.option(
     "--pin-cpus/--no-pin-cpus",

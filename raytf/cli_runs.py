@@ -31,14 +31,22 @@ _WHICH = click.option(
     type=WhichCheckpoint(),
     metavar=WhichCheckpoint.name,  # click would show it in capitals
     show_default=True,
-    help="Of its checkpoints.",
+    help="Which of its checkpoints.",
 )
-_METRIC = click.option("--metric", help="By which one is the best.  [default: val_loss, or loss without validation]")
+_METRIC = click.option(
+    "--metric", help="Metric that decides which is the best.  [default: val_loss, or loss without validation]"
+)
 _MODE = click.option(
-    "--mode", default="min", type=click.Choice(validation.MODES), show_default=True, help="Of the metric, for the best."
+    "--mode",
+    default="min",
+    type=click.Choice(validation.MODES),
+    show_default=True,
+    help="Whether the best has the least or the greatest metric.",
 )
 _MODEL = click.option(
-    "--model", metavar="MODULE:FUNCTION", help="What builds the model, where Keras cannot from its file."
+    "--model",
+    metavar="MODULE:FUNCTION",
+    help="Function that builds the model, where Keras cannot build it from its file.",
 )
 _DATA = click.option("--data", required=True, metavar="PATH", help=FILES)
 _FEATURES = option(
@@ -194,7 +202,7 @@ def report(folder, output):
     default="saved_model",
     type=click.Choice(["saved_model", "keras", "onnx"]),
     show_default=True,
-    help="Of what is written.",
+    help="Format of the output.",
 )
 @_WHICH
 @_METRIC

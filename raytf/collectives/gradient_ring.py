@@ -484,11 +484,11 @@ def check_without(wire_dtype: str | None) -> None:
         raise ConfigError(
             "gradient_dtype needs raytf's ring, and the ring needs a token that all processes are started with",
             f"gradient_dtype={wire_dtype!r} without a token",
-            "Start the workers with a trainer of raytf or `raytf run`, or call raytf.keep_token in each",
+            "Start the workers with a trainer of raytf or `raytf run`",
         )
     warnings.warn(
         "these processes have no token for raytf's ring: TensorFlow's collectives sum gradients, which is slower on "
-        "CPUs. Start them with a trainer of raytf or `raytf run`, or call raytf.keep_token in each",
+        "CPUs. Start them with a trainer of raytf or `raytf run`",
         stacklevel=2,
     )
 

@@ -17,8 +17,7 @@ def new_token() -> bytes:
 def keep_token(token: bytes, generation: int = 0) -> None:
     """Sets the secret token with which this process joins raytf's ring. It is kept in memory only.
 
-    raytf's trainers and `raytf run` call it. Call it in processes that you start yourself, before the strategy is
-    built.
+    raytf's trainers and `raytf run` call it before the strategy is built.
 
     Args:
         token: `TOKEN_BYTES` random bytes, the same in all processes of the ring. Send them over a private channel.
@@ -26,8 +25,8 @@ def keep_token(token: bytes, generation: int = 0) -> None:
             the process has the next number.
 
     Example:
-        >>> import raytf, secrets
-        >>> raytf.keep_token(secrets.token_bytes(32))
+        >>> from raytf.collectives import ring_token
+        >>> ring_token.keep_token(ring_token.new_token())
     """
     global _token, _generation
     _token, _generation = token, generation

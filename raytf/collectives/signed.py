@@ -71,7 +71,7 @@ def broadcast(strategy, value: Any) -> Any:
         raise ConfigError(
             "An object travels between workers with a signature, for which they need a common token",
             "workers without one",
-            "Start them with a trainer of raytf or `raytf run`, or call raytf.keep_token in each",
+            "Start them with a trainer of raytf or `raytf run`",
         )
     workers = strategy.num_replicas_in_sync // communicator.local_replicas(strategy)
     drawn = np.zeros((workers, _NONCE_BYTES // 4), np.int32)
