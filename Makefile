@@ -1,7 +1,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# Made anew when the dependencies change, so that a later `make` skips what is installed.
+# Recreated when the dependencies change, so that a later `make` skips what is installed.
 STAMP := $(VENV)/installed
 # What tests outside the gate need on top: Ray Serve, and packages of Ray Data's sources.
 MORE := $(VENV)/installed-more
@@ -12,7 +12,7 @@ MORE := $(VENV)/installed-more
 train: venv
 	$(BIN)/python jobs/digits.py --num-workers 2
 
-# Tests start many processes, which are not to compile raytf each anew where the environment asks for that.
+# Tests start many processes, which are not to each compile raytf again where the environment asks for that.
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
 
 # The gate: what `.ci/run` asks for. It tests outcomes alone, nothing is run again, and one heavy thing runs at a time.
@@ -31,7 +31,7 @@ test-all: $(MORE)
 	done; test -z "$$failed" || { echo "failed:$$failed"; exit 1; }
 
 # Figures of hours: plans of random faults, hangs that are to be named, memory of processes that live long, how processes
-# end, and what the doctor says of hosts that are broken one by one.
+# end, and what the doctor reports of hosts that are broken one by one.
 soak: venv
 	$(BIN)/python jobs/benchmarks/fault_plans.py
 	$(BIN)/python jobs/benchmarks/hangs.py

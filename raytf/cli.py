@@ -178,7 +178,7 @@ _CHECKPOINT_EVERY = option(
     "--name",
     receiver="run",
     callback=checked(validation.check_run_name),
-    help="Name of the run; one that exists resumes as --resume says.  [default: a new one]",
+    help="Name of the run; one that exists resumes according to --resume.  [default: a new one]",
 )
 @option(
     "--resume",
@@ -370,7 +370,7 @@ def _unparsed_domains(space: str | None, domains: Collection[str]) -> dict[str, 
 @click.option(
     "--tfjob",
     type=click.Path(exists=True, dir_okay=False),
-    help="YAML of a Kubeflow TFJob: its replicas, commands and variables. SCRIPT takes the place of its script.",
+    help="YAML of a Kubeflow TFJob: its replicas, commands and variables. SCRIPT replaces its script.",
 )
 @click.option("--num-workers", default=1, show_default=True, help="Processes that train.")
 @click.option("--num-ps", default=0, show_default=True, help="Parameter servers; they bring a chief that coordinates.")
@@ -447,7 +447,7 @@ def _arguments_of_tfjob(ctx: click.Context, tfjob: str, script: str | None, argu
     for name in ("num_workers", "num_ps", "chief", "evaluator", "module", "cpus_per_worker", "gpus_per_worker"):
         if name in given_here:
             option = f"--{name.replace('_', '-')}"
-            raise ConfigError("With --tfjob, the YAML says what runs where", option, f"Leave {option} out")
+            raise ConfigError("With --tfjob, the YAML sets what runs where", option, f"Leave {option} out")
     read_arguments, not_honoured = reader.read_tfjob(tfjob, script, arguments, variables)
     for sentence in not_honoured:
         click.echo(f"raytf run: {sentence}", err=True)

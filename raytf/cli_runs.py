@@ -25,7 +25,7 @@ from raytf.cli_parts import (
 )
 
 _RUN = click.argument("run", metavar="RUN")
-_WHICH = click.option(
+_CHECKPOINT = click.option(
     "--which",
     default="last",
     type=WhichCheckpoint(),
@@ -64,7 +64,7 @@ _GPUS = click.option("--gpus-per-worker", default=0, type=NUMBER, show_default=T
 
 def _running(command):
     """Adds the options of what runs a model that was kept."""
-    return options(_WHICH, _METRIC, _MODE, _BATCH, _WORKERS, _CPUS, _GPUS, _MODEL, DATA)(command)
+    return options(_CHECKPOINT, _METRIC, _MODE, _BATCH, _WORKERS, _CPUS, _GPUS, _MODEL, DATA)(command)
 
 
 @click.command(short_help="List the runs of a folder.")
@@ -204,7 +204,7 @@ def report(folder, output):
     show_default=True,
     help="Format of the output.",
 )
-@_WHICH
+@_CHECKPOINT
 @_METRIC
 @_MODE
 @click.option(

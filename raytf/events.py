@@ -70,7 +70,7 @@ _FORMER_KINDS = {"not_told": "stop_not_delivered", "worker_went_on": "worker_con
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunEvent:
-    """Event of a run.
+    """Describes an event of a run.
 
     Attributes:
         kind: Kind of the event.

@@ -18,7 +18,7 @@ from raytf.procfs import ProcessState
 # TensorFlow's coordination service gives up the others after 22 s, and names the wrong one: this must be earlier.
 STOPPED_INTERVAL = 10.0
 # Seconds between two looks.
-LOOK_INTERVAL = 2.0
+POLL_INTERVAL = 2.0
 
 _WORDS = {
     "T": "stopped by a signal (SIGSTOP?)",

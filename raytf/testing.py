@@ -127,7 +127,7 @@ class Fail(Fault):
         text: Text of the error.
     """
 
-    text: str = "planted by a FaultPlan"
+    text: str = "injected by a FaultPlan"
 
     def happen(self) -> None:
         raise RuntimeError(self.text)
@@ -312,7 +312,7 @@ def _fill(descriptor: int, size: int | None) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class FaultPlan:
-    """Faults of a run, each of which happens once, over all its restarts.
+    """Injects faults into a run, each once, over all its restarts.
 
     `callbacks=lambda config: [plan.callback(folder, workers=3)]` injects them into a `KerasTrainer`, and
     `callbacks=[plan.callback(folder)]` into `raytf.fit` or `model.fit`.
@@ -465,7 +465,7 @@ class FaultPlan:
                 self._full.end()
                 if injected_faults.take_faults():
                     text = "No checkpoint was handed to raytf's writer after a FailWrite, which did nothing"
-                    warnings.warn(f"{text}: plant it earlier, or have checkpoints", stacklevel=2)
+                    warnings.warn(f"{text}: inject it earlier, or have checkpoints", stacklevel=2)
 
         plan, folder = self, os.fspath(folder)
         return Planted()

@@ -2,9 +2,10 @@
 
 python jobs/benchmarks/checkpoint_memory.py
 
-Each worker notes its memory after some steps, and then the most of it while checkpoints are kept every few steps: as
-the kernel reports it of the process, with shared memory (`Rss`), and of its own alone (`Private_*`). "writer" is the
-process that writes, without what it shares. "stall" is the time between a step's callbacks and the next step. The
+Each worker notes its memory after some steps, without the buffer of snapshots, which exists before the first of them.
+Then it notes the most of it while checkpoints are kept every few steps: as the kernel reports it of the process, with
+shared memory (`Rss`), and of its own alone (`Private_*`). "writer" is the process that writes, without what it shares.
+"stall" is the time between a step's callbacks and the next step. The
 temporary folder of the workers is one of their own, whose most is noted.
 """
 
@@ -32,6 +33,18 @@ def memory(pid: int | str = "self") -> dict[str, int]:
     with open(f"/proc/{pid}/smaps_rollup") as file:
         kib = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in list(file)[1:])}
     return {"rss": kib["Rss"] << 10, "own": kib["Private_Clean"] + kib["Private_Dirty"] << 10}
+
+
+def _buffer() -> int:
+    """Bytes of this process' memory that are the buffer of snapshots, which raytf touches before the first step."""
+    found, inside = 0, False
+    with open("/proc/self/smaps") as file:
+        for line in file:
+            if not line.split(maxsplit=1)[0].endswith(":"):  # a mapping begins
+                inside = line.rstrip().endswith("memfd:raytf_snapshot (deleted)")
+            elif inside and line.startswith("Rss:"):
+                found += int(line.split()[1]) << 10
+    return found
 
 
 def _bytes_below(folder: str) -> int:
@@ -80,7 +93,8 @@ def _watch(keras, folder: str, temporary: str, rank: int):
         def on_train_batch_end(self, batch, logs=None):
             self.steps += 1
             if self.steps == EVERY - 2:
-                self.before = memory()
+                before = memory()
+                self.before = before | {"rss": before["rss"] - _buffer()}
                 self.thread.start()
             self.ended = time.perf_counter()
 

@@ -96,7 +96,7 @@ def sum_over_workers(strategy, values: Sequence[np.ndarray]) -> list[np.ndarray]
     known = _sums.setdefault(strategy, {})
     signature = tuple((t.dtype, tuple(t.shape)) for t in tensors)
     if signature not in known:
-        if len(known) >= _KEPT:
+        if len(known) >= _MOST_KNOWN:
             known.clear()
         known[signature] = _sum_function(strategy)
     with exchange.collective_phase():
@@ -104,7 +104,7 @@ def sum_over_workers(strategy, values: Sequence[np.ndarray]) -> list[np.ndarray]
 
 
 # A function for each signature: a single one would be retraced, and TensorFlow would warn of that.
-_KEPT = 64
+_MOST_KNOWN = 64
 _sums: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 

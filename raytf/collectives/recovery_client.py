@@ -321,7 +321,7 @@ class RecoveryClient:
             self._open, self._callbacks_called = True, False
             self._noted_image, self._boundary = image, self.tag
 
-    def tell_callbacks(self) -> bool:
+    def mark_epoch_end(self) -> bool:
         """Marks that callbacks get the epoch's end; returns whether recovery is still possible."""
         self._callbacks_called = True
         if not self._ends:

@@ -150,7 +150,7 @@ class Ring:
             return self._memory
 
     def add(self, array: np.ndarray, sum_number: int = 0, fill: Callable[[int, int], None] | None = None) -> np.ndarray:
-        """Sums `array` over all processes, in place; each calls it with the same sizes and in the same order.
+        """All-reduces `array` by sum, in place; each worker calls it with the same sizes and in the same order.
 
         Args:
             array: Contiguous, one-dimensional, of any number type or `scaled_float16.BLOCK`. Its size is a multiple of
@@ -340,7 +340,7 @@ class Ring:
         )
 
     def _exchange_array(
-        self, kind: int, array: np.ndarray, sum_number: int, sent: int, work: Callable[[_Ways], None]
+        self, kind: int, array: np.ndarray, sum_number: int, sent: int, work: Callable[[_ReadInPlace], None]
     ) -> np.ndarray:
         """Exchanges an array that the next process may read in shared memory; returns it, or a copy as for `add`."""
         large = array.nbytes > _READ_IN_PLACE
@@ -385,7 +385,7 @@ class Ring:
                     raise PeerLostError(self.rank, describe_error(error)) from error
                 raise
 
-    def _ways(self, begin: int | None, count: int) -> _Ways:
+    def _ways(self, begin: int | None, count: int) -> _ReadInPlace:
         """Returns whether the next process reads this array in shared memory, and the previous one's array if readable.
 
         Args:
@@ -448,7 +448,7 @@ class Ring:
         return True
 
     def send_to_successor(self, number: int, content: bytes) -> None:
-        """Sends the next member a message between two sums; its next sum adds it to its `held`.
+        """Sends the next member a message between two sums; its next sum adds it to its `peer_messages`.
 
         Args:
             number: Number of the message, 0 <= number < 2**64.
@@ -477,13 +477,13 @@ class Ring:
         why = heard.why if heard is not None else f"is lost: {describe_error(error.error)}"
         lost = heard.lost if heard is not None else error.lost
         cause = self._notifier.tell(Cause(lost, self.rank, why))  # its loss counts now even if it just left
-        self._take_what_was_passed_on()
+        self._receive_peer_messages()
         self.close()
         has_left, call = heard is not None and heard.departed, activity.tracker.call
         alone = f"; this worker is in {activity.CALLS[call]}, {_TOGETHER}" if has_left and call else ""
         return PeerLostError(self.rank, f"{cause}{alone}", cause.lost)
 
-    def _take_what_was_passed_on(self) -> None:
+    def _receive_peer_messages(self) -> None:
         """Reads passed messages that are still in the socket if the previous member was lost between two sums."""
         if self._in_sum:
             return
@@ -635,7 +635,7 @@ class Ring:
         halves: tuple[int, int],
     ) -> None:
         self._flush()
-        state = _AroundTheRing(array, neighbour, fill, self.rank, self.size, self._accumulate, halves)
+        state = _AllReduceProgress(array, neighbour, fill, self.rank, self.size, self._accumulate, halves)
         send = functools.partial(self._show_part if shows else self._send_part, state)
         receive = functools.partial(self._receive_part if neighbour is None else self._read_part, state)
         while state.sent < state.total or state.received < state.total:
@@ -650,15 +650,15 @@ class Ring:
             if not moved:
                 self._wait(sending=state.sent < state.may_send, receiving=state.received < state.total)
 
-    def _send_part(self, way: _AroundTheRing) -> None:
+    def _send_part(self, way: _AllReduceProgress) -> None:
         part = way.next_to_send(_CHUNK if way.fills else _SENT_AT_ONCE)
         way.sent += self._give(way.bytes[part])
 
-    def _show_part(self, way: _AroundTheRing) -> None:
+    def _show_part(self, way: _AllReduceProgress) -> None:
         part = way.next_to_send(_SENT_AT_ONCE)
         way.sent += self._tell(part.stop - part.start)
 
-    def _receive_part(self, way: _AroundTheRing) -> None:
+    def _receive_part(self, way: _AllReduceProgress) -> None:
         phase, start, remaining = way.next_to_receive()
         if phase >= self.size - 1:  # the segment is a finished sum
             way.received += len(self._read(way.bytes[start : start + min(remaining, _SENT_AT_ONCE)]))
@@ -670,7 +670,7 @@ class Ring:
             way.add(start, self._received[:wanted])
             way.waiting = 0
 
-    def _read_part(self, way: _AroundTheRing) -> None:
+    def _read_part(self, way: _AllReduceProgress) -> None:
         phase, start, remaining = way.next_to_receive()
         adds = phase < self.size - 1
         wanted = min(remaining, _SENT_AT_ONCE) if adds else 1
@@ -766,10 +766,10 @@ class Ring:
 
 
 # Whether the next process reads the array in shared memory, and the previous process's array if this one does.
-_Ways = tuple[bool, np.ndarray | None]
+_ReadInPlace = tuple[bool, np.ndarray | None]
 
 
-class _AroundTheRing:
+class _AllReduceProgress:
     """The progress of an array that is summed around the ring.
 
     Args:
@@ -783,7 +783,7 @@ class _AroundTheRing:
         total: Number of bytes sent and received at the end, counted from the first half.
         sent, received: Number of bytes done so far.
         waiting: Number of received bytes that are not added yet.
-        told: Number of bytes that the previous process reported as ready.
+        reported: Number of bytes that the previous process reported as ready.
     """
 
     def __init__(

@@ -21,7 +21,7 @@ from ray.experimental.tqdm_ray import RAY_TQDM_MAGIC
 from raytf.compat import ray_core
 from raytf.console import native_lines, quiet
 
-_OURS = "raytf "
+_PREFIX = "raytf "
 # Name of a process that may become a worker; until then it only checks the model.
 _CHECK = "model check"
 _BEGIN, _END = ":raytf_begin:", ":raytf_end:"
@@ -47,7 +47,7 @@ _names: list[str] = []
 def say_who(name: str) -> None:
     """Sets the name of this process' further lines, such as "worker 0"; no effect outside of Ray's processes."""
     _names[:] = [name]
-    _tell_driver(f"{ray_core.LOG_PREFIX_ACTOR_NAME}{_OURS}{name}")
+    _tell_driver(f"{ray_core.LOG_PREFIX_ACTOR_NAME}{_PREFIX}{name}")
 
 
 def say_check() -> None:
@@ -115,7 +115,7 @@ class Output:
 
     def put(self, batch: dict) -> None:
         """Receives lines of a process from Ray."""
-        name, is_error = batch["actor_name"].removeprefix(_OURS), batch["is_err"]
+        name, is_error = batch["actor_name"].removeprefix(_PREFIX), batch["is_err"]
         for line in batch["lines"]:
             if line == _BEGIN:
                 self._open.add((name, is_error))
@@ -171,7 +171,7 @@ class _LineRouter:
         self._rays = rays
 
     def __call__(self, batch: dict) -> None:
-        is_of_raytf = (batch.get("actor_name") or "").startswith(_OURS)
+        is_of_raytf = (batch.get("actor_name") or "").startswith(_PREFIX)
         if is_of_raytf and not any(RAY_TQDM_MAGIC in line for line in batch["lines"]):
             for listener in _listeners[-1:]:
                 listener.put(batch)

@@ -123,7 +123,7 @@ class BoardReader:
 
 
 # Seconds between two reads of a board.
-_LOOKS_INTERVAL = 0.2
+_POLL_INTERVAL = 0.2
 
 
 class ProgressLine:
@@ -152,7 +152,7 @@ class ProgressLine:
 
     def _follow(self):
         while True:
-            stopping = self._stop.wait(_LOOKS_INTERVAL)
+            stopping = self._stop.wait(_POLL_INTERVAL)
             lines, running, phase = self._reader.new_lines()
             for line in lines:
                 self._console.print(line, highlight=False, markup=False, soft_wrap=True)

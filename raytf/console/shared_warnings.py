@@ -15,7 +15,7 @@ import re
 import sys
 import warnings
 
-_OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_PACKAGE_FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
 
 
@@ -32,7 +32,7 @@ def shown_once(entries):
     def show(message, category, filename, lineno, file=None, line=None):
         if file is None and claims and not claims.take(f"{filename}:{lineno}: {category.__name__}: {message}"):
             return
-        if line is None and filename.startswith(_OURS):  # Python would read the source line
+        if line is None and filename.startswith(_PACKAGE_FOLDER):  # Python would read the source line
             line = ""
         original(message, category, filename, lineno, file, line)
 

@@ -31,7 +31,7 @@ logger = logs.get_logger(__name__)
 
 PREFETCH = 2
 # Number of epochs' datasets that are kept alive: the current one, a prefetched one, and an abandoned one.
-_HELD = 3
+_MOST_RECENT = 3
 _RULE = "make_dataset(context) of a raytf.TFData must return a tf.data.Dataset of batches, as model.fit takes it"
 
 
@@ -233,7 +233,7 @@ class PipelineFeed:
         if self._counts_itself:
             self.epoch += 1
         dataset = self._continued_epoch(number, first) if self._endless else self._new_epoch(number, first)
-        self._recent = [*self._recent[1 - _HELD :], dataset]
+        self._recent = [*self._recent[1 - _MOST_RECENT :], dataset]
         return tf.data.experimental.to_variant(dataset)
 
     def _new_epoch(self, number: int, first: int) -> tf.data.Dataset:

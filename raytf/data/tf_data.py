@@ -66,7 +66,7 @@ class PipelineFacts:
 
 @dataclass(frozen=True, eq=False)
 class TFData:
-    """Input of a training from a function that returns a `tf.data.Dataset`. Trainers take it as a dataset.
+    """Feeds a training from a function that returns a `tf.data.Dataset`. Trainers take it as a dataset.
 
     Each worker calls the function for each epoch. By default every worker runs the whole pipeline, and raytf shards
     each global batch, so that results equal those of one process.

@@ -29,7 +29,7 @@ logger = logs.get_logger(__name__)
 # of Ray takes seconds to start.
 _INDEXED_HERE, _INDEXED_HERE_LOCAL = 256 << 20, 1 << 30
 # Records of the first file, and of some others, from which features are inferred.
-_LOOKED_AT, _ALSO, _OTHER_FILES = 100, 10, 15
+_FIRST_RECORDS, _OTHER_RECORDS, _OTHER_FILES = 100, 10, 15
 
 
 def read_tfrecords(
@@ -145,7 +145,7 @@ def _first_records(pieces: Sequence[Records]) -> list[Records]:
     starts = [piece for piece in pieces if not piece.first]
     others = starts[1:]
     chosen = {i * (len(others) - 1) // max(1, _OTHER_FILES - 1) for i in range(_OTHER_FILES)} if others else ()
-    looked_at = [(starts[0], _LOOKED_AT), *((others[i], _ALSO) for i in sorted(chosen))]
+    looked_at = [(starts[0], _FIRST_RECORDS), *((others[i], _OTHER_RECORDS) for i in sorted(chosen))]
     return [replace(piece, rows=min(piece.rows, rows)) for piece, rows in looked_at]
 
 

@@ -88,9 +88,9 @@ def fit(
     Args:
         model: A compiled `keras.Model`, built outside of any `tf.distribute` strategy.
         x: NumPy arrays, tensors, pandas or Arrow tables (as matrices), or lists and dicts of these as the model takes
-            them, each of shape (rows, ...); a finite `tf.data.Dataset` of batches, which is read once in this process;
-            a `raytf.TFData`, whose function makes a `tf.data.Dataset` on the workers; or rows whose columns `features`
-            and `labels` name: a table, a path of Parquet files, or a `ray.data.Dataset`.
+            them, each of shape (rows, ...). Or a finite `tf.data.Dataset` of batches, which is read once in this
+            process. Or a `raytf.TFData`, whose function makes a `tf.data.Dataset` on the workers. Or rows whose columns
+            `features` and `labels` name: a table, a path of Parquet files, or a `ray.data.Dataset`.
         y: Labels, in the forms of `x`, or None where `x` contains them.
         batch_size: Rows of the **global** batch, an int of at least the number of workers; 32 by default.
         epochs: Index of the epoch to end with, at least 1.

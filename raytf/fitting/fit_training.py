@@ -12,7 +12,7 @@ import numpy as np
 from raytf.compat import keras_objects
 from raytf.fitting import transport
 from raytf.parallel import model_optimizers
-from raytf.parallel.callbacks import looks_at_batches
+from raytf.parallel.callbacks import reads_batches
 from raytf.storage import step_folders
 from raytf.worker import checkpoint, loop
 from raytf.worker.callbacks import EpochReports, FeedCallback
@@ -90,8 +90,8 @@ class EpochReport(TrainingPart):
 
 
 # The driver holds an epoch's state before a checkpoint within the next one can be requested.
-_AFTER = PARTS.index(EpochReports) + 1
-TABLE = (CallbackValues, *PARTS[:_AFTER], EpochReport, *PARTS[_AFTER:])
+_REPORT_INDEX = PARTS.index(EpochReports) + 1
+TABLE = (CallbackValues, *PARTS[:_REPORT_INDEX], EpochReport, *PARTS[_REPORT_INDEX:])
 
 
 def last_epoch() -> dict:
@@ -115,7 +115,7 @@ def run_fit(
     Raises:
         StopTraining: The training was requested to stop.
     """
-    if model.steps_per_execution != work.compiled_steps and any(map(looks_at_batches, users)):
+    if model.steps_per_execution != work.compiled_steps and any(map(reads_batches, users)):
         model.steps_per_execution = work.compiled_steps  # an earlier call has chosen another number
         model.make_train_function(force=True)
     state = checkpoint.read_state(folder) if folder else None

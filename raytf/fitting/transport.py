@@ -31,10 +31,16 @@ from raytf.errors import ConfigError, one_line
 from raytf.fitting import changed_classes, tensorflow_objects
 
 # Attributes that each process creates itself: of all objects, of layers and of models.
-_ANEW = ("_self_saveable_object_factories", "_self_update_uid", "_exclude_from_weight_decay_cache")
-_ANEW_OF_LAYERS = ("_losses", "_loss_ids", "build", "quantize")
-_ANEW_OF_MODELS = ("train_function", "test_function", "predict_function", "_eval_epoch_iterator", "stop_training")
-_ANEW_OF_MODELS += ("_distribute_strategy", "_raytf_last", "_raytf_notes", "_raytf_sync_batches", "_raytf_synchronize")
+_REBUILT = ("_self_saveable_object_factories", "_self_update_uid", "_exclude_from_weight_decay_cache")
+_REBUILT_OF_LAYERS = ("_losses", "_loss_ids", "build", "quantize")
+_REBUILT_OF_MODELS = ("train_function", "test_function", "predict_function", "_eval_epoch_iterator", "stop_training")
+_REBUILT_OF_MODELS += (
+    "_distribute_strategy",
+    "_raytf_last",
+    "_raytf_notes",
+    "_raytf_sync_batches",
+    "_raytf_synchronize",
+)
 _PREDICATES = {
     "variables": lambda x: isinstance(x, keras.Variable),
     "trainable_variables": lambda x: isinstance(x, keras.Variable) and x.trainable,
@@ -233,13 +239,13 @@ def _plain_state(value) -> dict[str, Any]:
 
 
 def _state(value) -> dict[str, Any]:
-    excluded = {*_ANEW}
+    excluded = {*_REBUILT}
     if isinstance(value, keras.layers.Layer):
-        excluded |= {*_ANEW_OF_LAYERS}
+        excluded |= {*_REBUILT_OF_LAYERS}
     if isinstance(value, keras.Function):
         excluded |= {"_nodes"}  # contains names by the ids of objects
     if isinstance(value, keras.Model):
-        excluded |= {*_ANEW_OF_MODELS}
+        excluded |= {*_REBUILT_OF_MODELS}
         if isinstance(vars(value).get("history"), keras.callbacks.History):
             excluded |= {"history"}
         if getattr(vars(value).get("predict_step"), "__module__", "").startswith("raytf."):
@@ -248,7 +254,7 @@ def _state(value) -> dict[str, Any]:
 
 
 def _optimizer_state(optimizer) -> dict[str, Any]:
-    state = {name: part for name, part in vars(optimizer).items() if name not in _ANEW}
+    state = {name: part for name, part in vars(optimizer).items() if name not in _REBUILT}
     state.pop("_distribution_strategy", None)
     indices = state.pop("_trainable_variables_indices", {})
     excluded = state.pop("_exclude_from_weight_decay", None)
@@ -455,7 +461,7 @@ def serialize_named(values: Sequence[tuple[str, Any]], known: ObjectTable | None
 def _culprit(value, known: ObjectTable | None) -> str:
     """Returns " with its attribute 'name'" if a single attribute is to blame, else ""."""
     for name, part in getattr(value, "__dict__", {}).items():
-        if name in (*_ANEW, *_ANEW_OF_LAYERS, *_ANEW_OF_MODELS, *_OF_A_TRAINING):
+        if name in (*_REBUILT, *_REBUILT_OF_LAYERS, *_REBUILT_OF_MODELS, *_OF_A_TRAINING):
             continue
         try:
             serialize(part, known)

@@ -28,7 +28,7 @@ from raytf.timeouts import Timeouts
 
 _prepared = contextlib.ExitStack()
 # Requests to a script's process.
-TOLD, STACK = b"t", b"s"
+SNAPSHOT, STACK = b"t", b"s"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -90,7 +90,7 @@ def _answer(requests: int) -> None:
     """Answers requests of one byte with a line of JSON: the training's snapshot, or its stack."""
     with socket.socket(fileno=requests) as parent, contextlib.suppress(OSError):  # the parent may have ended
         while question := parent.recv(1):
-            answer = activity.snapshot() if question == TOLD else activity.stack()
+            answer = activity.snapshot() if question == SNAPSHOT else activity.stack()
             parent.sendall(json.dumps(answer).encode() + b"\n")
 
 

@@ -19,8 +19,8 @@ import time
 from dataclasses import dataclass
 
 from raytf import timeouts
-from raytf.launch.bootstrap import STACK, TOLD, BootOptions
-from raytf.liveness import LOOK_INTERVAL, StopWatch
+from raytf.launch.bootstrap import SNAPSHOT, STACK, BootOptions
+from raytf.liveness import POLL_INTERVAL, StopWatch
 from raytf.procfs import read_state
 from raytf.runtime import cores, ports, process_monitor, shared_folders
 from raytf.runtime.roles import TaskExit
@@ -141,7 +141,7 @@ class TaskRunner:
 
     def snapshot(self) -> dict | None:
         """Returns the training's snapshot from the script's process; None if it does not answer."""
-        snapshot = self._script.ask(TOLD)
+        snapshot = self._script.ask(SNAPSHOT)
         if snapshot is not None and snapshot["collective"] is not None:
             snapshot["collective"] = tuple(snapshot["collective"])
         return snapshot
@@ -253,7 +253,7 @@ class _Script:
         """Returns the script's exit, or None; ends it if it is stopped for too long."""
         if (code := self._process.poll()) is not None:
             return TaskExit(code)
-        if time.monotonic() - self._looked < LOOK_INTERVAL:
+        if time.monotonic() - self._looked < POLL_INTERVAL:
             return None
         self._looked = time.monotonic()
         how = self._watch.update(read_state(self._process.pid))

@@ -159,7 +159,7 @@ def _replicas(spec: Mapping) -> dict[str, dict]:
             raise _config_error(f"A replica of a TFJob is {known}", repr(name), "Correct the name in tfReplicaSpecs")
         if role in specs:
             raise _config_error(
-                "A role stands once in tfReplicaSpecs", f"{name} beside another {role}", "Leave one out"
+                "A role must appear once in tfReplicaSpecs", f"{name} and another {role}", "Leave one out"
             )
         specs[role] = _require_map({name: replica}, name, "tfReplicaSpecs")
     if not specs:

@@ -134,7 +134,7 @@ def settable_rate(optimizer):
     return rate if isinstance(rate, keras.Variable) else None
 
 
-def looks_at_batches(callback) -> bool:
+def reads_batches(callback) -> bool:
     """Returns whether a callback reads the logs of training batches, or may stop the training between two batches."""
     if isinstance(callback, (ModelCheckpoint, BackupAndRestore, *_ORBAX)):
         return callback.save_freq != "epoch"
@@ -175,7 +175,7 @@ def _redirected(callbacks, folder: Callable[[], str]):
             yield callback
 
 
-def held_by_chief(callbacks) -> list[str]:
+def chief_state_classes(callbacks) -> list[str]:
     """Returns classes of callbacks that only the chief runs, and that may have state from earlier epochs or batches.
 
     Keras callbacks that write each epoch separately have no such state.
@@ -186,7 +186,7 @@ def held_by_chief(callbacks) -> list[str]:
         left_out = isinstance(callback, (*_ALONE, chief_callbacks.Elsewhere)) or type(callback) in WRITERS
         if not left_out and not chief_callbacks.is_chiefs(callback):
             continue
-        holds = looks_at_batches(callback) or getattr(callback, "save_best_only", False)
+        holds = reads_batches(callback) or getattr(callback, "save_best_only", False)
         if holds or not isinstance(callback, writers):
             names.add(type(callback).__name__)
     return sorted(names)
@@ -203,7 +203,7 @@ def prepared(model, callbacks):
     if communicator.is_chief(model.distribute_strategy):
         _warn_of_test_batches(listed)
     # a callback on one worker is enough: exchanges after a batch need all workers
-    looking = any(looks_at_batches(c) for c in listed)
+    looking = any(reads_batches(c) for c in listed)
     unknown = sorted({type(c).__name__ for c in listed if _may_write(c)})
     flags = np.array([looking, len(unknown), any(map(_sees_begins, listed))], np.int32)
     ((looking, writing, begins),) = communicator.sum_over_workers(model.distribute_strategy, [flags])

@@ -39,7 +39,7 @@ _NEED_NO_TRIAL = _VARIABLES | frozenset(
     )
 )
 # Optimizers that update each variable by itself, and the number of variables up to which they are compiled together.
-_APART = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "Ftrl", "Lamb", "Lion", "RMSprop", "SGD")
+_PER_SHAPE = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "Ftrl", "Lamb", "Lion", "RMSprop", "SGD")
 _MOST_TOGETHER = 16
 # The functions used last, by content, for the next models of a warm worker: TensorFlow compiles each of them once, and
 # never frees its machine code, some 3 MB.
@@ -77,13 +77,13 @@ def made(optimizer, update: Callable, gradients: Sequence, variables: Sequence) 
     return False
 
 
-def updates_apart(optimizer, gradients: Sequence) -> bool:
+def compiles_per_shape(optimizer, gradients: Sequence) -> bool:
     """Returns whether to compile one update for all variables of a shape: one for each variable would take seconds."""
     return (
         enabled
         and not tf.executing_eagerly()
         and not compiles_together([g for g in gradients if g is not None])
-        and keras_optimizers.is_one_of(optimizer, _APART)
+        and keras_optimizers.is_one_of(optimizer, _PER_SHAPE)
         and not (optimizer.use_ema or optimizer.gradient_accumulation_steps or optimizer.global_clipnorm)
     )
 
@@ -94,7 +94,7 @@ def compiles_together(variables: Sequence) -> bool:
 
 
 @patch((BaseOptimizer, "_backend_apply_gradients"))
-def apply_gradients_apart(original, self, grads, trainable_variables):
+def apply_gradients_per_shape(original, self, grads, trainable_variables):
     """Replaces `BaseOptimizer._backend_apply_gradients`: one compiled function for all variables of a shape."""
     if not getattr(step_module.state, "apart", False):
         return original(self, grads, trainable_variables)

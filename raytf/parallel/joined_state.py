@@ -87,7 +87,7 @@ def of_shared(step: step_module.Step, variable: keras.Variable, old_value: tf.Te
     """Returns the value that a replica assigns to a variable that all replicas share, and that joins their values."""
     if getattr(step_module.state, "reduced", False):
         return value
-    if not step_module.says_how_to_join(variable):
+    if not step_module.has_aggregation(variable):
         if _is_one_draw(step, variable, value):
             return communicator.of_first([value])[0]
         _note(step, variable, value)
@@ -158,7 +158,7 @@ class States:
         warnings.warn(
             f"{type(layer).__name__} {layer.name!r} keeps {variable.path!r}, which follows the rows of a batch: each "
             f"worker has its own, of its rows, and {owner} after each epoch, which is not what one process would have. "
-            'Say in add_weight how they are joined: aggregation="sum" adds up what each worker adds to it, "mean" '
+            'Set it in add_weight: aggregation="sum" adds up what each worker adds to it, "mean" '
             'takes the mean over the rows of all, and "only_first_replica" the chief\'s',
             stacklevel=2,
         )

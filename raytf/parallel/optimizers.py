@@ -69,7 +69,7 @@ def _updated(original, optimizer, grads, variables):
         grads, tables = sparse_rows.prepared(optimizer, grads, trained)
         with step_module.override_state(has_rows=True, tables=tables):
             return update(grads)
-    if compiled_update.updates_apart(optimizer, grads):
+    if compiled_update.compiles_per_shape(optimizer, grads):
         with step_module.override_state(apart=True):
             return update(grads)
     return None if compiled_update.made(optimizer, update, grads, trained) else update(grads)

@@ -292,10 +292,10 @@ def is_shared(variable) -> bool:
 
 def is_joined(variable) -> bool:
     """Returns whether a variable's `aggregation` defines how replicas' values are joined when they are assigned."""
-    return says_how_to_join(variable) and not is_shared(variable)
+    return has_aggregation(variable) and not is_shared(variable)
 
 
-def says_how_to_join(variable) -> bool:
+def has_aggregation(variable) -> bool:
     """Returns whether it has an `aggregation`, and is no metric's variable, which is joined when an epoch ends."""
     return variable.aggregation != "none" and variable.synchronization != "on_read"
 

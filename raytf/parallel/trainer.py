@@ -182,7 +182,7 @@ def _track_activity(model, function: Callable, training: bool) -> Callable:
         try:
             with (
                 recovery_client.client.execution(),
-                _cause_first(_steps_behind(activity_log.step, model.steps_per_execution)),
+                _cause_first(_progress_clause(activity_log.step, model.steps_per_execution)),
             ):
                 outputs = function(iterator)
         except BaseException:  # also at the end of the data
@@ -194,7 +194,7 @@ def _track_activity(model, function: Callable, training: bool) -> Callable:
     return trained
 
 
-def _steps_behind(done: int, count: int) -> str:
+def _progress_clause(done: int, count: int) -> str:
     """Returns the names of an execution's steps, after `done` steps since the start."""
     return f"in step {done + 1}" if count == 1 else f"in one of the steps {done + 1} to {done + count}"
 

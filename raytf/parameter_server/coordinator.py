@@ -366,7 +366,7 @@ def _restored_from(position: StepCounter, saver: StepCheckpointCallback | None) 
 
 
 def _warn_of_batches(users: list) -> None:
-    names = sorted({type(c).__name__ for c in users if callbacks_module.looks_at_batches(c)})
+    names = sorted({type(c).__name__ for c in users if callbacks_module.reads_batches(c)})
     if names:
         warnings.warn(
             f"With parameter servers workers make steps by themselves, and callbacks are called at epochs only: "

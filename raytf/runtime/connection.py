@@ -23,7 +23,7 @@ from raytf.errors import ConfigError, first_line
 
 logger = logs.get_logger(__name__)
 
-_HERE = "this machine"
+_THIS_MACHINE = "this machine"
 _NO_TOKEN = (
     "Put the cluster's token (`ray get-auth-token` on a host of it) into ~/.ray/auth_token, or into a file that "
     "RAY_AUTH_TOKEN_PATH names"
@@ -57,7 +57,7 @@ def connect(
     if ray.is_initialized():
         return
     name, cluster = _parse_address(address), resolve_address(address)
-    if cluster is not None and name == _HERE and _has_ended(cluster):
+    if cluster is not None and name == _THIS_MACHINE and _has_ended(cluster):
         logger.warning(f"the last Ray of this machine, {cluster}, has ended; another one is started")
         address, cluster = "local", None
     try:
@@ -67,7 +67,7 @@ def connect(
                 logger.info(f"{len(bundles)} processes share the {cores} core(s) of this machine")
             options["num_cpus"] = max(wanted, cores)
         else:
-            _check_cluster(cluster, name if name != _HERE else f"{cluster}, the last Ray of this machine")
+            _check_cluster(cluster, name if name != _THIS_MACHINE else f"{cluster}, the last Ray of this machine")
         with _sigterm_kept(), quiet.quiet_ray_start():
             ray.init(address=address, **options)
     except ConfigError:
@@ -116,7 +116,7 @@ def resolve_address(address: str | None = None) -> str | None:
 
 
 def _parse_address(address: str | None) -> str:
-    return address or os.environ.get("RAY_ADDRESS") or _HERE
+    return address or os.environ.get("RAY_ADDRESS") or _THIS_MACHINE
 
 
 def _has_ended(address: str) -> bool:

@@ -23,7 +23,7 @@ _ENDS, _ENDS_LATE = 3.0, 30.0
 # less.
 _WORKS, _WORKED_INTERVAL = 0.2, 4.0
 # Phases for which no other worker waits, and in which a worker may hang.
-_STILL = (activity.INPUT, activity.CALLBACKS, activity.CHECKPOINT, activity.DRIVER)
+_PAUSES = (activity.INPUT, activity.CALLBACKS, activity.CHECKPOINT, activity.DRIVER)
 # Seconds after which a worker counts as waiting: longer than messages and polls take.
 _WAITS_INTERVAL = 1.5
 
@@ -99,7 +99,7 @@ class HangDetector:
         Args:
             snapshots: Last snapshot of each worker, by rank.
             silent: Seconds without an answer of workers that are overdue, by rank.
-            stopped: How the kernel stops some of these, as a clause that follows "it is"; the watchdog ends them.
+            stopped: How the kernel stops some of these, as a clause after "it is"; the `ProcessKiller` ends them.
         """
         if not snapshots:
             return None
@@ -179,7 +179,7 @@ class HangDetector:
         lasted, limit = min(seconds, waited), self._limits(snapshots, part)
         if lasted < limit:
             return None
-        late = late or part in _STILL or self._moves(rank, lasted)
+        late = late or part in _PAUSES or self._moves(rank, lasted)
         ends = lasted >= limit * (_ENDS_LATE if late else _ENDS)
         return HangReport(
             rank=rank,
@@ -224,7 +224,7 @@ class HangDetector:
 
     def _find_idle(self, snapshots) -> HangReport | None:
         """Finds a hang without a visible collective: some workers are idle while others compute, or all are idle."""
-        idle_ranks = [r for r, snapshot in snapshots.items() if snapshot["phase"] in _STILL and not self._works(r)]
+        idle_ranks = [r for r, snapshot in snapshots.items() if snapshot["phase"] in _PAUSES and not self._works(r)]
         active = [r for r in snapshots if r not in idle_ranks]
         ended = [r for r in active if snapshots[r]["phase"] not in (activity.STEP, activity.VALIDATION)]
         if not idle_ranks or ended:

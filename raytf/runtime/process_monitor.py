@@ -176,7 +176,7 @@ class ProcessMonitor(StopDetector):
         passed, self._last = min(current_time - self._last, _COUNTED_INTERVAL), current_time
         looks = current_time >= self._next_check
         if looks:
-            self._next_check = current_time + liveness.LOOK_INTERVAL
+            self._next_check = current_time + liveness.POLL_INTERVAL
         if looks and self._node in due:
             frozen += self.check_states(self._node, procfs.read_states(due[self._node]))
         for node in (due.keys() | self._hosts.keys()) - {self._node}:
@@ -264,7 +264,7 @@ class ProcessKiller(ProcessMonitor):
         clock: Returns seconds; for tests.
 
     Attributes:
-        kept: Stored results of `last_words`, by key.
+        last_words: Stored results of `last_words`, by key.
         ended: The reason for each process that it ended, by key: a sentence without a full stop.
         gone: The same for processes whose host does not answer; Ray notices that later.
     """
@@ -281,7 +281,7 @@ class ProcessKiller(ProcessMonitor):
         self.ended: dict = {}
         self.gone: dict = {}
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._follow, daemon=True, name="raytf_watchdog")
+        self._thread = threading.Thread(target=self._follow, daemon=True, name="raytf_process_killer")
         self._thread.start()
 
     def __enter__(self):
@@ -297,7 +297,7 @@ class ProcessKiller(ProcessMonitor):
         super().close()
 
     def _follow(self) -> None:
-        while not self._closed.wait(liveness.LOOK_INTERVAL):
+        while not self._closed.wait(liveness.POLL_INTERVAL):
             try:
                 stopped_processes = self.look()
                 self._end([state for state in stopped_processes if state.seen is not None])

@@ -52,7 +52,7 @@ class WarmPool:
         preload: Function that each process calls at its start: its imports are ready when the process is used.
 
     Attributes:
-        there: (node, actor) of each process that may become a worker.
+        members: (node, actor) of each process that may become a worker.
         warned: Entries by which the process that shows a warning claims it, see `shared_warnings.py`.
         asked: Actor that answered the last request, or None.
         compares: Whether that one still compares two workers with one device, see `verify.Following`.

@@ -45,9 +45,9 @@ class TensorflowConfig:
             of these. A step's time depends on these rows, and not on the table. For Keras' SGD, Adam, AdamW, Adagrad
             and Ftrl; the results differ from Keras' own, see `docs/guides/strategies.md`. None: as Keras does.
         shard_optimizer: Whether each worker of a `KerasTrainer` keeps and updates its share of the optimizer's state
-            (ZeRO stage 1), with the same results. For workers on raytf's ring, and Keras' SGD, Adam, AdamW, Adamax,
-            Adagrad, Adadelta, RMSprop, Lion and Ftrl. A lost worker is not replaced in place: all workers restart from
-            the last checkpoint. See `docs/guides/strategies.md`.
+            (ZeRO stage 1; Rajbhandari et al., 2020, arXiv:1910.02054), with the same results. For workers on raytf's
+            ring, and Keras' SGD, Adam, AdamW, Adamax, Adagrad, Adadelta, RMSprop, Lion and Ftrl. A lost worker is not
+            replaced in place: all workers restart from the last checkpoint. See `docs/guides/strategies.md`.
         timeout_s: Timeout in seconds of a collective of TensorFlow that a worker does not join. None waits forever.
         hang_timeout_s: Seconds after which a line names the worker that the others wait for, its phase and its Python
             stack; at least 2. 30 times the usual step if that is more. The run ends after three times as long; or after

@@ -16,7 +16,7 @@ from pyarrow.fs import FileSelector
 from raytf import timeouts
 
 _PREFIX = ".finishing_"
-_LOOKS_INTERVAL = 0.2
+_POLL_INTERVAL = 0.2
 
 
 class WriterNote:
@@ -65,7 +65,7 @@ def wait_for_notes(filesystem, folder: str, seconds: float) -> bool:
     deadline = time.monotonic() + seconds
     first = notes = _notes(filesystem, folder)
     while notes and time.monotonic() < deadline:
-        time.sleep(_LOOKS_INTERVAL)
+        time.sleep(_POLL_INTERVAL)
         notes = _notes(filesystem, folder)
     for path in first & notes:
         with contextlib.suppress(FileNotFoundError):

@@ -28,7 +28,7 @@ from raytf.storage.checkpoint_files import AT_ENDS, MANIFEST, MODEL, STATE, VERS
 _PARTIAL, _PARTS = ".partial_", ".parts_"
 # Factor of this worker's own writing time for the timeout of other workers' parts, if longer than the configured one.
 _PATIENCE = 3.0
-_LOOKS_INTERVAL = 0.02
+_POLL_INTERVAL = 0.02
 _CHUNK_BYTES = 1 << 22
 
 
@@ -138,11 +138,11 @@ class SnapshotStore:
         self._filesystem.create_dir(folder)
         if not self._is_local:
             self._write_remote(posixpath.join(folder, part), pieces)
-            self._fail_as_planted()
+            self._inject_failure()
             return gather_io.total_size(pieces)
         partial = os.path.join(folder, f"{_PARTIAL}{secrets.token_hex(4)}")
         _write_local(partial, pieces)
-        self._fail_as_planted()
+        self._inject_failure()
         os.rename(partial, os.path.join(folder, part))
         return gather_io.total_size(pieces)
 
@@ -163,7 +163,7 @@ class SnapshotStore:
                     os.rename(os.path.join(others.folder, part), os.path.join(partial, part))
                 else:
                     _write_local(os.path.join(partial, part), files[part])
-            self._fail_as_planted()
+            self._inject_failure()
             _sync(partial)
             self._rename(partial, os.path.join(self._folder, name))
         except BaseException:
@@ -201,10 +201,10 @@ class SnapshotStore:
             if not is_there:
                 self._write_remote(posixpath.join(folder, part), files[part])
         others.look()
-        self._fail_as_planted()
+        self._inject_failure()
         self._write_remote(posixpath.join(folder, MANIFEST), [last])
 
-    def _fail_as_planted(self) -> None:
+    def _inject_failure(self) -> None:
         """Raises an injected error; called when a snapshot's bytes are written, but it is not yet whole."""
         if self.fails:
             number = self.fails.pop(0)
@@ -341,7 +341,7 @@ class _OtherParts:
 
     Attributes:
         awaited: Bytes of each part of another worker, by name.
-        late: Workers whose parts missed the timeout.
+        late_parts: Workers whose parts missed the timeout.
         others: Those of them that wrote different bytes.
     """
 
@@ -359,7 +359,7 @@ class _OtherParts:
         for name, size in self.awaited.items():
             path = posixpath.join(self.folder, name)
             while not (is_there := self._filesystem.get_file_info(path).size == size) and time.monotonic() < deadline:
-                time.sleep(_LOOKS_INTERVAL)
+                time.sleep(_POLL_INTERVAL)
             if not is_there:
                 self.late_parts.append(self._index[name])
             yield name, is_there

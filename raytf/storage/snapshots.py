@@ -39,13 +39,13 @@ from raytf.storage.snapshot_buffers import Buffer, Part, SnapshotLayout, needs_o
 
 _LONGEST_MESSAGE = 1 << 16
 # Number of the last events that `written` keeps.
-_TOLD = 100
+_MOST_EVENTS = 100
 # One that is written, one that waits, one that is held, one that is pinned, one to fill, if all are small. Large
 # snapshots have one buffer, and two if some are held: the previous one stays until the next is complete.
 _BUFFERS = 5
 _FEW_BYTES = 64 << 20
 # Poll interval of a waiting thread for the closing of everything.
-_LOOKS_INTERVAL = 0.2
+_POLL_INTERVAL = 0.2
 # After this number of snapshots with missing parts, the chief writes alone.
 _MOST_LATE = 2
 
@@ -309,7 +309,7 @@ class SnapshotWriter:
                 raise NotWrittenError(
                     name, self._failed or f"timeout after {seconds:.0f} s: its storage did not finish"
                 )
-            self._drain(min(remaining, _LOOKS_INTERVAL))
+            self._drain(min(remaining, _POLL_INTERVAL))
 
     @contextlib.contextmanager
     def writer_priority(self) -> Iterator[None]:
@@ -417,7 +417,7 @@ class SnapshotWriter:
                 )
                 if remaining <= 0:
                     raise NoRoomError(name, self._failed or "timeout: its storage has not finished the one before")
-                self._drain(min(remaining, _LOOKS_INTERVAL))
+                self._drain(min(remaining, _POLL_INTERVAL))
 
     def _leave_out(self, number: int | None = None) -> None:
         self._names.pop(number, None)
@@ -486,7 +486,7 @@ class SnapshotWriter:
             else:
                 self._failed = ""
                 self._handle_parts(name, event)
-                self.written = [*self.written[1 - _TOLD :], event]
+                self.written = [*self.written[1 - _MOST_EVENTS :], event]
                 if event["unremoved"]:
                     why = event["unremoved"]
                     self._log(why, f"Checkpoints before {name} could not be removed, and stay: {why}")

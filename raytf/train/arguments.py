@@ -329,7 +329,7 @@ def checkpoint_interval(given: object, config: TensorflowConfig) -> CheckpointIn
     parsed = checkpoint_every.parse_interval(given)
     if config.sync_every > 1 and parsed.seconds is not None:
         raise ConfigError(
-            "With sync_every workers are averaged for a checkpoint, which must lie at the same steps in each run",
+            "With sync_every workers are averaged for a checkpoint, which must be at the same steps in each run",
             f"checkpoint_every={given!r} with sync_every={config.sync_every}",
             'Use a number of steps, such as checkpoint_every="1000 steps"',
         )

@@ -23,7 +23,7 @@ class Phase(enum.Enum):
     TRAINING = enum.auto()
     RECOVERING = enum.auto()  # the other workers wait in their step
     LEAVING = enum.auto()  # all workers received a request to stop after a step
-    OVER = enum.auto()
+    ENDED = enum.auto()
 
 
 class Do(enum.Enum):
@@ -141,7 +141,7 @@ class Room:
 
 
 @dataclass(frozen=True)
-class NotTold:
+class StopNotDelivered:
     """The request to stop after a step did not reach all workers."""
 
 
@@ -151,7 +151,17 @@ class Ended:
 
 
 Event = (
-    Started | Lost | Failed | Disconnected | Recovered | NotRecovered | StopRequested | Drained | Room | NotTold | Ended
+    Started
+    | Lost
+    | Failed
+    | Disconnected
+    | Recovered
+    | NotRecovered
+    | StopRequested
+    | Drained
+    | Room
+    | StopNotDelivered
+    | Ended
 )
 
 
@@ -175,7 +185,7 @@ class Action:
 def decide(state: RunState, event: Event) -> Action:
     """Returns the action that follows from an event."""
     ignore = Action(do=Do.IGNORE, state=state)
-    if state.phase is Phase.OVER and not isinstance(event, Started):
+    if state.phase is Phase.ENDED and not isinstance(event, Started):
         return ignore
     match event:
         case Started(workers):  # also after the end, as an end after a step is no failure
@@ -210,11 +220,11 @@ def decide(state: RunState, event: Event) -> Action:
             if state.ends_after_step and not late:
                 return _end_after_step(state, RESIZE)
             return _with_state(Action(do=Do.RESIZE, state=state), phase=Phase.STARTING)
-        case NotTold() if state.phase is Phase.LEAVING and not state.stopping:
+        case StopNotDelivered() if state.phase is Phase.LEAVING and not state.stopping:
             return _with_state(ignore, phase=Phase.TRAINING)
         case Ended() if state.phase is not Phase.STARTING:
             if state.stopping:
-                return _with_state(ignore, phase=Phase.OVER)
+                return _with_state(ignore, phase=Phase.ENDED)
             return _with_state(Action(do=Do.RESTART, state=state), phase=Phase.STARTING, lost=frozenset())
     return ignore
 
@@ -266,7 +276,7 @@ def _restart_all(state: RunState, why: str) -> Action:
 
 
 def _fail_run(state: RunState, why: str) -> Action:
-    return _with_state(Action(do=Do.FAIL, state=state, why=why), phase=Phase.OVER, lost=frozenset())
+    return _with_state(Action(do=Do.FAIL, state=state, why=why), phase=Phase.ENDED, lost=frozenset())
 
 
 class Decisions:

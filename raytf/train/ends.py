@@ -122,7 +122,7 @@ class Ending:
         finally:
             self._heard = None
 
-    def tell_request(self, more: str = "the run stops after this step; a second signal ends it at once") -> None:
+    def emit_stop_requested(self, more: str = "the run stops after this step; a second signal ends it at once") -> None:
         """Emits the event that all workers are requested to stop after a step."""
         self._tell(Kind.STOP_REQUESTED, more)
 
@@ -150,7 +150,7 @@ class Ending:
             return future.result()
 
     def _end(self, future, workers: Callable[[], Sequence]) -> None:
-        self.tell_request()
+        self.emit_stop_requested()
         began, seconds = time.monotonic(), timeouts.get().run_end
         while not future.done():
             try:

@@ -118,7 +118,7 @@ class Engine:
             )
         )
         self._elastic = (
-            _Elastic(self._spec, self._decisions, list(trainer.tasks_beside().values()), self._idle)
+            _Elastic(self._spec, self._decisions, list(trainer.sidecar_resources().values()), self._idle)
             if elastic
             else None
         )
@@ -236,7 +236,7 @@ class Engine:
     def _next_size(self, group: RunGroup, errors: dict[int, Exception]) -> int:
         """Ends a group; returns the size of the next one, unless the run fails."""
         state = self._decisions.state
-        has_ended = state.phase is Phase.OVER
+        has_ended = state.phase is Phase.ENDED
         counts = has_ended and not state.stopping  # an end after a step may be a failure, see `Decisions.pardon`
         failed = {rank: e for rank, e in errors.items() if counts or not isinstance(user_error(e), MovedError)}
         try:
@@ -363,7 +363,7 @@ class _Elastic:
             self._late_at = time.monotonic() + timeouts.get().workers_leave
             events.emit(RunEvent(kind=Kind.RESIZED, workers=new_size, before=current))
         if not ready or not ends.end_of_resized(actors):
-            self._decisions.take(decisions.NotTold())  # a worker is being replaced, or all restart
+            self._decisions.take(decisions.StopNotDelivered())  # a worker is being replaced, or all restart
             self._late_at = float("inf")
 
     def _prepare(self, old_size: int, new_size: int) -> bool:

@@ -23,7 +23,7 @@ from raytf.train.engine import Engine, Startup, is_slice
 class EngineTrainer(DataParallelTrainer):
     """A DataParallelTrainer with the processes of a `Startup`, by default its own.
 
-    With num_workers=0 there is no other process, and `launch` is a `local.Here`.
+    With num_workers=0 there is no other process, and `launch` is a `local.LocalStartup`.
 
     Args:
         launch: The processes that it uses, or None to start them.
@@ -64,7 +64,7 @@ class EngineTrainer(DataParallelTrainer):
         self._launch = given or Startup(self.scaling_config, self.run_config)
         self._launch.ending = self._launch.ending or self._ending
         group_reservation = Reservation(
-            self.tasks_beside(), reservation.wait_limit(self.run_config.failure_config), cleaned=True
+            self.sidecar_resources(), reservation.wait_limit(self.run_config.failure_config), cleaned=True
         )
         try:
             return self._run(group_reservation)
@@ -104,7 +104,7 @@ class EngineTrainer(DataParallelTrainer):
                 else self._launch.ending.run_in_process(run)
             )
 
-    def tasks_beside(self) -> dict[str, dict[str, float]]:
+    def sidecar_resources(self) -> dict[str, dict[str, float]]:
         """Returns the resources of each task in addition to the workers, by name."""
         plan = getattr(self.backend_config, "servers", None)
         tasks = {str(task): plan.bundle(task) for task in plan.tasks()} if plan else {}

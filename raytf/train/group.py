@@ -17,7 +17,7 @@ from ray.exceptions import ActorUnschedulableError, RayActorError, RayError
 from raytf import events, timeouts
 from raytf.errors import one_line
 from raytf.events import Kind, RunEvent
-from raytf.liveness import LOOK_INTERVAL, STOPPED_INTERVAL
+from raytf.liveness import POLL_INTERVAL, STOPPED_INTERVAL
 from raytf.runtime import answers, cores, process_monitor
 from raytf.runtime.failures import WorkerFrozenError, is_consequence, user_error
 from raytf.runtime.hang_watch import HangMonitor
@@ -113,7 +113,7 @@ class EventGroup:
         self._joining: dict[Any, Member] = {}  # by the ref of the next event
         limit = self.config.hang_timeout_s
         self._watchdog = ProcessKiller(
-            STOPPED_INTERVAL if limit is None else max(1.0, limit - LOOK_INTERVAL), self._words
+            STOPPED_INTERVAL if limit is None else max(1.0, limit - POLL_INTERVAL), self._words
         )
 
     @property

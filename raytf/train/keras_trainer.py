@@ -43,7 +43,7 @@ from raytf.train.dry_run import Tried, inspect
 from raytf.train.engine import Startup
 from raytf.train.engine_trainer import EngineTrainer
 from raytf.train.entry import import_raytf, train
-from raytf.train.local import Here
+from raytf.train.local import LocalStartup
 from raytf.train.prepare import Prepared, place_workers
 from raytf.worker import model_loading, model_source
 from raytf.worker.checkpoint_every import CheckpointInterval
@@ -299,7 +299,7 @@ class KerasTrainer:
             if last is not None and is_complete(last, self):
                 launch = WarmPool(Process, inner, run_config, 1, import_raytf)  # only to try the model
             elif not self.scaling_config.num_workers:
-                launch = Here(inner, run_config)
+                launch = LocalStartup(inner, run_config)
             else:
                 launch = Startup(inner, run_config)
             lock.on_lost, launch.ending = launch.cancel, ending

@@ -22,7 +22,7 @@ from raytf.train.group import Report
 from raytf.train.run_worker import Channel, RunJob, RunTrainFnUtils
 
 
-class Here(WarmPool):
+class LocalStartup(WarmPool):
     """Replaces `engine.Startup` for a training in this process: starts one process, which tries the model."""
 
     def __init__(self, scaling_config, run_config):

@@ -77,7 +77,7 @@ class RecoveryCoordinator:
         also_lost: Ranks that were lost during the recovery.
         new_lost: Number of replacement workers that were lost.
         saved_step: Number of steps in the checkpoint that the others saved after the failure, or None.
-        behind: Ranks whose own part of that checkpoint is of the step before.
+        older: Ranks whose own part of that checkpoint is of the step before.
         not_saved: Why the others saved none, as a clause, if `why` does not contain it; or "".
     """
 
@@ -96,7 +96,7 @@ class RecoveryCoordinator:
         self._lock, self._given_up = threading.Lock(), False
         self._pace = Pace()
         self._began = time.monotonic()
-        self._thread = threading.Thread(target=self._run, daemon=True, name="raytf_healing")
+        self._thread = threading.Thread(target=self._run, daemon=True, name="raytf_recovery")
         self._thread.start()
 
     @property

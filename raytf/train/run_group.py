@@ -165,7 +165,7 @@ class RunGroup(EventGroup):
             self._follow()
             self._take_reports()
             self._answer_requests()
-            if not self._survivors_go_on():
+            if not self._survivors_continue():
                 self._judge()
             if not self._errors:
                 self._keep_spares()
@@ -281,9 +281,9 @@ class RunGroup(EventGroup):
         stays = ray.get_runtime_context().get_node_id() not in drained
         action = self._decisions.take(Drained(stays=stays))
         if action.do is Do.END_AFTER_STEP and not ends.end_of_drained(self.actors, stay=action.why == DRAIN):
-            self._decisions.take(decisions.NotTold())
+            self._decisions.take(decisions.StopNotDelivered())
 
-    def _survivors_go_on(self) -> bool:
+    def _survivors_continue(self) -> bool:
         """Whether workers of a drained node are gone, and its deadline is not over for the others' own loops."""
         gone = [rank for rank, error in self._errors.items() if getattr(user_error(error), "preempted", False)]
         if not gone or self._decisions.state.ends_after_step:

@@ -157,7 +157,7 @@ class RunTrainFnUtils(TrialTrainFnUtils):
                 stored_checkpoint = self._storage.persist_current_checkpoint(checkpoint, name)
             if not ray_train.is_managed_checkpoint(self._storage, stored_checkpoint):
                 raise ConfigError(
-                    "A checkpoint that is reported must lie in the run's folder",
+                    "A checkpoint that is reported must be in the run's folder",
                     f"{stored_checkpoint} for the run {self._channel.name!r}",
                     "Write it below ray.train.get_context().get_storage().experiment_fs_path",
                 )

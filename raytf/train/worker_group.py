@@ -51,7 +51,7 @@ from raytf.worker import clearing, stop
 from raytf.worker.trial_session import TrialCheckpointDir, TrialSession, TrialStopped
 
 # Seconds between two checks of a worker whether the group's actor lives.
-_LOOKS_INTERVAL = 5.0
+_POLL_INTERVAL = 5.0
 # Seconds for which a worker's process waits for its trial before it answers other calls.
 _BEAT_INTERVAL = 0.5
 # Namespace in Ray's key-value store with the standby processes that are workers of a group.
@@ -233,7 +233,7 @@ class WorkerGroup(EventGroup):
                 self._follow()
                 self._judge()
                 self._check_alone()
-                self._ask_to_end(why)
+                self._request_stop(why)
         except LostGroupError as lost:
             raise self._lost_group(lost) from None
         finally:
@@ -307,7 +307,7 @@ class WorkerGroup(EventGroup):
     def start_again(self, member: Member) -> None:
         member.actor.start_as_replacement.remote(self._run)
 
-    def _ask_to_end(self, why: Callable[[], str | None] | None) -> None:
+    def _request_stop(self, why: Callable[[], str | None] | None) -> None:
         """Stops all workers after the same step, once there is a reason."""
         if not self._pending or why is None or self.asked is not None or (reason := why()) is None:
             return
@@ -531,7 +531,7 @@ def _end_with(actor) -> None:
             ray.get(actor.__ray_ready__.remote())
         except ray.exceptions.RayActorError:
             os._exit(1)
-        time.sleep(_LOOKS_INTERVAL)
+        time.sleep(_POLL_INTERVAL)
 
 
 def _broadcast(value: Any) -> Any:

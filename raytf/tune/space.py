@@ -138,7 +138,7 @@ def make_scheduler(given: Any, space: Mapping[str, Any], epochs: int):
         return None
     if isinstance(given, schedulers.TrialScheduler) and given.metric is not None:
         raise ConfigError(
-            "A sweep tells its scheduler the metric and the mode",
+            "A sweep passes its scheduler the metric and the mode",
             f"{type(given).__name__}(metric={given.metric!r}, ...)",
             "Leave metric and mode out of the scheduler; sweep(metric=..., mode=...) has them",
         )

@@ -113,8 +113,9 @@ def sweep(
         warm: Whether to keep the workers between trials. False starts new processes for each trial.
         report_every_steps: Number of steps between reports, in addition to those at the ends of epochs; for a
             `KerasTrainer`. A scheduler's `training_iteration` then counts these reports.
-        scale_learning_rate: "linear" or "sqrt": how `learning_rate`, which is meant for `base_batch_size`, follows a
-            trial's `batch_size`. None leaves it as it is.
+        scale_learning_rate: "linear" (Goyal et al., 2017, arXiv:1706.02677) or "sqrt" (Krizhevsky, 2014,
+            arXiv:1404.5997): how `learning_rate`, which is meant for `base_batch_size`, follows a trial's `batch_size`.
+            None leaves it as it is.
         base_batch_size: The batch size, in rows, that `learning_rate` is meant for; see `scale_learning_rate`.
         warmup_steps: Number of steps in which the learning rate rises from 0, at least 0.
         resume: Path of a sweep that was interrupted. Completed trials are kept; others resume from their checkpoints.
@@ -241,7 +242,7 @@ def sweep(
         if plan.end is not None:
             ends.callback(plan.end.clear)
         with table, _quiet_tune() as tunes:
-            asking = None if plan.end is None else SweepStop(plan.end, tunes.interrupt, ending.tell_request)
+            asking = None if plan.end is None else SweepStop(plan.end, tunes.interrupt, ending.emit_stop_requested)
             table.asking = asking
             with ending.calls(tunes.interrupt if asking is None else lambda: tunes.has_begun() and asking.request()):
                 grid = tuner.fit()

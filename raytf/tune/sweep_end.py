@@ -13,8 +13,8 @@ from raytf import timeouts
 from raytf.console.progress import Entries
 from raytf.errors import RaytfError
 
-_LOOKS_INTERVAL = 0.1
-_ASKED, _OVER, _TRIALS = "asked", "over", "trials/"
+_POLL_INTERVAL = 0.1
+_ASKED, _ENDED, _TRIALS = "asked", "over", "trials/"
 
 
 class NotReleasedError(RaytfError, TimeoutError):
@@ -53,10 +53,10 @@ class SweepEnd:
         # after its end a trial waits for the end of Tune, which waits for all trials
         seconds = 2 * timeouts.get().run_end
         deadline = time.monotonic() + seconds
-        while self._entries.get(_OVER) is None:
+        while self._entries.get(_ENDED) is None:
             if time.monotonic() > deadline:
                 raise NotReleasedError(f"timeout after {seconds:g} s: the sweep's driver did not end as requested")
-            time.sleep(_LOOKS_INTERVAL)
+            time.sleep(_POLL_INTERVAL)
 
     def ask(self) -> None:
         """Requests that all trials end after a step."""
@@ -64,7 +64,7 @@ class SweepEnd:
 
     def release(self) -> None:
         """Releases the trials that have ended."""
-        self._entries.put(_OVER, True)
+        self._entries.put(_ENDED, True)
 
     def notes(self, trials: Iterable[str]) -> dict[str, dict | None]:
         """Returns the last record of each trial."""

@@ -88,13 +88,13 @@ def _read(saved: Checkpoint) -> tuple[dict[str, bytes], int]:
 
 def is_finished(filesystem, folder: str, step: int) -> bool:
     """Returns whether there is a finished checkpoint of a step."""
-    return any(kept_step == step for kept_step, _ in step_folders.finished_folders(filesystem, folder))
+    return any(saved_step == step for saved_step, _ in step_folders.finished_folders(filesystem, folder))
 
 
 def remove_until(filesystem, folder: str, step: int) -> None:
     """Removes the checkpoints up to a step, as Tune's checkpoint holds more."""
-    for kept_step, name in step_folders.finished_folders(filesystem, folder):
-        if kept_step <= step:
+    for saved_step, name in step_folders.finished_folders(filesystem, folder):
+        if saved_step <= step:
             path = posixpath.join(folder, name)
             with contextlib.suppress(FileNotFoundError):  # the process that writes removes old ones, too
                 filesystem.delete_file(posixpath.join(path, MANIFEST))

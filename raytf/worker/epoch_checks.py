@@ -19,7 +19,7 @@ from raytf.worker.part import Training, TrainingPart
 
 # Losses that are read at once, and delay of a read in steps, after which they are computed in any case. A loss is a
 # mean since the epoch's begin. So the last one is enough; the others are read if it is not finite.
-_TOGETHER, _BEHIND = 16, 4
+_READ_BATCH, _READ_DELAY = 16, 4
 # With nan="stop" workers agree on a stop every so many steps, as each agreement is an exchange.
 _AGREE_STEPS = 100
 # Bytes of each variable in its checksum: workers that have diverged differ everywhere in a variable.
@@ -64,8 +64,8 @@ class EpochChecks(TrainingPart):
         loss = outputs.get("loss") if isinstance(outputs, dict) else None
         if loss is not None and self._bad < 0:
             self._waiting.append((first, loss))
-            if len(self._waiting) == _TOGETHER + _BEHIND:
-                self._read_losses(_TOGETHER)
+            if len(self._waiting) == _READ_BATCH + _READ_DELAY:
+                self._read_losses(_READ_BATCH)
         if self._nan == "stop":
             previous, self._executed = self._executed, batch + 1
             if previous // _AGREE_STEPS != self._executed // _AGREE_STEPS:
@@ -91,9 +91,9 @@ class EpochChecks(TrainingPart):
             if self._nan == "stop":  # on all workers, as they have the same weights
                 self.model.stop_training = True
             if self._rank == 0:
-                consequence = "The training stops, as nan='stop' says. " if self._nan == "stop" else ""
+                consequence = "The training stops because of nan='stop'. " if self._nan == "stop" else ""
                 warnings.warn(
-                    f"{variable.path} has weights that are no finite numbers at the end of epoch {self._epoch + 1}, "
+                    f"{variable.path} has weights that are NaN or infinite at the end of epoch {self._epoch + 1}, "
                     f"though the loss is finite. {consequence}Look for rows that are NaN or infinite.",
                     stacklevel=2,
                 )
@@ -152,7 +152,7 @@ class EpochChecks(TrainingPart):
         if self._terminates and self.model.stop_training:
             advice = "keras.callbacks.TerminateOnNaN has ended the training"
         elif self._nan == "stop":
-            advice = "The training stops, as nan='stop' says"
+            advice = "The training stops because of nan='stop'"
         else:
             advice = (
                 "The training continues; nan='stop' would end it. A lower learning rate, clipnorm, or a look at these "
@@ -160,7 +160,7 @@ class EpochChecks(TrainingPart):
             )
         location = f"since step {first + 1} of" if self._knows_step else "in"
         return (
-            f"The loss is no finite number {location} epoch {self._epoch + 1}"
+            f"The loss is NaN or infinite {location} epoch {self._epoch + 1}"
             f"{rows if self._knows_step else ''}. {advice}."
         )
 

@@ -52,13 +52,14 @@ def export(
             or a file for "onnx".
         format: "saved_model", for TensorFlow Serving and `tf.saved_model.load(output).serve(x)`; "keras", for
             `keras.saving.load_model(output)`; or "onnx", which needs the packages tf2onnx and onnxruntime.
-        which: See `raytf.load_model`.
-        average: See `raytf.load_model`.
-        metric: See `raytf.load_model`.
-        mode: See `raytf.load_model`.
-        build_model: See `raytf.load_model`.
-        config: See `raytf.load_model`.
-        custom_objects: See `raytf.load_model`.
+        which: Checkpoint of a run: "last", "best", or an int, the number of steps since the start of the run; "last" by
+            default.
+        average: Number of last checkpoints whose weights are averaged, at least 1; 1 by default.
+        metric: Metric that decides which checkpoint is "best"; by default "val_loss", or "loss" without validation.
+        mode: "min" or "max": whether the best value of `metric` is the smallest or the largest.
+        build_model: Function `build_model(config) -> keras.Model`, for a model that Keras cannot build from its file.
+        config: Dict for `build_model`, whose values replace those of the run.
+        custom_objects: Dict of classes and functions by name, for Keras.
 
     Returns:
         The path of the exported model.

@@ -142,7 +142,7 @@ class CallbackPhases(TrainingPart):
 
     def on_epoch_end(self, epoch, logs=None):
         # if recoverable, a recovery need not be visible to all workers here; the next step checks
-        if not recovery_client.client.tell_callbacks() and recovery_client.client.healed:
+        if not recovery_client.client.mark_epoch_end() and recovery_client.client.healed:
             own_state.check_alike(self.model)
 
 
@@ -185,7 +185,7 @@ class RecoveryCallback(TrainingPart):
             recovery.disarm(refused)
             yield
             return
-        self._chief_only = callbacks.held_by_chief(training.users)
+        self._chief_only = callbacks.chief_state_classes(training.users)
         listen = lambda: gradient_ring.listener(gradient_ring.members(None))
         size = sum(map(communicator.bytes_of, [*model.variables, *model_optimizers.variables(model)]))
         save = self._save if session.saves_at_loss else None
@@ -220,7 +220,7 @@ class RecoveryCallback(TrainingPart):
         state = {"logs": logs, "metrics": metrics.described(model), "order": dict(training.order)}
         return report.parts(named, ahead=self._pending_steps(), epoch_step=self._steps_made(), **state)
 
-    def _save(self, owned: Sequence[bytes], steps_behind: Collection[int]) -> int:
+    def _save(self, owned: Sequence[bytes], older_ranks: Collection[int]) -> int:
         """Saves a checkpoint of the last common step, see `RecoveryClient.arm`; this worker makes no further step.
 
         If a worker is lost before it sends the state of its last step, the state of the step before is used. The
@@ -231,7 +231,7 @@ class RecoveryCallback(TrainingPart):
             raise RaytfError(f"its steps change {', '.join(early)} before gradients are summed, or after updates")
         variables = own_state.variables_of(model)
         values = metrics.together(
-            model, variables, [own_state.values_of(model, content) for content in owned], steps_behind
+            model, variables, [own_state.values_of(model, content) for content in owned], older_ranks
         )
         known = {id(v): value for v, value in zip(variables, values, strict=True)}
         logs = metrics.logs_of(model, known) if self._steps_made() >= self._position.steps else {}

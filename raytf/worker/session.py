@@ -412,7 +412,7 @@ class RaySession(Session):
             self._report_stored(metrics, self._whole[1])
             return lambda: None
         pending = self._pending = PendingCheckpoint(
-            self._kept_at_end(name, snapshot), snapshot.state.epoch, self._keeper.writer_priority
+            self._save_epoch_end(name, snapshot), snapshot.state.epoch, self._keeper.writer_priority
         )
         checkpoint_and_validate = self._snapshot_path(name), self._validate
         self._reports.add(
@@ -420,7 +420,7 @@ class RaySession(Session):
         )
         return pending
 
-    def _kept_at_end(self, name: str, moment: CheckpointSnapshot) -> Callable[[], None]:
+    def _save_epoch_end(self, name: str, moment: CheckpointSnapshot) -> Callable[[], None]:
         """Returns a function that blocks until the checkpoint is whole, see `CheckpointSaver.save_epoch_end`."""
         try:
             return self._keeper.save_epoch_end(name, moment)

@@ -51,8 +51,8 @@ class StepCheckpointCallback(TrainingPart):
 
     Attributes:
         stood: Seconds for which the training has paused for a checkpoint before this callback is called for its step.
-        kept_step: Number of steps at the last saved checkpoint; 0 without one.
-        held_step: Number of steps at the last checkpoint in memory; 0 without one.
+        saved_step: Number of steps at the last saved checkpoint; 0 without one.
+        memory_step: Number of steps at the last checkpoint in memory; 0 without one.
     """
 
     raytf_after_agreement = True

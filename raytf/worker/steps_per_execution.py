@@ -63,7 +63,7 @@ class ExecutionCallback(TrainingPart):
     def __init__(self, callbacks):
         super().__init__()
         self._state: Mapping | None = None
-        self._fixed = any(callbacks_module.looks_at_batches(c) for c in callbacks)
+        self._fixed = any(callbacks_module.reads_batches(c) for c in callbacks)
 
     @classmethod
     def create(cls, training: Training) -> ExecutionCallback | None:

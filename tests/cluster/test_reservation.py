@@ -97,7 +97,7 @@ def test_answering_process_is_not_checked():
         with process_monitor.ProcessKiller(seconds=0.0) as watching:
             watching.watch("it", process_monitor.ProcessLocation(node, "here", process.pid, None))
             process.send_signal(19)
-            until = time.monotonic() + 2.5 * liveness.LOOK_INTERVAL
+            until = time.monotonic() + 2.5 * liveness.POLL_INTERVAL
             while time.monotonic() < until:
                 watching.heard("it")
                 time.sleep(0.2)

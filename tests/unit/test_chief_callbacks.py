@@ -12,7 +12,7 @@ import pytest
 
 import raytf
 from raytf.parallel import chief_callbacks, double_writes
-from raytf.parallel.callbacks import _redirected, _warn_of_test_batches, held_by_chief, looks_at_batches
+from raytf.parallel.callbacks import _redirected, _warn_of_test_batches, chief_state_classes, reads_batches
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ def test_trackers_are_the_chiefs_and_ask_for_batches_only_where_they_log_them(tr
 
     looking = [wandb("batch"), wandb(10), mlflow(5), saves(tmp_path / "a.keras", save_freq=3), Users()]
     not_looking = [wandb(), mlflow(), saves(tmp_path / "a.keras"), keras.callbacks.RemoteMonitor()]
-    assert [looks_at_batches(c) for c in looking + not_looking] == [True] * 5 + [False] * 4
+    assert [reads_batches(c) for c in looking + not_looking] == [True] * 5 + [False] * 4
     assert all(map(chief_callbacks.is_chiefs, looking + not_looking[:-1]))
     stopping = keras.callbacks.EarlyStopping()
     assert list(_redirected([*looking, *not_looking, stopping], lambda: str(tmp_path))) == [stopping]
@@ -78,12 +78,12 @@ def test_what_the_chief_alone_has_counted(tmp_path):
         *(keras.callbacks.TensorBoard(tmp_path), keras.callbacks.RemoteMonitor(), keras.callbacks.EarlyStopping()),
         *(Own(to, save_best_only=True), keras.callbacks.BackupAndRestore(tmp_path)),
     ]
-    assert held_by_chief(without) == []
+    assert chief_state_classes(without) == []
     holding = [
         *(keras.callbacks.ModelCheckpoint(to, save_best_only=True), keras.callbacks.TensorBoard(update_freq=5)),
         *(chief_callbacks.Elsewhere(), chief_callbacks.on_chief(keras.callbacks.Callback())),
     ]
-    assert held_by_chief([*without, *holding]) == ["Callback", "Elsewhere", "ModelCheckpoint", "TensorBoard"]
+    assert chief_state_classes([*without, *holding]) == ["Callback", "Elsewhere", "ModelCheckpoint", "TensorBoard"]
 
 
 def test_orbax_is_the_chiefs(tmp_path):
@@ -91,7 +91,7 @@ def test_orbax_is_the_chiefs(tmp_path):
         def __init__(self, save_freq):  # orbax is not installed
             self.save_freq = save_freq
 
-    assert not looks_at_batches(Stands("epoch")) and looks_at_batches(Stands(10))
+    assert not reads_batches(Stands("epoch")) and reads_batches(Stands(10))
     assert not list(_redirected([Stands("epoch")], lambda: str(tmp_path)))
 
 

@@ -21,12 +21,12 @@ from raytf.train.decisions import (
     Failed,
     Lost,
     NotRecovered,
-    NotTold,
     Phase,
     Recovered,
     Room,
     RunState,
     Started,
+    StopNotDelivered,
     StopRequested,
     WorkerState,
     decide,
@@ -115,7 +115,7 @@ class Run:
         if after.phase in (Phase.TRAINING, Phase.RECOVERING, Phase.LEAVING):
             assert after.fewest <= after.workers <= after.most
         if action.do is Do.FAIL:
-            assert after.phase is Phase.OVER
+            assert after.phase is Phase.ENDED
 
     def recover(self) -> None:
         """One that is asked for; more workers may be lost, and new processes, while it is under way."""
@@ -146,7 +146,7 @@ class Run:
         if not self.state.ends_after_step:  # the user's own loop
             return
         if self.source.random() < 0.2:
-            self.do(NotTold())
+            self.do(StopNotDelivered())
             if not self.state.stopping:
                 return
         if self.source.random() < 0.2:
@@ -223,7 +223,7 @@ def test_a_thousand_runs(seed):
     state = limits(source)
     run = Run(source, state, every=source.randint(1, 7))
     run.play()
-    assert run.result in ("ended", "stopped") or run.state.phase is Phase.OVER
+    assert run.result in ("ended", "stopped") or run.state.phase is Phase.ENDED
     assert run.trained_after_stop <= 1
     if run.result == "failed" and not run.state.stopping:
         assert run.failures < 1, "a run fails when its failures are used up, and not before"

@@ -40,10 +40,10 @@ def messages_of(found: dict) -> str:
 @pytest.mark.timeout(120)
 def test_nan_is_reported_with_its_step_and_the_worker_of_its_rows(tmp_path):
     first, second = of_workers("nan_of_one_row", 2, tmp_path)
-    assert "no finite number since step 2 of epoch 1, with the rows of worker 1" in messages_of(first)
+    assert "NaN or infinite since step 2 of epoch 1, with the rows of worker 1" in messages_of(first)
     assert not second["warnings"] and first["epochs"] == 2
     (alone,) = of_workers("nan_of_one_row", 1, tmp_path)
-    assert "no finite number since step 2 of epoch 1. The training continues" in messages_of(alone)
+    assert "NaN or infinite since step 2 of epoch 1. The training continues" in messages_of(alone)
 
 
 @pytest.mark.slow
@@ -102,7 +102,7 @@ def test_nan_loss_of_unseen_steps_is_reported_at_the_epochs_end():
             checks.on_epoch_end(2, {"loss": math.nan})
             checks.on_epoch_end(3, {"loss": math.nan})
         assert len(caught) == count
-        assert all("no finite number in epoch 3." in str(one.message) for one in caught)
+        assert all("NaN or infinite in epoch 3." in str(one.message) for one in caught)
 
 
 def test_nan_weights_are_reported_where_the_loss_is_finite():
@@ -113,6 +113,6 @@ def test_nan_weights_are_reported_where_the_loss_is_finite():
     checks = EpochChecks("stop")
     checks.set_model(model)
     checks.on_epoch_begin(0)
-    with pytest.warns(UserWarning, match="kernel has weights that are no finite numbers at the end of epoch 1"):
+    with pytest.warns(UserWarning, match="kernel has weights that are NaN or infinite at the end of epoch 1"):
         checks.on_epoch_end(0, {"loss": 1.0})
     assert model.stop_training

@@ -21,7 +21,7 @@ PAGE = FOLDER.parent / "docs" / "troubleshooting.md"
 LEAST_LETTERS = 10
 LEVELS = {"debug", "info", "warning", "error", "exception", "critical"}
 # Functions of raytf that pass their last argument on as a message.
-HELPERS = {"_print", "_log", "say", "tell_request"}
+HELPERS = {"_print", "_log", "say", "emit_stop_requested"}
 # Errors whose text becomes a part of a message, or is the last line of a run. Those without a literal pass one on.
 CLAUSES = {
     "RecoveryFailedError",

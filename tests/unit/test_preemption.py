@@ -63,7 +63,7 @@ def test_a_report_does_without_those_that_are_gone_if_that_is_asked_for(relaxed,
 
 
 def test_the_others_have_until_the_deadline_and_some_seconds_for_loops_of_their_own():
-    assert not Group(deadline=60)._survivors_go_on(), "nobody is gone"
+    assert not Group(deadline=60)._survivors_continue(), "nobody is gone"
     for made, goes_on in (
         (Group(deadline=60), True),
         (Group(deadline=-1), False),
@@ -71,12 +71,12 @@ def test_the_others_have_until_the_deadline_and_some_seconds_for_loops_of_their_
         (Group(deadline=60, ends_after_step=True), False),
     ):
         made._errors[1] = GONE
-        assert made._survivors_go_on() is goes_on
+        assert made._survivors_continue() is goes_on
         made._values[0] = None
-        assert not made._survivors_go_on(), "all have ended"
+        assert not made._survivors_continue(), "all have ended"
 
 
-@pytest.mark.parametrize(("limit", "phase"), [(math.inf, Phase.STARTING), (1, Phase.STARTING), (0, Phase.OVER)])
+@pytest.mark.parametrize(("limit", "phase"), [(math.inf, Phase.STARTING), (1, Phase.STARTING), (0, Phase.ENDED)])
 def test_a_drained_node_beyond_the_limit_is_a_failure(limit, phase):
     for errors in ({0: MovedError(7), 1: MovedError(7)}, {1: GONE}):
         made = Group(ends_after_step=True, limit=limit)

@@ -236,7 +236,7 @@ def test_what_depends_on_more_is_refused_too(tmp_path):
             lambda: run_locally(tmp_path, print, callbacks=[ray.train.v2.api.callback.RayTrainCallback()]),
             "RayTrainCallback",
         ),
-        (lambda: run_locally(tmp_path, lambda: report_elsewhere(tmp_path)), "must lie in the run's folder"),
+        (lambda: run_locally(tmp_path, lambda: report_elsewhere(tmp_path)), "must be in the run's folder"),
     )
     for action, named in cases:
         with pytest.raises(raytf.ConfigError, match=named):

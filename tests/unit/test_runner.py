@@ -30,7 +30,7 @@ ROOT = str(pathlib.Path(raytf.__file__).parents[1])
 
 @pytest.fixture
 def runner(tmp_path, monkeypatch):
-    monkeypatch.setattr(runner_module, "LOOK_INTERVAL", 0.1)
+    monkeypatch.setattr(runner_module, "POLL_INTERVAL", 0.1)
     runner = TaskRunner()
     runner._location, runner._ports = TaskLocation("127.0.0.1:1", str(tmp_path)), settings.PORTS
     yield runner

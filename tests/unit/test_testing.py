@@ -141,7 +141,7 @@ def test_a_checkpoint_does_not_bring_the_chiefs_faults_to_others(tmp_path, monke
         made[-1].on_epoch_begin(0)
     monkeypatch.delenv("TF_CONFIG")
     made[0].on_train_batch_begin(0)
-    with pytest.raises(RuntimeError, match="planted by a FaultPlan"):
+    with pytest.raises(RuntimeError, match="injected by a FaultPlan"):
         made[1].on_train_batch_begin(0)
 
 
@@ -262,7 +262,7 @@ def test_resuming_worker_removes_what_it_had_filled_before(tmp_path):
 
 def test_write_that_nobody_makes_is_reported_at_the_end(tmp_path):
     plan = FaultPlan([FailWrite(rank=0, step=3, number=errno.ENOSPC)])
-    with pytest.warns(UserWarning, match="after a FailWrite, which did nothing: plant it earlier"):
+    with pytest.warns(UserWarning, match="after a FailWrite, which did nothing: inject it earlier"):
         fit(plan, tmp_path)
     assert injected_faults.take_faults() == []
 

@@ -239,7 +239,11 @@ WRONG = [
     ("spec", None, "spec of the TFJob is a map; received: none"),
     ("spec/tfReplicaSpecs", {}, "tfReplicaSpecs names the replicas; received: none"),
     ("spec/tfReplicaSpecs/Launcher", {}, "is Chief, Master, Worker, PS or Evaluator; received: 'Launcher'"),
-    ("spec/tfReplicaSpecs/WORKER", {}, "A role stands once in tfReplicaSpecs; received: Worker beside another worker"),
+    (
+        "spec/tfReplicaSpecs/WORKER",
+        {},
+        "A role must appear once in tfReplicaSpecs; received: Worker and another worker",
+    ),
     ("spec/tfReplicaSpecs", {"PS": replica(), "Worker": replica(1)}, "and a Worker; received: ps, worker. Add"),
     ("spec/tfReplicaSpecs/Chief", replica(2), "There is one chief at most; received: 2. Set its replicas to 1"),
     ("spec/tfReplicaSpecs/Worker/replicas", "2", "replicas of worker is an integer of at least 1; received: '2'"),
@@ -305,7 +309,7 @@ spec:
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["--tfjob", "job.yaml", "--num-workers", "3"], "the YAML says what runs where; received: --num-workers"),
+        (["--tfjob", "job.yaml", "--num-workers", "3"], "the YAML sets what runs where; received: --num-workers"),
         (["--tfjob", "text.yaml"], "--tfjob takes a YAML file; received: while parsing"),
         (["--tfjob", "twice.yaml"], 'replicas is twice in a map in "twice.yaml", line 8, column 7. Correct it'),
         ([], "Missing argument 'SCRIPT'"),

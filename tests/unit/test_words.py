@@ -104,10 +104,11 @@ NO_NAMES = {
 # These stay, and are not in the list: `now` of a clock, `out` as NumPy calls it, `other` as the operand of `__eq__` and
 # the like, `before`, and names that an interface of Keras, TensorFlow, Ray or click gives. So do these names of the
 # documented API, by the file that has them; `CheckpointSelector` has the argument of `load_model`, `export` and
-# `Predictor`.
+# `Predictor`, and a chart's `_LEFT` is a side.
 PUBLIC_NAMES = {
     ("errors.py", "where"),
     ("fitting/predictor.py", "which"),
+    ("tune/charts.py", "left"),
     ("worker/checkpoint_selector.py", "which"),
     ("worker/dataset.py", "rest"),
     ("worker/export.py", "which"),
@@ -170,7 +171,7 @@ def names_of(node: ast.AST) -> list[str | None]:
 def vague(source: str) -> set[str]:
     """Names in a source, without underscores around them, that name nothing."""
     bound = [name for node in ast.walk(ast.parse(source)) for name in names_of(node)]
-    return {name.strip("_") for name in bound if name and not name.startswith("__")} & NO_NAMES
+    return {name.strip("_").lower() for name in bound if name and not name.startswith("__")} & NO_NAMES
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda f: f.relative_to(FOLDER).as_posix())
