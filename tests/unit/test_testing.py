@@ -254,7 +254,7 @@ def test_resuming_worker_removes_what_it_had_filled_before(tmp_path):
     plan = FaultPlan([fault, later, Fail(rank=0, step=7)])
     for one in (fault, later):
         assert testing._mark_first(tmp_path / "run", one)
-    with pytest.raises(RuntimeError, match="planted"):
+    with pytest.raises(RuntimeError, match="injected by"):
         fit(plan, tmp_path / "run")
     until(lambda: not os.path.exists(fault.path))
     assert not os.path.exists(later.path)
