@@ -16,7 +16,8 @@
 # 120 s before the time limit Slurm signals this shell (at a preemption, too, where slurm.conf has
 # SlurmctldParameters=preempt_send_user_signal). The command gets SIGTERM, stops after its step and writes it; the job is
 # queued again, and the same command resumes at the next step. A job whose node fails is queued again by Slurm itself.
-# After scancel the command stops in the same way, and the job is not queued again.
+# After scancel --signal=TERM --batch JOB the command stops in the same way, and the job is not queued again. A plain
+# scancel ends all processes of Ray at once.
 # --exclusive, as `ray symmetric-run` ends with `ray stop`, which ends every Ray process of yours on a node.
 # Every node needs the same Python in PATH, and the same home, with Ray's token.
 # No Slurm has run this script: tests run it on network namespaces with srun and scontrol of their own.
@@ -51,6 +52,7 @@ code=$(cat "$result")
 [ -s "$pid" ] || code=1    # Ray did not start, which symmetric-run does not tell by its exit code
 rm -f "$pid" "$result"
 if [ "${code:-1}" -eq 143 ] && [ "$stopped" ]; then
-    scontrol requeue "$SLURM_JOB_ID"
+    # of an array by task: one task has the id of the array, whose requeue would be that of all
+    scontrol requeue "${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}"
 fi
 exit "${code:-1}"
