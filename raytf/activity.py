@@ -33,7 +33,7 @@ SUM, COLLECTIVE, REPORT = "sum", "collective", "report"
 # The collective in which workers wait for a replacement worker.
 HEALING = "healing"
 # Time of a step without waits for other workers.
-USER_CODE = "own"
+OWN_TIME = "own"
 # Clips a step's own time at 1.5 times its median, which moves by 3 % a step, so that single slow steps count little.
 _MOST, _FOLLOWS = 1.5, 1.03
 # Weight of earlier steps in the moving average of a step's time, and first executions, which compile and do not count.
@@ -77,7 +77,7 @@ class PhaseTracker:
         self.began: int | None = None
         self._median, self._last = 0.0, 0.0
         self._median_own, self._waited = 0.0, 0.0
-        self._spent = dict.fromkeys((STEP, CALLBACKS, CHECKPOINT, SUM, COLLECTIVE, USER_CODE), 0.0)
+        self._spent = dict.fromkeys((STEP, CALLBACKS, CHECKPOINT, SUM, COLLECTIVE, OWN_TIME), 0.0)
         self._thread: threading.Thread | None = None
         self.call = 0  # index in CALLS of the outermost running call
         self.pending_input: Callable[[], float | None] | None = None
@@ -127,7 +127,7 @@ class PhaseTracker:
             step_seconds = (time_now - self._last) / steps
             self._median = step_seconds if not self._median else _OLD * self._median + (1 - _OLD) * step_seconds
             own_seconds, self._median_own = clipped(step_seconds - (waited - self._waited) / steps, self._median_own)
-            self._spent[USER_CODE] += own_seconds * steps
+            self._spent[OWN_TIME] += own_seconds * steps
         self._last, self._waited = time_now, waited
 
     def renew(self) -> None:

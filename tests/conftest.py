@@ -42,7 +42,7 @@ _FREE_VARIABLES = (
     *("HDF5_", "ENABLE_RUNTIME_", "CRC32C_SW_MODE"),
 )
 # Tests of what runs from the start in what others leave of the machine; they come last, in this order.
-_READ_DELAY = ("processes/test_parity.py", "processes/test_resume.py")
+_LAST = ("processes/test_parity.py", "processes/test_resume.py")
 # What `make test` runs of these, unless it is marked as slow; `make test-all` runs all else.
 _GATE = ("tests/core/", "tests/unit/", "tests/processes/test_parity.py")
 # Whose runs wait so many times as long before they take another way: the machine may be busy. The doctor's time is an
@@ -69,7 +69,7 @@ def pytest_collection_modifyitems(items):
         cases[function] += 1
         if item.nodeid.startswith(_GATE) and item.get_closest_marker("slow") is None and not passed_over:
             item.add_marker("gate")
-    order = {name: i - len(_LONG) for i, name in enumerate(_LONG)} | {name: i + 1 for i, name in enumerate(_READ_DELAY)}
+    order = {name: i - len(_LONG) for i, name in enumerate(_LONG)} | {name: i + 1 for i, name in enumerate(_LAST)}
     items.sort(key=lambda item: order.get(_file(item.nodeid), 0))
 
 
@@ -106,12 +106,12 @@ def _behind(config):
 
 def _start_behind(config, ids) -> None:
     collected = {_file(nodeid) for nodeid in ids}
-    wanted = [name for name in _READ_DELAY if name in collected]
+    wanted = [name for name in _LAST if name in collected]
     if not wanted or _behind(config).started:
         return
     from tests.processes import groups, resume_groups
 
-    kinds = dict(zip(_READ_DELAY, (groups.parity_stages, resume_groups.stages), strict=True))
+    kinds = dict(zip(_LAST, (groups.parity_stages, resume_groups.stages), strict=True))
     _behind(config).start({name: kinds[name] for name in wanted}, ids)
 
 
@@ -205,7 +205,7 @@ def gives_back(request):
 
 @pytest.fixture(scope="session")
 def behind(request):
-    """The results of the processes of `_READ_DELAY`: a `Results`."""
+    """The results of the processes of `_LAST`: a `Results`."""
     from tests.processes.behind import Results
 
     given = getattr(request.config, "workerinput", None)  # of a process of pytest-xdist

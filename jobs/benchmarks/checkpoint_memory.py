@@ -5,8 +5,8 @@ python jobs/benchmarks/checkpoint_memory.py
 Each worker notes its memory after some steps, without the buffer of snapshots, which exists before the first of them.
 Then it notes the most of it while checkpoints are kept every few steps: as the kernel reports it of the process, with
 shared memory (`Rss`), and of its own alone (`Private_*`). "writer" is the process that writes, without what it shares.
-"stall" is the time between a step's callbacks and the next step. The
-temporary folder of the workers is one of their own, whose most is noted.
+"stall" is the time between a step's callbacks and the next step. The temporary folder of the workers is one of their
+own, whose most is noted.
 """
 
 from __future__ import annotations

@@ -41,6 +41,11 @@ class Files:
     sizes: tuple[int, ...]
     root: str
 
+    @property
+    def is_local(self) -> bool:
+        """Whether they are on paths of this machine, which another node may not see."""
+        return isinstance(self.filesystem, fs.LocalFileSystem)
+
     def filter_names(self, wanted: Callable[[str], bool]) -> Files:
         """Returns the files whose names, in lower case, `wanted` accepts; in the same order."""
         indices = [i for i, path in enumerate(self.paths) if wanted(posixpath.basename(path).lower())]

@@ -318,15 +318,18 @@ class RecordRows(StreamRows):
         )
 
     def _taken(self, wanted):
-        def take(part: Part, offset: int, rows: np.ndarray) -> tuple[None, np.ndarray, pa.Table]:
-            return None, rows, self._read(part, rows - offset, self._names)
-
-        with ThreadPoolExecutor(_PARSERS, "raytf_records") as pool:
-            return list(pool.map(take, *zip(*self._needed(wanted), strict=True)))
+        needed = list(self._needed(wanted))
+        tables = self._parsed([(part, rows - offset) for part, offset, rows in needed], self._names)
+        return [(None, rows, table) for (_, _, rows), table in zip(needed, tables, strict=True)]
 
     def _all_lengths(self, column):
-        tables = [self._read(part, np.arange(part.rows), column.names) for part in self._parts]
+        tables = self._parsed([(part, np.arange(part.rows)) for part in self._parts], column.names)
         return [_measure([(0, len(table))], column, table)[0] for table in tables]
+
+    def _parsed(self, wanted: list[tuple[Part, np.ndarray]], names: Sequence[str]) -> list[pa.Table]:
+        """Returns a table for each (part, its rows, ascending), of some columns."""
+        with ThreadPoolExecutor(_PARSERS, "raytf_records") as pool:
+            return list(pool.map(lambda call: self._read(*call, names), wanted))
 
 
 def _take(wanted: list[np.ndarray], names: list[str], *blocks) -> list[pa.Table]:

@@ -104,7 +104,7 @@ class RecordSource(FileSource):
         read = functools.partial(_read, {feature.name: feature for feature in features})
         super().__init__("TFRecord", files, pieces, schema, read)
         self.records, self.features = records, features
-        self.is_local = isinstance(files.filesystem, fs.LocalFileSystem)
+        self.is_local = files.is_local
 
 
 def _read(features: Mapping, filesystem: fs.FileSystem, piece: Records, schema: pa.Schema) -> Iterator[pa.Table]:
@@ -126,8 +126,7 @@ def _inferred(filesystem: fs.FileSystem, pieces: Sequence[Records]) -> list[Feat
 
 def _index_all(files: Files) -> list[Records]:
     everything = list(zip(files.paths, files.sizes, strict=True))
-    is_local = isinstance(files.filesystem, fs.LocalFileSystem)
-    if sum(files.sizes) <= (_INDEXED_HERE_LOCAL if is_local else _INDEXED_HERE):
+    if sum(files.sizes) <= (_INDEXED_HERE_LOCAL if files.is_local else _INDEXED_HERE):
         return _indexed(files.filesystem, everything)
     parts = min(len(everything), 4 * int(ray.cluster_resources().get("CPU", 1)))
     calls = [(files.filesystem, everything[i::parts]) for i in range(parts)]

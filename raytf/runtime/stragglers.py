@@ -86,9 +86,7 @@ def slowest(began: Mapping[int, Mapping[str, Any]], ended: Mapping[int, Mapping[
         return None
     parts = {r: _parts(began[r], ended[r]) for r in ended}
     steps = min(ended[r]["step"] - began[r]["step"] for r in ended)
-    seconds = {
-        r: (ended[r]["spent"][activity.USER_CODE] - began[r]["spent"][activity.USER_CODE]) / steps for r in ended
-    }
+    seconds = {r: (ended[r]["spent"][activity.OWN_TIME] - began[r]["spent"][activity.OWN_TIME]) / steps for r in ended}
     rank = max(seconds, key=lambda r: seconds[r])
     other_ranks = [r for r in seconds if r != rank]
     others_median = statistics.median(seconds[r] for r in other_ranks)
