@@ -3,7 +3,7 @@
 import time
 
 
-def until(reached, seconds: float = 60.0):
+def until(reached, seconds: float = 240.0):
     """Returns what a function gives once that is true; a bound for what never comes, not a measurement."""
     deadline = time.monotonic() + seconds
     while not (found := reached()):

@@ -427,7 +427,7 @@ def test_bytes_of_another_generation_are_refused(ring_of):
 def test_a_member_of_another_generation_does_not_join():
     listeners = [Listener("127.0.0.1") for _ in range(2)]
     addresses = [(one.host, one.port) for one in listeners]
-    errors = together(lambda i: listeners[i].join(i, addresses, TOKEN, 1.0, None, generation=7 + i), list(range(2)))
+    errors = together(lambda i: listeners[i].join(i, addresses, TOKEN, 4.0, None, generation=7 + i), list(range(2)))
     assert all(isinstance(error, PeerLostError) for error in errors)
     assert "worker 0 came with generation 7 of the ring and was refused, as this is generation 8" in str(errors[1])
 
