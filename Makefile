@@ -55,6 +55,7 @@ compat: venv
 DOCS := $(VENV)/installed-docs
 docs: $(DOCS)
 	$(BIN)/python docs/commands.py
+	$(BIN)/python docs/refusals.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
 
 $(DOCS): $(STAMP)

@@ -49,7 +49,7 @@ srun --wait=10 --cpus-per-task="$SLURM_CPUS_PER_TASK" bash -c '
     sh -c 'echo $$ > "$0"; exec "$@"' "$pid" "$@" &
 while kill -0 $! 2> /dev/null; do wait $!; done    # a signal ends a wait
 code=$(cat "$result")
-[ -s "$pid" ] || code=1    # Ray did not start, which symmetric-run does not tell by its exit code
+[ -s "$pid" ] || code=1    # Ray did not start, which the exit code of symmetric-run does not show
 rm -f "$pid" "$result"
 if [ "${code:-1}" -eq 143 ] && [ "$stopped" ]; then
     # of an array by task: one task has the id of the array, whose requeue would be that of all

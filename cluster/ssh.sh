@@ -28,7 +28,7 @@ done
 # shellcheck disable=SC2016    # expanded by that shell
 setsid "${ray[@]}" sh -c 'echo $$ > "$0"; exec "$@"' "$pid" "$@" &
 until wait $!; code=$?; [ "$code" -eq 0 ] || ! kill -0 $! 2> /dev/null; do :; done    # a signal ends a wait
-[ -s "$pid" ] || code=1    # Ray did not start, which symmetric-run does not tell by its exit code
+[ -s "$pid" ] || code=1    # Ray did not start, which the exit code of symmetric-run does not show
 rm -f "$pid"
 wait
 exit "$code"

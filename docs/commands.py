@@ -11,11 +11,11 @@ import copy
 import pathlib
 
 import click
+from generated import filled
 
 from raytf.cli import main
 
 PAGE = pathlib.Path(__file__).parent / "reference" / "cli.md"
-_BEGIN, _END = "<!-- python docs/commands.py writes this -->", "<!-- to here -->"
 
 
 def sections() -> str:
@@ -34,10 +34,7 @@ def sections() -> str:
 
 def written(page: str) -> str:
     """The page with the present options, between its two comments."""
-    head, begin, rest = page.partition(_BEGIN)
-    _, end, tail = rest.partition(_END)
-    assert begin and end, f"{PAGE} has no {_BEGIN} and {_END}"
-    return f"{head}{begin}\n\n{sections()}\n{end}{tail}"
+    return filled(page, "commands.py", sections())
 
 
 if __name__ == "__main__":

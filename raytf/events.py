@@ -15,7 +15,6 @@ import os
 import posixpath
 import threading
 import time
-import warnings
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
@@ -248,9 +247,7 @@ class Recorder:
                 file.write(json.dumps(dataclasses.asdict(event)).encode())
         except OSError as error:
             self._failed = True
-            warnings.warn(
-                f"Events for `raytf report` end here, as they cannot be written: {first_line(error)}", stacklevel=2
-            )
+            logger.warning(f"Events for `raytf report` end here, as they cannot be written: {first_line(error)}")
 
 
 def run_events(run: Any) -> list[RunEvent]:

@@ -14,9 +14,14 @@ NAME = "raytf"
 class _StderrHandler(logging.Handler):
     """Writes to what stderr is at that moment: live lines, notebooks and tests replace it."""
 
+    @property
+    def stream(self):
+        """The stream that it writes to, as of a `logging.StreamHandler`."""
+        return sys.stderr
+
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            print(self.format(record), file=sys.stderr, flush=True)
+            print(self.format(record), file=self.stream, flush=True)
         except Exception:
             self.handleError(record)
 

@@ -14,7 +14,6 @@ import contextlib
 import queue
 import threading
 import time
-import warnings
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -22,11 +21,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from raytf import activity, timeouts
+from raytf import activity, logs, timeouts
 from raytf.collectives.ring import Ring
 from raytf.collectives.ring_listener import Listener
 from raytf.errors import PeerLostError, RaytfError
 from raytf.timeouts import Pace
+
+logger = logs.get_logger(__name__)
 
 # How long a worker waits for the driver's command, in terms of `timeouts.Pace`: a replacement starts, copies the state
 # and makes its first step, or others save a checkpoint.
@@ -427,11 +428,10 @@ class RecoveryClient:
             try:
                 if not all(made.repeat() for made in self._repeatable):
                     self._refuse("what followed the last step, made again, came to something else")
-                    warnings.warn(
+                    logger.warning(
                         "A replacement worker has repeated what followed the last step with another result, as a "
                         "callback that draws or measures has. All workers restart from the last checkpoint. Let the "
-                        "chief alone decide, or draw from a seed",
-                        stacklevel=2,
+                        "chief alone decide, or draw from a seed"
                     )
                     raise error
                 return

@@ -17,18 +17,19 @@ import select
 import socket
 import struct
 import threading
-import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from raytf import activity, timeouts
+from raytf import activity, logs, timeouts
 from raytf.collectives import scaled_float16, shared_memory
 from raytf.collectives.failure_notifier import Cause, FailureNotifier, describe_error
 from raytf.collectives.ring_links import Chord, Link, is_local
 from raytf.errors import PeerLostError, RaytfError
+
+logger = logs.get_logger(__name__)
 
 # Bytes that are received before they are added: few enough for a core's cache.
 _CHUNK = 1 << 18
@@ -143,9 +144,8 @@ class Ring:
                     self._memory = shared_memory.OwnMemory()
                 except OSError as error:
                     self._may_show = False
-                    warnings.warn(
-                        f"workers of this host exchange through sockets, as they cannot share memory: {error}",
-                        stacklevel=3,
+                    logger.warning(
+                        f"workers of this host exchange through sockets, as they cannot share memory: {error}"
                     )
             return self._memory
 
@@ -424,10 +424,9 @@ class Ring:
                 raise _LostError((self.rank + 1) % self.size, ConnectionResetError("it closed its connection"))
             if answer == _NO:
                 self._memory, self._may_show = None, False
-                warnings.warn(
+                logger.warning(
                     f"workers of this host exchange through sockets, as worker {(self.rank + 1) % self.size} cannot "
-                    "read the memory of others",
-                    stacklevel=2,
+                    "read the memory of others"
                 )
 
     def _have_read(self, shows: bool, neighbour: np.ndarray | None) -> bool:

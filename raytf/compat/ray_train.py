@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -55,8 +54,11 @@ from ray.train.v2.api.report_config import CheckpointConsistencyMode  # an argum
 from ray.train.v2.api.reported_checkpoint import ReportedCheckpoint, ReportedCheckpointStatus  # values that a loop gets
 from ray.train.v2.api.validation_config import ValidationConfig  # as in Ray Train's second kind
 
+from raytf import logs
 from raytf.compat.versions import at_least, uses_private
 from raytf.errors import one_line
+
+logger = logs.get_logger(__name__)
 
 __all__ = [
     "CHECKPOINT_MANAGER_SNAPSHOT_FILENAME",
@@ -161,16 +163,16 @@ def tolerate_full_storage(manager) -> Callable[[], None]:
     write, unwritten = manager._write_state_to_storage, []
 
     def tried() -> None:
-        unwritten[:] = [True]
+        was_unwritten, unwritten[:] = bool(unwritten), [True]
         try:
             write()
             unwritten.clear()
         except OSError as error:
-            warnings.warn(
-                f"{CHECKPOINT_MANAGER_SNAPSHOT_FILENAME}, Ray's list of the run's checkpoints, could not be written, "
-                f"and is retried: {one_line(error)}",
-                stacklevel=2,
-            )
+            if not was_unwritten:
+                logger.warning(
+                    f"{CHECKPOINT_MANAGER_SNAPSHOT_FILENAME}, Ray's list of the run's checkpoints, could not be "
+                    f"written, and is retried: {one_line(error)}"
+                )
 
     manager._write_state_to_storage = tried
     return lambda: tried() if unwritten else None

@@ -15,6 +15,8 @@ import re
 import sys
 import warnings
 
+from raytf import logs
+
 _PACKAGE_FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
 
@@ -50,7 +52,7 @@ def shown_once(entries):
 
 def _consoles() -> list[logging.Handler]:
     """Returns the logging handlers that write to this process' stderr or stdout, and the one of loggers without any."""
-    loggers = [logging.getLogger(name) for name in (None, "tensorflow", "absl")]
+    loggers = [logging.getLogger(name) for name in (None, logs.NAME, "tensorflow", "absl")]
     last_resort = [logging.lastResort] if logging.lastResort else []
     handlers = {id(handler): handler for handler in (*last_resort, *(h for logger in loggers for h in logger.handlers))}
     streams = (None, sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)

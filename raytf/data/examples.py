@@ -268,7 +268,7 @@ def _check_alike(present: dict[str, list[set]]) -> None:
             missing = set.intersection(*rows) - set.union(*others)
             if missing:
                 raise ConfigError(
-                    "All files must have the same features, unless a schema says what is optional",
+                    "All files must have the same features, unless a schema defines what is optional",
                     f"{', '.join(map(repr, sorted(missing)))} in {path!r} and not in {other!r}",
                     "Pass schema= with a default_value, or leave files out",
                 )

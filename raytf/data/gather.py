@@ -390,7 +390,7 @@ def filled(table: pa.Table, column: Column) -> pa.ChunkedArray:
         whole, *nested = missing
         counts = [f"{whole} null(s)"] * bool(whole) + [f"{sum(nested)} null(s) inside the rows"] * any(nested)
         raise ConfigError(
-            "A column that a model is fed with must hold no nulls, unless it says what replaces them",
+            "A column that a model is fed with must hold no nulls, unless it defines what replaces them",
             f"{' and '.join(counts)} of {column.name!r}, {array.type}",
             f"Use raytf.Column({column.name!r}, fill=...), or drop them with Ray Data",
         )
@@ -512,7 +512,7 @@ def _equal_lists(chunk, name: str) -> np.ndarray:
     lengths = chunk.value_lengths().to_numpy() if rows and not pa.types.is_fixed_size_list(chunk.type) else width
     if remainder or np.any(lengths != width):
         raise ConfigError(
-            "A list column must hold lists of one length, unless it says how to treat others",
+            "A list column must hold lists of one length, unless it defines how to treat others",
             f"different lengths in {name!r}",
             f"Use raytf.Column({name!r}, pad=...) or raytf.Column({name!r}, ragged=True)",
         )

@@ -183,7 +183,7 @@ def counted(pieces: Partitions, say: Callable[[str], None] = lambda text: None) 
     """
     rows = pieces.rows
     if None in rows:
-        say(f"are counted once, as {_uncounted(_chain(pieces.dag))} does not tell how many there are")
+        say(f"are counted once, as {_uncounted(_chain(pieces.dag))} does not report how many there are")
         rows = _counted(pieces)
     filled = np.flatnonzero(rows)
     return dataclasses.replace(pieces, rows=tuple(rows[i] for i in filled), numbers=pieces.numbers[filled])

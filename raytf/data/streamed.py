@@ -327,7 +327,7 @@ class EpochRead:
             if self._read != self._total:
                 raise ValueError(
                     f"An epoch of the stream must have the rows that were counted, {self._total}; received: "
-                    f"{self._read}. Use operators that give the same rows each time, and tell map_batches "
+                    f"{self._read}. Use operators that give the same rows each time, and pass map_batches "
                     "udf_modifying_row_count=True where it changes their number"
                 )
         except Exception as error:

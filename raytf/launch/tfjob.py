@@ -49,7 +49,7 @@ _WHY = {
     "envFrom": _BY_HAND,
     "valueFrom": _BY_HAND,
     "initContainers": "do what they do before",
-    "sidecars": "containers beside tensorflow are not started",
+    "sidecars": "containers next to tensorflow are not started",
     "cleanPodPolicy": "every process ends with the run",
     "activeDeadlineSeconds": "end the run by `timeout`, or by the job that it is in",
     "schedulingPolicy": "all processes get their resources together, or wait",

@@ -6,7 +6,6 @@ import contextlib
 import functools
 import os
 import threading
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +14,7 @@ import ray
 from ray.exceptions import RayActorError, RayTaskError
 from ray.util.placement_group import PlacementGroup
 
-from raytf import timeouts
+from raytf import logs, timeouts
 from raytf.console import output
 from raytf.errors import ConfigError, RaytfError, first_line
 from raytf.runtime import ports, process_monitor, roles, settings
@@ -25,6 +24,8 @@ from raytf.runtime.resources import placed_actor
 from raytf.runtime.roles import Task
 from raytf.runtime.topology import tf_config
 from raytf.timeouts import Timeouts
+
+logger = logs.get_logger(__name__)
 
 _ASK_INTERVAL = 0.1
 
@@ -249,7 +250,7 @@ class ServerGroup:
                 # a host that has vanished closes no connection, and TensorFlow would wait for one
                 ports.close_connections(self.cluster[task.role][task.index])
                 if cause:
-                    warnings.warn(f"{task} was lost{cause}. It is replaced; the other workers continue", stacklevel=1)
+                    logger.warning(f"{task} was lost{cause}. It is replaced; the other workers continue")
                 try:
                     self._replace(task)
                 except NoAnswerError as error:

@@ -12,7 +12,6 @@ import math
 import os
 import posixpath
 import shutil
-import warnings
 import zipfile
 import zlib
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
@@ -21,8 +20,11 @@ from typing import Any
 import numpy as np
 from pyarrow.fs import FileSelector, FileType
 
+from raytf import logs
 from raytf.errors import ConfigError, first_line
 from raytf.storage import scratch, stored_json
+
+logger = logs.get_logger(__name__)
 
 # Format 4 stores the model in parts. Format 3 is used only mid-epoch; older versions would restart the epoch.
 VERSION_OF_PARTS, VERSION, VERSION_OF_EPOCHS = 4, 3, 2
@@ -499,7 +501,7 @@ def first_whole(candidates: Iterable, check: Callable[[object], str]):
             refused.append(error.received if isinstance(error, ConfigError) else f"{candidate.path} is missing")
             continue
         if refused:
-            warnings.warn(describe_choice(refused, posixpath.basename(candidate.path)), stacklevel=3)
+            logger.warning(describe_choice(refused, posixpath.basename(candidate.path)))
         return candidate, result
     raise DamagedCheckpointError(
         "A run resumes from a checkpoint of which every part is what was written",

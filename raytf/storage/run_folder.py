@@ -14,7 +14,6 @@ import os
 import posixpath
 import re
 import secrets
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -154,7 +153,7 @@ class RunFolder:
             chosen = dataclasses.replace(mid_epoch, relisted=last.relisted if last else None)
         damaged = refused + epoch_errors
         if chosen is not None and damaged:
-            warnings.warn(f"{self.name}: {checkpoint_files.describe_choice(damaged, chosen.name)}", stacklevel=3)
+            logger.warning(f"{self.name}: {checkpoint_files.describe_choice(damaged, chosen.name)}")
         elif refused:
             raise self._none_whole(f"none is whole: {'; '.join(damaged)}")
         elif damaged:

@@ -29,13 +29,14 @@ import subprocess
 import sys
 import threading
 import time
-import warnings
 from collections.abc import Collection, Iterator, Mapping
 
-from raytf import liveness, procfs, timeouts
+from raytf import liveness, logs, procfs, timeouts
 from raytf.errors import ConfigError, RaytfError
 from raytf.storage import finishing, injected_faults, priority, snapshot_store
 from raytf.storage.snapshot_buffers import Buffer, Part, SnapshotLayout, needs_of
+
+logger = logs.get_logger(__name__)
 
 _LONGEST_MESSAGE = 1 << 16
 # Number of the last events that `written` keeps.
@@ -525,7 +526,7 @@ class SnapshotWriter:
     def _log(self, cause: str, text: str) -> None:
         if cause not in self._logged:
             self._logged.add(cause)
-            warnings.warn(text, stacklevel=5)
+            logger.warning(text)
 
     def _exit_description(self) -> str:
         self._reap(timeouts.get().writer_end)

@@ -15,6 +15,10 @@ from dataclasses import dataclass
 from raytf.events import worker_names
 from raytf.worker.stop import DRAIN, RESIZE, STOP
 
+# Reasons as clauses.
+NO_FAILURES_LEFT = "FailureConfig allows no more failures"
+STOPPING = "a stop of the run was requested"
+
 
 class Phase(enum.Enum):
     """Phase of a run."""
@@ -174,12 +178,14 @@ class Action:
         state: State of the run after it.
         ranks: Lost ranks that the action handles.
         why: Reason as a clause, or why workers stop after a step (`stop.STOP`, `DRAIN`, `RESIZE`).
+        failure: Why the run fails, as a clause; "" if it does not.
     """
 
     do: Do
     state: RunState
     ranks: frozenset[int] = frozenset()
     why: str = ""
+    failure: str = ""
 
 
 def decide(state: RunState, event: Event) -> Action:
@@ -207,7 +213,7 @@ def decide(state: RunState, event: Event) -> Action:
         case StopRequested():
             state = dataclasses.replace(state, stopping=True)
             if state.phase is Phase.STARTING or not state.ends_after_step:
-                return _fail_run(state, "a stop of the run was requested")
+                return _fail_run(state, STOPPING, STOPPING)
             return _end_after_step(state, STOP)
         case Drained(stays):
             if state.phase is Phase.STARTING:
@@ -252,7 +258,7 @@ def _recover(state: RunState, ranks: frozenset[int], reported: frozenset[int] = 
     if len(ranks) == state.workers:
         return _restart_all(state, "no other worker is left that holds the training's state")
     if count > state.failures_left:
-        return _restart_all(state, "FailureConfig allows no more failures")
+        return _restart_all(state, NO_FAILURES_LEFT)
     if state.phase is Phase.LEAVING and not state.asks_again:
         return _restart_all(state, "the trial stops after that step")
     if reporters:
@@ -267,16 +273,17 @@ def _recover(state: RunState, ranks: frozenset[int], reported: frozenset[int] = 
 def _restart_all(state: RunState, why: str) -> Action:
     """Restarts all workers, which counts as a failure, unless no failure is left or the run stops."""
     if state.stopping:
-        return _fail_run(state, why or "a stop of the run was requested")
+        return _fail_run(state, why or STOPPING, STOPPING)
     if state.failures_left < 1:
-        return _fail_run(state, why)
+        return _fail_run(state, why, NO_FAILURES_LEFT)
     failures_left = state.failures_left - 1
     action = Action(do=Do.RESTART, state=state, why=why)
     return _with_state(action, phase=Phase.STARTING, failures_left=failures_left, lost=frozenset())
 
 
-def _fail_run(state: RunState, why: str) -> Action:
-    return _with_state(Action(do=Do.FAIL, state=state, why=why), phase=Phase.ENDED, lost=frozenset())
+def _fail_run(state: RunState, why: str, failure: str) -> Action:
+    action = Action(do=Do.FAIL, state=state, why=why, failure=failure)
+    return _with_state(action, phase=Phase.ENDED, lost=frozenset())
 
 
 class Decisions:

@@ -448,7 +448,7 @@ def check(build_model, config, first: StoredDataset | TFData, batch: BatchSpec, 
             shown, fix = f"{shown} and no labels", f"{fix}; labels= names the column that a loss compares with"
         raise ConfigError(
             "The columns must fit the model's inputs and its loss",
-            f"{shown}, for which Keras says: {_first_line(error)}",
+            f"{shown}, for which Keras reports: {_first_line(error)}",
             fix,
         ) from error
     if isinstance(first, TFData):

@@ -10,13 +10,12 @@ import contextlib
 import functools
 import time
 import uuid
-import warnings
 
 import ray
 from ray.exceptions import RayError, RayTaskError
 from ray.train import Checkpoint
 
-from raytf import timeouts
+from raytf import logs, timeouts
 from raytf.compat import autograph
 from raytf.compat.fast_import import import_keras
 from raytf.compat.ray_train import ValidationConfig
@@ -30,6 +29,8 @@ from raytf.storage.checkpoint_files import read_state_of
 from raytf.timeouts import Timeouts
 from raytf.worker import checkpoint as checkpoints
 from raytf.worker.job import TrainJob
+
+logger = logs.get_logger(__name__)
 
 # Prefix of its metrics, next to "loss", "val_loss", ... of the training.
 PREFIX = "eval_"
@@ -134,7 +135,7 @@ class Record:
         finally:
             self.entries.clear()
         if why:
-            warnings.warn(sentence(why), stacklevel=2)
+            logger.warning(sentence(why))
         return metrics
 
 

@@ -27,7 +27,7 @@ from raytf.runtime.settings import Listening
 from raytf.timeouts import Timeouts
 from raytf.train import backend, decisions, recovery_coordinator
 from raytf.train.decisions import Decisions, Do, Lost, WorkerState
-from raytf.train.recovery_coordinator import REPLACING, RESTARTING, Member, RecoveryCoordinator
+from raytf.train.recovery_coordinator import RAISE_LIMIT, REPLACING, RESTARTING, Member, RecoveryCoordinator
 from raytf.worker.stop import DRAIN, MovedError
 
 # Seconds between two checks of all that sends no event.
@@ -238,10 +238,18 @@ class EventGroup:
             events.emit(RunEvent(kind=Kind.ENDED_AFTER_STEP, step=moved.step, why=str(moved)))
             return
         kind = Kind.WORKER_LOST if isinstance(event, Lost) else Kind.WORKER_FAILED
-        more = {Do.RECOVER: REPLACING, Do.RESTART: RESTARTING}.get(action.do, "")
+        reason = "" if action.why in ("", action.failure) else f". It is not replaced in place, as {action.why}"
+        more = REPLACING if action.do is Do.RECOVER else reason + self._describe_end(action)
         for rank in sorted(action.ranks or event.ranks):
             why = one_line(user_error(self._errors[rank]))
             events.emit(RunEvent(kind=kind, ranks=(rank,), why=why, more=more))
+
+    def _describe_end(self, action: decisions.Action) -> str:
+        """Returns what follows from the end of the group, and what the user can do, as sentences."""
+        if action.do is Do.FAIL:
+            fix = RAISE_LIMIT if action.failure == decisions.NO_FAILURES_LEFT else ""
+            return f". The run fails, as {action.failure}; its checkpoints stay{fix}"
+        return RESTARTING if action.do is Do.RESTART else ""
 
     def _lost_by_silence(self, now: float) -> decisions.Event | None:
         """Returns the event for workers that fail by another's loss, if that loss itself shows in no way."""
@@ -333,7 +341,8 @@ class EventGroup:
         for rank in tried.lost:  # a call to it would block until Ray detects the loss of its node
             ray.kill(self.members[rank].actor)
         tried.give_up()
-        more = f". All workers restart from {tried.restart_point}" if action.do is Do.RESTART else ""
+        restarts = action.do is Do.RESTART
+        more = f". All workers restart from {tried.restart_point}" if restarts else self._describe_end(action)
         why, ranks = action.why or tried.why, tuple(sorted(tried.lost))
         events.emit(RunEvent(kind=Kind.RECOVERY_FAILED, ranks=ranks, step=tried.saved_step, why=why, more=more))
         raise LostGroupError(dict(self._errors), why)

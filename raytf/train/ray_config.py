@@ -171,7 +171,7 @@ def _check_failures(failure_config: FailureConfig) -> None:
         if value != getattr(usual, name, None):
             raise _of_train(
                 f"FailureConfig({name}={value!r})",
-                "Leave it out: a trial whose node goes is restarted as FailureConfig(max_failures=...) says",
+                "Leave it out: a trial whose node goes is restarted as FailureConfig(max_failures=...) allows",
             )
 
 

@@ -37,6 +37,8 @@ _ROOM_INTERVAL = 0.5
 REPLACING = ". A replacement worker is started; the other workers wait in their step"
 # ... and if all workers restart.
 RESTARTING = ". All workers restart from the last checkpoint; steps after it are repeated"
+# Addition to the event of a failure of the run.
+RAISE_LIMIT = ". Raise FailureConfig(max_failures=...) so that it recovers next time"
 
 
 class RecoveryFailedError(RaytfError, RuntimeError):

@@ -36,6 +36,7 @@ from raytf.storage import scratch
 from raytf.storage.folder_contents import size_of_files, write_files
 from raytf.train import backend, ends
 from raytf.train.decisions import (
+    Action,
     Decisions,
     Do,
     Drained,
@@ -294,6 +295,9 @@ class WorkerGroup(EventGroup):
             error_found = WorkerGroupLostError(f"worker {rank} of the trial was lost: {error}")
         error_found.unhealed = lost.why or None
         return error_found
+
+    def _describe_end(self, action: Action) -> str:
+        return ". All workers of the group end: a trial restarts as FailureConfig allows, a call of raytf.fit fails"
 
     def _started_again(self, rank: int) -> Member:
         return self._process(rank, self.members[rank].bundle)

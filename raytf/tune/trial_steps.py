@@ -9,18 +9,20 @@ from __future__ import annotations
 
 import contextlib
 import posixpath
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
 from pyarrow.fs import FileSelector, FileType
 from ray.tune import Checkpoint
 
+from raytf import logs
 from raytf.identity import canonical
 from raytf.storage import checkpoint_files, snapshots, step_folders, stored_json
 from raytf.storage.checkpoint_files import MANIFEST, DamagedCheckpointError
 from raytf.storage.folder_contents import fetch_files
 from raytf.worker.session import TRIAL
+
+logger = logs.get_logger(__name__)
 
 PREFIX = "steps_"
 
@@ -70,9 +72,8 @@ def newest_checkpoint(filesystem, folder: str, step_limit: int) -> tuple[dict[st
     try:
         return checkpoint_files.first_whole(candidates, _read)[1]
     except DamagedCheckpointError as error:
-        warnings.warn(
-            f"Damaged: {error.received}. The trial resumes from step {step_limit}, that of Tune's checkpoint",
-            stacklevel=2,
+        logger.warning(
+            f"Damaged: {error.received}. The trial resumes from step {step_limit}, that of Tune's checkpoint"
         )
         return None
 

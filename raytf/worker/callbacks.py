@@ -11,7 +11,6 @@ import math
 import os
 import re
 import time
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -19,7 +18,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from raytf import activity
+from raytf import activity, logs
 from raytf.collectives import communicator
 from raytf.compat import keras as compat_keras
 from raytf.compat import keras_objects, legacy_keras
@@ -34,6 +33,8 @@ from raytf.worker import session
 from raytf.worker.callback_state import CallbackStates
 from raytf.worker.part import Training, TrainingPart, shared_states
 from raytf.worker.writers import WriterCount
+
+logger = logs.get_logger(__name__)
 
 
 def feed_state(name: str) -> dict | None:
@@ -545,9 +546,7 @@ def _forgiving(name: str) -> Callable:
             hook(self, *args, **kwargs)
         except (OSError, tf.errors.OpError) as error:
             self._failed = True
-            warnings.warn(
-                f"Events for TensorBoard end here, as they cannot be written: {first_line(error)}", stacklevel=1
-            )
+            logger.warning(f"Events for TensorBoard end here, as they cannot be written: {first_line(error)}")
 
     return call
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from raytf import activity, timeouts
+from raytf import activity, logs, timeouts
 from raytf.runtime import cores
 from raytf.storage import checkpoint_files, sharded_write, snapshots
 from raytf.storage.file_template import FileTemplate, ZipTemplate
@@ -16,6 +15,8 @@ from raytf.storage.sharded_write import RangeCutter
 from raytf.storage.snapshots import NoRoomError, NotWrittenError, SnapshotWriter
 from raytf.timeouts import deadline
 from raytf.worker.checkpoint import CheckpointSnapshot
+
+logger = logs.get_logger(__name__)
 
 # Number of checkpoints within epochs that remain: the last one, and one in case that it is damaged.
 _KEPT_STEPS = 2
@@ -42,10 +43,9 @@ class CheckpointSaver:
     def wait_for_others(self) -> None:
         """Blocks until checkpoints of killed workers are written; call it before the newest one is selected."""
         if not snapshots.wait_for_all(self._filesystem, self._run):
-            warnings.warn(
+            logger.warning(
                 f"timeout: another process still writes checkpoints of {self._run!r}, or its host was lost. The run "
-                "resumes without its last ones",
-                stacklevel=2,
+                "resumes without its last ones"
             )
 
     def ready(self, model, in_memory: bool = False, parts: int = 1) -> None:
@@ -130,7 +130,7 @@ class CheckpointSaver:
             except NoRoomError:
                 raise
             except NotWrittenError as error:  # the writer process was killed
-                warnings.warn(f"{error}; another one is started", stacklevel=2)
+                logger.warning(f"{error}; another one is started")
                 self._writes_alone = self._writer.alone
                 self._writer.close()
         self._start()
@@ -200,6 +200,6 @@ class CheckpointSaver:
             with writer.writer_priority():
                 writer.finish(seconds)
         except NotWrittenError as error:
-            warnings.warn(f"The training has ended, and {error}", stacklevel=2)
+            logger.warning(f"The training has ended, and {error}")
         finally:
             writer.close()

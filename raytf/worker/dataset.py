@@ -111,7 +111,7 @@ def get_dataset(
         given = {"features": features, "labels": labels, "sample_weights": sample_weights, "map": map}
         given |= {"shuffle": shuffle, "drop_remainder": drop_remainder or None}
         if asked := [key for key, value in given.items() if value is not None]:
-            raise ConfigError(f"{name!r} is a raytf.TFData, which says that itself", ", ".join(asked), "Leave it out")
+            raise ConfigError(f"{name!r} is a raytf.TFData, which defines these", ", ".join(asked), "Leave it out")
         per_replica_batch(batch_size, context.get_world_size())
         feed = open_feed(
             setup.datasets[name],

@@ -246,7 +246,7 @@ def _specs(model):
         return keras.tree.map_structure(lambda t: tf.TensorSpec((None, *t.shape[1:]), t.dtype, t.name), inputs)
     if stored is None:
         raise ConfigError(
-            "An export is checked with rows of the model's inputs, which functional and sequential models tell, and "
+            "An export is checked with rows of the model's inputs, which functional and sequential models have, and "
             "checkpoints of raytf.KerasTrainer",
             f"{model.name!r}, a {type(model).__name__} whose inputs are not known",
             _NOT_CHECKED,

@@ -7,7 +7,6 @@ import os
 import posixpath
 import socket
 import time
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,10 +14,12 @@ import keras
 import pyarrow.fs
 import tensorflow as tf
 
-from raytf import activity, procfs
+from raytf import activity, logs, procfs
 from raytf.errors import first_line
 from raytf.parallel import model_optimizers
 from raytf.worker.part import Training, TrainingPart
+
+logger = logs.get_logger(__name__)
 
 # Folder in the run's folder, with a file of JSON lines for each rank.
 FOLDER = "figures"
@@ -159,9 +160,7 @@ class FiguresFile:
             self._flush() if figures is None else self._add(json.dumps(figures).encode() + b"\n")
         except OSError as error:
             self._failed = True
-            warnings.warn(
-                f"Figures for `raytf report` end here, as they cannot be written: {first_line(error)}", stacklevel=2
-            )
+            logger.warning(f"Figures for `raytf report` end here, as they cannot be written: {first_line(error)}")
 
     def _add(self, line: bytes) -> None:
         if self._appends:
@@ -217,9 +216,7 @@ class _FigureWriter:
                 self._writer.flush()
         except (OSError, tf.errors.OpError) as error:
             self._failed = True
-            warnings.warn(
-                f"Figures for TensorBoard end here, as they cannot be written: {first_line(error)}", stacklevel=2
-            )
+            logger.warning(f"Figures for TensorBoard end here, as they cannot be written: {first_line(error)}")
 
 
 def _rate(model) -> float | None:

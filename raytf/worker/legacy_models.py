@@ -65,8 +65,8 @@ def load_weights(file: str, build_model: Callable, config: Mapping | None):
 def refuse_keras_2_file(file: str) -> None:
     """Raises ConfigError for a file of Keras 2 without `legacy_keras=True`."""
     raise ConfigError(
-        "A model's file is read as one of Keras 3 unless legacy_keras=True, whatever the file says",
-        f"{file!r}, which says that Keras 2 has written it",
+        "A model's file is read as one of Keras 3 unless legacy_keras=True, whatever version the file names",
+        f"{file!r}, which Keras 2 has written, as the file states",
         "Pass load_model(..., legacy_keras=True) if you expect that, or build_model= for the weights alone",
     )
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from pyarrow.fs import FileType, LocalFileSystem, copy_files
 
+from raytf import logs
 from raytf.console import quiet
 from raytf.data import columns
 from raytf.errors import ConfigError, first_line, without_escapes
@@ -36,6 +37,8 @@ from raytf.storage.checkpoint_files import (
 from raytf.worker import legacy_models, model_source
 from raytf.worker.checkpoint_selector import CheckpointSelector, StoredCheckpoint, list_checkpoints
 from raytf.worker.mean_weights import average_models
+
+logger = logs.get_logger(__name__)
 
 if TYPE_CHECKING:
     import keras
@@ -188,9 +191,8 @@ def _load_run(stored: model_source.StorageLocation, choice: CheckpointSelector, 
         checkpoints = list_checkpoints(stored.filesystem, stored.path)
         if checkpoints:
             taken = "choosing among those in the folder" if choice.needs_run else "using the newest whole one"
-            warnings.warn(
-                f"Ray's list of the checkpoints in {stored.shown!r} cannot be used ({first_line(error)}); {taken}",
-                stacklevel=3,
+            logger.warning(
+                f"Ray's list of the checkpoints in {stored.shown!r} cannot be used ({first_line(error)}); {taken}"
             )
             return _load_chosen(checkpoints, stored.shown, choice, arguments)
         raise ConfigError(

@@ -14,14 +14,13 @@ import functools
 import posixpath
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import ray.train
 from ray.train.collective import broadcast_from_rank_zero
 
-from raytf import activity, timeouts
+from raytf import activity, logs, timeouts
 from raytf.collectives import recovery_client
 from raytf.compat import ray_train
 from raytf.compat.ray_train import CheckpointConsistencyMode
@@ -33,6 +32,8 @@ from raytf.worker import stop
 from raytf.worker.checkpoint import CheckpointSnapshot
 from raytf.worker.checkpoint_saver import CheckpointSaver
 from raytf.worker.stop import MovedError
+
+logger = logs.get_logger(__name__)
 
 # File in a trial's checkpoints with state of the sweep.
 TRIAL = "trial.json"
@@ -86,10 +87,9 @@ class PendingCheckpoint:
             self._wait()
         except NotWrittenError as error:
             self._error = error
-            warnings.warn(
+            logger.warning(
                 f"The checkpoint at the end of epoch {self._epoch} is not saved so far, and training continues: "
-                f"{error.why}",
-                stacklevel=2,
+                f"{error.why}"
             )
         self._finalized = True
 
@@ -139,10 +139,9 @@ class ReportQueue:
         seconds = timeouts.get().report_old
         _, pending = concurrent.futures.wait([report for _, report in self._made], seconds)
         if pending:
-            warnings.warn(
+            logger.warning(
                 f"The training has ended, and {len(pending)} of its reports wait since {seconds:g} s for the "
-                f"driver, which {_WAITS_FOR}",
-                stacklevel=2,
+                f"driver, which {_WAITS_FOR}"
             )
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import warnings
-
 import numpy as np
 
+from raytf import logs
 from raytf.collectives import communicator
 from raytf.parallel import model_optimizers, shards
 from raytf.worker.session import RaySession
+
+logger = logs.get_logger(__name__)
 
 # Bytes of a model's file for each writer; less is not worth another writer.
 LEAST_BYTES = 64 << 20
@@ -53,10 +54,9 @@ class WriterCount:
             return 1
         (equal_count,) = communicator.sum_over_workers(strategy, [np.int64(chief_layout[0] == own_layout[0])])
         if int(equal_count) < size and not self._differs and self._session.rank == 0:
-            warnings.warn(
+            logger.warning(
                 "Some workers write the model's file in another layout: the chief writes it alone. Have the same "
-                "versions of Keras and h5py on all of them",
-                stacklevel=2,
+                "versions of Keras and h5py on all of them"
             )
         self._differs = int(equal_count) < size
         return 1 if self._differs else count

@@ -9,6 +9,7 @@ from ray.train import RunConfig, ScalingConfig
 
 import raytf
 from tests.cluster import models
+from tests.logged import warnings_logged
 
 pytestmark = [pytest.mark.usefixtures("ray_cluster"), pytest.mark.slow]
 
@@ -57,7 +58,7 @@ def test_evaluator_during_training_and_its_restarts(tmp_path):
     """Its metrics are those of validation within the training, for every epoch and in the result. It dies once of the
     first checkpoint, which is evaluated again, and twice of the second: the training continues without that one."""
     in_training = trainer(tmp_path, {}, 0).fit()
-    with pytest.warns(UserWarning, match=r"evaluation is missing of epoch 2 \(the evaluator's process was killed"):
+    with warnings_logged(r"evaluation is missing of epoch 2 \(the evaluator's process was killed"):
         with_evaluator = trainer(tmp_path, {1: 1, 2: 2}, 2, evaluator=True).fit()
     history = with_evaluator.metrics_dataframe
     assert list(history["epoch"]) == [1, 2, 3] and history["loss"].notna().all()

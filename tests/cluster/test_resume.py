@@ -13,6 +13,7 @@ import pytest
 import raytf
 from tests.cluster import models
 from tests.cluster.test_trainer import trainer, weights
+from tests.logged import warnings_logged
 from tests.unit.test_checkpoint import Bomb
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
@@ -55,7 +56,7 @@ def test_run_resumes_from_the_last_whole_checkpoint_with_new_arguments(tmp_path)
         for name in ("build.pkl", "callbacks.pkl", "error.pkl"):
             (folder / name).write_bytes(pickle.dumps(Bomb(str(exploded))))
     os.truncate(saved[-1] / "model.keras", 1000)
-    with pytest.warns(UserWarning, match=rf"{saved[-1].name} \(model.keras .*{saved[-2].name} instead"):
+    with warnings_logged(rf"{saved[-1].name} \(model.keras .*{saved[-2].name} instead"):
         assert int(raytf.load_model(run).optimizer.iterations) == 8
     again = trainer(tmp_path, config=config | {"patience": 50}, callbacks=watched, build=moved).fit()
     assert list(again.metrics_dataframe["epoch"]) == [1, 2, 3]

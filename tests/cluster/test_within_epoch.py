@@ -12,6 +12,7 @@ import pytest
 import raytf
 from tests.cluster import models
 from tests.cluster.test_trainer import assert_equal, trainer
+from tests.logged import warnings_logged
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -100,7 +101,7 @@ def test_kills_and_a_new_start_within_epochs_change_nothing(tmp_path):
         if (path / "state.json").exists() and path.name != steps[-1]
     )
     again, _ = run("broken")
-    with pytest.warns(UserWarning, match=f"Damaged: {steps[-1]}.*Using the checkpoint {newest} instead"):
+    with warnings_logged(f"Damaged: {steps[-1]}.*Using the checkpoint {newest} instead"):
         result = again.fit()
     assert batches(notes, 1)[-1][0] == divmod(step, 14)
     assert_equal(result, expected, 0)

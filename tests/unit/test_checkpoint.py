@@ -18,6 +18,7 @@ from raytf.storage import checkpoint_files
 from raytf.storage.checkpoint_files import DamagedCheckpointError
 from raytf.worker import checkpoint, model_loading, model_source
 from raytf.worker.callback_state import CallbackStates
+from tests.logged import warnings_logged
 
 WRITTEN = pathlib.Path(__file__).parent / "checkpoints"
 
@@ -342,7 +343,7 @@ def test_the_first_whole_checkpoint_is_taken_and_the_others_are_named(tmp_path):
     (folders[0] / "seeds.npz").unlink()
     (folders[1] / "state.json").write_text("")
     stored = checkpoint_files.newest_first(map(Stored, reversed(folders)))
-    with pytest.warns(UserWarning, match=r"checkpoint_9 \(seeds.npz.*checkpoint_8 \(state.json.*checkpoint_7 instead"):
+    with warnings_logged(r"checkpoint_9 \(seeds.npz.*checkpoint_8 \(state.json.*checkpoint_7 instead"):
         found, _ = checkpoint_files.first_whole(stored, lambda c: checkpoint_files.check_folder(c.path))
     assert found.path == str(folders[2])
     (folders[2] / "model.keras").write_bytes(b"")

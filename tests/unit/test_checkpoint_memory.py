@@ -18,6 +18,7 @@ from raytf.storage.step_folders import folder_name
 from raytf.worker import checkpoint
 from raytf.worker.checkpoint_saver import CheckpointSaver
 from raytf.worker.model_file import ModelFile
+from tests.logged import warnings_logged
 from tests.unit.test_checkpoint import functional, trained
 from tests.unit.test_snapshots import check, is_gone, parts_of, stop
 from tests.waiting import until
@@ -129,7 +130,7 @@ def test_while_a_large_one_is_written_others_are_left_out_and_pinned_ones_wait(l
     stop(large.pid)
     try:
         large.write(folder_name(2), parts_of(2, 100_000))
-        with pytest.warns(UserWarning, match="slower than checkpoints come"):
+        with warnings_logged("slower than checkpoints come"):
             assert large.write(folder_name(3), parts_of(3, 100_000)) == 0
         assert large.write(folder_name(4), parts_of(4, 100_000), in_memory=True) > 0, "which has one more"
         assert memory(large) <= 2 * one()
@@ -159,7 +160,7 @@ def test_large_ones_that_grow_and_shrink_never_have_more_than_one(large, tmp_pat
 
 def test_pinned_snapshot_replaces_one_that_the_storage_does_not_take(large, tmp_path):
     (tmp_path / "run").write_text("in the way")
-    with pytest.warns(UserWarning, match="could not be written"):
+    with warnings_logged("could not be written"):
         large.write(folder_name(1), parts_of(1, 100_000))
         large.write(folder_name(2), parts_of(2, 100_000), pinned=True)
     (tmp_path / "run").unlink()

@@ -18,6 +18,7 @@ from raytf.storage import checkpoint_files
 from raytf.train.evaluator import Evaluator, Record
 from raytf.worker import checkpoint, model_loading
 from raytf.worker.callback_state import CallbackStates
+from tests.logged import warnings_logged
 from tests.unit.test_checkpoint import Bomb, functional, saved
 from tests.unit.test_evaluator import Memory
 
@@ -320,6 +321,6 @@ def test_a_run_whose_list_is_lost_is_loaded_by_its_newest_whole_checkpoint(craft
     for text in (None, "", "[" * 100_000, "{}"):
         if text is not None:
             (tmp_path / "run" / "checkpoint_manager_snapshot.json").write_text(text)
-        with pytest.warns(UserWarning, match="Ray's list of the checkpoints|Instead checkpoint_0"):
+        with warnings_logged("Ray's list of the checkpoints|Instead checkpoint_0"):
             model = model_loading.load_model(tmp_path / "run")
         np.testing.assert_array_equal(model.predict(whole[1], verbose=0), whole[2])

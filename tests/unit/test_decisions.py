@@ -279,6 +279,7 @@ def test_a_thousand_runs(seed):
 def test_each_decision(change, event, do, why):
     action = decide(dataclasses.replace(WHOLE, **change), event)
     assert action.do is do and why in action.why and (why or not action.why or do in (Do.RESTART, Do.FAIL))
+    assert (action.do is Do.FAIL) == bool(action.failure), "a run that fails has a reason"
 
 
 def test_a_recovery_that_begins_again_counts_what_was_lost_and_takes_all_places():

@@ -146,13 +146,26 @@ def test_the_command_page_has_every_command():
     assert set(re.findall(r"`raytf (\w+)`", page)) == set(main.commands)
 
 
-def test_the_command_page_is_current():
-    spec = importlib.util.spec_from_file_location("commands", blocks.ROOT / "docs/commands.py")
+def _generated(monkeypatch, script: str) -> str:
+    """The page of a script in `docs/`, if it is what the script writes."""
+    monkeypatch.syspath_prepend(blocks.ROOT / "docs")
+    spec = importlib.util.spec_from_file_location(script, blocks.ROOT / f"docs/{script}.py")
     generator = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(generator)
     page = generator.PAGE.read_text()
-    assert page == generator.written(page), "python docs/commands.py writes docs/reference/cli.md"
+    assert page == generator.written(page), f"python docs/{script}.py writes {generator.PAGE.name}"
+    return page
+
+
+def test_the_command_page_is_current(monkeypatch):
+    page = _generated(monkeypatch, "commands")
     assert all(f"## raytf {name}\n" in page for name in main.commands) and "--cpus-per-worker FLOAT RANGE" in page
+
+
+def test_the_page_of_errors_is_current(monkeypatch):
+    page = _generated(monkeypatch, "refusals")
+    rule = "With jit_compile=True and several workers on CPUs a model's call can be compiled"
+    assert rule in page and page.count("\n* `` ") > 300
 
 
 def test_the_guide_has_every_argument_of_the_trainer_with_its_default():

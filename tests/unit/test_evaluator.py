@@ -1,12 +1,12 @@
 """What becomes of checkpoints whose evaluator dies; the actor itself is in tests/cluster."""
 
-import pytest
 from ray.exceptions import ActorDiedError, OutOfMemoryError, RayTaskError
 from ray.train import Checkpoint
 
 from raytf.storage.checkpoint_files import CheckpointState
 from raytf.train import evaluator
 from raytf.train.evaluator import Record
+from tests.logged import warnings_logged
 
 
 class Memory(dict):
@@ -60,6 +60,6 @@ def test_record_lists_what_is_missing_and_forgets_all():
     record = Record(Memory())
     record.put_metrics(1, {"eval_loss": 0.5})
     record.missing(2, "it rained")
-    with pytest.warns(UserWarning, match=r"The evaluation is missing of epoch 2 \(it rained\)"):
+    with warnings_logged(r"The evaluation is missing of epoch 2 \(it rained\)"):
         assert record.close() == {1: {"eval_loss": 0.5}}
     assert not record.entries

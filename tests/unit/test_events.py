@@ -14,6 +14,7 @@ import raytf
 from raytf import events
 from raytf.errors import ConfigError
 from raytf.events import Kind, RunEvent
+from tests.logged import warnings_logged
 from tests.unit.test_messages import PAGE, _plain
 
 LOCAL = pyarrow.fs.LocalFileSystem()
@@ -178,7 +179,7 @@ def test_a_file_with_a_former_name_of_a_kind_is_read(tmp_path, former, kind):
 def test_a_storage_that_takes_none_ends_that_and_not_the_run(tmp_path):
     (tmp_path / "figures").touch()
     record = events.Recorder(LOCAL, str(tmp_path))
-    with pytest.warns(UserWarning, match="Events for `raytf report` end here"):
+    with warnings_logged("Events for `raytf report` end here"):
         record(RunEvent(kind=Kind.WORKER_CONTINUED))
     record(RunEvent(kind=Kind.WORKER_CONTINUED))
 

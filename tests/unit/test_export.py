@@ -18,6 +18,7 @@ from raytf.errors import ConfigError
 from raytf.worker import checkpoint
 from raytf.worker import export as export_module
 from raytf.worker.export import export
+from tests.logged import warnings_logged
 from tests.unit import object_store
 from tests.unit.object_store import BUCKET
 
@@ -101,7 +102,7 @@ def run(tmp_path_factory):
 @pytest.fixture
 def own_list_is_lost():
     """The folder is not one that Ray has written."""
-    with pytest.warns(UserWarning, match="Ray's list of the checkpoints .* cannot be used"):
+    with warnings_logged("Ray's list of the checkpoints .* cannot be used"):
         yield
 
 
@@ -141,11 +142,11 @@ def test_damaged_checkpoint_is_skipped_with_a_warning(run, tmp_path):
         ),
         ({"average": 2}, 13.5, "Damaged: step_000000000017"),
     ]:
-        with pytest.warns(UserWarning, match=warning), pytest.warns(UserWarning, match="cannot be used"):
+        with warnings_logged(warning), warnings_logged("cannot be used"):
             np.testing.assert_allclose(values(raytf.load_model(tmp_path / "run", **choice)), value)
-    with pytest.raises(ConfigError, match="whole; received: average=5 with 3 in"), pytest.warns():
+    with pytest.raises(ConfigError, match="whole; received: average=5 with 3 in"), warnings_logged(""):
         raytf.load_model(tmp_path / "run", average=5)
-    with pytest.raises(ConfigError, match=r"step_000000000017 \(seeds.npz is"), pytest.warns():
+    with pytest.raises(ConfigError, match=r"step_000000000017 \(seeds.npz is"), warnings_logged(""):
         raytf.load_model(tmp_path / "run", which=17)
 
 
@@ -157,7 +158,6 @@ def test_what_is_no_source_is_refused(tmp_path, source):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:Ray's list")
 def test_a_uri_is_one_of_a_run_a_checkpoint_or_a_file(run, tmp_path):
     with object_store.serving() as storage:
         filesystem = storage.filesystem()
@@ -209,7 +209,6 @@ def test_what_is_no_path_to_write_to_is_refused(run):
         ({"average": 2, "which": "best"}, "average=2 with which='best'. Leave one of them out"),
     ],
 )
-@pytest.mark.filterwarnings("ignore:Ray's list")
 def test_wrong_choices(run, tmp_path, choice, message):
     for way in (lambda: raytf.load_model(run, **choice), lambda: export(run, tmp_path / "out", **choice)):
         with pytest.raises(ConfigError, match=message):

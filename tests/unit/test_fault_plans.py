@@ -7,7 +7,6 @@ import json
 import os
 import random
 import shutil
-import warnings
 
 import numpy as np
 import pyarrow.fs
@@ -280,11 +279,9 @@ def test_of_torn_checkpoints_the_newest_whole_one_is_taken(run):
         ]
         newest = max((step_of[name] for name in whole), default=None)
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                taken = {"driver": by_driver(folder), "worker": by_worker(local, folder)}
-                if newest is not None:
-                    taken["load_model"] = by_load_model(local, folder)
+            taken = {"driver": by_driver(folder), "worker": by_worker(local, folder)}
+            if newest is not None:
+                taken["load_model"] = by_load_model(local, folder)
             assert set(taken.values()) == {newest}, f"seed {seed}: {taken}, whole are {sorted(map(step_of.get, whole))}"
         finally:
             mended(files, torn)

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from raytf import activity
 from raytf.worker import figures
 from raytf.worker.callbacks import Events
+from tests.logged import lines_logged
 
 LOCAL = pyarrow.fs.LocalFileSystem()
 DATA = np.ones((8, 2)), np.ones((8, 1))
@@ -108,9 +109,9 @@ def test_a_storage_that_takes_no_more_ends_them_and_not_the_training(tmp_path):
     (tmp_path / figures.FOLDER).touch()
     (tmp_path / "events").mkdir()
     (tmp_path / "events" / "system").touch()
-    with pytest.warns(UserWarning) as seen:
+    with lines_logged() as lines_seen:
         trained(tmp_path, Events(str(tmp_path / "events"), write_graph=False))
-    messages = [str(warning.message) for warning in seen if str(warning.message).startswith("Figures")]
+    messages = [line for line in lines_seen if line.startswith("Figures")]
     assert len(messages) == 2 and "raytf report" in messages[0] and "TensorBoard" in messages[1], messages
 
 

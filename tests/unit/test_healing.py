@@ -12,6 +12,7 @@ from raytf.collectives.recovery_client import BlockedWorker, RecoveryClient, Rin
 from raytf.collectives.ring_listener import Listener
 from raytf.errors import PeerLostError, RaytfError
 from raytf.train.recovery_coordinator import RecoveryFailedError, error_clause, replays_from_boundary
+from tests.logged import warnings_logged
 from tests.unit.test_ring import TOKEN
 from tests.waiting import until
 
@@ -287,7 +288,7 @@ def test_a_process_that_comes_to_something_else_at_the_end_of_an_epoch_is_not_fo
     sum_ = ended.pool.submit(ended.make, "stop")
     waiting, ring = ended.goes_on(from_scratch=True)
     assert waiting.between and ended.healer.refused is None
-    with pytest.warns(UserWarning, match="with another result"):
+    with warnings_logged("with another result"):
         ended.add(ring, 1)
         ended.add(ring, 7)
         assert isinstance(sum_.exception(20), PeerLostError)

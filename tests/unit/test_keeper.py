@@ -6,7 +6,6 @@ import os
 import select
 import signal
 import threading
-import warnings
 
 import numpy as np
 import pyarrow.fs
@@ -21,6 +20,7 @@ from raytf.worker import checkpoint
 from raytf.worker.callbacks import ReportCallback
 from raytf.worker.checkpoint_saver import CheckpointSaver
 from raytf.worker.session import PendingCheckpoint, ReportQueue
+from tests.logged import lines_logged, warnings_logged
 from tests.unit.test_checkpoint import functional, subclassed, trained
 from tests.unit.test_snapshots import is_gone
 from tests.waiting import until
@@ -78,7 +78,7 @@ def test_a_process_that_was_killed_is_followed_by_another(tmp_path, keeper):
     keeper._writer.finish(60.0)
     os.kill(keeper._writer.pid, signal.SIGKILL)
     until(lambda: has_hung_up(keeper._writer))
-    with pytest.warns(UserWarning, match=f"{folder_name(2)} could not be saved.*has ended; another one is started"):
+    with warnings_logged(f"{folder_name(2)} could not be saved.*has ended; another one is started"):
         keep(keeper, model, 2)
     keep(keeper, model, 3)
     keeper._writer.finish(60.0)
@@ -93,12 +93,12 @@ def test_failed_checkpoint_at_the_end_is_reported(tmp_path, keeper, set_timeouts
     model, _ = trained(functional)
     keep(keeper, model, 1)
     pid = keeper._writer.pid
-    with pytest.warns(UserWarning, match="could not be saved"):
+    with warnings_logged("could not be saved"):
         keeper.close()
     (tmp_path / "run").unlink()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with lines_logged() as lines:
         keeper.close()
+    assert not lines
     assert pid is None or until(lambda: is_gone(pid))
 
 
@@ -117,7 +117,10 @@ def test_epoch_checkpoint_is_waited_for_separately_and_replaced_by_newer_ones_on
     checkpoint_files.check_folder(str(tmp_path / "run" / "checkpoint_one"))
     os.rename(tmp_path / "run", tmp_path / "aside")
     (tmp_path / "run").write_text("in the way")
-    with pytest.raises(NotWrittenError, match="checkpoint_two could not be saved"), pytest.warns(UserWarning):
+    with (
+        pytest.raises(NotWrittenError, match="checkpoint_two could not be saved"),
+        warnings_logged("could not be written"),
+    ):
         keeper.save_epoch_end("checkpoint_two", moment)()
     keep(keeper, model, 6)
     writer = keeper._writer
@@ -138,7 +141,7 @@ def test_wait_for_an_epoch_checkpoint_ends_with_the_training(tmp_path, keeper, s
     pending = PendingCheckpoint(keeper.save_epoch_end("checkpoint_one", moment), 1, keeper.writer_priority)
     with concurrent.futures.ThreadPoolExecutor(1) as thread:
         settled = thread.submit(pending.settle)
-        with pytest.warns(UserWarning, match="could not be saved"):
+        with warnings_logged("could not be saved"):
             keeper.close()
             assert not settled.result(30)
     assert isinstance(pending(), NotWrittenError) and "checkpoint_one could not be saved: " in str(pending())
@@ -180,12 +183,12 @@ def test_reports_are_waited_for_where_one_is_old_or_many_are_left(old, monkeypat
     with pytest.raises(TimeoutError, match="timeout after 0.01 s: the driver did not take a report"):
         reports.wait()
     set_timeouts(report_old=0.0)
-    with pytest.warns(UserWarning, match="The training has ended, and 1 of its reports"):
+    with warnings_logged("The training has ended, and 1 of its reports"):
         reports.end()
     two.set_result(None)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with lines_logged() as lines:
         reports.end()
+    assert not lines
 
 
 @pytest.mark.sampled(2)

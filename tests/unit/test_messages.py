@@ -106,6 +106,12 @@ PARTS = (
     ("train/recovery_coordinator.py", "RecoveryCoordinator.restart_point"),
     ("train/recovery_coordinator.py", "RESTARTING"),
     ("train/recovery_coordinator.py", "REPLACING"),
+    ("train/recovery_coordinator.py", "RAISE_LIMIT"),
+    ("train/group.py", "EventGroup._emit"),
+    ("train/group.py", "EventGroup._describe_end"),
+    ("train/worker_group.py", "WorkerGroup._describe_end"),
+    ("train/decisions.py", "NO_FAILURES_LEFT"),
+    ("train/decisions.py", "STOPPING"),
     ("worker/stop.py", "MovedError"),
     ("worker/stop.py", "_MOVES"),
 )

@@ -20,6 +20,7 @@ from raytf.errors import ConfigError
 from raytf.fitting import predictor
 from raytf.identity import fingerprint
 from raytf.worker import checkpoint, model_source
+from tests.logged import warnings_logged
 
 ROWS = 7
 BATCH = {"id": np.arange(ROWS), "a": np.arange(ROWS * 3.0).reshape(ROWS, 3), "b": np.linspace(0, 1, ROWS)}
@@ -58,7 +59,7 @@ def test_a_run_names_its_columns_and_its_best_is_chosen(tmp_path):
     save(run / "checkpoint_2026-01-01_00-00-01", models[0], features, 0.1, 3)
     save(run / "checkpoint_2026-01-01_00-00-02", models[1], features, 0.2, 6)
     for which, model in (("best", models[0]), ("last", models[1]), (3, models[0])):
-        with pytest.warns(UserWarning, match="Ray's list of the checkpoints"):
+        with warnings_logged("Ray's list of the checkpoints"):
             found = raytf.Predictor(run, which=which)(BATCH)
         assert found.keys() == {*BATCH, "p", "q"} and found["id"] is not None
         np.testing.assert_array_equal(found["id"], BATCH["id"])

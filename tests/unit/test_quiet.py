@@ -8,6 +8,7 @@ import warnings
 
 import pytest
 
+from raytf import logs
 from raytf.console import native_lines, shared_warnings
 
 NOISE = [
@@ -102,6 +103,17 @@ def test_a_warning_of_a_logger_without_handlers_is_shown_by_the_first_worker(cap
         with shared_warnings.shown_once(entries):
             logging.getLogger("theirs").warning("logged")
     assert capsys.readouterr().err.splitlines() == ["logged"]
+
+
+def test_a_warning_that_raytf_logs_is_shown_by_the_first_worker(capsys):
+    entries, logger = Taken(), logs.get_logger("raytf.one")
+    for rank in (0, 1):
+        with shared_warnings.shown_once(entries):
+            logger.warning("checkpoints are late")
+            logger.warning("also of rank %d", rank)
+            logger.info("a normal event")
+    lines = ["checkpoints are late", "also of rank 0", "a normal event", "also of rank 1", "a normal event"]
+    assert capsys.readouterr().err.splitlines() == [f"raytf: {line}" for line in lines]
 
 
 def test_a_line_of_source_is_shown_of_warnings_of_others_alone():

@@ -1,11 +1,13 @@
 """What a group of workers does as a recovery ends. No Ray, and no processes."""
 
+import dataclasses
 import types
 
 import pytest
 
 from raytf.train import group
 from raytf.train.decisions import Decisions, Lost, Phase, RunState
+from tests.logged import warnings_logged
 
 
 class Tried:
@@ -79,3 +81,44 @@ def test_workers_that_lost_each_other_reconnect_the_ring(losing):
     made._connect()
     assert made.tried[-1].lost == frozenset() and made.tried[-1].generation == 2
     assert made._decisions.state.failures_left == 1
+
+
+@pytest.mark.parametrize(
+    "change, line",
+    [
+        ({}, "worker 1 was lost: it died. A replacement worker is started; the other workers wait in their step"),
+        (
+            {"recovers": False},
+            "worker 1 was lost: it died. All workers restart from the last checkpoint; steps after it are repeated",
+        ),
+        (
+            {"workers": 1},
+            "worker 1 was lost: it died. It is not replaced in place, as no other worker is left that holds the "
+            "training's state. All workers restart from the last checkpoint; steps after it are repeated",
+        ),
+        (
+            {"failures_left": 0},
+            "worker 1 was lost: it died. The run fails, as FailureConfig allows no more failures; its checkpoints "
+            "stay. Raise FailureConfig(max_failures=...) so that it recovers next time",
+        ),
+        (
+            {"recovers": False, "phase": Phase.LEAVING, "stopping": True},
+            "worker 1 was lost: it died. The run fails, as a stop of the run was requested; its checkpoints stay",
+        ),
+    ],
+)
+def test_line_of_a_loss_contains_what_follows_from_it(change, line):
+    state = RunState(workers=4, fewest=1, most=4, failures_left=3, recovers=True, phase=Phase.TRAINING)
+    made = Group(dataclasses.replace(state, **change), ())
+    made._errors = {1: RuntimeError("it died")}
+    with warnings_logged("was lost") as lines:
+        loss = Lost(frozenset({1}))
+        made._emit(loss, made._decisions.take(loss))
+    assert [text.replace("RuntimeError: ", "") for text in lines] == [line]
+
+
+def test_line_of_a_recovery_that_failed_contains_that_the_run_fails(losing):
+    with pytest.raises(group.LostGroupError), warnings_logged("could not be replaced") as lines:
+        losing({"why": "too slow", "another": True, "also": {0, 2, 3}, "new_lost": 4})
+    (line,) = lines
+    assert "The run fails, as FailureConfig allows no more failures; its checkpoints stay" in line

@@ -20,6 +20,7 @@ from raytf.collectives import scaled_float16, shared_memory
 from raytf.collectives.ring_listener import Listener
 from raytf.collectives.ring_token import TOKEN_BYTES
 from raytf.errors import PeerLostError, RaytfError
+from tests.logged import warnings_logged
 
 TOKEN = bytes(range(TOKEN_BYTES))
 
@@ -256,7 +257,7 @@ def test_without_shared_memory_sockets_carry_all(ring_of, monkeypatch, fails):
         monkeypatch.setattr(os, "memfd_create", refuse)
     else:
         monkeypatch.setattr(shared_memory, "PeerMemory", refuse)
-    with pytest.warns(UserWarning, match="workers of this host exchange through sockets, as"):
+    with warnings_logged("workers of this host exchange through sockets, as"):
         for _ in range(2):
             arrays = [laid(place, np.ones(300_000)) for place in places]
             sums = together(lambda place, arrays=arrays: place.add(arrays[place.rank]), places)

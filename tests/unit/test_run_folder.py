@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-import warnings
 import zlib
 
 import fsspec
@@ -23,6 +22,7 @@ from raytf.errors import ConfigError
 from raytf.storage import run_folder
 from raytf.storage.run_folder import RunFolder
 from raytf.train import keras_trainer
+from tests.logged import warnings_logged
 
 SNAPSHOT = "checkpoint_manager_snapshot.json"
 
@@ -86,16 +86,14 @@ def test_run_is_at_its_newest_checkpoint(folder):
     assert folder.last() == run_folder.LastCheckpoint(2, 6, 2, False, {"seed": "step"})
     within(folder, 9, 5)
     write(folder, "step_000000000009/model.keras", "w")
-    with pytest.warns(
-        UserWarning, match="Damaged: step_000000000009 .model.keras is 1 bytes.*step_000000000006 instead"
-    ):
+    with warnings_logged("Damaged: step_000000000009 .model.keras is 1 bytes.*step_000000000006 instead"):
         assert folder.last().step == 6
     write(folder, "checkpoint_1/model.keras", "w")
-    with pytest.warns(UserWarning, match="Damaged"):
+    with warnings_logged("Damaged"):
         found = folder.last()
     assert found.step == 6 and found.relisted == (("checkpoint_0",), ""), "Ray's list is made anew all the same"
     whole(folder, "checkpoint_1", {"version": 3, "epoch": 2, "step": 8, "stopped": False, "history": [], "seed": 0})
-    with pytest.warns(UserWarning, match="Damaged: step_000000000009 .*Using the checkpoint checkpoint_1 instead"):
+    with warnings_logged("Damaged: step_000000000009 .*Using the checkpoint checkpoint_1 instead"):
         assert folder.last().step == 8, "the end of an epoch is newer than the whole checkpoint of a step"
     aside = folder.archive()
     assert folder.last() is None and any(
@@ -106,7 +104,7 @@ def test_run_is_at_its_newest_checkpoint(folder):
 def test_warning_about_a_damaged_epoch_end_names_where_the_run_resumes(folder, capsys):
     within(folder, 6, 2)
     write(folder, "checkpoint_2026-01-01_00-00-00.000001/state.json", "torn")
-    with pytest.warns(UserWarning, match="Damaged: checkpoint_2026.*Using the checkpoint step_000000000006 instead"):
+    with warnings_logged("Damaged: checkpoint_2026.*Using the checkpoint step_000000000006 instead"):
         assert folder.last().step == 6
     assert "starts from scratch" not in capsys.readouterr().err
 
@@ -134,9 +132,7 @@ def read(folder, name):
 
 def epoch(folder, **arguments):
     """Returns the run's epoch, whatever is warned of."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return folder.last(**arguments).epoch
+    return folder.last(**arguments).epoch
 
 
 def test_fate_of_a_begun_epoch_is_logged(folder):
@@ -182,7 +178,7 @@ def test_last_checkpoint_of_a_run(folder):
     trained(folder)
     assert folder.last() == run_folder.LastCheckpoint(2, 4, 0, False, {"seed": 1})
     write(folder, "checkpoint_1/model.keras", "wei")
-    with pytest.warns(UserWarning, match="Damaged: checkpoint_1 .model.keras is 3 bytes.*checkpoint_0 instead"):
+    with warnings_logged("Damaged: checkpoint_1 .model.keras is 3 bytes.*checkpoint_0 instead"):
         assert folder.last().epoch == 1, "the checkpoint before one that was cut off"
     write(folder, "checkpoint_1/state.json", '{"epoch": 2, "sto')
     assert epoch(folder) == 1
@@ -340,7 +336,7 @@ def test_the_new_list_is_in_rays_order_of_scores(folder):
 def test_a_damaged_newest_checkpoint_leaves_the_list(folder):
     trained(folder)
     write(folder, "checkpoint_1/model.keras", "")
-    with pytest.warns(UserWarning, match="Damaged: checkpoint_1"):
+    with warnings_logged("Damaged: checkpoint_1"):
         last = folder.last()
     folder.relist(last, CheckpointConfig())
     assert read(folder, SNAPSHOT)["latest_checkpoint_result"]["metrics"] == {"epoch": 1}, "Ray's own metrics stay"

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import threading
 import time
-import warnings
 import zipfile
 
 import numpy as np
@@ -27,6 +26,7 @@ from raytf.storage.run_lock import RunLock
 from raytf.storage.snapshot_store import SnapshotStore, removable
 from raytf.storage.snapshots import NotWrittenError, SnapshotWriter, _WriterProcess, wait_for_writers
 from raytf.storage.step_folders import folder_name, step_of_folder
+from tests.logged import lines_logged, warnings_logged
 from tests.waiting import until
 
 LOCAL = pyarrow.fs.LocalFileSystem()
@@ -162,7 +162,7 @@ def test_writer_has_normal_priority_when_the_next_epoch_has_ended_before(writer,
     writer.finish(60.0)
     (tmp_path / "run").rename(tmp_path / "aside")
     (tmp_path / "run").write_text("in the way")
-    with pytest.warns(UserWarning, match="could not be written"):
+    with warnings_logged("could not be written"):
         for step in (2, 3):
             writer.write(folder_name(step), parts_of(step), pinned=True)
             until(lambda: writer._drain(0.01) or writer._failed)
@@ -255,7 +255,7 @@ def test_a_writer_that_is_slow_holds_nobody_up_and_the_newest_is_kept(writer, tm
     writer.finish(60.0)
     stop(writer.pid)
     try:
-        with pytest.warns(UserWarning, match="slower than checkpoints come") as seen:
+        with warnings_logged("slower than checkpoints come") as seen:
             for step in range(2, 8):
                 writer.write(folder_name(step), parts_of(step))
         assert len(seen) == 1 and writer.left_out == 3  # of six, three are in memory
@@ -274,7 +274,7 @@ def test_pinned_snapshot_is_written_whatever_comes_after_it(writer, tmp_path, pi
     writer.finish(60.0)
     stop(writer.pid)
     try:
-        with pytest.warns(UserWarning, match="slower than checkpoints come"):
+        with warnings_logged("slower than checkpoints come"):
             steps = range(2, 9)
             pin = {s: writer.write(folder_name(s), parts_of(s), pinned=s == pinned) for s in steps}[pinned]
         with pytest.raises(NotWrittenError, match=f"{folder_name(pinned)} could not be saved"):
@@ -311,7 +311,7 @@ def test_two_that_are_pinned_are_both_written(writer, tmp_path):
 def test_unpinned_snapshot_is_replaced_by_a_newer_one(writer, tmp_path):
     (tmp_path / "run").write_text("in the way")
     pin = writer.write(folder_name(1), parts_of(1), pinned=True)
-    with pytest.raises(NotWrittenError), pytest.warns(UserWarning, match="retried"):
+    with pytest.raises(NotWrittenError), warnings_logged("retried"):
         writer.finish(60.0, 0.2, number=pin)
     writer.unpin(pin)
     writer.write(folder_name(2), parts_of(2))
@@ -326,18 +326,16 @@ def test_however_fast_they_come_none_is_torn_and_the_last_one_kept(writer, tmp_p
     """The one who fills takes buffers back while the other one begins with them."""
     writer.write(folder_name(0), parts_of(0))
     writer.finish(60.0)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for step in range(1, 400):
-            writer.write(folder_name(step), parts_of(step, 30_000), pinned=step % 30 == 7)
-            if step % 20 == 10:
-                with contextlib.suppress(NotWrittenError):
-                    writer.finish(0.0)
-            elif step % 20 == 0 or step == 399:
-                writer.finish(60.0)  # what is there is removed by nobody meanwhile
-                assert writer.written[-1]["name"] == folder_name(step)
-                for found in check_all(tmp_path / "run"):
-                    check(tmp_path / "run" / folder_name(found), found, 30_000 if found else 1000)
+    for step in range(1, 400):
+        writer.write(folder_name(step), parts_of(step, 30_000), pinned=step % 30 == 7)
+        if step % 20 == 10:
+            with contextlib.suppress(NotWrittenError):
+                writer.finish(0.0)
+        elif step % 20 == 0 or step == 399:
+            writer.finish(60.0)  # what is there is removed by nobody meanwhile
+            assert writer.written[-1]["name"] == folder_name(step)
+            for found in check_all(tmp_path / "run"):
+                check(tmp_path / "run" / folder_name(found), found, 30_000 if found else 1000)
     assert writer.left_out + len(writer.written) <= 400 and len(writer._names) <= 3
 
 
@@ -517,17 +515,17 @@ def test_failing_storage_is_reported_retried_and_an_error_only_at_the_end(tmp_pa
     writer = limited(tmp_path / "run", bytes=100_000)
     writer.write(folder_name(1), parts_of(1))
     writer.finish(60.0)
-    with pytest.warns(UserWarning, match=f"{folder_name(2)} could not be written.*File too large") as seen:
+    with warnings_logged(f"{folder_name(2)} could not be written.*File too large") as seen:
         writer.write(folder_name(2), parts_of(2, 100_000))
         until(lambda: writer._drain(0.01) or writer._failed)
     assert len(seen) == 1
     with pytest.raises(NotWrittenError, match=f"{folder_name(2)} could not be saved: OSError.*File too large"):
         writer.finish(2.0)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with lines_logged() as lines:
         writer.write(folder_name(3), parts_of(3))  # a newer one, that fits, takes its place
         writer.finish(60.0)
         writer.close()
+    assert not lines
     assert sorted(os.listdir(tmp_path / "run")) == [folder_name(1), folder_name(3)]
     check(tmp_path / "run" / folder_name(1), 1)
     check(tmp_path / "run" / folder_name(3), 3)
@@ -549,7 +547,7 @@ def small_disk(tmp_path):
 def test_full_disk_is_reported_and_written_again_once_there_is_room(small_disk):
     (small_disk / "others").write_bytes(bytes(2 << 20))
     writer = SnapshotWriter(LOCAL, str(small_disk / "run"))
-    with pytest.warns(UserWarning, match=f"{folder_name(1)} could not be written.*No space left") as seen:
+    with warnings_logged(f"{folder_name(1)} could not be written.*No space left") as seen:
         writer.write(folder_name(1), parts_of(1, 500_000))
         until(lambda: writer._drain(0.01) or writer._failed)
         assert os.listdir(small_disk / "run") == []  # nothing half written takes room meanwhile

@@ -12,6 +12,7 @@ from raytf.storage.run_lock import RunLock
 from raytf.storage.snapshot_store import SnapshotStore
 from raytf.storage.snapshots import NotWrittenError, SnapshotWriter
 from raytf.storage.step_folders import folder_name
+from tests.logged import warnings_logged
 from tests.unit import object_store
 from tests.unit.object_store import BUCKET
 from tests.unit.test_snapshots import check, files_of, is_gone, parts_of
@@ -78,7 +79,7 @@ def test_an_error_in_the_middle_is_tried_again(storage, tmp_path):
 
     storage.fault = fault
     writer = SnapshotWriter(storage.filesystem(), RUN)
-    with pytest.warns(UserWarning, match=f"{folder_name(1)} could not be written, and is retried.*UploadPart"):
+    with warnings_logged(f"{folder_name(1)} could not be written, and is retried.*UploadPart"):
         writer.write(folder_name(1), parts_of(1, 3_000_000))
         writer.finish(200.0)
     check(fetched(storage, 1, tmp_path), 1, 3_000_000)
@@ -92,7 +93,7 @@ def test_storage_that_is_down_is_reported_and_old_objects_stay(storage, tmp_path
     writer.write(folder_name(1), parts_of(1))
     writer.finish(100.0)
     storage.fault = lambda environ: "503 Down" if environ["REQUEST_METHOD"] in ("PUT", "POST") else None
-    with pytest.warns(UserWarning, match=f"{folder_name(2)} could not be written.*SERVICE_UNAVAILABLE"):
+    with warnings_logged(f"{folder_name(2)} could not be written.*SERVICE_UNAVAILABLE"):
         writer.write(folder_name(2), parts_of(2))
         with pytest.raises(NotWrittenError, match=f"{folder_name(2)} could not be saved: OSError"):
             writer.finish(3.0)
@@ -111,7 +112,7 @@ def test_a_slow_storage_holds_nobody_up(storage, writer, tmp_path):
     writer.write(folder_name(1), parts_of(1))
     writer.finish(100.0)
     storage.fault = lambda environ: time.sleep(0.05)  # several requests for each file
-    with pytest.warns(UserWarning, match="slower than checkpoints come"):
+    with warnings_logged("slower than checkpoints come"):
         for step in range(2, 8):
             writer.write(folder_name(step), parts_of(step))
     writer.finish(100.0)

@@ -16,6 +16,7 @@ from raytf.tune import sweep_end, trial_steps
 from raytf.tune.sweep_end import SweepEnd, SweepStop
 from raytf.worker.session import TRIAL
 from raytf.worker.stop import MovedError
+from tests.logged import warnings_logged
 
 LOCAL = pyarrow.fs.LocalFileSystem()
 NOTE = {TRIAL: json.dumps({"begun_with": "other/checkpoint_000003"}).encode()}
@@ -67,14 +68,14 @@ def test_newest_whole_checkpoint_after_tunes(tmp_path):
     assert reports == 2 and files[checkpoint_files.STATE] == (second / checkpoint_files.STATE).read_bytes()
     assert newest(6) is None, "Tune's own holds as much"
     os.truncate(second / checkpoint_files.MODEL, 10)
-    with pytest.warns(UserWarning, match=f"Damaged: {second.name}.* Using the checkpoint {first.name} instead"):
+    with warnings_logged(f"Damaged: {second.name}.* Using the checkpoint {first.name} instead"):
         assert newest(0)[1] == 1
-    with pytest.warns(UserWarning, match=r"Damaged: .* The trial resumes from step 4, that of Tune's checkpoint"):
+    with warnings_logged(r"Damaged: .* The trial resumes from step 4, that of Tune's checkpoint"):
         assert newest(4) is None
     (first / TRIAL).write_text(json.dumps({"reports": "1"}))
     (first / checkpoint_files.MANIFEST).unlink()
     checkpoint_files.write_manifest(str(first))
-    with pytest.warns(UserWarning, match="does not say how many reports there were"):
+    with warnings_logged("does not say how many reports there were"):
         assert newest(0) is None
 
 

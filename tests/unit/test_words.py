@@ -115,6 +115,11 @@ PUBLIC_NAMES = {
     ("worker/model_loading.py", "which"),
 }
 FILES = sorted(FOLDER.rglob("*.py"))
+# What has comments, and is not Python.
+_SETTINGS = (path for path in (FOLDER.parent / "cluster").rglob("*") if path.suffix in (".sh", ".yaml"))
+SETTINGS = [*sorted(_SETTINGS), FOLDER.parent / "cluster/kubernetes/Dockerfile", FOLDER.parent / "Makefile"]
+# Of fewer words a literal is a key or a part of a name.
+LEAST_WORDS = 3
 PAGES = [*blocks.pages(), "CHANGELOG.md"]
 # Words of a sentence of a page at most, where `code` of any length is one. Aim at 20.
 MOST_WORDS = 30
@@ -139,15 +144,31 @@ def texts(path: pathlib.Path) -> list[tuple[int, str]]:
     return found
 
 
+def messages(source: str) -> list[tuple[int, str]]:
+    """(line, text) of each literal of several words that is no docstring; values in it are `code`."""
+    tree, found = ast.parse(source), []
+    no_texts = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        parts = node.values if isinstance(node, ast.JoinedStr) else [node]
+        if isinstance(node, ast.JoinedStr):
+            no_texts |= set(map(id, parts))
+        elif not (isinstance(node, ast.Constant) and isinstance(node.value, str)):
+            continue
+        text = "".join(part.value if isinstance(part, ast.Constant) else "`code`" for part in parts)
+        if id(node) not in no_texts and words(text) >= LEAST_WORDS:
+            found.append((node.lineno, text))
+    return found
+
+
 def better(word: str) -> str:
     return next(words for banned, words in BANNED.items() if re.fullmatch(banned, word, re.IGNORECASE))
 
 
-def wrong(path: pathlib.Path) -> list[str]:
+def wrong(path: pathlib.Path, found: list[tuple[int, str]]) -> list[str]:
     name = path.relative_to(FOLDER.parent).as_posix()
     return [
         f"{name}:{line}: {hit.group()!r}; one searches for: {better(hit.group())}"
-        for line, text in texts(path)
+        for line, text in found
         for hit in PATTERN.finditer(NAMES.sub("", text))
     ]
 
@@ -176,13 +197,37 @@ def vague(source: str) -> set[str]:
 
 @pytest.mark.parametrize("path", FILES, ids=lambda f: f.relative_to(FOLDER).as_posix())
 def test_words(path):
-    assert not wrong(path), "\n".join(wrong(path))
-
-
-@pytest.mark.parametrize("folder", ["tests", "jobs"])
-def test_words_of_tests_and_jobs(folder):
-    found = [line for path in sorted((FOLDER.parent / folder).rglob("*.py")) for line in wrong(path)]
+    found = wrong(path, [*texts(path), *messages(path.read_text())])
     assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("folder", ["tests", "jobs", "cluster", "docs"])
+def test_words_of_other_sources(folder):
+    found = []
+    for path in sorted((FOLDER.parent / folder).rglob("*.py")):
+        found += wrong(path, texts(path))
+        if folder != "tests":
+            found += wrong(path, messages(path.read_text()))
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("path", SETTINGS, ids=lambda f: f.name)
+def test_words_of_scripts_and_settings(path):
+    """Comments, and all of the Makefile."""
+    lines = enumerate(path.read_text().splitlines(), 1)
+    comments = [(line, text if path.name == "Makefile" else text.partition("#")[2]) for line, text in lines]
+    assert not wrong(path, comments), "\n".join(wrong(path, comments))
+
+
+@pytest.mark.parametrize("text", ['f"{x} goes on there"', 'f("it stands " "there")', 'x = "whoever is there" + y'])
+def test_words_of_messages_are_noticed(text):
+    ((_, found),) = messages(text)
+    assert PATTERN.search(found)
+
+
+def test_docstrings_values_and_single_words_are_no_messages():
+    assert messages('"""It says so."""\nf("told")') == []
+    assert messages('f"of {said} to them"') == [(1, "of `code` to them")]
 
 
 def test_names_of_tests():

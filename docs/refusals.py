@@ -1,0 +1,96 @@
+"""Writes the texts of errors into `reference/errors.md`, by the part of raytf that raises them.
+
+    python docs/refusals.py
+
+`make docs` does it first; a test fails if the page is not current.
+"""
+
+from __future__ import annotations
+
+import ast
+import collections
+import itertools
+import pathlib
+import re
+
+from generated import filled
+
+PAGE = pathlib.Path(__file__).parent / "reference" / "errors.md"
+_SOURCES = PAGE.parents[2] / "raytf"
+# Errors, and the argument with their text; `ConfigError` and its subclasses have three.
+_TEXTS = {"RaytfError": "{0}", "UnsupportedVersionError": "{0}", "StreamError": "{0}", "ServerLostError": "{0}"}
+_TEXTS |= {"TrainingError": "{1}", "StoppedError": "{1}", "StoppedCallError": "{1}"}
+_RULES = ("ConfigError", "ResourceError", "ScratchError", "DamagedCheckpointError", "UnknownMetricError")
+_TEXTS |= dict.fromkeys(_RULES, "{0}; received: {1}. {2}.")
+_LEAST_LETTERS, _MOST_BRANCHES = 16, 6
+
+
+def _texts(node: ast.expr, known: dict[str, list[ast.expr]]) -> list[str]:
+    """What a string expression may give, with `…` for each value that is not in the source."""
+    match node:
+        case ast.Constant(value=str(text)):
+            return [text]
+        case ast.FormattedValue(value=value):
+            return _texts(value, known)
+        case ast.IfExp(body=first, orelse=second):
+            return _texts(first, known) + _texts(second, known)
+        case ast.JoinedStr(values=parts):
+            return ["".join(chosen) for chosen in _choices(parts, known)]
+        case ast.BinOp(left=left, op=ast.Add(), right=right):
+            return ["".join(chosen) for chosen in _choices([left, right], known)]
+        case ast.Name(id=name) if name in known:
+            others = {key: values for key, values in known.items() if key != name}
+            return [text for value in known[name] for text in _texts(value, others)]
+    return ["…"]
+
+
+def _choices(parts, known):
+    return itertools.islice(itertools.product(*(_texts(part, known) for part in parts)), _MOST_BRANCHES)
+
+
+def _assigned(nodes) -> dict[str, list[ast.expr]]:
+    found = collections.defaultdict(list)
+    for node in nodes:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            found[node.targets[0].id].append(node.value)
+    return found
+
+
+def _name(call: ast.Call) -> str:
+    return getattr(call.func, "attr", getattr(call.func, "id", ""))
+
+
+def sections() -> str:
+    """A section for each folder, and each file, of `raytf/` that makes errors."""
+    trees = {path: ast.parse(path.read_text()) for path in sorted(_SOURCES.rglob("*.py"))}
+    calls, found = collections.defaultdict(list), collections.defaultdict(set)
+    for path, node in ((path, node) for path, tree in trees.items() for node in ast.walk(tree)):
+        if isinstance(node, ast.Call):
+            calls[path if _name(node).startswith("_") else None, _name(node)].append(node)
+    for path, tree in trees.items():
+        functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+        scopes = {node: function for function in functions for node in ast.walk(function)}  # the innermost is the last
+        for error in (node for node in scopes if isinstance(node, ast.Call) and _name(node) in _TEXTS):
+            function = scopes[error]
+            known = _assigned(tree.body) | _assigned(ast.walk(function))
+            names = [a.arg for a in function.args.args if a.arg not in ("self", "cls")]
+            made = calls[
+                path if function.name.startswith("_") else None, function.name
+            ]  # a function may make the error
+            for call in made or [ast.Call(ast.Name(""), [], [])]:
+                given = {name: [value] for name, value in zip(names, call.args, strict=False)}
+                given |= {word.arg: [word.value] for word in call.keywords}
+                for chosen in _choices([*error.args, *[ast.Constant(None)] * 3][:3], known | given):
+                    text = re.sub("……+", "…", " ".join(_TEXTS[_name(error)].format(*chosen).split()).replace("?.", "?"))
+                    if len(re.sub(r"received|\W", "", text)) >= _LEAST_LETTERS:
+                        found[path.relative_to(_SOURCES).parts[0].removesuffix(".py")].add(f"* `` {text} ``\n")
+    return "\n".join(f"## raytf.{topic}\n\n{''.join(sorted(texts))}" for topic, texts in sorted(found.items()))
+
+
+def written(page: str) -> str:
+    """The page with the present texts, between its two comments."""
+    return filled(page, "refusals.py", sections())
+
+
+if __name__ == "__main__":
+    PAGE.write_text(written(PAGE.read_text()))
