@@ -27,6 +27,8 @@ _UNBUFFERED, _WITH_WORD = "-u", ("-W", "-X")
 # values, patterns, comments, home folders, lists in braces.
 _QUOTED = re.compile(r"""'[^']*'|"(?:[^"\\$`]|\\[^$`\n])*"|\\[^\n]""")
 _OF_SHELL = re.compile(r"[;&|<>()$`*?\n]|\[\S+\]|(^|\s)#|(^|[\s=:])~|\{\S*(,|\.\.)\S*\}")
+# Parts of a shell's text in which a backslash at a line end joins lines, or (in single quotes) does not.
+_CONTINUED = re.compile(r"""'[^']*'|\\\n|"(?:[^"\\]|\\.)*"|\\.""", re.DOTALL)
 # Fields that are read; a line reports each other one as not honoured, and why.
 _READ = {
     "spec": {"tfReplicaSpecs", "runPolicy", "successPolicy", "backoffLimit"},
@@ -87,7 +89,8 @@ def read_tfjob(
     unread.note("spec", spec, "the TFJob")
     unread.note("runPolicy", policy, "runPolicy")
     replicas = _replicas(spec)
-    counts = {role: _count(role, replica) for role, replica in replicas.items()}
+    counts = {role: count for role, replica in replicas.items() if (count := _count(role, replica))}
+    replicas = {role: replicas[role] for role in counts}
     if "ps" in counts and "chief" not in counts and counts.get("worker", 0) > 1:
         unread.remark("without a Chief, worker 0 is the chief, which coordinates the parameter servers")
         replicas, counts = {"chief": replicas["worker"], **replicas}, {**counts, "chief": 1}
@@ -169,8 +172,8 @@ def _replicas(spec: Mapping) -> dict[str, dict]:
 
 def _count(role: str, replica: Mapping) -> int:
     count = 1 if replica.get("replicas") is None else replica["replicas"]
-    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-        raise _config_error(f"replicas of {role} is an integer of at least 1", repr(count), "Correct it")
+    if isinstance(count, bool) or not isinstance(count, int) or count < 0:
+        raise _config_error(f"replicas of {role} is an integer of at least 0", repr(count), "Correct it")
     if role in ("chief", "evaluator") and count > 1:
         raise _config_error(f"There is one {role} at most", count, "Set its replicas to 1")
     return count
@@ -186,7 +189,7 @@ def _cluster(counts: Mapping[str, int]) -> dict[str, Any]:
             "Add the one that is missing to tfReplicaSpecs",
         )
     if not chief and not workers:
-        raise _config_error("A TFJob has a Chief or a Worker", ", ".join(counts), "Add one to tfReplicaSpecs")
+        raise _config_error("A TFJob has a Chief or a Worker", ", ".join(counts) or "none", "Add one to tfReplicaSpecs")
     number = workers if servers else workers + chief
     evaluator = bool(counts.get("evaluator"))
     return {"num_workers": number, "num_ps": servers, "chief": bool(chief and not servers), "evaluator": evaluator}
@@ -302,12 +305,21 @@ def _filled(text: str, environment: Mapping[str, str]) -> str:
 def _unwrapped(words: list[str]) -> list[str]:
     """Returns the command inside `sh -c`, if it needs no feature of a shell; otherwise the words as they are."""
     shell = len(words) == 3 and os.path.basename(words[0]) in ("sh", "bash") and words[1].strip("-lex") == "c"
-    if not shell or _OF_SHELL.search(_QUOTED.sub("quoted", words[2].strip())):
+    text = _CONTINUED.sub(_join_lines, words[2]) if shell else ""
+    if not shell or _OF_SHELL.search(_QUOTED.sub("quoted", text.strip())):
         return words
     try:
-        return shlex.split(words[2]) or words
+        inner = shlex.split(text)
     except ValueError:  # a quote without its end
         return words
+    return (inner[1:] if inner[:1] == ["exec"] else inner) or words
+
+
+def _join_lines(match: re.Match) -> str:
+    """Returns a part of a shell's text without backslashes at line ends, which single quotes alone keep."""
+    if match[0].startswith("'"):
+        return match[0]
+    return re.sub(r"\\(.)", lambda escape: "" if escape[1] == "\n" else escape[0], match[0], flags=re.DOTALL)
 
 
 def _of_python(role: str, words: list[str], unread: _UnreadFields) -> tuple[str, bool, list[str]]:

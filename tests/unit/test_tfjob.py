@@ -156,6 +156,23 @@ def test_args_of_an_image_without_an_entrypoint(read):
     assert spec.script == "mnist.py" and spec.arguments_of(spec.tasks()[0]) == ("--b",)
 
 
+@pytest.mark.parametrize(
+    "text", ["exec", "exec -a x python mnist.py", "python mnist.py \\\\\nrm x", "python mnist.py #\\\n"]
+)
+def test_a_command_that_needs_a_shell_is_refused(read, text):
+    with pytest.raises(ConfigError, match="starts a Python script or module"):
+        read(job(Worker=replica(command=["sh", "-c", text])))
+
+
+def test_no_replicas_of_a_role_are_none(read):
+    made = job(
+        Chief=replica(command=COMMAND), Worker=replica(0, command=["./train"]), PS=replica(0), Evaluator=replica(0)
+    )
+    spec, messages = read(made)
+    assert configs(spec) == {"chief 0": {"cluster": {"chief": ["chief-0:2222"]}, "task": {"type": "chief", "index": 0}}}
+    assert not any("worker" in text for text in messages)
+
+
 def test_restarts_of_the_first_versions(read):
     made = job(Worker=replica(command=COMMAND) | {"restartPolicy": "OnFailure"})
     made["spec"]["backoffLimit"] = 5
@@ -172,6 +189,11 @@ WORDS = ('{"a": [1, 2]}', "#~", "a~b#c")
         (["sh", "-c", "python3.11 mnist.py --name 'a b'"], ("mnist.py", False), ("--name", "a b")),
         (["sh", "-c", """python mnist.py '{"a": [1, 2]}' "#~" a~b#c"""], ("mnist.py", False), WORDS),
         (["./mnist.py", "-x"], ("./mnist.py", False), ("-x",)),
+        (["sh", "-c", "python mnist.py \\\n  --a \\\n  --lr=\\\n0.1\n"], ("mnist.py", False), ("--a", "--lr=0.1")),
+        (["sh", "-c", "exec python mnist.py -x"], ("mnist.py", False), ("-x",)),
+        (["sh", "-c", "exec \\\npython mnist.py"], ("mnist.py", False), ()),
+        (["sh", "-c", "python mnist.py \"it's \\\nx\" 'a\"b'"], ("mnist.py", False), ("it's x", 'a"b')),
+        (["sh", "-c", "python mnist.py 'a\\\nb' c\\\\"], ("mnist.py", False), ("a\\\nb", "c\\")),
     ],
 )
 def test_commands(read, command, script, arguments):
@@ -246,7 +268,9 @@ WRONG = [
     ),
     ("spec/tfReplicaSpecs", {"PS": replica(), "Worker": replica(1)}, "and a Worker; received: ps, worker. Add"),
     ("spec/tfReplicaSpecs/Chief", replica(2), "There is one chief at most; received: 2. Set its replicas to 1"),
-    ("spec/tfReplicaSpecs/Worker/replicas", "2", "replicas of worker is an integer of at least 1; received: '2'"),
+    ("spec/tfReplicaSpecs/Worker/replicas", "2", "replicas of worker is an integer of at least 0; received: '2'"),
+    ("spec/tfReplicaSpecs/Worker/replicas", -1, "replicas of worker is an integer of at least 0; received: -1"),
+    ("spec/tfReplicaSpecs/Worker/replicas", 0, "A TFJob has a Chief or a Worker; received: none"),
     ("spec/tfReplicaSpecs/Worker/restartPolicy", "Maybe", "received: Maybe"),
     ("spec/tfReplicaSpecs/Worker/template", None, "template of worker is a map; received: none"),
     ("spec/runPolicy/backoffLimit", -1, "backoffLimit is an integer of at least 0; received: -1"),
