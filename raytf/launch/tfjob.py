@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import collections
+import math
 import os
 import re
 import shlex
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import yaml
 
@@ -17,7 +18,13 @@ from raytf.launch.spec import RoleSpec
 # TFJob's names of roles in lower case, and TensorFlow's. A Master is a chief of TensorFlow 1.
 _ROLES = {"chief": "chief", "master": "chief", "worker": "worker", "ps": "ps", "evaluator": "evaluator"}
 _CONTAINER = "tensorflow"
-_GPU = "nvidia.com/gpu"
+# Kubernetes' names of what Ray counts as a GPU, and devices of networks, which Ray does not place.
+_GPUS = ("nvidia.com/gpu", "amd.com/gpu")
+_OF_NETWORK = re.compile(r"rdma|infiniband|/efa$")
+# A quantity of Kubernetes, and the powers of ten and of 1024 of its suffixes.
+_QUANTITY = re.compile(r"([+-]?)([0-9]+\.?[0-9]*|\.[0-9]+)(?:([numkMGTPE]|[KMGTPE]i)|[eE]([+-]?[0-9]+))?")
+_POWERS = {"n": -9, "u": -6, "m": -3, "k": 3, "M": 6, "G": 9, "T": 12, "P": 15, "E": 18}
+_POWERS_OF_1024 = {"Ki": 1, "Mi": 2, "Gi": 3, "Ti": 4, "Pi": 5, "Ei": 6}
 # Restarts of a restartPolicy without backoffLimit, under which Kubernetes restarts forever.
 _RESTARTS = 3
 _PYTHON = re.compile(r"(.*/)?python[\d.]*")
@@ -37,7 +44,7 @@ _READ = {
     "template": {"spec"},
     "pod": {"containers", "restartPolicy"},
     "container": {"name", "command", "args", "env", "resources"},
-    "resources": {"cpu", _GPU},
+    "resources": {"cpu", *_GPUS},
 }
 _RAYS_NODES = "Ray places the processes; start Ray on the nodes that are meant"
 _BY_HAND = "set them by --env NAME=VALUE"
@@ -122,7 +129,13 @@ def read_tfjob(
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses a key that a map has twice, of which YAML keeps the last one."""
+    """Reads scalars as `kubectl` does; refuses a key that a map has twice, of which YAML keeps the last one.
+
+    `kubectl` reads YAML by sigs.k8s.io/yaml, into types of JSON: dates and times are texts, `y` is a boolean, `1e1` a
+    number.
+    """
+
+    yaml_implicit_resolvers: ClassVar[dict] = {}
 
     def compose_mapping_node(self, anchor):
         node = super().compose_mapping_node(anchor)
@@ -132,6 +145,34 @@ class _Loader(yaml.SafeLoader):
                 raise yaml.MarkedYAMLError(problem=f"{key.value} is twice in a map", problem_mark=key.start_mark)
             names.add(str(key.value))
         return node
+
+    def construct_number(self, node: yaml.ScalarNode) -> int | float:
+        """Returns a number as JSON carries it, in which 2.0 is 2."""
+        text = self.construct_scalar(node).replace("_", "")
+        if re.fullmatch(r"[-+]?0[0-7]+", text):
+            text = text.replace("0", "0o", 1)
+        try:
+            return int(text, 0)
+        except ValueError:
+            value = float(re.sub(r"\.(?=[a-zA-Z])", "", text))  # .inf, .nan
+        return int(value) if value.is_integer() and abs(value) < 1e21 else value
+
+
+_BOOLS = "y|Y|yes|Yes|YES|on|On|ON|true|True|TRUE|n|N|no|No|NO|off|Off|OFF|false|False|FALSE"
+_INT = "[-+]?(0[bB][01_]+|0[oO]?[0-7_]+|0[xX][0-9a-fA-F_]+|0|[1-9][0-9_]*)"
+_FLOAT = r"[-+]?(\.[0-9]+|[0-9][0-9_]*(\.[0-9_]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)"
+for _type, _pattern, _first in (
+    ("bool", _BOOLS, "yYnNtTfFoO"),
+    ("int", _INT, "-+0123456789"),
+    ("float", _FLOAT, "-+.0123456789"),
+    ("null", "~|null|Null|NULL|", ["~", "n", "N", ""]),
+    ("merge", "<<", "<"),
+):
+    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_type}", re.compile(f"(?:{_pattern})$"), list(_first))
+for _type in ("int", "float"):
+    _Loader.add_constructor(f"tag:yaml.org,2002:{_type}", _Loader.construct_number)
+_Loader.add_constructor("tag:yaml.org,2002:timestamp", _Loader.construct_yaml_str)
+_Loader.bool_values = {**yaml.SafeLoader.bool_values, "y": True, "n": False}
 
 
 def _document(path: str) -> dict:
@@ -371,21 +412,37 @@ def _environment(role: str, container: Mapping, variables: Mapping[str, str], un
 def _resources(role: str, container: Mapping, unread: _UnreadFields) -> dict[str, Any]:
     resources = _require_map(container, "resources", role, {})
     amounts = {**_require_map(resources, "requests", role, {}), **_require_map(resources, "limits", role, {})}
-    unread.note("resources", amounts, role)
-    cpus, gpus = (
-        default if amounts.get(name) is None else _quantity(role, name, amounts[name])
-        for name, default in (("cpu", 1.0), (_GPU, 0.0))
-    )
-    if gpus != int(gpus):
-        raise _config_error(f"{_GPU} of {role} is a whole number", repr(amounts[_GPU]), "Correct it")
-    return {"cpus": cpus, "gpus": int(gpus)}
+    found = {name: _quantity(role, name, amount) for name, amount in amounts.items() if amount is not None}
+    devices = [name for name, amount in found.items() if "/" in name and amount]
+    for name in devices:
+        if name not in _GPUS and not _OF_NETWORK.search(name):
+            raise _config_error(
+                f"A device that raytf run places is {' or '.join(_GPUS)}, Ray's GPU",
+                f"{name} of {role}",
+                "Leave it out, or write nvidia.com/gpu if Ray counts it as a GPU",
+            )
+        if name in _GPUS and found[name] != int(found[name]):
+            raise _config_error(f"{name} of {role} is a whole number", repr(amounts[name]), "Correct it")
+    for name, amount in amounts.items():
+        if name in devices and name not in _GPUS:
+            unread.add(name, role, "Ray's nodes must have it")
+        elif "/" not in name:
+            unread.note("resources", {name: amount}, role)
+    if found.get("cpu") == 0:
+        unread.add("cpu 0", role, "a process has 1 CPU")
+    cpus = math.ceil(found.get("cpu", 0) * 1000) / 1000 or 1.0  # Kubernetes rounds up to thousandths
+    return {"cpus": cpus, "gpus": sum(int(found.get(name, 0)) for name in _GPUS)}
 
 
 def _quantity(role: str, name: str, amount) -> float:
-    match = re.fullmatch(r"(\d+\.?\d*|\.\d+)(m?)", str(amount))
-    if not match:
-        raise _config_error(f"{name} of {role} is a number, or thousandths such as 500m", repr(amount), "Correct it")
-    return float(match[1]) / (1000 if match[2] else 1)
+    match = _QUANTITY.fullmatch(str(amount))
+    power = (match[4] or _POWERS.get(match[3], 0)) if match else 0
+    value = float(f"{match[1]}{match[2]}e{power}") * 1024 ** _POWERS_OF_1024.get(match[3], 0) if match else math.inf
+    if math.isinf(value):
+        raise _config_error(f"{name} of {role} is a quantity such as 2 or 500m", repr(amount), "Correct it")
+    if value < 0:
+        raise _config_error(f"{name} of {role} is at least 0", repr(amount), "Correct it")
+    return value
 
 
 # ------------------------------------------------------------------------------------------------------ others
