@@ -412,8 +412,8 @@ def _environment(role: str, container: Mapping, variables: Mapping[str, str], un
 def _resources(role: str, container: Mapping, unread: _UnreadFields) -> dict[str, Any]:
     resources = _require_map(container, "resources", role, {})
     amounts = {**_require_map(resources, "requests", role, {}), **_require_map(resources, "limits", role, {})}
-    found = {name: _quantity(role, name, amount) for name, amount in amounts.items() if amount is not None}
-    devices = [name for name, amount in found.items() if "/" in name and amount]
+    quantities = {name: _quantity(role, name, amount) for name, amount in amounts.items() if amount is not None}
+    devices = [name for name, amount in quantities.items() if "/" in name and amount]
     for name in devices:
         if name not in _GPUS and not _OF_NETWORK.search(name):
             raise _config_error(
@@ -421,17 +421,17 @@ def _resources(role: str, container: Mapping, unread: _UnreadFields) -> dict[str
                 f"{name} of {role}",
                 "Leave it out, or write nvidia.com/gpu if Ray counts it as a GPU",
             )
-        if name in _GPUS and found[name] != int(found[name]):
+        if name in _GPUS and quantities[name] != int(quantities[name]):
             raise _config_error(f"{name} of {role} is a whole number", repr(amounts[name]), "Correct it")
     for name, amount in amounts.items():
         if name in devices and name not in _GPUS:
             unread.add(name, role, "Ray's nodes must have it")
         elif "/" not in name:
             unread.note("resources", {name: amount}, role)
-    if found.get("cpu") == 0:
+    if quantities.get("cpu") == 0:
         unread.add("cpu 0", role, "a process has 1 CPU")
-    cpus = math.ceil(found.get("cpu", 0) * 1000) / 1000 or 1.0  # Kubernetes rounds up to thousandths
-    return {"cpus": cpus, "gpus": sum(int(found.get(name, 0)) for name in _GPUS)}
+    cpus = math.ceil(quantities.get("cpu", 0) * 1000) / 1000 or 1.0  # Kubernetes rounds up to thousandths
+    return {"cpus": cpus, "gpus": sum(int(quantities.get(name, 0)) for name in _GPUS)}
 
 
 def _quantity(role: str, name: str, amount) -> float:
