@@ -430,7 +430,8 @@ def _resources(role: str, container: Mapping, unread: _UnreadFields) -> dict[str
             unread.note("resources", {name: amount}, role)
     if quantities.get("cpu") == 0:
         unread.add("cpu 0", role, "a process has 1 CPU")
-    cpus = math.ceil(quantities.get("cpu", 0) * 1000) / 1000 or 1.0  # Kubernetes rounds up to thousandths
+    thousandths = math.ceil(round(quantities.get("cpu", 0) * 1000, 6))  # as Kubernetes rounds up
+    cpus = thousandths / 1000 or 1.0
     return {"cpus": cpus, "gpus": sum(int(quantities.get(name, 0)) for name in _GPUS)}
 
 
