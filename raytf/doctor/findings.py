@@ -181,8 +181,8 @@ def _containers(measurements: Measurements) -> Iterator[Finding]:
                 problem="the stack of a worker that hangs cannot be shown",
                 nodes=(node,),
                 measured="a process may not look at another one, and the container lacks the capability SYS_PTRACE",
-                fix="In the pod set `securityContext: {runAsUser: 0, capabilities: {add: [SYS_PTRACE]}}`, as root "
-                "alone gets it (docker run --cap-add), or do without",
+                fix="In the container set `securityContext: {runAsUser: 0, runAsNonRoot: false, capabilities: {add: "
+                "[SYS_PTRACE]}}`, as root alone gets it (docker run --cap-add), or do without",
             )
 
 
@@ -204,7 +204,9 @@ def _space(measurements: Measurements) -> Iterator[Finding]:
                     problem=f"the disk of {path} is nearly full",
                     nodes=(node,),
                     measured=f"{space[0] / _GIB:.2f} GiB free of {space[1] / _GIB:.2f}",
-                    fix="Free some, or start Ray with --temp-dir on another disk",
+                    fix="Free some, or start Ray with --temp-dir on another disk; in a pod mount at /tmp `ephemeral: "
+                    "{volumeClaimTemplate: {spec: {accessModes: [ReadWriteOnce], "
+                    "resources: {requests: {storage: 20Gi}}}}}`",
                 )
 
 
@@ -214,11 +216,14 @@ def _names(measurements: Measurements) -> Iterator[Finding]:
         host, addresses = facts["name"]["host"], facts["name"]["found"]
         if isinstance(addresses, str):
             problem, measured = "the host's own name does not resolve", f"{host}: {addresses}"
+            pod = f'`hostAliases: [{{ip: "{address_of(node)}", hostnames: ["{host}"]}}]`'
         elif looped := [a for a in addresses if ipaddress.ip_address(a.partition("%")[0]).is_loopback]:
             problem, measured = "the host's own name is a loopback address", f"{host} is {', '.join(looped)}"
+            pod = "`hostNetwork: false`, which gives it a name of its own"
         else:
             continue
-        fix = f"Write `{address_of(node)} {host}` into /etc/hosts there, instead of a line with 127.0.1.1"
+        fix = f"Write `{address_of(node)} {host}` into /etc/hosts there, instead of a line with 127.0.1.1; "
+        fix += f"in a pod set {pod}"
         yield Finding(check="name", problem=problem, nodes=(node,), measured=measured, fix=fix)
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import collections
+import math
 import os
 import re
 import shlex
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import yaml
 
@@ -17,7 +18,13 @@ from raytf.launch.spec import RoleSpec
 # TFJob's names of roles in lower case, and TensorFlow's. A Master is a chief of TensorFlow 1.
 _ROLES = {"chief": "chief", "master": "chief", "worker": "worker", "ps": "ps", "evaluator": "evaluator"}
 _CONTAINER = "tensorflow"
-_GPU = "nvidia.com/gpu"
+# Kubernetes' names of what Ray counts as a GPU, and devices of networks, which Ray does not place.
+_GPUS = ("nvidia.com/gpu", "amd.com/gpu")
+_OF_NETWORK = re.compile(r"rdma|infiniband|/efa$")
+# A quantity of Kubernetes, and the powers of ten and of 1024 of its suffixes.
+_QUANTITY = re.compile(r"([+-]?)([0-9]+\.?[0-9]*|\.[0-9]+)(?:([numkMGTPE]|[KMGTPE]i)|[eE]([+-]?[0-9]+))?")
+_POWERS = {"n": -9, "u": -6, "m": -3, "k": 3, "M": 6, "G": 9, "T": 12, "P": 15, "E": 18}
+_POWERS_OF_1024 = {"Ki": 1, "Mi": 2, "Gi": 3, "Ti": 4, "Pi": 5, "Ei": 6}
 # Restarts of a restartPolicy without backoffLimit, under which Kubernetes restarts forever.
 _RESTARTS = 3
 _PYTHON = re.compile(r"(.*/)?python[\d.]*")
@@ -27,6 +34,8 @@ _UNBUFFERED, _WITH_WORD = "-u", ("-W", "-X")
 # values, patterns, comments, home folders, lists in braces.
 _QUOTED = re.compile(r"""'[^']*'|"(?:[^"\\$`]|\\[^$`\n])*"|\\[^\n]""")
 _OF_SHELL = re.compile(r"[;&|<>()$`*?\n]|\[\S+\]|(^|\s)#|(^|[\s=:])~|\{\S*(,|\.\.)\S*\}")
+# Parts of a shell's text in which a backslash at a line end joins lines, or (in single quotes) does not.
+_CONTINUED = re.compile(r"""'[^']*'|\\\n|"(?:[^"\\]|\\.)*"|\\.""", re.DOTALL)
 # Fields that are read; a line reports each other one as not honoured, and why.
 _READ = {
     "spec": {"tfReplicaSpecs", "runPolicy", "successPolicy", "backoffLimit"},
@@ -35,7 +44,7 @@ _READ = {
     "template": {"spec"},
     "pod": {"containers", "restartPolicy"},
     "container": {"name", "command", "args", "env", "resources"},
-    "resources": {"cpu", _GPU},
+    "resources": {"cpu", *_GPUS},
 }
 _RAYS_NODES = "Ray places the processes; start Ray on the nodes that are meant"
 _BY_HAND = "set them by --env NAME=VALUE"
@@ -87,7 +96,8 @@ def read_tfjob(
     unread.note("spec", spec, "the TFJob")
     unread.note("runPolicy", policy, "runPolicy")
     replicas = _replicas(spec)
-    counts = {role: _count(role, replica) for role, replica in replicas.items()}
+    counts = {role: count for role, replica in replicas.items() if (count := _count(role, replica))}
+    replicas = {role: replicas[role] for role in counts}
     if "ps" in counts and "chief" not in counts and counts.get("worker", 0) > 1:
         unread.remark("without a Chief, worker 0 is the chief, which coordinates the parameter servers")
         replicas, counts = {"chief": replicas["worker"], **replicas}, {**counts, "chief": 1}
@@ -119,7 +129,13 @@ def read_tfjob(
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses a key that a map has twice, of which YAML keeps the last one."""
+    """Reads scalars as `kubectl` does; refuses a key that a map has twice, of which YAML keeps the last one.
+
+    `kubectl` reads YAML by sigs.k8s.io/yaml, into types of JSON: dates and times are texts, `y` is a boolean, `1e1` a
+    number.
+    """
+
+    yaml_implicit_resolvers: ClassVar[dict] = {}
 
     def compose_mapping_node(self, anchor):
         node = super().compose_mapping_node(anchor)
@@ -129,6 +145,34 @@ class _Loader(yaml.SafeLoader):
                 raise yaml.MarkedYAMLError(problem=f"{key.value} is twice in a map", problem_mark=key.start_mark)
             names.add(str(key.value))
         return node
+
+    def construct_number(self, node: yaml.ScalarNode) -> int | float:
+        """Returns a number as JSON carries it, in which 2.0 is 2."""
+        text = self.construct_scalar(node).replace("_", "")
+        if re.fullmatch(r"[-+]?0[0-7]+", text):
+            text = text.replace("0", "0o", 1)
+        try:
+            return int(text, 0)
+        except ValueError:
+            value = float(re.sub(r"\.(?=[a-zA-Z])", "", text))  # .inf, .nan
+        return int(value) if value.is_integer() and abs(value) < 1e21 else value
+
+
+_BOOLS = "y|Y|yes|Yes|YES|on|On|ON|true|True|TRUE|n|N|no|No|NO|off|Off|OFF|false|False|FALSE"
+_INT = "[-+]?(0[bB][01_]+|0[oO]?[0-7_]+|0[xX][0-9a-fA-F_]+|0|[1-9][0-9_]*)"
+_FLOAT = r"[-+]?(\.[0-9]+|[0-9][0-9_]*(\.[0-9_]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)"
+for _type, _pattern, _first in (
+    ("bool", _BOOLS, "yYnNtTfFoO"),
+    ("int", _INT, "-+0123456789"),
+    ("float", _FLOAT, "-+.0123456789"),
+    ("null", "~|null|Null|NULL|", ["~", "n", "N", ""]),
+    ("merge", "<<", "<"),
+):
+    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_type}", re.compile(f"(?:{_pattern})$"), list(_first))
+for _type in ("int", "float"):
+    _Loader.add_constructor(f"tag:yaml.org,2002:{_type}", _Loader.construct_number)
+_Loader.add_constructor("tag:yaml.org,2002:timestamp", _Loader.construct_yaml_str)
+_Loader.bool_values = {**yaml.SafeLoader.bool_values, "y": True, "n": False}
 
 
 def _document(path: str) -> dict:
@@ -169,8 +213,8 @@ def _replicas(spec: Mapping) -> dict[str, dict]:
 
 def _count(role: str, replica: Mapping) -> int:
     count = 1 if replica.get("replicas") is None else replica["replicas"]
-    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-        raise _config_error(f"replicas of {role} is an integer of at least 1", repr(count), "Correct it")
+    if isinstance(count, bool) or not isinstance(count, int) or count < 0:
+        raise _config_error(f"replicas of {role} is an integer of at least 0", repr(count), "Correct it")
     if role in ("chief", "evaluator") and count > 1:
         raise _config_error(f"There is one {role} at most", count, "Set its replicas to 1")
     return count
@@ -186,7 +230,7 @@ def _cluster(counts: Mapping[str, int]) -> dict[str, Any]:
             "Add the one that is missing to tfReplicaSpecs",
         )
     if not chief and not workers:
-        raise _config_error("A TFJob has a Chief or a Worker", ", ".join(counts), "Add one to tfReplicaSpecs")
+        raise _config_error("A TFJob has a Chief or a Worker", ", ".join(counts) or "none", "Add one to tfReplicaSpecs")
     number = workers if servers else workers + chief
     evaluator = bool(counts.get("evaluator"))
     return {"num_workers": number, "num_ps": servers, "chief": bool(chief and not servers), "evaluator": evaluator}
@@ -302,12 +346,21 @@ def _filled(text: str, environment: Mapping[str, str]) -> str:
 def _unwrapped(words: list[str]) -> list[str]:
     """Returns the command inside `sh -c`, if it needs no feature of a shell; otherwise the words as they are."""
     shell = len(words) == 3 and os.path.basename(words[0]) in ("sh", "bash") and words[1].strip("-lex") == "c"
-    if not shell or _OF_SHELL.search(_QUOTED.sub("quoted", words[2].strip())):
+    text = _CONTINUED.sub(_join_lines, words[2]) if shell else ""
+    if not shell or _OF_SHELL.search(_QUOTED.sub("quoted", text.strip())):
         return words
     try:
-        return shlex.split(words[2]) or words
+        inner = shlex.split(text)
     except ValueError:  # a quote without its end
         return words
+    return (inner[1:] if inner[:1] == ["exec"] else inner) or words
+
+
+def _join_lines(match: re.Match) -> str:
+    """Returns a part of a shell's text without backslashes at line ends, which single quotes alone keep."""
+    if match[0].startswith("'"):
+        return match[0]
+    return re.sub(r"\\(.)", lambda escape: "" if escape[1] == "\n" else escape[0], match[0], flags=re.DOTALL)
 
 
 def _of_python(role: str, words: list[str], unread: _UnreadFields) -> tuple[str, bool, list[str]]:
@@ -359,21 +412,38 @@ def _environment(role: str, container: Mapping, variables: Mapping[str, str], un
 def _resources(role: str, container: Mapping, unread: _UnreadFields) -> dict[str, Any]:
     resources = _require_map(container, "resources", role, {})
     amounts = {**_require_map(resources, "requests", role, {}), **_require_map(resources, "limits", role, {})}
-    unread.note("resources", amounts, role)
-    cpus, gpus = (
-        default if amounts.get(name) is None else _quantity(role, name, amounts[name])
-        for name, default in (("cpu", 1.0), (_GPU, 0.0))
-    )
-    if gpus != int(gpus):
-        raise _config_error(f"{_GPU} of {role} is a whole number", repr(amounts[_GPU]), "Correct it")
-    return {"cpus": cpus, "gpus": int(gpus)}
+    quantities = {name: _quantity(role, name, amount) for name, amount in amounts.items() if amount is not None}
+    devices = [name for name, amount in quantities.items() if "/" in name and amount]
+    for name in devices:
+        if name not in _GPUS and not _OF_NETWORK.search(name):
+            raise _config_error(
+                f"A device that raytf run places is {' or '.join(_GPUS)}, Ray's GPU",
+                f"{name} of {role}",
+                "Leave it out, or write nvidia.com/gpu if Ray counts it as a GPU",
+            )
+        if name in _GPUS and quantities[name] != int(quantities[name]):
+            raise _config_error(f"{name} of {role} is a whole number", repr(amounts[name]), "Correct it")
+    for name, amount in amounts.items():
+        if name in devices and name not in _GPUS:
+            unread.add(name, role, "Ray's nodes must have it")
+        elif "/" not in name:
+            unread.note("resources", {name: amount}, role)
+    if quantities.get("cpu") == 0:
+        unread.add("cpu 0", role, "a process has 1 CPU")
+    thousandths = math.ceil(round(quantities.get("cpu", 0) * 1000, 6))  # as Kubernetes rounds up
+    cpus = thousandths / 1000 or 1.0
+    return {"cpus": cpus, "gpus": sum(int(quantities.get(name, 0)) for name in _GPUS)}
 
 
 def _quantity(role: str, name: str, amount) -> float:
-    match = re.fullmatch(r"(\d+\.?\d*|\.\d+)(m?)", str(amount))
-    if not match:
-        raise _config_error(f"{name} of {role} is a number, or thousandths such as 500m", repr(amount), "Correct it")
-    return float(match[1]) / (1000 if match[2] else 1)
+    match = _QUANTITY.fullmatch(str(amount))
+    power = (match[4] or _POWERS.get(match[3], 0)) if match else 0
+    value = float(f"{match[1]}{match[2]}e{power}") * 1024 ** _POWERS_OF_1024.get(match[3], 0) if match else math.inf
+    if math.isinf(value):
+        raise _config_error(f"{name} of {role} is a quantity such as 2 or 500m", repr(amount), "Correct it")
+    if value < 0:
+        raise _config_error(f"{name} of {role} is at least 0", repr(amount), "Correct it")
+    return value
 
 
 # ------------------------------------------------------------------------------------------------------ others

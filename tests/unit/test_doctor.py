@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 
+import kubernetes_validate
 import pytest
 import yaml
 from click.testing import CliRunner
@@ -97,21 +98,40 @@ FAULTS = [
 ]
 
 
+# The line of YAML of a finding, and where it is in a pod.
 YAML = {
-    "shm": "emptyDir: {medium: Memory, sizeLimit: 4Gi}",
-    "cpu": 'resources: {limits: {cpu: "4"}}',
-    "memory": "resources: {limits: {memory: 4Gi}}",
-    "stacks": "securityContext: {runAsUser: 0, capabilities: {add: [SYS_PTRACE]}}",
+    "shm": ("emptyDir: {medium: Memory, sizeLimit: 4Gi}", "volume"),
+    "cpu": ('resources: {limits: {cpu: "4"}}', "container"),
+    "memory": ("resources: {limits: {memory: 4Gi}}", "container"),
+    "stacks": (
+        "securityContext: {runAsUser: 0, runAsNonRoot: false, capabilities: {add: [SYS_PTRACE]}}",
+        "container",
+    ),
+    "disk": (
+        "ephemeral: {volumeClaimTemplate: {spec: {accessModes: [ReadWriteOnce], "
+        "resources: {requests: {storage: 20Gi}}}}}",
+        "volume",
+    ),
+    "b is 127.0.1.1": ("hostNetwork: false", "pod"),
+    "b: not known": ('hostAliases: [{ip: "10.0.0.2", hostnames: ["b"]}]', "pod"),
 }
+LACKS = [
+    (plant, YAML.get(check) or YAML[measured]) for plant, check, _, measured in FAULTS if {check, measured} & {*YAML}
+]
 
 
-@pytest.mark.parametrize("plant, check", [(f[0], f[1]) for f in FAULTS if f[1] in YAML])
-def test_what_a_pod_lacks_is_reported_with_the_line_of_yaml_that_fixes_it(plant, check):
+@pytest.mark.parametrize("plant, line", LACKS, ids=[line for _, (line, _) in LACKS])
+def test_what_a_pod_lacks_is_reported_with_the_line_of_yaml_that_fixes_it(plant, line):
     found = healthy()
     plant(found)
     (finding,) = find_problems(found)
     assert "num-cpus" not in finding.fix  # half a CPU is no whole one that Ray could count
-    assert f"`{YAML[check]}`" in finding.fix and yaml.safe_load(YAML[check])
+    text, at = line
+    assert f"`{text}`" in finding.fix
+    container, volume, pod = ({**yaml.safe_load(text)} if at == part else {} for part in ("container", "volume", "pod"))
+    pod |= {"containers": [{"name": "ray", **container}], "volumes": [{"name": "x", **(volume or {"emptyDir": {}})}]}
+    manifest = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "x"}, "spec": pod}
+    kubernetes_validate.validate(manifest, "1.32", strict=True)
 
 
 def test_ray_may_count_the_whole_cpus_of_a_limit():

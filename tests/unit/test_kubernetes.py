@@ -16,6 +16,7 @@ import yaml
 from ray.scripts import scripts
 
 from raytf import cli
+from tests import blocks
 from tests.unit.kubernetes import checks
 
 FOLDER = checks.FOLDER
@@ -53,6 +54,8 @@ WORKERS = f"{CLUSTER}/workerGroupSpecs/0"
 POD = f"{WORKERS}/template/spec"
 RAY = f"{POD}/containers/0"
 HEAD = f"{CLUSTER}/headGroupSpec"
+NIGHT = "0/spec/jobTemplate/rayClusterSpec"
+SUBMITTER = "0/spec/jobTemplate/submitterPodTemplate/spec"
 COMMAND = "python /opt/raytf/jobs/digits.py --num-workers 4 --cpus-per-worker 4 --name x --storage /shared/r"
 NIGHTLY = "python /opt/raytf/jobs/sweep_digits.py --num-workers 5 --storage /shared/runs"
 WRONG = [
@@ -158,6 +161,16 @@ WRONG = [
     ("train", f"{WORKERS}/replicas", 1, "worker group workers has not minReplicas <= replicas"),
     ("train", f"{CLUSTER}/headGroupSpec/template/spec/restartPolicy", "Always", "must be Never in SidecarMode"),
     ("train", f"{RAY}/resources/limits/cpu", "8", "a pod has 8 CPUs, and its worker 4"),
+    ("train", "0/spec/submitterPodTemplate", {"spec": {"containers": [{"name": "x"}]}}, "SidecarMode does not support"),
+    ("train", f"{HEAD}/template/spec/tolerations", GONE, "the head must leave a dead node after 30 s"),
+    ("nightly", f"{NIGHT}/headGroupSpec/template/spec/tolerations/1/tolerationSeconds", 300, "must leave a dead node"),
+    ("nightly", "0/spec/jobTemplate/submitterPodTemplate", GONE, "the pod that submits the job a securityContext"),
+    ("nightly", f"{SUBMITTER}/containers/0/image", "ratf", "the image of the submitter is not that of the head"),
+    ("nightly", f"{SUBMITTER}/containers/0/securityContext", GONE, "submitter needs allowPrivilegeEscalation: false"),
+    ("nightly", f"{SUBMITTER}/securityContext/runAsNonRoot", False, "submitter needs runAsNonRoot"),
+    ("nightly", f"{SUBMITTER}/containers/0/volumeMounts/0/name", "x", "mounts 'x', which is no volume of the pod"),
+    ("interactive", "0/spec/autoscalerOptions/securityContext", GONE, "autoscaler needs allowPrivilegeEscalation"),
+    ("train", f"{RAY}/securityContext/capabilities/add", ["SYS_PTRACE"], "workers needs allowPrivilegeEscalation"),
 ]
 
 
@@ -170,9 +183,8 @@ def test_a_wrong_field_is_refused(name, path, value, message):
 
 @pytest.mark.parametrize("more", ["", " --gpus-per-worker 1"])
 def test_the_pages_entrypoint_has_the_workers_of_the_settings(more):
-    page = (checks.ROOT / "docs" / "guides" / "kubernetes.md").read_text()
-    (text,) = re.findall(r"```yaml\n(entrypoint:.*?)```", page, re.DOTALL)
-    entrypoint = yaml.safe_load(text)["entrypoint"].replace(" --max", f"{more} --max")
+    block = blocks.named("docs/guides/kubernetes.md", "entrypoint")
+    entrypoint = yaml.safe_load(block.text)["entrypoint"].replace(" --max", f"{more} --max")
     found = patched(documents("train.yaml"), "0/spec/entrypoint", entrypoint)
     if more:
         groups = checks.clusters(found[0])["workerGroupSpecs"]

@@ -5,7 +5,10 @@ from __future__ import annotations
 import copy
 import os
 import pathlib
+import signal
 import subprocess
+import sys
+import time
 
 import botocore.loaders
 import botocore.model
@@ -78,26 +81,37 @@ def test_ec2_would_take_the_requests():
 
 
 # What the scripts call: this Ray notes its words and runs the command, and this Slurm starts it here.
+# Where a file `waits` is there, it starts the command once `go` is there, too, and never after `over`.
+CODE = "import subprocess, sys; sys.exit(subprocess.run(sys.argv[1:]).returncode)"  # as ray symmetric-run has it
 COMMANDS = {
-    "ray": """echo "$*" >> "$HOME/noted"; while [ "$1" != -- ]; do shift; done; shift; exec "$@" """,
+    "ray": f"""echo "$*" >> "$HOME/noted"; [ "$1" = stop ] && exit
+        while [ "$1" != -- ]; do shift; done; shift
+        while [ -e "$HOME/waits" ] && [ ! -e "$HOME/go" ]; do [ -e "$HOME/over" ] && exit; sleep 0.1; done
+        exec {sys.executable} -S -c '{CODE}' "$@" """,
     "srun": """while [ "${1#--}" != "$1" ]; do shift; done; SLURM_NODEID=0 exec "$@" """,
-    "scontrol": """echo "$3" """,
+    "scontrol": """[ "$1" = requeue ] && echo "$2" > "$HOME/requeued"; echo "$3" """,
 }
+SLURM = {"SLURM_JOB_NUM_NODES": "1", "SLURM_CPUS_PER_TASK": "2", "SLURM_JOB_ID": "7"}
 
 
 @pytest.fixture
-def start(tmp_path):
-    """Runs a script for hosts with some words; (exit code, stdout, stderr, what Ray was given)."""
+def environment(tmp_path):
+    """The environment in which a script calls these commands, with the folder as its home."""
     for name, text in COMMANDS.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
         (tmp_path / name).chmod(0o755)
     (tmp_path / ".ray").mkdir()
     (tmp_path / ".ray" / "auth_token").touch()
+    return os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "HOME": str(tmp_path)}
+
+
+@pytest.fixture
+def start(tmp_path, environment):
+    """Runs a script for hosts with some words; (exit code, stdout, stderr, what Ray was given)."""
 
     def starting(script: str, *words: str, **variables: str):
-        environment = os.environ | variables | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "HOME": str(tmp_path)}
         command = ["bash", str(ROOT / "cluster" / script), *words]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(command, env=environment | variables, capture_output=True, text=True, timeout=60)
         noted = tmp_path / "noted"
         return done.returncode, done.stdout, done.stderr, noted.read_text().split() if noted.exists() else []
 
@@ -107,7 +121,7 @@ def start(tmp_path):
 @pytest.mark.parametrize("head", ["10.1.2.3", "fd00::1"])
 @pytest.mark.parametrize("script", ["ssh.sh", "slurm.sh"])
 def test_the_head_may_have_an_ipv6_address(start, script, head):
-    slurm = {"SLURM_JOB_NODELIST": head, "SLURM_JOB_NUM_NODES": "1", "SLURM_CPUS_PER_TASK": "2", "SLURM_JOB_ID": "7"}
+    slurm = {"SLURM_JOB_NODELIST": head, **SLURM}
     hosts = [head] if script == "ssh.sh" else []
     code, out, _, words = start(script, *hosts, "echo", "trained", **slurm)
     assert code == 0 and out == "trained\n"
@@ -120,3 +134,38 @@ def test_the_head_may_have_an_ipv6_address(start, script, head):
 def test_a_script_without_a_command_starts_nothing(start, script, words):
     code, _, err, noted = start(script, *words, SLURM_JOB_NODELIST="10.1.2.3", SLURM_JOB_NUM_NODES="1")
     assert code == 2 and err.startswith("usage: ") and not noted
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("starts", [True, False])
+@pytest.mark.parametrize(
+    "script, number, requeued",
+    [("ssh.sh", signal.SIGTERM, False), ("slurm.sh", signal.SIGUSR1, True), ("slurm.sh", signal.SIGTERM, False)],
+)
+def test_a_signal_before_ray_is_up_is_not_lost(tmp_path, environment, script, number, requeued, starts):
+    """The command that starts after it is stopped, or Ray after a while; the exit code is 143 in both cases."""
+    text = (ROOT / "cluster" / script).read_text()
+    (tmp_path / script).write_text(text if starts else text.replace("patience=60", "patience=1"))
+    (tmp_path / "waits").touch()
+    command = ["bash", str(tmp_path / script), *(["10.1.2.3"] if script == "ssh.sh" else []), "sleep", "9"]
+    with open(tmp_path / "err", "w") as err:
+        process = subprocess.Popen(command, env=environment | SLURM | {"SLURM_JOB_NODELIST": "10.1.2.3"}, stderr=err)
+    try:
+        wait_until((tmp_path / "noted").exists)
+        process.send_signal(number)
+        if starts:
+            wait_until(lambda: "before the command has started" in (tmp_path / "err").read_text())
+            (tmp_path / "go").touch()
+        assert process.wait(timeout=60) == 143
+    finally:
+        (tmp_path / "over").touch()
+        process.kill()
+    assert (tmp_path / "requeued").exists() == requeued
+    assert ("the command has not started: " in (tmp_path / "err").read_text()) != starts
+    assert ("stop\n" in (tmp_path / "noted").read_text()) == (script == "ssh.sh" and not starts)

@@ -6,10 +6,13 @@ import copy
 import json
 import pathlib
 import re
+from fractions import Fraction
 
 import pytest
 import yaml
 from click.testing import CliRunner
+from hypothesis import given
+from hypothesis import strategies as st
 
 from raytf.cli import main
 from raytf.errors import ConfigError
@@ -156,6 +159,23 @@ def test_args_of_an_image_without_an_entrypoint(read):
     assert spec.script == "mnist.py" and spec.arguments_of(spec.tasks()[0]) == ("--b",)
 
 
+@pytest.mark.parametrize(
+    "text", ["exec", "exec -a x python mnist.py", "python mnist.py \\\\\nrm x", "python mnist.py #\\\n"]
+)
+def test_a_command_that_needs_a_shell_is_refused(read, text):
+    with pytest.raises(ConfigError, match="starts a Python script or module"):
+        read(job(Worker=replica(command=["sh", "-c", text])))
+
+
+def test_no_replicas_of_a_role_are_none(read):
+    made = job(
+        Chief=replica(command=COMMAND), Worker=replica(0, command=["./train"]), PS=replica(0), Evaluator=replica(0)
+    )
+    spec, messages = read(made)
+    assert configs(spec) == {"chief 0": {"cluster": {"chief": ["chief-0:2222"]}, "task": {"type": "chief", "index": 0}}}
+    assert not any("worker" in text for text in messages)
+
+
 def test_restarts_of_the_first_versions(read):
     made = job(Worker=replica(command=COMMAND) | {"restartPolicy": "OnFailure"})
     made["spec"]["backoffLimit"] = 5
@@ -172,6 +192,11 @@ WORDS = ('{"a": [1, 2]}', "#~", "a~b#c")
         (["sh", "-c", "python3.11 mnist.py --name 'a b'"], ("mnist.py", False), ("--name", "a b")),
         (["sh", "-c", """python mnist.py '{"a": [1, 2]}' "#~" a~b#c"""], ("mnist.py", False), WORDS),
         (["./mnist.py", "-x"], ("./mnist.py", False), ("-x",)),
+        (["sh", "-c", "python mnist.py \\\n  --a \\\n  --lr=\\\n0.1\n"], ("mnist.py", False), ("--a", "--lr=0.1")),
+        (["sh", "-c", "exec python mnist.py -x"], ("mnist.py", False), ("-x",)),
+        (["sh", "-c", "exec \\\npython mnist.py"], ("mnist.py", False), ()),
+        (["sh", "-c", "python mnist.py \"it's \\\nx\" 'a\"b'"], ("mnist.py", False), ("it's x", 'a"b')),
+        (["sh", "-c", "python mnist.py 'a\\\nb' c\\\\"], ("mnist.py", False), ("a\\\nb", "c\\")),
     ],
 )
 def test_commands(read, command, script, arguments):
@@ -231,6 +256,117 @@ def test_null_is_absent(read):
     assert "workingDir" not in "".join(messages)
 
 
+@pytest.mark.parametrize(
+    "amount, cpus",
+    [
+        ("1k", 1000),
+        ("1e1", 10),
+        (10.0, 10),
+        ("+2", 2),
+        ("2.", 2),
+        (".5", 0.5),
+        ("1E-1", 0.1),
+        ("2Ki", 2048),
+        ("2007m", 2.007),
+        ("0.1m", 0.001),
+    ],
+)
+def test_quantities_of_cpus(read, amount, cpus):
+    spec, _ = read(job(Worker=replica(command=COMMAND, resources={"limits": {"cpu": amount}})))
+    assert spec.bundle(spec.tasks()[0]) == {"CPU": cpus}
+
+
+def test_no_cpus_are_the_default(read):
+    spec, messages = read(job(Worker=replica(command=COMMAND, resources={"requests": {"cpu": 0}})))
+    assert spec.bundle(spec.tasks()[0]) == {"CPU": 1}
+    assert "--tfjob: cpu 0 of worker is not honoured: a process has 1 CPU" in messages
+
+
+def test_gpus_of_amd_are_rays_gpus(read):
+    limits = {"amd.com/gpu": "2", "google.com/tpu": 0, "rdma/hca": 1}
+    spec, messages = read(job(Worker=replica(command=COMMAND, resources={"limits": limits})))
+    assert spec.bundle(spec.tasks()[0]) == {"CPU": 1, "GPU": 2}
+    assert "--tfjob: rdma/hca of worker is not honoured: Ray's nodes must have it" in messages
+
+
+# The grammar of k8s.io/apimachinery/pkg/api/resource: numbers, then a suffix or an exponent.
+NUMBERS = st.from_regex(r"[+]?([0-9]{1,6}|[0-9]{1,4}\.[0-9]{0,4}|\.[0-9]{1,4})", fullmatch=True)
+FACTORS = {"n": -9, "u": -6, "m": -3, "": 0, "k": 3, "M": 6, "G": 9, "T": 12, "P": 15, "E": 18}
+SUFFIXES = {
+    **{suffix: Fraction(10) ** power for suffix, power in FACTORS.items()},
+    **{f"{letter}i": Fraction(2) ** (10 * (1 + power)) for power, letter in enumerate("KMGTPE")},
+    **{f"{sign}{power}": Fraction(10) ** power for sign in "eE" for power in range(-9, 13)},
+    "e+3": Fraction(1000),
+}
+
+
+@given(NUMBERS, st.sampled_from(sorted(SUFFIXES)))
+def test_a_quantity_is_what_kubernetes_reads(number, suffix):
+    expected = Fraction(f"0{number.lstrip('+')}0" if "." in number else number) * SUFFIXES[suffix]
+    assert tfjob._quantity("worker", "memory", number + suffix) == pytest.approx(float(expected), rel=1e-15)
+
+
+# As ParseQuantity splits a text, without the values.
+QUANTITY = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([numkMGTPE]|[KMGTPE]i|[eE][+-]?\d+)?", re.ASCII)
+
+
+@given(st.text("0123.+-eEkKmMinG _", max_size=7))
+def test_only_quantities_are_taken(text):
+    try:
+        amount = tfjob._quantity("worker", "memory", text)
+    except ConfigError as error:
+        assert not QUANTITY.fullmatch(text) or "at least 0" in str(error) or "quantity" in str(error)
+        if QUANTITY.fullmatch(text):
+            assert text.startswith("-") or "e" in text.lower()  # negative, or beyond a float
+    else:
+        assert QUANTITY.fullmatch(text) and amount >= 0
+
+
+SCALARS = [
+    ("2024-01-01", "2024-01-01"),
+    ("2024-01-01T10:00:00Z", "2024-01-01T10:00:00Z"),
+    ("!!timestamp 2024-01-01", "2024-01-01"),
+    ("12:30:45", "12:30:45"),
+    ("=", "="),
+    ("1.5.2", "1.5.2"),
+    ("08:00", "08:00"),
+    ("1e1", 10),
+    ("1.5e1", 15),
+    ("0o17", 15),
+    ("017", 15),
+    ("-0b11", -3),
+    ("0x1F", 31),
+    ("1_000", 1000),
+    ("2.0", 2),
+    ("089", 89),
+    ("1.5", 1.5),
+    (".5", 0.5),
+    ("y", True),
+    ("Off", False),
+    ("~", None),
+    ('"y"', "y"),
+    ("'2'", "2"),
+    ("!!str 2", "2"),
+]
+
+
+@pytest.mark.parametrize("text, value", SCALARS, ids=[text for text, _ in SCALARS])
+def test_scalars_are_those_of_kubectl(text, value):
+    """As `resolve` of sigs.k8s.io/yaml reads them, and JSON carries them."""
+    (found,) = yaml.load(f"[{text}]", tfjob._Loader)
+    assert found == value and type(found) is type(value)
+
+
+def test_words_that_look_like_dates_and_times_are_texts(read, tmp_path):
+    read(job(Worker=replica(command=COMMAND)))
+    text = (tmp_path / "job.yaml").read_text()
+    words = "[python, mnist.py, 2024-01-01, 12:30:45, a=b]"
+    text = re.sub(r"command:\n(\s+- .*\n)+", f"command: {words}\n", text)
+    (tmp_path / "job.yaml").write_text(text)
+    options, _ = tfjob.read_tfjob("job.yaml", None, [])
+    assert options["of_roles"]["worker"].arguments == ("2024-01-01", "12:30:45", "a=b")
+
+
 OF_SHELL = ("# here", "--dir ~/x", "--lr {1,2}", "[ab].csv", "(b)", '"$A"', "a; b", "a\nb")
 CONTAINER = "spec/tfReplicaSpecs/Worker/template/spec/containers"
 WRONG = [
@@ -246,7 +382,9 @@ WRONG = [
     ),
     ("spec/tfReplicaSpecs", {"PS": replica(), "Worker": replica(1)}, "and a Worker; received: ps, worker. Add"),
     ("spec/tfReplicaSpecs/Chief", replica(2), "There is one chief at most; received: 2. Set its replicas to 1"),
-    ("spec/tfReplicaSpecs/Worker/replicas", "2", "replicas of worker is an integer of at least 1; received: '2'"),
+    ("spec/tfReplicaSpecs/Worker/replicas", "2", "replicas of worker is an integer of at least 0; received: '2'"),
+    ("spec/tfReplicaSpecs/Worker/replicas", -1, "replicas of worker is an integer of at least 0; received: -1"),
+    ("spec/tfReplicaSpecs/Worker/replicas", 0, "A TFJob has a Chief or a Worker; received: none"),
     ("spec/tfReplicaSpecs/Worker/restartPolicy", "Maybe", "received: Maybe"),
     ("spec/tfReplicaSpecs/Worker/template", None, "template of worker is a map; received: none"),
     ("spec/runPolicy/backoffLimit", -1, "backoffLimit is an integer of at least 0; received: -1"),
@@ -267,7 +405,12 @@ WRONG = [
     (f"{CONTAINER}/0/env", {"A": "1"}, "env of worker is a list of names and values"),
     (f"{CONTAINER}/0/env", [{"name": 1, "value": "x"}], "each name a text; received: [{'name': 1"),
     (f"{CONTAINER}/0/env", [{"name": "A", "value": 1}], "The value of A in env of worker is a text; received: 1"),
-    (f"{CONTAINER}/0/resources", {"limits": {"cpu": "four"}}, "cpu of worker is a number, or thousandths such as 500m"),
+    (f"{CONTAINER}/0/resources", {"limits": {"cpu": "four"}}, "cpu of worker is a quantity such as 2 or 500m"),
+    (f"{CONTAINER}/0/resources", {"limits": {"cpu": "-2"}}, "cpu of worker is at least 0; received: '-2'"),
+    (f"{CONTAINER}/0/resources", {"limits": {"cpu": True}}, "cpu of worker is a quantity such as 2 or 500m"),
+    (f"{CONTAINER}/0/resources", {"limits": {"memory": "16 GB"}}, "memory of worker is a quantity such as 2 or 500m"),
+    (f"{CONTAINER}/0/resources", {"limits": {"google.com/tpu": 4}}, "received: google.com/tpu of worker. Leave it out"),
+    (f"{CONTAINER}/0/resources", {"limits": {"nvidia.com/mig-1g.5gb": 1}}, "device that raytf run places is"),
     (
         f"{CONTAINER}/0/resources",
         {"limits": {"nvidia.com/gpu": "1500m"}},

@@ -80,9 +80,20 @@ def _kuberay(document: dict) -> Iterator[str]:
         return
     cluster = clusters(document)
     for name, group in groups(cluster).items():
-        pod = {"apiVersion": "v1", "kind": "Pod", **group["template"]}
-        yield from (f"{name}: {text}" for text in (*_kubernetes(pod), *_pod(pod["spec"])))
+        yield from (f"{name}: {text}" for text in _template(group["template"]))
+    if template := _job(document).get("submitterPodTemplate"):
+        yield from (f"submitter: {text}" for text in _template(template))
     yield from _operator(document, cluster)
+
+
+def _template(template: dict) -> Iterator[str]:
+    yield from _kubernetes({"apiVersion": "v1", "kind": "Pod", **template})
+    yield from _pod(template["spec"])
+
+
+def _job(document: dict) -> dict:
+    """The spec of the RayJob of a document, which a RayCluster has not."""
+    return document["spec"].get("jobTemplate", document["spec"])
 
 
 def _said(error) -> str:
@@ -172,7 +183,7 @@ def _quantity(text) -> float:
 def _operator(document: dict, cluster: dict) -> Iterator[str]:
     """What KubeRay's operator refuses: `controllers/ray/utils/validation.go` of 1.7."""
     name, spec = document["metadata"]["name"], document["spec"]
-    job = spec["jobTemplate"] if document["kind"] == "RayCronJob" else spec
+    job = _job(document)
     if not re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", name) or len(name) > (
         36 if document["kind"] == "RayCronJob" else 47
     ):
@@ -191,6 +202,8 @@ def _operator(document: dict, cluster: dict) -> Iterator[str]:
     policy = cluster["headGroupSpec"]["template"]["spec"].get("restartPolicy", "Never")
     if job.get("submissionMode") == "SidecarMode" and policy != "Never":
         yield "restartPolicy of the head must be Never in SidecarMode"
+    if job.get("submissionMode") == "SidecarMode" and "submitterPodTemplate" in job:
+        yield "SidecarMode does not support submitterPodTemplate"
     if job.get("ttlSecondsAfterFinished") and not job.get("shutdownAfterJobFinishes"):
         yield "ttlSecondsAfterFinished needs shutdownAfterJobFinishes"
     if document["kind"] == "RayCronJob":
@@ -241,7 +254,10 @@ def _own(document: dict, documents: list[dict], images: Mapping[str, str]) -> It
         yield f"{name}: no NetworkPolicy closes the ports of {', '.join(unclosed)} to others"
     for group, spec in groups(cluster).items():
         yield from (f"{name}: {text}" for text in _group(group, spec, images))
-    job = document["spec"].get("jobTemplate", document["spec"])
+    job = _job(document)
+    yield from (f"{name}: {text}" for text in (*_restricted(document, cluster), *_submitter(job, kind, images)))
+    if kind != "RayCluster" and not _leaves_dead_nodes(cluster["headGroupSpec"]["template"]["spec"]):
+        yield f"{name}: the head must leave a dead node after 30 s: tolerations of not-ready and unreachable"
     if kind == "RayJob":
         yield from (f"{name}: {text}" for text in _resumes(job, document["metadata"].get("labels", {})))
     if "entrypoint" in job:
@@ -295,6 +311,41 @@ def _group(group: str, spec: dict, images: Mapping[str, str]) -> Iterator[str]:
     options = {option.lstrip("-") for parameter in scripts.start.params for option in parameter.opts}
     if unknown := spec["rayStartParams"].keys() - options:
         yield f"ray start, which makes {group}, has no option {', '.join(sorted(unknown))}"
+
+
+def _restricted(document: dict, cluster: dict) -> Iterator[str]:
+    """What a namespace that enforces the Pod Security Standard restricted refuses, apart from fields that none has."""
+    pods = {name: group["template"]["spec"] for name, group in groups(cluster).items()}
+    if template := _job(document).get("submitterPodTemplate"):
+        pods["submitter"] = template["spec"]
+    containers = {name: (pod.get("securityContext", {}), pod["containers"][0]) for name, pod in pods.items()}
+    if cluster.get("enableInTreeAutoscaling"):
+        containers["autoscaler"] = (containers["head"][0], cluster.get("autoscalerOptions", {}))
+    for name, (of_pod, container) in containers.items():
+        own = of_pod | container.get("securityContext", {})
+        if not own.get("runAsNonRoot") or own.get("seccompProfile", {}).get("type") != "RuntimeDefault":
+            yield f"{name} needs runAsNonRoot and the seccompProfile RuntimeDefault"
+        if own.get("allowPrivilegeEscalation") is not False or own.get("capabilities") != {"drop": ["ALL"]}:
+            yield f"{name} needs allowPrivilegeEscalation: false, and all capabilities dropped"
+
+
+def _submitter(job: dict, kind: str, images: Mapping[str, str]) -> Iterator[str]:
+    template = job.get("submitterPodTemplate")
+    if kind == "RayCronJob" and job.get("submissionMode", "K8sJobMode") == "K8sJobMode" and not template:
+        yield "a submitterPodTemplate gives the pod that submits the job a securityContext"
+    elif template and template["spec"]["containers"][0]["image"] != images.get("raytf"):
+        yield "the image of the submitter is not that of the head"
+
+
+def _leaves_dead_nodes(pod: dict) -> bool:
+    taints = {"node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable"}
+    return taints == {
+        toleration["key"]
+        for toleration in pod.get("tolerations", ())
+        if toleration.get("operator") == "Exists"
+        and toleration.get("effect") == "NoExecute"
+        and toleration.get("tolerationSeconds") == 30
+    }
 
 
 def _resumes(job: dict, labels: Mapping[str, str]) -> Iterator[str]:
@@ -387,13 +438,16 @@ def kustomization(folder: pathlib.Path) -> list[str]:
     read = [list(yaml.safe_load_all((folder / name).read_text())) for name in made["resources"]]
     documents = [document for file in read for document in file]
     settings = next(one for one in documents if one["kind"] == "ConfigMap")["data"].keys()
-    used = {
-        container["image"]
+    templates = [
+        template
         for document in documents
         if document["apiVersion"] == "ray.io/v1"
-        for group in groups(clusters(document)).values()
-        for container in group["template"]["spec"]["containers"]
-    }
+        for template in (
+            *(group["template"] for group in groups(clusters(document)).values()),
+            *filter(None, [_job(document).get("submitterPodTemplate")]),
+        )
+    ]
+    used = {container["image"] for template in templates for container in template["spec"]["containers"]}
     named = {image["name"] for image in made["images"]}
     sources = {rule["source"]["fieldPath"].removeprefix("data.") for rule in made["replacements"]}
     kinds = {target["select"]["kind"] for rule in made["replacements"] for target in rule["targets"]}
