@@ -454,7 +454,7 @@ class FaultPlan:
 
             def on_train_batch_begin(self, batch, logs=None):
                 steps = self.params.get("steps")
-                self._full.look(self._epoch * (steps or 0) + batch, steps)
+                self._full.remove_due(self._epoch * (steps or 0) + batch, steps)
                 for fault in self._own_faults:
                     if fault.due(self._epoch, batch, steps) and _mark_first(folder, fault):
                         fault.happen()
@@ -497,7 +497,7 @@ class _FullDisks:
             self._timers[-1].daemon = True
             self._timers[-1].start()
 
-    def look(self, made: int, steps: int | None) -> None:
+    def remove_due(self, made: int, steps: int | None) -> None:
         """Removes the files that are due after `made` steps of the run, with `steps` steps in an epoch."""
         for fault in self._faults:
             if fault.steps is not None and made >= fault.run_step(steps) + fault.steps:

@@ -112,7 +112,7 @@ class TFData:
     uneven: str = "pad"
     class_weight: Mapping[int, float] | None = None
     resume: str = "auto"
-    looked: PipelineFacts | None = field(default=None, init=False, repr=False)  # the result of `with_look`
+    facts: PipelineFacts | None = field(default=None, init=False, repr=False)  # the result of `with_facts`
 
     def __post_init__(self):
         if not callable(self.make_dataset):
@@ -138,10 +138,10 @@ class TFData:
         function = getattr(self.make_dataset, "func", self.make_dataset)  # of a `functools.partial`
         return getattr(function, "__name__", type(function).__name__)
 
-    def with_look(self, looked: PipelineFacts) -> TFData:
+    def with_facts(self, facts: PipelineFacts) -> TFData:
         """Returns a copy with the result of an inspection; internal to raytf."""
         made = copy.copy(self)
-        object.__setattr__(made, "looked", looked)
+        object.__setattr__(made, "facts", facts)
         return made
 
     def first(self) -> TFData:

@@ -149,7 +149,7 @@ class Call:
         else:
             dataset = self._resume_from[name]
             if isinstance(dataset, TFData):
-                sampling = Sampling(global_batch=dataset.looked.rows, shuffle="none")
+                sampling = Sampling(global_batch=dataset.facts.rows, shuffle="none")
                 return open_feed(dataset, part.batch, sampling, name=name, saved={"steps": 1})
             blocks = dataset.first() if dataset.rows else dataset
         return Feed(blocks, part.batch, Sampling(global_batch=rows, shuffle="none"), shapes_only=True)
@@ -305,7 +305,7 @@ class Call:
                 why = None if mid_epoch is None else self._why_end
                 while (reports := group.worker_group.continue_trial(why)) is not None:
                     if proving is not None:
-                        proving.look()
+                        proving.check()
                     yield reports
                     if reports[0].get("ended"):
                         if any(report.get("changed") for report in reports):

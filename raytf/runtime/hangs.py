@@ -88,7 +88,7 @@ class HangDetector:
         self._history: dict[int, collections.deque[Mapping[str, Any]]] = {}
         self._longest: dict[str, float] = {}
 
-    def look(
+    def detect(
         self,
         snapshots: Mapping[int, Mapping[str, Any]],
         silent: Mapping[int, float],

@@ -231,7 +231,7 @@ class Engine:
         self._launch.check()
         self._list.tick()
         if self._elastic is not None:
-            self._elastic.look(group)
+            self._elastic.check(group)
 
     def _next_size(self, group: RunGroup, errors: dict[int, Exception]) -> int:
         """Ends a group; returns the size of the next one, unless the run fails."""
@@ -300,7 +300,7 @@ class _Elastic:
         self.suspects: set[str] = set()
         given = spec.scaling.elastic_resize_monitor_interval_s
         self._resize_interval = _RESIZE_INTERVAL if given == _RAYS_RESIZE_INTERVAL else given
-        self._look_at = self._not_before = 0.0
+        self._next_check = self._not_before = 0.0
         self._late_at = float("inf")  # when a requested stop after a step is overdue
 
     def _free(self) -> dict[str, dict[str, float]]:
@@ -324,18 +324,18 @@ class _Elastic:
                 selectors = ray_configs.label_selectors(self._spec.scaling, size)
                 hold(size, selectors=reservation.avoid_nodes(selectors, size, silent))
                 if group_reservation.wait(_ELASTIC_WAIT_INTERVAL):
-                    self._look_at = time.monotonic() + self._resize_interval
+                    self._next_check = time.monotonic() + self._resize_interval
                     return size
                 group_reservation.drop()
             time.sleep(_COUNT_INTERVAL)
             free = self._free()
 
-    def look(self, group: RunGroup) -> None:
+    def check(self, group: RunGroup) -> None:
         """Starts a change of the number of workers if there is room for another one."""
         now, state = time.monotonic(), self._decisions.state
-        if now < self._look_at:
+        if now < self._next_check:
             return
-        self._look_at = now + self._resize_interval
+        self._next_check = now + self._resize_interval
         if state.phase is Phase.TRAINING:
             self._late_at = float("inf")
         late = now >= self._late_at

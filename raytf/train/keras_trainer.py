@@ -431,7 +431,7 @@ class KerasTrainer:
                 "Use shuffle='window', or materialize=True if Ray may put it on disk",
             )
         interval = arguments.checkpoint_interval(self.checkpoint_every, self.tensorflow_config)
-        by_epochs = isinstance(blocks["train"], TFData) and blocks["train"].looked.resume_unit == "epoch"
+        by_epochs = isinstance(blocks["train"], TFData) and blocks["train"].facts.resume_unit == "epoch"
         return TrainJob(
             build_model=self.build_model,
             callbacks=self.callbacks,
@@ -568,13 +568,13 @@ class KerasTrainer:
         outcome = processes.ask(inspect, pickled, blocks["train"].first(), rows, order, validation)
         if isinstance(outcome, Exception):
             raise outcome
-        blocks.update({name: blocks[name].with_look(seen) for name, seen in outcome.looked.items()})
+        blocks.update({name: blocks[name].with_facts(seen) for name, seen in outcome.pipelines.items()})
         if outcome.warning is not None:
             logger.warning(outcome.warning)
         if outcome.unread:
             warnings.warn(config_keys.unread_warning(outcome.unread), stacklevel=5)
         if outcome.proof is not None:
-            verify.tell(outcome.proof, self.verify)
+            verify.report_proof(outcome.proof, self.verify)
         return outcome
 
     def _comparison(self, may_continue: bool) -> verify.Order | None:

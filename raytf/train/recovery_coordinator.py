@@ -29,7 +29,7 @@ from raytf.timeouts import Pace
 from raytf.train import backend
 
 # Seconds for which a worker that does not wait yet delays its answer; it answers no other call meanwhile.
-_LOOK_INTERVAL = 0.1
+_CHECK_INTERVAL = 0.1
 # Seconds between two checks for room for a process.
 _ROOM_INTERVAL = 0.5
 
@@ -226,7 +226,7 @@ class RecoveryCoordinator:
         deadline = time.monotonic() + timeouts.get().replacement_start
         next_check = 0.0
         while starting.is_alive() and time.monotonic() < deadline:
-            starting.join(_LOOK_INTERVAL)
+            starting.join(_CHECK_INTERVAL)
             if time.monotonic() >= next_check:
                 if not self._group.has_room(self.lost):
                     raise RecoveryFailedError("no node has room for a replacement worker")
@@ -335,7 +335,7 @@ class RecoveryCoordinator:
         while True:
             ranks = [rank for rank in workers if rank not in states]
             replies = self._ask(
-                [workers[rank].actor.poll_recovery_state.remote(_LOOK_INTERVAL) for rank in ranks], action, seconds
+                [workers[rank].actor.poll_recovery_state.remote(_CHECK_INTERVAL) for rank in ranks], action, seconds
             )
             for rank, (state, error) in zip(ranks, replies, strict=True):
                 if error is not None and not (isinstance(state, str) and is_consequence(error)):

@@ -262,7 +262,7 @@ class WorkerGroup(EventGroup):
         return "", ""  # the others wait for its report, too
 
     def _judge(self) -> None:
-        for rank, how in list(self._watchdog.gone.items()):  # Ray would notice it later
+        for rank, how in list(self._process_killer.gone.items()):  # Ray would notice it later
             self._errors[rank] = WorkerFrozenError(how)
         super()._judge()
 
@@ -275,7 +275,7 @@ class WorkerGroup(EventGroup):
             return
         if time.monotonic() - self._first_error_at < timeouts.get().alike_failures:
             return
-        if (frozen := self._watchdog.stopped_process()) is not None:
+        if (frozen := self._process_killer.stopped_process()) is not None:
             raise WorkerGroupLostError(
                 self._frozen(frozen.keys[0], f"its process {frozen.location.pid} is {frozen.how}")
             )
@@ -284,10 +284,10 @@ class WorkerGroup(EventGroup):
 
     def _lost_group(self, lost: LostGroupError) -> WorkerGroupLostError:
         rank, error = min(lost.errors.items())
-        if rank in self._watchdog.gone:
-            error_found = WorkerGroupLostError(self._watchdog.gone[rank])
-        elif rank in self._watchdog.ended:
-            error_found = WorkerGroupLostError(self._frozen(rank, self._watchdog.ended[rank]))
+        if rank in self._process_killer.gone:
+            error_found = WorkerGroupLostError(self._process_killer.gone[rank])
+        elif rank in self._process_killer.ended:
+            error_found = WorkerGroupLostError(self._frozen(rank, self._process_killer.ended[rank]))
         elif isinstance(error, WorkerFrozenError):
             error_found = WorkerGroupLostError(f"worker {rank} hangs: {error}\n{error.stack}")
         else:
@@ -357,16 +357,16 @@ class WorkerGroup(EventGroup):
 
     def _answers(self, calls: list, seconds: float, action: str) -> list:
         """Returns the results of calls; raises WorkerGroupLostError once a worker dies, is stopped, or is late."""
-        self._watchdog.heard(*self.places)
+        self._process_killer.mark_alive(*self.places)
         try:
-            return collect_answers(calls, seconds, action, check=self._look, failure=_lost)
+            return collect_answers(calls, seconds, action, check=self._check_processes, failure=_lost)
         except NoAnswerError as error:
             raise WorkerGroupLostError(str(error)) from None
 
-    def _look(self) -> None:
-        for how in self._watchdog.gone.values():
+    def _check_processes(self) -> None:
+        for how in self._process_killer.gone.values():
             raise WorkerGroupLostError(how)
-        for rank, how in self._watchdog.ended.items():
+        for rank, how in self._process_killer.ended.items():
             raise WorkerGroupLostError(self._frozen(rank, how))
 
     def _frozen(self, rank: int, how: str) -> str:

@@ -477,7 +477,7 @@ def _plan(trainer, config: Mapping[str, Any], options: SweepOptions, training: P
     if tried.logs is not None and not options.identity:  # a resumed sweep may have no trial left to run
         check_metric(options.metric, tried.logs, "validation" in contents, trainer.callbacks is not None)
     steps = None if interval is None else (interval, options.metric)
-    by_epochs = isinstance(contents["train"], TFData) and contents["train"].looked.resume_unit == "epoch"
+    by_epochs = isinstance(contents["train"], TFData) and contents["train"].facts.resume_unit == "epoch"
     heals = trainer.tensorflow_config.heal and failures != 0 and not by_epochs
     task = dataclasses.replace(
         trainer._task(contents), warmup_steps=options.scaling.warmup_steps, report_steps=steps, heals=heals

@@ -106,7 +106,7 @@ class TrainJob(TrainingOptions):
         """Returns `Feed.order` of the training rows, as far as it is known before the workers start."""
         if isinstance(self.datasets["train"], TFData):
             source, seed = self.datasets["train"], self.sampling.seed
-            return source.order(self.config["batch_size"], seed, source.looked.resume_unit)
+            return source.order(self.config["batch_size"], seed, source.facts.resume_unit)
         arguments = self.feed("train")
         return self.batch.order(arguments["sampling"].sampler(arguments["dataset"].rows))
 

@@ -244,7 +244,7 @@ class RecoveryCallback(TrainingPart):
         """Returns the state that all workers share."""
         states = {kind.__name__: part.state_dict() for kind, part in self._training.parts.items()}
         reports = self._training.session.reports_made()
-        return {"parts": states, "reports": reports, "looking": double_writes.looking()}
+        return {"parts": states, "reports": reports, "comparing_writes": double_writes.is_comparing()}
 
     def _check_chief(self) -> None:
         """Raises RaytfError on other workers than the chief if a snapshot needs callbacks that only the chief has."""

@@ -301,7 +301,7 @@ class RaySession(Session):
         return ray_train.reports_made()
 
     def report_loss(self) -> None:
-        ray_train.tell_of_loss()
+        ray_train.report_loss()
 
     def _close(self, kind: type[BaseException] | None, *_) -> None:
         """Closes the saver of checkpoints; drops a checkpoint in memory if the training ended with a saved one."""

@@ -48,7 +48,7 @@ def test_workers_in_step_end_after_the_same_execution(seed):
         worker.start()
     while workers[0].made < chance.randrange(1, 2000):
         pass
-    begun = [worker.gate.ask(STOP) for worker in chance.sample(workers, 3)]
+    begun = [worker.gate.request(STOP) for worker in chance.sample(workers, 3)]
     for worker in workers:
         worker.gate.stop_after(max(begun))
     for worker in workers:
@@ -64,11 +64,11 @@ def test_one_that_joins_ends_after_the_same_execution(known):
     other.begin()
     assert not other.is_last() and not other.is_last()
     if known:
-        other.stop_after(other.ask(STOP))
+        other.stop_after(other.request(STOP))
     joins.reset()
     joins.begin(other.state())
     if not known:
-        begun = max(gate.ask(STOP) for gate in (other, joins))
+        begun = max(gate.request(STOP) for gate in (other, joins))
         for gate in (other, joins):
             gate.stop_after(begun)
     assert other.is_last() and joins.is_last() and other.why == joins.why == STOP
@@ -76,7 +76,7 @@ def test_one_that_joins_ends_after_the_same_execution(known):
 
 def test_asked_before_the_first_execution_a_training_ends_after_it():
     gate = StopBarrier()
-    assert gate.ask(DRAIN) == 0
+    assert gate.request(DRAIN) == 0
     gate.stop_after(0)
     gate.begin()
     assert not gate.is_over() and gate.is_last() and gate.is_over()
@@ -86,7 +86,7 @@ def test_asked_between_epochs_the_first_execution_of_the_next_is_the_last():
     gate = StopBarrier()
     gate.begin()
     assert not gate.is_last()
-    assert gate.ask(STOP) == 2 == gate.ask(STOP)
+    assert gate.request(STOP) == 2 == gate.request(STOP)
     gate.stop_after(2)
     gate.stop_after(7)  # asked twice: the first answer holds
     assert not gate.is_over()
@@ -96,7 +96,7 @@ def test_asked_between_epochs_the_first_execution_of_the_next_is_the_last():
 def test_a_word_for_the_training_before_ends_no_other_one():
     """A process stays when its group ends, and learns late after which execution that was to end."""
     gate = StopBarrier()
-    gate.ask(DRAIN)
+    gate.request(DRAIN)
     gate.reset()
     gate.stop_after(1)
     gate.begin()
@@ -107,7 +107,7 @@ def test_worker_that_gets_no_stop_step_does_not_wait_for_ever(set_timeouts):
     set_timeouts(stop_step=0.01)
     gate = StopBarrier()
     gate.begin()
-    gate.ask(STOP)
+    gate.request(STOP)
     with pytest.raises(stop.NoStopAnswerError, match="timeout after .* as another worker did not answer"):
         gate.is_last()
 
@@ -115,13 +115,13 @@ def test_worker_that_gets_no_stop_step_does_not_wait_for_ever(set_timeouts):
 def test_a_question_that_is_taken_back_ends_nobody_and_another_one_still_does():
     gate = StopBarrier()
     gate.begin()
-    gate.ask(RESIZE)
+    gate.request(RESIZE)
     with concurrent.futures.ThreadPoolExecutor() as threads:
         waits = threads.submit(gate.is_last)
         gate.withdraw(RESIZE)
         assert not waits.result(30)
-    gate.ask(RESIZE)
-    begun = gate.ask(STOP)
+    gate.request(RESIZE)
+    begun = gate.request(STOP)
     gate.withdraw(RESIZE)
     gate.stop_after(begun)
     gate.withdraw(STOP)  # too late

@@ -33,7 +33,7 @@ class Group(group.EventGroup):
     def __init__(self, state, ends):
         self._decisions, self.tried = Decisions(state), []
         self.config, self._hangs, self._generation = types.SimpleNamespace(hang_timeout_s=None), None, 0
-        self._errors, self._heard, self._pending, self._joining, self._waits = {}, {}, {}, {}, {0}
+        self._errors, self._answered_at, self._pending, self._joining, self._waits = {}, {}, {}, {}, {0}
         killed = types.SimpleNamespace(actor=None)
         self.members, self._ends = [killed] * 4, iter(ends)
 
