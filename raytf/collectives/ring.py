@@ -149,7 +149,9 @@ class Ring:
                     )
             return self._memory
 
-    def add(self, array: np.ndarray, sum_number: int = 0, fill: Callable[[int, int], None] | None = None) -> np.ndarray:
+    def all_reduce(
+        self, array: np.ndarray, sum_number: int = 0, fill: Callable[[int, int], None] | None = None
+    ) -> np.ndarray:
         """All-reduces `array` by sum, in place; each worker calls it with the same sizes and in the same order.
 
         Args:
@@ -773,7 +775,7 @@ class _AllReduceProgress:
     """The progress of an array that is summed around the ring.
 
     Args:
-        array, fill: As for `Ring.add`.
+        array, fill: As for `Ring.all_reduce`.
         neighbour: Bytes of the previous process's array, if they are read from shared memory.
         rank, size: As for `Ring`.
         accumulate: accumulate(mine, theirs) adds theirs to mine.

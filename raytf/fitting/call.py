@@ -56,7 +56,7 @@ _LABELLED_ROWS = 256
 # Seconds that a finished call waits for an unknown outcome; a later outcome is logged when it is known.
 _PROOF_INTERVAL = 1.0
 # Worker losses that a call recovers from; repeated deaths have a cause to look for.
-_HEALS = 3
+_MAX_RECOVERIES = 3
 _DOES = {"evaluate": "evaluating", "predict": "predicting"}
 _AT_ONCE = "ended at once; the model has the weights of the last epoch that had ended"
 
@@ -290,7 +290,7 @@ class Call:
             group.model = self._sending["key"]
             work_config = {"work": fit_worker.CallWork(model=sending, board=board, **work)}
             mid_epoch = None if self._checkpoints is None else self._checkpoints.location
-            more = {"step_checkpoints": mid_epoch, "heals": _HEALS if work.get("heals") else 0}
+            more = {"step_checkpoints": mid_epoch, "max_recoveries": _MAX_RECOVERIES if work.get("recovers") else 0}
             run = TrialRun(train=fit_worker.run_call, config=work_config, name=work["do"], files=self._files, **more)
 
             def restart_reports() -> TrialRun:
@@ -319,7 +319,11 @@ class Call:
         except TrialError as error:
             raise TrainingError(error.rank, error.cause, error.details) from None
         except WorkerGroupLostError as error:
-            why = "" if error.unhealed is None else f"; it could not be replaced in place: {error.unhealed}"
+            why = (
+                ""
+                if error.why_not_recovered is None
+                else f"; it could not be replaced in place: {error.why_not_recovered}"
+            )
             raise TrainingError(None, f"{error}{why}") from None
         finally:
             shown.close(sys.exc_info()[1])

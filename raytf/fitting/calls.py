@@ -206,7 +206,7 @@ def fit(
         )
         seed, more = call.resume_state(make_default_seed(), batch, order_arguments, bool(verbose))
         arguments = {"epochs": epochs, "initial_epoch": initial_epoch, "validation_freq": validation_freq}
-        more |= {"heals": workers.num_workers > 1 and resume_unit == "step", "nan": nan}
+        more |= {"recovers": workers.num_workers > 1 and resume_unit == "step", "nan": nan}
         if resume_unit == "epoch" and checkpoint_every == "auto" and keeping is not None:
             more["checkpoint_every"] = CheckpointInterval()
         work = call.work("fit", batches, seed, order, arguments, drops, **more)

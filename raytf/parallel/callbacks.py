@@ -183,7 +183,7 @@ def chief_state_classes(callbacks) -> list[str]:
     writers = (*WRITERS, *_ALONE)
     names = set()
     for callback in callbacks:
-        left_out = isinstance(callback, (*_ALONE, chief_callbacks.Elsewhere)) or type(callback) in WRITERS
+        left_out = isinstance(callback, (*_ALONE, chief_callbacks.NoOpCallback)) or type(callback) in WRITERS
         if not left_out and not chief_callbacks.is_chiefs(callback):
             continue
         holds = reads_batches(callback) or getattr(callback, "save_best_only", False)
@@ -254,6 +254,6 @@ def _watched(callbacks: list, unknown: list[str], strategy) -> list:
     """Returns the callbacks, between two callbacks that record which files they write."""
     first = double_writes.WriteRecorder()
     if recovery_client.client.replacement_state is not None:  # the other workers may have seen the end of an epoch
-        first.is_comparing = recovery_client.client.replacement_state.agreed["comparing_writes"]
+        first.is_comparing = recovery_client.client.replacement_state.shared_state["comparing_writes"]
     total = lambda counts: communicator.sum_over_workers(strategy, [counts])[0]
     return [first, *callbacks, double_writes.WriteComparison(first, unknown, total, communicator.is_chief(strategy))]

@@ -155,7 +155,7 @@ def _make_function(original, self, step_function):
         if not training:
             return outputs
         recovery_client.client.close()
-        if recovery_client.client.healed:
+        if recovery_client.client.recovered:
             own_state.check_alike(self)
         recovery_client.client.steps_made()
         return metrics.global_logs(self, outputs, rows) if self.__dict__.get("_raytf_sync_batches") else outputs

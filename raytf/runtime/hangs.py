@@ -272,6 +272,6 @@ def _describe_collective(snapshot: Mapping[str, Any]) -> str:
         activity.SUM: f"sum or exchange {number} (step {snapshot['step'] + 1})",
         activity.COLLECTIVE: f"an exchange between steps (after step {snapshot['step']})",
         activity.REPORT: f"a report (after step {snapshot['step']})",
-        activity.HEALING: f"the wait for a replacement worker (step {snapshot['step'] + 1})",
+        activity.RECOVERY: f"the wait for a replacement worker (step {snapshot['step'] + 1})",
     }
     return names[kind]

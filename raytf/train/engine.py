@@ -89,7 +89,7 @@ class Engine:
         elastic = not isinstance(self._scaling.num_workers, int)
         environment = worker_environment(self._run_config, self._scaling)
         environment["env_vars"] = get_env_vars_to_propagate() | environment["env_vars"]
-        after_step, heals, warm_up_job = trainer.shown is not None, trainer.heals, trainer.warm_up_job
+        after_step, recovers, warm_up_job = trainer.shown is not None, trainer.recovers, trainer.warm_up_job
         stays = elastic and after_step and setup.config.communication == "auto" and resources.only_cpus(self._scaling)
         limits = self._run_config.failure_config
         preemption = ray_configs.of_preemption(limits)
@@ -113,7 +113,7 @@ class Engine:
                 most=resources.most_workers(self._scaling),
                 failures_left=float("inf") if limits.max_failures == -1 else limits.max_failures,
                 preemptions_left=float("inf") if preemption.limit == -1 else preemption.limit,
-                recovers=heals,
+                recovers=recovers,
                 ends_after_step=after_step,
             )
         )

@@ -448,12 +448,12 @@ class KerasTrainer:
             validate=self.evaluator or self.validation_config is not None,
             checkpoint_every=CheckpointInterval() if by_epochs and self.checkpoint_every == "auto" else interval,
             memory_every=arguments.memory_steps(self.memory_every, self.strategy),
-            heals=self._heals() and not by_epochs,
+            recovers=self._recovers() and not by_epochs,
             fewest=resources.fewest_workers(self.scaling_config) if self.elastic_batch == "scale" else None,
             nan=self.nan,
         )
 
-    def _heals(self) -> bool:
+    def _recovers(self) -> bool:
         """Returns whether a lost worker is replaced in place."""
         return self.tensorflow_config.heal and not self.num_ps and arguments.survives_failures(self.run_config)
 
@@ -517,8 +517,8 @@ class KerasTrainer:
             sidecar=sidecar,
             shown=(list(self.datasets), self.config),
             dataset_config=self.dataset_config,
-            heals=task.heals,
-            warm_up_job=task if task.heals and self.tensorflow_config.spares else None,
+            recovers=task.recovers,
+            warm_up_job=task if task.recovers and self.tensorflow_config.spares else None,
         )
         if task.board is None:
             return inner.fit()

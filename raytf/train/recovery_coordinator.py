@@ -306,8 +306,11 @@ class RecoveryCoordinator:
     ) -> None:
         calls = []
         for rank, worker in self._made.items():
-            agreed = {**state.agreed, "missing": state.agreed["reports"] - self._group.reported.get(rank, 0)}
-            replacement_state = dataclasses.replace(state, worker_state=owned[rank], agreed=agreed)
+            shared_state = {
+                **state.shared_state,
+                "missing": state.shared_state["reports"] - self._group.reported.get(rank, 0),
+            }
+            replacement_state = dataclasses.replace(state, worker_state=owned[rank], shared_state=shared_state)
             calls.append(worker.actor.execute.remote(recovery_client.set_replacement_state, replacement_state))
         self._ask(calls, "a place in the training", self._pace.deadline(timeouts.get().recovery_answer, copies=1))
         allowed, cores = self._group.config.listening, self._group.cores
@@ -375,7 +378,7 @@ def replays_from_boundary(waiting: Mapping[int, BlockedWorker], lost: Collection
     passed = [waiting[(rank + 1) % size].peer_messages for rank in lost if (rank + 1) % size in waiting]
     # the last message of a lost worker may be older than the epoch in whose first step the others are
     outdated = any(tags.isdisjoint(tag for tag, _ in item) for item in passed)
-    if len(tags) == 1 and not outdated and not any(item.between or item.met for item in waiting.values()):
+    if len(tags) == 1 and not outdated and not any(item.at_boundary or item.has_exchanged for item in waiting.values()):
         return False
     if len(boundaries) == 1 and None not in boundaries:
         return True

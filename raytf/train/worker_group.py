@@ -75,10 +75,10 @@ class WorkerGroupLostError(RaytfError, ConnectionError):
     """A worker died, or failed while the others did not: the worker group cannot be used any more.
 
     Attributes:
-        unhealed: Why the worker was not replaced in place, as a clause, if that was tried; or None.
+        why_not_recovered: Why the worker was not replaced in place, as a clause, if that was tried; or None.
     """
 
-    unhealed: str | None = None
+    why_not_recovered: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +92,7 @@ class TrialRun:
         files: Files of the checkpoint to resume from, by name, or None.
         trial_setup: Arguments of the loop's `session_functions.TrialSetup`, without the nodes.
         step_checkpoints: Where it saves checkpoints within its epochs, or None.
-        heals: Number of lost workers that are replaced in place if possible.
+        max_recoveries: Number of lost workers that are replaced in place if possible.
     """
 
     train: Callable
@@ -101,7 +101,7 @@ class TrialRun:
     files: dict[str, bytes] | None = None
     trial_setup: dict[str, Any] = field(default_factory=dict)
     step_checkpoints: TrialCheckpointDir | None = None
-    heals: float = 0
+    max_recoveries: float = 0
 
 
 class WorkerGroup(EventGroup):
@@ -206,8 +206,8 @@ class WorkerGroup(EventGroup):
             workers=workers,
             fewest=workers,
             most=workers,
-            failures_left=job.heals,
-            recovers=job.heals > 0,
+            failures_left=job.max_recoveries,
+            recovers=job.max_recoveries > 0,
             asks_again=False,
             phase=Phase.TRAINING,
         )
@@ -292,7 +292,7 @@ class WorkerGroup(EventGroup):
             error_found = WorkerGroupLostError(f"worker {rank} hangs: {error}\n{error.stack}")
         else:
             error_found = WorkerGroupLostError(f"worker {rank} of the trial was lost: {error}")
-        error_found.unhealed = lost.why or None
+        error_found.why_not_recovered = lost.why or None
         return error_found
 
     def _started_again(self, rank: int) -> Member:
@@ -377,7 +377,7 @@ class WorkerGroup(EventGroup):
 def _lost(name: str, error: Exception) -> Exception:
     if isinstance(error, ray.exceptions.RayActorError):
         lost = WorkerGroupLostError(f"{name} of the trial was lost: {error}")
-        lost.unhealed = "it was lost outside of the trial's steps"
+        lost.why_not_recovered = "it was lost outside of the trial's steps"
         return lost
     return error
 

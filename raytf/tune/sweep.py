@@ -464,7 +464,7 @@ def _plan(trainer, config: Mapping[str, Any], options: SweepOptions, training: P
             datasets=datasets,
             dataset_config=trainer.data_config,
             rows=sum(contents["train"].rows) if "train" in contents else None,
-            unhealed="a TensorflowTrainer's steps are those of its loop",
+            why_not_recovered="a TensorflowTrainer's steps are those of its loop",
             **common,
         )
         loop_parts = {"train_loop_per_worker": trainer.train_loop_per_worker, "train_loop_config": dict(config)}
@@ -478,9 +478,9 @@ def _plan(trainer, config: Mapping[str, Any], options: SweepOptions, training: P
         check_metric(options.metric, tried.logs, "validation" in contents, trainer.callbacks is not None)
     steps = None if interval is None else (interval, options.metric)
     by_epochs = isinstance(contents["train"], TFData) and contents["train"].facts.resume_unit == "epoch"
-    heals = trainer.tensorflow_config.heal and failures != 0 and not by_epochs
+    recovers = trainer.tensorflow_config.heal and failures != 0 and not by_epochs
     task = dataclasses.replace(
-        trainer._task(contents), warmup_steps=options.scaling.warmup_steps, report_steps=steps, heals=heals
+        trainer._task(contents), warmup_steps=options.scaling.warmup_steps, report_steps=steps, recovers=recovers
     )
     spec = SweepSpec(
         train=_KerasLoop(task),
@@ -489,7 +489,7 @@ def _plan(trainer, config: Mapping[str, Any], options: SweepOptions, training: P
         dataset_config=ray.train.DataConfig(),
         rows=None if isinstance(contents["train"], TFData) else sum(contents["train"].rows),
         end=SweepEnd(),
-        unhealed=None if trainer.tensorflow_config.heal else "TensorflowConfig(heal=False)",
+        why_not_recovered=None if trainer.tensorflow_config.heal else "TensorflowConfig(heal=False)",
         **common,
     )
     return spec, trainer._identity(contents, tried.identity)

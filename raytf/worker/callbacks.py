@@ -196,8 +196,8 @@ class ReportCallback(keras.callbacks.Callback):
         writers = 1 if self._writers is None else self._writers.count(self.model)
         if writers == 1:
             return moment
-        agreed = functools.partial(self._writers.name, self.model)
-        return dataclasses.replace(moment, writers=writers, agreed=agreed)
+        broadcast_name = functools.partial(self._writers.name, self.model)
+        return dataclasses.replace(moment, writers=writers, broadcast_name=broadcast_name)
 
     def parts(self, variables: Mapping[str, np.ndarray], ahead: int = 0, **state_fields: Any) -> dict[str, Any]:
         """Returns the files of a checkpoint within an epoch, see `checkpoint.checkpoint_parts`.
