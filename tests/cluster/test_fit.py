@@ -19,7 +19,7 @@ from raytf.events import Kind
 from raytf.fitting import call, warm
 from raytf.train.worker_group import WorkerGroup
 from raytf.worker import figures
-from tests.cluster.test_ended import driver_of, finished, steps, told, until, weights
+from tests.cluster.test_graceful_stop import driver_of, finished, steps, told, until, weights
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 ROWS, BATCH = 37, 10
