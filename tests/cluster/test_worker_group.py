@@ -55,7 +55,7 @@ class Leader:
     """A stub for a trial's actor."""
 
     def __init__(self):
-        process_monitor._HEARD_INTERVAL, liveness.STOPPED_INTERVAL, liveness.POLL_INTERVAL = 0.5, 2.0, 0.5
+        process_monitor._ALIVE_INTERVAL, liveness.STOPPED_INTERVAL, liveness.POLL_INTERVAL = 0.5, 2.0, 0.5
 
     def open(self, tensorflow_config) -> str:
         try:
