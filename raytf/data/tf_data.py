@@ -139,7 +139,11 @@ class TFData:
         return getattr(function, "__name__", type(function).__name__)
 
     def with_facts(self, facts: PipelineFacts) -> TFData:
-        """Returns a copy with the result of an inspection; internal to raytf."""
+        """Returns a copy with the result of an inspection; internal to raytf.
+
+        Args:
+            facts: Result of `pipeline.inspect`.
+        """
         made = copy.copy(self)
         object.__setattr__(made, "facts", facts)
         return made
@@ -151,11 +155,21 @@ class TFData:
     with_blocks = first
 
     def order(self, batch_size: int, seed: int, resume_unit: str) -> dict[str, Any]:
-        """Returns the settings that decide which rows a step has, as JSON, as far as known before workers start."""
+        """Returns the settings that decide which rows a step has, as JSON, as far as known before workers start.
+
+        Args:
+            batch_size: Global batch size in rows, at least 1.
+            seed: Seed of the run.
+            resume_unit: Unit from which the pipeline resumes: "step" or "epoch".
+        """
         return {"batch_size": batch_size, "seed": seed, "pipeline": self.name, "goes_on": resume_unit}
 
     def check_pickles(self) -> None:
-        """Raises ConfigError if the function cannot be sent to a worker."""
+        """Checks that the function can be sent to a worker.
+
+        Raises:
+            ConfigError: It does not pickle.
+        """
         try:
             cloudpickle.dumps(self.make_dataset)
         except Exception as error:

@@ -273,6 +273,23 @@ class KerasTrainer:
             StoppedError: SIGTERM or SIGINT came (to the main thread), or the run cannot leave a drained node. That is
                 the driver's node, or the node of the coordinator of parameter servers. Contains the saved step, and is
                 a `SystemExit`.
+
+        Example:
+            >>> import keras, pandas, ray, raytf
+            >>> def build_model(config):
+            ...     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+            ...     model.compile("sgd", "mse")
+            ...     return model
+            >>> trainer = raytf.KerasTrainer(
+            ...     build_model,
+            ...     config={"batch_size": 16, "epochs": 1},
+            ...     datasets={"train": ray.data.from_pandas(pandas.DataFrame({"x": range(64), "y": range(64)}) / 64)},
+            ...     features="x",
+            ...     labels="y",
+            ...     scaling_config=ray.train.ScalingConfig(num_workers=2),
+            ... )
+            >>> sorted(trainer.fit().metrics)
+            ['epoch', 'loss']
         """
         with phases_module.show_phases(self.progress, phases_module.starting_phase(self._finished())) as phases:
             inner = place_workers(self)  # may start Ray, which takes SIGTERM for itself
