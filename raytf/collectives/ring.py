@@ -560,7 +560,7 @@ class Ring:
     def _push(self) -> bool:
         """Sends as much of the unsent bytes as the socket accepts; returns whether it accepted any."""
         try:
-            self._unsent = self._unsent[self._give(self._unsent) :]
+            self._unsent = self._unsent[self._write(self._unsent) :]
         except BlockingIOError:
             return False
         return True
@@ -582,7 +582,7 @@ class Ring:
                     self._wait(sending=bool(self._unsent), receiving=True)
         return buffer
 
-    def _give(self, content: bytes | memoryview) -> int:
+    def _write(self, content: bytes | memoryview) -> int:
         try:
             return self._next.send(content)
         except BlockingIOError:
@@ -614,7 +614,7 @@ class Ring:
     def _announce_ready(self, count: int) -> int:
         """Sends that `count` more bytes are ready in shared memory."""
         message = _COUNT.pack(count)
-        taken = self._give(message)
+        taken = self._write(message)
         if taken < len(message):
             self._send(message[taken:])
             self._flush()
@@ -654,7 +654,7 @@ class Ring:
 
     def _send_part(self, way: _AllReduceProgress) -> None:
         part = way.next_to_send(_CHUNK if way.fills else _SENT_AT_ONCE)
-        way.sent += self._give(way.bytes[part])
+        way.sent += self._write(way.bytes[part])
 
     def _show_part(self, way: _AllReduceProgress) -> None:
         part = way.next_to_send(_SENT_AT_ONCE)
@@ -705,7 +705,7 @@ class Ring:
             if sending.remaining and may_send > 0:
                 with contextlib.suppress(BlockingIOError):
                     content = sending.now(min(may_send, _SENT_AT_ONCE))
-                    sending.advance(self._announce_ready(len(content)) if shows else self._give(content))
+                    sending.advance(self._announce_ready(len(content)) if shows else self._write(content))
                     moved = True
             if receiving.remaining:
                 with contextlib.suppress(BlockingIOError):

@@ -44,7 +44,7 @@ from raytf.runtime import answers, resources
 from raytf.runtime.processes import worker_environment
 from raytf.runtime.settings import TensorflowConfig, WorkerSetup
 from raytf.train import results
-from raytf.train.ends import Ending
+from raytf.train.ends import GracefulStop
 from raytf.train.prepare import placed
 from raytf.train.worker_group import TrialError, TrialRun, WorkerGroupLostError
 from raytf.worker import fit, labels, stop
@@ -89,7 +89,7 @@ class Call:
         self._model, self._scaling, self._run = model, scaling_config, run_config
         self._parts, self._checkpoints = parts, checkpoints
         self._files: dict[str, bytes] | None = None
-        self._stop_request: Ending | None = None
+        self._stop_request: GracefulStop | None = None
         self._resume_from: dict[str, Any] = {}
         self._group: warm.WarmGroup | None = None
         self._last: dict | None = None  # the state for the model
@@ -130,7 +130,9 @@ class Call:
         self._scaling = placed(self._scaling, resources.run_bundles(self._scaling), keep_idle=True)
         if not self._connected:  # a Ray started here handles SIGTERM itself; SIGINT is Python's KeyboardInterrupt
             signals = (signal.SIGTERM,) if self._checkpoints is None else (signal.SIGTERM, signal.SIGINT)
-            self._stop_request = self._ends.enter_context(Ending(after_step=False, signals=signals, at_once=_AT_ONCE))
+            self._stop_request = self._ends.enter_context(
+                GracefulStop(after_step=False, signals=signals, at_once=_AT_ONCE)
+            )
             if self._checkpoints is not None:
                 self._ends.enter_context(self._checkpoints.lock())
                 self._stop_request.record(self._checkpoints.run.filesystem, self._checkpoints.run.path)

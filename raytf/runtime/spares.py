@@ -55,7 +55,7 @@ class StandbyPool:
                 for spare in self._standbys:
                     if spare.node not in nodes:
                         spare.end()
-                self._standbys = [spare for spare in self._standbys if spare.node in nodes and self._lives(spare)]
+                self._standbys = [spare for spare in self._standbys if spare.node in nodes and self._is_alive(spare)]
             for node in nodes:
                 missing = self._per_node - sum(spare.node == node for spare in self._standbys)
                 if self._failures.get(node, 0) < _MOST_FAILURES:
@@ -65,7 +65,7 @@ class StandbyPool:
         events.emit(RunEvent(kind=Kind.STANDBY_STARTED, node=node))
         return _StandbyProcess(node, self._start(node), self._preload)
 
-    def _lives(self, spare: _StandbyProcess) -> bool:
+    def _is_alive(self, spare: _StandbyProcess) -> bool:
         why = spare.check()
         if why is None:
             if spare.ready:

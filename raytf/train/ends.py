@@ -62,7 +62,7 @@ def _seconds_to_end(workers: Sequence) -> float:
     return timeouts.Pace.slowest(paces).deadline(limits.run_end, copies=1) if paces else limits.run_end
 
 
-class Ending:
+class GracefulStop:
     """Handles signals while a `with` block runs in the main thread; other threads receive none.
 
     Args:
@@ -88,7 +88,7 @@ class Ending:
         """Records the events of this process in a run's folder until the context ends; see `events.Recorder`."""
         self._recording.enter_context(events.recorded(events.Recorder(filesystem, run)))
 
-    def __enter__(self) -> Ending:
+    def __enter__(self) -> GracefulStop:
         if threading.current_thread() is threading.main_thread():
             self._old_handlers = {number: signal.signal(number, self._on_signal) for number in self._signals}
         return self
@@ -218,7 +218,7 @@ def end_of_drained(workers: Sequence, stay: bool) -> bool:
 
     Args:
         workers: Actors, as in `agree`.
-        stay: Whether other workers can replace them; otherwise the run ends, see `Ending.check`.
+        stay: Whether other workers can replace them; otherwise the run ends, see `GracefulStop.check`.
     """
     return _end(workers, stop.DRAIN if stay else stop.STOP, "a node is drained")
 

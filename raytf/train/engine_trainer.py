@@ -34,7 +34,7 @@ class EngineTrainer(DataParallelTrainer):
     """
 
     _cancelled = False
-    _ending: ends.Ending | None = None
+    _ending: ends.GracefulStop | None = None
 
     def __init__(
         self,

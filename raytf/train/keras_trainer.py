@@ -293,7 +293,7 @@ class KerasTrainer:
         """
         with phases_module.show_phases(self.progress, phases_module.starting_phase(self._finished())) as phases:
             inner = place_workers(self)  # may start Ray, which takes SIGTERM for itself
-            with ends.Ending() as ending:
+            with ends.GracefulStop() as ending:
                 return self._fit_placed(inner, ending, phases)
 
     def _finished(self) -> str | None:
@@ -302,7 +302,9 @@ class KerasTrainer:
             return None
         return results.has_ended(self.run_config, self.config["epochs"])
 
-    def _fit_placed(self, inner: ScalingConfig, ending: ends.Ending, phases: phases_module.Phases) -> ray.train.Result:
+    def _fit_placed(
+        self, inner: ScalingConfig, ending: ends.GracefulStop, phases: phases_module.Phases
+    ) -> ray.train.Result:
         """Trains as the only driver of the run's folder."""
         run_config = self.run_config
         if self.resume is not True:  # otherwise the name is an existing run's

@@ -50,7 +50,7 @@ from raytf.storage import pickle_safety, run_folder, scratch
 from raytf.storage.run_folder import RunFolder
 from raytf.storage.run_lock import RunLock
 from raytf.train import ray_config
-from raytf.train.ends import Ending
+from raytf.train.ends import GracefulStop
 from raytf.train.entry import import_raytf, train
 from raytf.train.keras_trainer import KerasTrainer
 from raytf.train.prepare import Prepared, placed
@@ -199,7 +199,7 @@ def sweep(
     keep = 4 if isinstance(chosen, PopulationBasedTraining) else 1
     settled = _run_config(run_config, trainer.run_config, keep)
     with contextlib.ExitStack() as ends:
-        ending = ends.enter_context(Ending())
+        ending = ends.enter_context(GracefulStop())
         ends.callback(scratch.remove_abandoned)
         location = _sweep_folder(settled, resume)
         lock = ends.enter_context(RunLock(*location))

@@ -17,7 +17,7 @@ import pytest
 from raytf.errors import StoppedError, TrainingError
 from raytf.runtime import connection
 from raytf.storage.run_folder import RunFolder
-from raytf.train.ends import Ending
+from raytf.train.ends import GracefulStop
 from raytf.worker import stop
 from raytf.worker.stop import DRAIN, RESIZE, STOP, MovedError, StopBarrier
 
@@ -139,7 +139,7 @@ def test_errors_travel_and_bear_their_exit_codes():
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_before_the_training_ends_all_at_once_and_handlers_are_put_back(number, capsys):
     before = [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)]
-    with pytest.raises(StoppedError, match="ended at once") as caught, Ending():
+    with pytest.raises(StoppedError, match="ended at once") as caught, GracefulStop():
         os.kill(os.getpid(), number)
     assert caught.value.code == 128 + number
     assert f"raytf: {number.name}: ended at once" in capsys.readouterr().err
@@ -155,14 +155,14 @@ def test_in_this_process_a_signal_ends_after_the_execution_that_has_begun():
         assert stop.stop_barrier.is_last()
         return {"step": 2}
 
-    with Ending() as end:
+    with GracefulStop() as end:
         assert end.run_in_process(train) == {"step": 2}
     assert end.number == signal.SIGTERM
     stop.stop_barrier.reset()
 
 
 def test_what_is_not_kept_is_an_error_and_what_has_ended_is_not(tmp_path):
-    folder, end = RunFolder(pyarrow.fs.LocalFileSystem(), str(tmp_path), "run"), Ending()
+    folder, end = RunFolder(pyarrow.fs.LocalFileSystem(), str(tmp_path), "run"), GracefulStop()
     end.check(types.SimpleNamespace(return_value=None), folder)
     end.number = signal.SIGTERM
     with pytest.raises(StoppedError, match="had made its last step; its last checkpoint is saved"):
@@ -178,7 +178,7 @@ def itself(number: int) -> None:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_where_nothing_can_be_asked_the_first_signal_ends_it_at_once(number, capfd):
     before = signal.getsignal(number)
-    with pytest.raises(StoppedError) as stopped, Ending(after_step=False, at_once="ended, and why") as ending:
+    with pytest.raises(StoppedError) as stopped, GracefulStop(after_step=False, at_once="ended, and why") as ending:
         itself(number)
     assert stopped.value.code == 128 + number and ending.number == number
     assert capfd.readouterr().err == f"raytf: {signal.Signals(number).name}: ended, and why\n"
@@ -186,28 +186,28 @@ def test_where_nothing_can_be_asked_the_first_signal_ends_it_at_once(number, cap
 
 
 def test_what_ray_makes_of_it_while_it_waits_is_a_stop_all_the_same(capfd):
-    with pytest.raises(StoppedError) as stopped, Ending(at_once="ended, and why"):
+    with pytest.raises(StoppedError) as stopped, GracefulStop(at_once="ended, and why"):
         try:
             itself(signal.SIGTERM)
         except SystemExit:
             raise SystemExit(1) from None  # as `ray.get` does
     assert stopped.value.code == 143 and "SIGTERM: ended, and why" in capfd.readouterr().err
-    with pytest.raises(SystemExit) as ended, Ending():
+    with pytest.raises(SystemExit) as ended, GracefulStop():
         raise SystemExit(1)  # of the user's own
     assert not isinstance(ended.value, StoppedError)
 
 
 def test_signal_raises_at_once_where_its_callback_returns_false():
     heard = []
-    with Ending() as ending, ending.calls(lambda: heard.append(1)):
+    with GracefulStop() as ending, ending.calls(lambda: heard.append(1)):
         itself(signal.SIGINT)
     assert heard == [1] and ending.number == signal.SIGINT
-    with pytest.raises(StoppedError), Ending() as ending, ending.calls(lambda: False):
+    with pytest.raises(StoppedError), GracefulStop() as ending, ending.calls(lambda: False):
         itself(signal.SIGINT)
 
 
 def test_sigint_stays_pythons_where_it_is_not_taken():
-    with pytest.raises(KeyboardInterrupt), Ending(signals=[signal.SIGTERM]):
+    with pytest.raises(KeyboardInterrupt), GracefulStop(signals=[signal.SIGTERM]):
         itself(signal.SIGINT)
 
 
