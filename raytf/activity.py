@@ -31,7 +31,7 @@ BEGIN, INPUT, STEP, CALLBACKS, CHECKPOINT, DRIVER, VALIDATION, END = (
 # Collectives: SUM within steps, for gradients and all else on the ring; COLLECTIVE between steps; REPORT to Ray.
 SUM, COLLECTIVE, REPORT = "sum", "collective", "report"
 # The collective in which workers wait for a replacement worker.
-HEALING = "healing"
+RECOVERY = "recovery"
 # Time of a step without waits for other workers.
 OWN_TIME = "own"
 # Clips a step's own time at 1.5 times its median, which moves by 3 % a step, so that single slow steps count little.
@@ -72,7 +72,7 @@ class PhaseTracker:
         """Resets all values for another training in this process."""
         self._now = BEGIN, self._clock()
         self._collective: tuple[str, int, float] | None = None
-        self._sequence_numbers = {SUM: 0, COLLECTIVE: 0, REPORT: 0, HEALING: 0}
+        self._sequence_numbers = {SUM: 0, COLLECTIVE: 0, REPORT: 0, RECOVERY: 0}
         self.step, self._executions = 0, 0
         self.began: int | None = None
         self._median, self._last = 0.0, 0.0

@@ -140,7 +140,15 @@ def _python_cause(text: str) -> str:
 
 
 class RaytfError(Exception):
-    """Base class of all errors that raytf raises on purpose."""
+    """Base class of all errors that raytf raises on purpose.
+
+    Example:
+        >>> import raytf
+        >>> try:
+        ...     raytf.TensorflowConfig(sync_every=0)
+        ... except raytf.RaytfError as error:
+        ...     print(error)
+    """
 
 
 class ConfigError(RaytfError, ValueError):
@@ -150,6 +158,15 @@ class ConfigError(RaytfError, ValueError):
         rule: What must hold, as a clause without a full stop.
         received: The value that broke the rule, as it should be shown.
         fix: What to do, as a clause without a full stop.
+
+    Example:
+        >>> import raytf
+        >>> try:
+        ...     raytf.TensorflowConfig(sync_every=0)
+        ... except raytf.ConfigError as error:
+        ...     received = error.received
+        >>> received
+        '0'
     """
 
     def __init__(self, rule: str, received: object, fix: str):
@@ -195,6 +212,12 @@ class TrainingError(RaytfError, RuntimeError):
         rank: World rank of the worker that failed first, or None if no single worker did.
         cause: Type and message of the first cause, in one line.
         details: Traceback of that worker, or "" if there is none.
+
+    Example:
+        >>> import raytf
+        >>> error = raytf.TrainingError(1, "ValueError: no rows")
+        >>> str(error)
+        'worker 1 failed: ValueError: no rows'
     """
 
     def __init__(self, rank: int | None, cause: str, details: str = ""):
@@ -226,6 +249,12 @@ class StoppedError(RaytfError, SystemExit):
 
     Attributes:
         code: Exit code: 130 after SIGINT, 143 after SIGTERM.
+
+    Example:
+        >>> import signal, raytf
+        >>> error = raytf.StoppedError(signal.SIGTERM, "the run has stopped after step 7", 7)
+        >>> error.code
+        143
     """
 
     def __init__(self, number: int, where: str, step: int | None = None):

@@ -17,7 +17,7 @@ from raytf.procfs import ProcessState
 # Seconds after which a process stopped by SIGSTOP or a debugger counts as lost, unless it continues before.
 # TensorFlow's coordination service gives up the others after 22 s, and names the wrong one: this must be earlier.
 STOPPED_INTERVAL = 10.0
-# Seconds between two looks.
+# Seconds between two checks.
 POLL_INTERVAL = 2.0
 
 _WORDS = {
@@ -35,30 +35,30 @@ def describe_stop(state: str) -> str | None:
 
 
 class StopWatch:
-    """Detects from looks at one process that it has been stopped for too long.
+    """Detects from states of one process that it has been stopped for too long.
 
     Args:
         seconds: Timeout of a stop in seconds.
         clock: Function that returns seconds, for tests.
 
     Attributes:
-        stands: How the process was stopped at the last look, as a clause; None if it was not.
+        stopped_how: How the process was stopped at the last check, as a clause; None if it was not.
     """
 
     def __init__(self, seconds: float = STOPPED_INTERVAL, clock: Callable[[], float] = time.monotonic):
         self._limit, self._clock = seconds, clock
-        self.stands: str | None = None
+        self.stopped_how: str | None = None
         self._last: ProcessState | None = None
         self._stopped_at: float | None = None
 
     def update(self, state: ProcessState | None) -> str | None:
-        """Processes the next look (None: no such process). Returns a clause after "it is" at a timeout, else None."""
+        """Processes the next state (None: no such process). Returns a clause after "it is" at a timeout, else None."""
         last, self._last = self._last, state or self._last
         if last is not None and state is not None and state.started != last.started:
             self._last, state = last, None  # another process has its pid
         letter = _letter(last, state)
-        self.stands = _WORDS.get(letter)
-        if self.stands is None:
+        self.stopped_how = _WORDS.get(letter)
+        if self.stopped_how is None:
             self._stopped_at = None
             return None
         time_now = self._clock()
@@ -66,7 +66,9 @@ class StopWatch:
             self._stopped_at = time_now
         limit = timeouts.get().uninterruptible if letter == "D" else self._limit
         return (
-            f"{self.stands}, for {time_now - self._stopped_at:.0f} s" if time_now - self._stopped_at >= limit else None
+            f"{self.stopped_how}, for {time_now - self._stopped_at:.0f} s"
+            if time_now - self._stopped_at >= limit
+            else None
         )
 
 

@@ -105,7 +105,16 @@ class Fault:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Kill(Fault):
-    """Kills the worker's process (SIGKILL), as the kernel does when it is out of memory."""
+    """Kills the worker's process (SIGKILL), as the kernel does when it is out of memory.
+
+    Args:
+        rank: World rank of the worker, from 0.
+        step: Step before which the fault happens, from 0.
+        epoch: Epoch in which `step` counts, from 0, or None to count steps over the whole run.
+
+    Raises:
+        ConfigError: A value is no integer of at least 0.
+    """
 
     def happen(self) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -113,7 +122,16 @@ class Kill(Fault):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Stop(Fault):
-    """Stops the worker's process (SIGSTOP), until another process continues or kills it."""
+    """Stops the worker's process (SIGSTOP), until another process continues or kills it.
+
+    Args:
+        rank: World rank of the worker, from 0.
+        step: Step before which the fault happens, from 0.
+        epoch: Epoch in which `step` counts, from 0, or None to count steps over the whole run.
+
+    Raises:
+        ConfigError: A value is no integer of at least 0.
+    """
 
     def happen(self) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -124,7 +142,13 @@ class Fail(Fault):
     """Raises a RuntimeError in the worker.
 
     Args:
+        rank: World rank of the worker, from 0.
+        step: Step before which the fault happens, from 0.
+        epoch: Epoch in which `step` counts, from 0, or None to count steps over the whole run.
         text: Text of the error.
+
+    Raises:
+        ConfigError: A value is no integer of at least 0.
     """
 
     text: str = "injected by a FaultPlan"
@@ -138,7 +162,13 @@ class Slow(Fault):
     """Delays the worker, which makes it a straggler for one step.
 
     Args:
+        rank: World rank of the worker, from 0.
+        step: Step before which the fault happens, from 0.
+        epoch: Epoch in which `step` counts, from 0, or None to count steps over the whole run.
         seconds: Delay in seconds, above 0.
+
+    Raises:
+        ConfigError: A value is out of its range.
     """
 
     seconds: float = 1.0
@@ -159,13 +189,16 @@ class CutOff(Fault):
     without any network, which takes a network namespace or a cable.
 
     Args:
+        rank: World rank of the worker, from 0.
+        step: Step before which the fault happens, from 0.
+        epoch: Epoch in which `step` counts, from 0, or None to count steps over the whole run.
         silent: False shuts the connections down, and both ends notice at once. True has the kernel drop all packets of
             these connections, as a broken switch does. One end's kernel then gives up after about 35 s. True needs
             Linux, and both neighbours on other hosts.
 
     Raises:
-        ConfigError: `silent` is no bool. In a run: the run has no ring, as with one worker or with GPUs, or `silent`
-            is not possible in it.
+        ConfigError: A value is out of its range. In a run: the run has no ring, as with one worker or with GPUs, or
+            `silent` is not possible in it.
     """
 
     silent: bool = False
@@ -202,6 +235,9 @@ class FillDisk(Fault):
     stays until `remove`.
 
     Args:
+        rank: World rank of the worker, from 0.
+        step: Step before which the fault happens, from 0.
+        epoch: Epoch in which `step` counts, from 0, or None to count steps over the whole run.
         folder: Path of a folder that exists on the worker's host.
         size: Size of the file in bytes, at least 1. None, or more than the free space, fills the disk to the last
             block.
@@ -260,6 +296,8 @@ class FailWrite(Fault):
 
     Args:
         rank: 0, the worker that writes checkpoints.
+        step: Step before which the fault happens, from 0.
+        epoch: Epoch in which `step` counts, from 0, or None to count steps over the whole run.
         number: Number of the OSError, a constant of the module `errno`.
         times: Number of consecutive attempts that fail, 1 to 1000.
 
@@ -454,7 +492,7 @@ class FaultPlan:
 
             def on_train_batch_begin(self, batch, logs=None):
                 steps = self.params.get("steps")
-                self._full.look(self._epoch * (steps or 0) + batch, steps)
+                self._full.remove_due(self._epoch * (steps or 0) + batch, steps)
                 for fault in self._own_faults:
                     if fault.due(self._epoch, batch, steps) and _mark_first(folder, fault):
                         fault.happen()
@@ -497,7 +535,7 @@ class _FullDisks:
             self._timers[-1].daemon = True
             self._timers[-1].start()
 
-    def look(self, made: int, steps: int | None) -> None:
+    def remove_due(self, made: int, steps: int | None) -> None:
         """Removes the files that are due after `made` steps of the run, with `steps` steps in an epoch."""
         for fault in self._faults:
             if fault.steps is not None and made >= fault.run_step(steps) + fault.steps:

@@ -50,7 +50,7 @@ _GATE = ("tests/core/", "tests/unit/", "tests/processes/test_parity.py")
 _PATIENT, _IMPATIENT, _TIMES = ("tests/cluster/", "tests/core/"), "tests/cluster/test_doctor.py", 5
 # Files of which each takes minutes. They come first, so that at the end no process of pytest waits for another.
 _LONG = (
-    *("cluster/test_ended.py", "jobs/test_run.py", "cluster/test_sweep.py", "cluster/test_parameter_server.py"),
+    *("cluster/test_graceful_stop.py", "jobs/test_run.py", "cluster/test_sweep.py", "cluster/test_parameter_server.py"),
     *("jobs/test_output.py", "cluster/test_job_submit.py", "cluster/test_fit.py", "cluster/test_hosts.py"),
 )
 # Ray gives a node 30 s to start, which a busy machine may not do at once.

@@ -91,7 +91,7 @@ def sum_over_workers(strategy, values: Sequence[np.ndarray]) -> list[np.ndarray]
     ring = exchange.exchange_of(strategy)
     if ring is not None:
         with exchange.collective_phase():
-            return ring.add_arrays([np.asarray(v) for v in values])
+            return ring.all_reduce_arrays([np.asarray(v) for v in values])
     tensors = [tf.convert_to_tensor(v) for v in values]
     known = _sums.setdefault(strategy, {})
     signature = tuple((t.dtype, tuple(t.shape)) for t in tensors)

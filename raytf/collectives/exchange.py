@@ -63,9 +63,9 @@ class Exchange:
 
     # ---------------------------------------------------------------------------------- NumPy, between steps
 
-    def add_arrays(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
+    def all_reduce_arrays(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Returns the sum of each array over the workers, with equal dtypes and shapes; makes one sum per dtype."""
-        return self._made(self._add_arrays, arrays)
+        return self._made(self._all_reduce_arrays, arrays)
 
     def gather_arrays(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Returns the rows of each array of all workers, by rank; dimensions other than the first are equal."""
@@ -75,7 +75,7 @@ class Exchange:
         """Returns the chief's values of each array; arrays of other workers only define shapes and dtypes."""
         return self._made(self._chiefs_arrays, arrays)
 
-    def _add_arrays(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
+    def _all_reduce_arrays(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
         results: list[np.ndarray | None] = [None] * len(arrays)
         for dtype in dict.fromkeys(array.dtype for array in arrays):
             places = [i for i, array in enumerate(arrays) if array.dtype == dtype]
@@ -86,7 +86,7 @@ class Exchange:
             for i, start in zip(places, starts, strict=False):
                 buffer[start : start + arrays[i].size] = arrays[i].reshape(-1)
             if buffer.size:
-                buffer = self.ring.add(buffer)
+                buffer = self.ring.all_reduce(buffer)
             for i, start in zip(places, starts, strict=False):
                 results[i] = buffer[start : start + arrays[i].size].reshape(arrays[i].shape)
         return results
@@ -98,7 +98,7 @@ class Exchange:
         sizes = np.zeros((ring.size, count, 2), np.int64)
         row_bytes = [a.itemsize * int(np.prod(a.shape[1:], dtype=np.int64)) for a in arrays]
         sizes[ring.rank] = [(len(a), size) for a, size in zip(arrays, row_bytes, strict=True)]
-        (sizes,) = self._add_arrays([sizes])
+        (sizes,) = self._all_reduce_arrays([sizes])
         if (sizes[:, :, 1] != row_bytes).any():
             raise RaytfError(
                 "What is gathered from workers must have the same shape on all, but for the gathered dimension, "
@@ -153,7 +153,7 @@ class Exchange:
                 raise ConfigError(
                     f"Workers sum {', '.join(sorted(d.name for d in SUMMABLE))}", tensor.dtype.name, "Cast it before"
                 )
-        results = self._ordered(lambda *arrays: self._add_arrays(arrays), tensors)
+        results = self._ordered(lambda *arrays: self._all_reduce_arrays(arrays), tensors)
         for value, tensor in zip(results, tensors, strict=True):
             value.set_shape(tensor.shape)
         return results

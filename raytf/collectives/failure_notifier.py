@@ -67,7 +67,7 @@ class FailureNotifier:
     def __init__(self, rank: int, generation: int, channels: Sequence[tuple[int, socket.socket]]):
         self._rank, self._generation = rank, generation
         self._channels = {channel.fileno(): (neighbour, channel) for neighbour, channel in channels}
-        self._heard = dict.fromkeys(self._channels, b"")
+        self._received = dict.fromkeys(self._channels, b"")
         self._departed: set[int] = set()  # connections whose other end announced that it leaves
         self._lock = threading.Lock()
         self._cause: Cause | None = None
@@ -93,7 +93,7 @@ class FailureNotifier:
         cause = self._cause
         return None if cause is None or cause.departed else cause
 
-    def tell(self, cause: Cause) -> Cause:
+    def notify(self, cause: Cause) -> Cause:
         """Sends a cause to both neighbours, unless another cause came first. Returns the cause that counts.
 
         A member that left after the last sum ends no sum of others. A cause that ends a sum replaces it.
@@ -111,7 +111,7 @@ class FailureNotifier:
     def close(self) -> None:
         """Leaves the ring; neighbours without another cause receive that this member left."""
         leaving = Cause(self._rank, self._rank, "left the ring", departed=True)
-        first = self.tell(leaving)
+        first = self.notify(leaving)
         with self._lock:
             if self._closed:
                 return
@@ -150,33 +150,33 @@ class FailureNotifier:
             for number, _ in poll.poll():
                 if number not in self._channels:
                     return
-                if not self._hear(number):
+                if not self._receive(number):
                     poll.unregister(number)
 
-    def _hear(self, number: int) -> bool:
+    def _receive(self, number: int) -> bool:
         """Reads a message from a connection, and returns whether more may come."""
         neighbour, channel = self._channels[number]
         try:
-            came = channel.recv(_MESSAGE.size - len(self._heard[number]))
+            came = channel.recv(_MESSAGE.size - len(self._received[number]))
         except BlockingIOError:
             return True
         except OSError as error:
             if number not in self._departed:  # a member that leaves with unread data resets the connection
-                self.tell(Cause(neighbour, self._rank, f"is lost: {describe_error(error)}"))
+                self.notify(Cause(neighbour, self._rank, f"is lost: {describe_error(error)}"))
             return False
         if not came:
             if number not in self._departed:
-                self.tell(Cause(neighbour, self._rank, "is lost: its process has ended without a word"))
+                self.notify(Cause(neighbour, self._rank, "is lost: its process has ended without a word"))
             return False
-        self._heard[number] += came
-        if len(self._heard[number]) < _MESSAGE.size:
+        self._received[number] += came
+        if len(self._received[number]) < _MESSAGE.size:
             return True
-        message, self._heard[number] = self._heard[number], b""
+        message, self._received[number] = self._received[number], b""
         cause = unpack(message, self._generation)
         if cause is not None:
             if cause.departed and cause.lost == neighbour:
                 self._departed.add(number)
-            self.tell(cause)
+            self.notify(cause)
         return True
 
 

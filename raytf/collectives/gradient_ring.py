@@ -241,9 +241,9 @@ class GradientRing(Exchange):
         else:
             if counts:
                 counted = np.full(self.ring.size, rows, np.float64)
-                self.ring.add(counted, sum_number)
+                self.ring.all_reduce(counted, sum_number)
                 total = np.maximum(counted[0], 1.0)
-            add = self.ring.add if bounds is None else self.ring.reduce_scatter
+            add = self.ring.all_reduce if bounds is None else self.ring.reduce_scatter
             summed = self._sum_weighted(rows / total if rows >= 0 else 1.0, sum_number, pack, starts, wire, add)
         self.seconds += time.perf_counter() - began
         self.completed += closes
@@ -314,7 +314,7 @@ class GradientRing(Exchange):
         for begin in range(0, len(numbers), _BLOCKS_AT_ONCE):
             part = slice(begin, begin + _BLOCKS_AT_ONCE)
             scaled_float16.encode(numbers[part], coded[part])
-        coded = self.ring.add(coded, sum_number)
+        coded = self.ring.all_reduce(coded, sum_number)
         for begin in range(0, len(numbers), _BLOCKS_AT_ONCE):
             part = slice(begin, begin + _BLOCKS_AT_ONCE)
             scaled_float16.decode(coded[part], numbers[part])

@@ -66,8 +66,8 @@ class BlockedWorker:
         numbers: Numbers of collectives by kind, as `activity` counted them.
         sent_messages: (tag, bytes) that this worker has sent to the next one since the step, in order.
         boundary: Tag after which all exchanges can be repeated, or None.
-        between: Whether it waits after that step, and not within the next one.
-        met: Whether workers have exchanged data since callbacks got the begin of the step in which it waits.
+        at_boundary: Whether it waits after that step, and not within the next one.
+        has_exchanged: Whether workers have exchanged data since callbacks got the begin of the step in which it waits.
     """
 
     tag: int
@@ -76,8 +76,8 @@ class BlockedWorker:
     numbers: dict[str, int]
     sent_messages: tuple[tuple[int, bytes], ...] = ()
     boundary: int | None = None
-    between: bool = False
-    met: bool = False
+    at_boundary: bool = False
+    has_exchanged: bool = False
 
 
 @dataclass(frozen=True)
@@ -89,10 +89,10 @@ class ReplacementState:
         tag: Tag of the lost worker's own state, see `state_version`.
         steps_in_execution: Number of these steps that belong to the current execution.
         at_end: Whether it begins after the last step of an epoch, see `RecoveryClient`.
-        between: Whether it begins after an execution of steps, with the callbacks for it.
+        after_execution: Whether it begins after an execution of steps, with the callbacks for it.
         files: Files of a checkpoint of that step by name, from another worker.
         worker_state: Bytes that the lost worker had sent to the next one after that step.
-        agreed: State that all workers have agreed on, see `raytf.worker.replacement`.
+        shared_state: State that all workers have agreed on, see `raytf.worker.replacement`.
     """
 
     step: int
@@ -101,13 +101,13 @@ class ReplacementState:
     at_end: bool
     files: dict[str, bytes] = field(repr=False)
     worker_state: bytes = field(repr=False)
-    agreed: dict[str, Any] = field(repr=False)
-    between: bool = False
+    shared_state: dict[str, Any] = field(repr=False)
+    after_execution: bool = False
 
     @property
     def after_step(self) -> bool:
         """Returns whether it begins after a step, and not within one."""
-        return self.at_end or self.between
+        return self.at_end or self.after_execution
 
 
 def state_version(step: int) -> int:
@@ -212,13 +212,13 @@ class RecoveryClient:
         step: Number of steps of the training in all.
         tag: Tag of the last message to the next worker, see `state_version`.
         at_end: Whether all steps of the epoch are made, and its end, with the validation, is running.
-        healed: Whether a loss was recovered since this was set to False; the same on all workers between two steps.
+        recovered: Whether a loss was recovered since this was set to False; the same on all workers between two steps.
         warms_up: Whether this process trains alone and discards the result.
     """
 
     def __init__(self):
         self.replacement_state: ReplacementState | None = None
-        self.healed = self.warms_up = False
+        self.recovered = self.warms_up = False
         self._why: str | None = None  # reason of a failed recovery, which outlives the training
         self._lock = threading.Lock()
         self._changed = threading.Condition()  # notifies of changes of the waiting state
@@ -231,7 +231,7 @@ class RecoveryClient:
         """Clears the state for another training in this process, whose rings have new numbers."""
         with self._lock:
             self._cancelled_generation = 0
-        self.replacement_state, self.healed, self._why = None, False, None
+        self.replacement_state, self.recovered, self._why = None, False, None
         self.disarm()
 
     def arm(
@@ -449,7 +449,7 @@ class RecoveryClient:
         while ring is None:
             ring = self._join_next(holder.ring, error)
         holder.replace(ring)
-        self._completed, self.healed = holder.completed, True
+        self._completed, self.recovered = holder.completed, True
         if self.replacement_state is not None:
             self.tag, self._passed = (
                 self.replacement_state.tag,
@@ -470,15 +470,15 @@ class RecoveryClient:
         activity_log = activity.tracker
         numbers, address = activity_log.snapshot()["numbers"], (listener.host, listener.port)
         with self._changed:
-            between = self._boundary is not None and not self._executes
-            met = self._executes and self._before_step > self._before_batch
+            at_boundary = self._boundary is not None and not self._executes
+            has_exchanged = self._executes and self._before_step > self._before_batch
             sent_messages = tuple(self._passed)
             self._waiting = BlockedWorker(
-                self.tag, address, old.peer_messages, numbers, sent_messages, self._boundary, between, met
+                self.tag, address, old.peer_messages, numbers, sent_messages, self._boundary, at_boundary, has_exchanged
             )
             self._changed.notify_all()
         try:
-            with activity_log.collective(activity.HEALING):
+            with activity_log.collective(activity.RECOVERY):
                 try:
                     seconds = self.pace().deadline(timeouts.get().recovery_plan, _WAIT_COPIES, _WAIT_STEPS)
                     command = self._commands.get(timeout=seconds)

@@ -149,7 +149,9 @@ class Ring:
                     )
             return self._memory
 
-    def add(self, array: np.ndarray, sum_number: int = 0, fill: Callable[[int, int], None] | None = None) -> np.ndarray:
+    def all_reduce(
+        self, array: np.ndarray, sum_number: int = 0, fill: Callable[[int, int], None] | None = None
+    ) -> np.ndarray:
         """All-reduces `array` by sum, in place; each worker calls it with the same sizes and in the same order.
 
         Args:
@@ -379,7 +381,7 @@ class Ring:
             except _LostError as error:
                 raise self._lost(error) from error.error
             except BaseException as error:
-                self._notifier.tell(Cause(self.rank, self.rank, f"failed: {type(error).__name__}: {error}"))
+                self._notifier.notify(Cause(self.rank, self.rank, f"failed: {type(error).__name__}: {error}"))
                 self.close()
                 if isinstance(error, OSError):
                     raise PeerLostError(self.rank, describe_error(error)) from error
@@ -408,8 +410,8 @@ class Ring:
             shown = [_NO] if memory is None else [_YES], [] if memory is None else [memory.descriptor]
             self._patiently(1, functools.partial(socket.send_fds, self._next, *shown), sending=True)
         if is_local(self._previous):
-            look = functools.partial(socket.recv_fds, self._previous, 1, 1, socket.MSG_CMSG_CLOEXEC)
-            data, descriptors, *_ = self._patiently(-1, look, receiving=True)
+            receive_descriptors = functools.partial(socket.recv_fds, self._previous, 1, 1, socket.MSG_CMSG_CLOEXEC)
+            data, descriptors, *_ = self._patiently(-1, receive_descriptors, receiving=True)
             if not data:
                 raise _LostError((self.rank - 1) % self.size, ConnectionResetError("it closed its connection"))
             if descriptors:
@@ -472,13 +474,13 @@ class Ring:
 
     def _lost(self, error: _LostError) -> PeerLostError:
         """Leaves the ring after the loss of a member, and returns the error."""
-        heard = self._notifier.cause(timeouts.get().ring_cause)  # a neighbour may have left for another loss
-        why = heard.why if heard is not None else f"is lost: {describe_error(error.error)}"
-        lost = heard.lost if heard is not None else error.lost
-        cause = self._notifier.tell(Cause(lost, self.rank, why))  # its loss counts now even if it just left
+        received_cause = self._notifier.cause(timeouts.get().ring_cause)  # a neighbour may have left for another loss
+        why = received_cause.why if received_cause is not None else f"is lost: {describe_error(error.error)}"
+        lost = received_cause.lost if received_cause is not None else error.lost
+        cause = self._notifier.notify(Cause(lost, self.rank, why))  # its loss counts now even if it just left
         self._receive_peer_messages()
         self.close()
-        has_left, call = heard is not None and heard.departed, activity.tracker.call
+        has_left, call = received_cause is not None and received_cause.departed, activity.tracker.call
         alone = f"; this worker is in {activity.CALLS[call]}, {_TOGETHER}" if has_left and call else ""
         return PeerLostError(self.rank, f"{cause}{alone}", cause.lost)
 
@@ -557,7 +559,7 @@ class Ring:
     def _push(self) -> bool:
         """Sends as much of the unsent bytes as the socket accepts; returns whether it accepted any."""
         try:
-            self._unsent = self._unsent[self._give(self._unsent) :]
+            self._unsent = self._unsent[self._write(self._unsent) :]
         except BlockingIOError:
             return False
         return True
@@ -579,7 +581,7 @@ class Ring:
                     self._wait(sending=bool(self._unsent), receiving=True)
         return buffer
 
-    def _give(self, content: bytes | memoryview) -> int:
+    def _write(self, content: bytes | memoryview) -> int:
         try:
             return self._next.send(content)
         except BlockingIOError:
@@ -608,16 +610,16 @@ class Ring:
             except OSError as error:
                 raise _LostError((self.rank + step) % self.size, error) from error
 
-    def _tell(self, count: int) -> int:
+    def _announce_ready(self, count: int) -> int:
         """Sends that `count` more bytes are ready in shared memory."""
         message = _COUNT.pack(count)
-        taken = self._give(message)
+        taken = self._write(message)
         if taken < len(message):
             self._send(message[taken:])
             self._flush()
         return count
 
-    def _hear(self) -> int:
+    def _count_ready(self) -> int:
         """Receives how many more bytes are ready in the memory of the previous process."""
         message = self._read(memoryview(self._received)[: _COUNT.size * _COUNTS_AT_ONCE])
         missing = -len(message) % _COUNT.size
@@ -651,11 +653,11 @@ class Ring:
 
     def _send_part(self, way: _AllReduceProgress) -> None:
         part = way.next_to_send(_CHUNK if way.fills else _SENT_AT_ONCE)
-        way.sent += self._give(way.bytes[part])
+        way.sent += self._write(way.bytes[part])
 
     def _show_part(self, way: _AllReduceProgress) -> None:
         part = way.next_to_send(_SENT_AT_ONCE)
-        way.sent += self._tell(part.stop - part.start)
+        way.sent += self._announce_ready(part.stop - part.start)
 
     def _receive_part(self, way: _AllReduceProgress) -> None:
         phase, start, remaining = way.next_to_receive()
@@ -674,7 +676,7 @@ class Ring:
         adds = phase < self.size - 1
         wanted = min(remaining, _SENT_AT_ONCE) if adds else 1
         if way.reported - way.received < wanted:
-            way.reported += self._hear()
+            way.reported += self._count_ready()
         count = min(remaining, _SENT_AT_ONCE, way.reported - way.received)
         if count >= wanted:
             if adds:
@@ -702,7 +704,7 @@ class Ring:
             if sending.remaining and may_send > 0:
                 with contextlib.suppress(BlockingIOError):
                     content = sending.now(min(may_send, _SENT_AT_ONCE))
-                    sending.advance(self._tell(len(content)) if shows else self._give(content))
+                    sending.advance(self._announce_ready(len(content)) if shows else self._write(content))
                     moved = True
             if receiving.remaining:
                 with contextlib.suppress(BlockingIOError):
@@ -710,7 +712,7 @@ class Ring:
                         receiving.advance(len(self._read(receiving.now(_SENT_AT_ONCE))))
                     else:
                         if ready == receiving.done:
-                            ready += self._hear()
+                            ready += self._count_ready()
                         target, start = receiving.now(min(ready - receiving.done, _SENT_AT_ONCE)), receiving.position
                         target[:] = neighbour[start : start + len(target)]
                         receiving.advance(len(target))
@@ -772,7 +774,7 @@ class _AllReduceProgress:
     """The progress of an array that is summed around the ring.
 
     Args:
-        array, fill: As for `Ring.add`.
+        array, fill: As for `Ring.all_reduce`.
         neighbour: Bytes of the previous process's array, if they are read from shared memory.
         rank, size: As for `Ring`.
         accumulate: accumulate(mine, theirs) adds theirs to mine.

@@ -235,25 +235,25 @@ def saved_layout(model, optimizers, folder) -> SavedLayout:
         archive.writestr("model.weights.h5", b"")
         store, assets = _Layout(file), _Assets(archive, folder)
 
-        def tell(identity):
+        def record_owner(identity):
             if store.written:
                 owners.append((store.last, identity))
                 store.written = False
 
         try:
-            saving_lib._save_state(model, store, assets, "", _Visited(tell))
+            saving_lib._save_state(model, store, assets, "", _Visited(record_owner))
         finally:
             store.h5_file.close()
             assets.close()
         size, texts = os.fstat(file.fileno()).st_size, []
-        for begin, end in _between(store.places.values(), size):
+        for begin, end in _gaps(store.places.values(), size):
             texts.append((begin, os.pread(file.fileno(), end - begin, begin)))
     with zipfile.ZipFile(packed) as archive:
         members = {name: archive.read(name) for name in archive.namelist()}
     return SavedLayout(members, size, texts, store.places, store.values, owners, store.fixed)
 
 
-def _between(places, size: int):
+def _gaps(places, size: int):
     """Yields (begin, end) of the gaps between some places in `size` bytes."""
     position = 0
     for begin, length in sorted(places):

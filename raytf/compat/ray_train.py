@@ -127,9 +127,9 @@ def reports_made() -> int:
     return get_train_fn_utils().reports
 
 
-def tell_of_loss() -> None:
+def report_loss() -> None:
     """Makes the driver check its workers now, as one is lost."""
-    get_train_fn_utils().tell_of_loss()
+    get_train_fn_utils().report_loss()
 
 
 def count_reports(number: int) -> None:

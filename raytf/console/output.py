@@ -32,7 +32,7 @@ _ON_PURPOSE = re.compile(
     "worker processes have been started on node"
     r"|class name: 'Evaluator' and ID: '\w+' has constructor arguments in the object store"
 )
-_LOOK_INTERVAL = 0.1
+_CHECK_INTERVAL = 0.1
 # Ray polls for new lines several times a second, unless the CPU is busy.
 _LAST_INTERVAL, _LAST_OF_FAILED_INTERVAL = 5.0, 1.5
 
@@ -47,7 +47,7 @@ _names: list[str] = []
 def say_who(name: str) -> None:
     """Sets the name of this process' further lines, such as "worker 0"; no effect outside of Ray's processes."""
     _names[:] = [name]
-    _tell_driver(f"{ray_core.LOG_PREFIX_ACTOR_NAME}{_PREFIX}{name}")
+    _print_for_driver(f"{ray_core.LOG_PREFIX_ACTOR_NAME}{_PREFIX}{name}")
 
 
 def say_check() -> None:
@@ -59,14 +59,14 @@ def say_check() -> None:
 @contextlib.contextmanager
 def as_status():
     """Marks the lines in the context as those for which the driver waits."""
-    _tell_driver(_BEGIN)
+    _print_for_driver(_BEGIN)
     try:
         yield
     finally:
-        _tell_driver(_END)
+        _print_for_driver(_END)
 
 
-def _tell_driver(line: str) -> None:
+def _print_for_driver(line: str) -> None:
     if ray_core.is_worker():
         for stream in (sys.stdout, sys.stderr):
             print(line, file=stream, flush=True)
@@ -106,7 +106,7 @@ class Output:
         seconds = _LAST_INTERVAL if error is None else _LAST_OF_FAILED_INTERVAL
         deadline = time.monotonic() + (0.0 if isinstance(error, KeyboardInterrupt) else seconds)
         while self._open and time.monotonic() < deadline:
-            time.sleep(_LOOK_INTERVAL)
+            time.sleep(_CHECK_INTERVAL)
         self._stop.set()
         self._thread.join()
         if len(_listeners) > 1:
@@ -129,7 +129,7 @@ class Output:
             self._show_new()
 
     def _follow_lines(self) -> None:
-        while not self._stop.wait(_LOOK_INTERVAL):
+        while not self._stop.wait(_CHECK_INTERVAL):
             self._show_new()
 
     def _show_new(self) -> None:

@@ -228,7 +228,7 @@ def inferred(filesystem: fs.FileSystem, pieces: Sequence[Records]) -> list[Featu
                     example = tf.train.SequenceExample.FromString(record)
                 except DecodeError as error:
                     raise ConfigError("Records must be of tf.train.Example", location, "Use raytf.TFData") from error
-                present.setdefault(piece.path, []).append(_look(example, location, seen))
+                present.setdefault(piece.path, []).append(_record_features(example, location, seen))
     _check_alike(present)
     if not seen:
         raise ConfigError("Records must have features", f"none in {next(iter(present))!r}", "Use raytf.TFData")
@@ -237,7 +237,7 @@ def inferred(filesystem: fs.FileSystem, pieces: Sequence[Records]) -> list[Featu
     return [_guess(key, sequence, observed, key in always) for (sequence, key), observed in sorted(seen.items())]
 
 
-def _look(example, location: str, seen: dict) -> set:
+def _record_features(example, location: str, seen: dict) -> set:
     """Notes types and lengths of a record's features, and returns their keys."""
     parts = [(False, key, [feature]) for key, feature in example.context.feature.items()]
     parts += [(True, key, list(steps.feature)) for key, steps in example.feature_lists.feature_list.items()]

@@ -161,7 +161,7 @@ def _gib(size: float) -> str:
 def describe(name: str, dataset: StoredDataset | streamed.StreamedDataset | TFData, shuffle: str) -> str:
     """Returns a line on the storage and the shuffle of a dataset; for a pipeline, on the shards of its batches."""
     if isinstance(dataset, TFData):
-        return f"{name}: {dataset.looked.text}"
+        return f"{name}: {dataset.facts.text}"
     storage = "streamed in every epoch" if isinstance(dataset, streamed.StreamedDataset) else "kept in the object store"
     if isinstance(dataset, RecordBlocks):
         storage = "kept by each worker"

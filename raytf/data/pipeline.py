@@ -376,7 +376,7 @@ class PipelineFeed:
         return ConfigError(rule, f"{received}; from {self._source.name!r}, of {self._name!r}", fix)
 
 
-def look(source: TFData, sampling: Sampling, name: str) -> PipelineFacts:
+def inspect(source: TFData, sampling: Sampling, name: str) -> PipelineFacts:
     """Inspects a pipeline and its first batch, in one process.
 
     Args:

@@ -112,7 +112,7 @@ class TFData:
     uneven: str = "pad"
     class_weight: Mapping[int, float] | None = None
     resume: str = "auto"
-    looked: PipelineFacts | None = field(default=None, init=False, repr=False)  # the result of `with_look`
+    facts: PipelineFacts | None = field(default=None, init=False, repr=False)  # the result of `with_facts`
 
     def __post_init__(self):
         if not callable(self.make_dataset):
@@ -138,10 +138,14 @@ class TFData:
         function = getattr(self.make_dataset, "func", self.make_dataset)  # of a `functools.partial`
         return getattr(function, "__name__", type(function).__name__)
 
-    def with_look(self, looked: PipelineFacts) -> TFData:
-        """Returns a copy with the result of an inspection; internal to raytf."""
+    def with_facts(self, facts: PipelineFacts) -> TFData:
+        """Returns a copy with the result of an inspection; internal to raytf.
+
+        Args:
+            facts: Result of `pipeline.inspect`.
+        """
         made = copy.copy(self)
-        object.__setattr__(made, "looked", looked)
+        object.__setattr__(made, "facts", facts)
         return made
 
     def first(self) -> TFData:
@@ -151,11 +155,21 @@ class TFData:
     with_blocks = first
 
     def order(self, batch_size: int, seed: int, resume_unit: str) -> dict[str, Any]:
-        """Returns the settings that decide which rows a step has, as JSON, as far as known before workers start."""
+        """Returns the settings that decide which rows a step has, as JSON, as far as known before workers start.
+
+        Args:
+            batch_size: Global batch size in rows, at least 1.
+            seed: Seed of the run.
+            resume_unit: Unit from which the pipeline resumes: "step" or "epoch".
+        """
         return {"batch_size": batch_size, "seed": seed, "pipeline": self.name, "goes_on": resume_unit}
 
     def check_pickles(self) -> None:
-        """Raises ConfigError if the function cannot be sent to a worker."""
+        """Checks that the function can be sent to a worker.
+
+        Raises:
+            ConfigError: It does not pickle.
+        """
         try:
             cloudpickle.dumps(self.make_dataset)
         except Exception as error:

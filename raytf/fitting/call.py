@@ -44,7 +44,7 @@ from raytf.runtime import answers, resources
 from raytf.runtime.processes import worker_environment
 from raytf.runtime.settings import TensorflowConfig, WorkerSetup
 from raytf.train import results
-from raytf.train.ends import Ending
+from raytf.train.ends import GracefulStop
 from raytf.train.prepare import placed
 from raytf.train.worker_group import TrialError, TrialRun, WorkerGroupLostError
 from raytf.worker import fit, labels, stop
@@ -56,7 +56,7 @@ _LABELLED_ROWS = 256
 # Seconds that a finished call waits for an unknown outcome; a later outcome is logged when it is known.
 _PROOF_INTERVAL = 1.0
 # Worker losses that a call recovers from; repeated deaths have a cause to look for.
-_HEALS = 3
+_MAX_RECOVERIES = 3
 _DOES = {"evaluate": "evaluating", "predict": "predicting"}
 _AT_ONCE = "ended at once; the model has the weights of the last epoch that had ended"
 
@@ -89,7 +89,7 @@ class Call:
         self._model, self._scaling, self._run = model, scaling_config, run_config
         self._parts, self._checkpoints = parts, checkpoints
         self._files: dict[str, bytes] | None = None
-        self._stop_request: Ending | None = None
+        self._stop_request: GracefulStop | None = None
         self._resume_from: dict[str, Any] = {}
         self._group: warm.WarmGroup | None = None
         self._last: dict | None = None  # the state for the model
@@ -130,7 +130,9 @@ class Call:
         self._scaling = placed(self._scaling, resources.run_bundles(self._scaling), keep_idle=True)
         if not self._connected:  # a Ray started here handles SIGTERM itself; SIGINT is Python's KeyboardInterrupt
             signals = (signal.SIGTERM,) if self._checkpoints is None else (signal.SIGTERM, signal.SIGINT)
-            self._stop_request = self._ends.enter_context(Ending(after_step=False, signals=signals, at_once=_AT_ONCE))
+            self._stop_request = self._ends.enter_context(
+                GracefulStop(after_step=False, signals=signals, at_once=_AT_ONCE)
+            )
             if self._checkpoints is not None:
                 self._ends.enter_context(self._checkpoints.lock())
                 self._stop_request.record(self._checkpoints.run.filesystem, self._checkpoints.run.path)
@@ -149,7 +151,7 @@ class Call:
         else:
             dataset = self._resume_from[name]
             if isinstance(dataset, TFData):
-                sampling = Sampling(global_batch=dataset.looked.rows, shuffle="none")
+                sampling = Sampling(global_batch=dataset.facts.rows, shuffle="none")
                 return open_feed(dataset, part.batch, sampling, name=name, saved={"steps": 1})
             blocks = dataset.first() if dataset.rows else dataset
         return Feed(blocks, part.batch, Sampling(global_batch=rows, shuffle="none"), shapes_only=True)
@@ -290,7 +292,7 @@ class Call:
             group.model = self._sending["key"]
             work_config = {"work": fit_worker.CallWork(model=sending, board=board, **work)}
             mid_epoch = None if self._checkpoints is None else self._checkpoints.location
-            more = {"step_checkpoints": mid_epoch, "heals": _HEALS if work.get("heals") else 0}
+            more = {"step_checkpoints": mid_epoch, "max_recoveries": _MAX_RECOVERIES if work.get("recovers") else 0}
             run = TrialRun(train=fit_worker.run_call, config=work_config, name=work["do"], files=self._files, **more)
 
             def restart_reports() -> TrialRun:
@@ -305,7 +307,7 @@ class Call:
                 why = None if mid_epoch is None else self._why_end
                 while (reports := group.worker_group.continue_trial(why)) is not None:
                     if proving is not None:
-                        proving.look()
+                        proving.check()
                     yield reports
                     if reports[0].get("ended"):
                         if any(report.get("changed") for report in reports):
@@ -319,7 +321,11 @@ class Call:
         except TrialError as error:
             raise TrainingError(error.rank, error.cause, error.details) from None
         except WorkerGroupLostError as error:
-            why = "" if error.unhealed is None else f"; it could not be replaced in place: {error.unhealed}"
+            why = (
+                ""
+                if error.why_not_recovered is None
+                else f"; it could not be replaced in place: {error.why_not_recovered}"
+            )
             raise TrainingError(None, f"{error}{why}") from None
         finally:
             shown.close(sys.exc_info()[1])

@@ -193,7 +193,7 @@ def fit(
     else:
         _check_steps(steps_per_epoch, parts["train"], batch, drops)
     parts = {n: _inspected(part, {"train": batch}.get(n, validation_batch), n, verbose) for n, part in parts.items()}
-    resume_unit = getattr(getattr(parts["train"].dataset, "looked", None), "resume_unit", "step")
+    resume_unit = getattr(getattr(parts["train"].dataset, "facts", None), "resume_unit", "step")
     keeping = NamedFitCheckpoints.from_arguments(name, storage, checkpoint_every, resume)
     with Call(model, workers, run_config, parts, keeping, show_phases(bool(verbose))) as call:
         call.verify = verify
@@ -206,7 +206,7 @@ def fit(
         )
         seed, more = call.resume_state(make_default_seed(), batch, order_arguments, bool(verbose))
         arguments = {"epochs": epochs, "initial_epoch": initial_epoch, "validation_freq": validation_freq}
-        more |= {"heals": workers.num_workers > 1 and resume_unit == "step", "nan": nan}
+        more |= {"recovers": workers.num_workers > 1 and resume_unit == "step", "nan": nan}
         if resume_unit == "epoch" and checkpoint_every == "auto" and keeping is not None:
             more["checkpoint_every"] = CheckpointInterval()
         work = call.work("fit", batches, seed, order, arguments, drops, **more)
@@ -516,11 +516,11 @@ def _steps(data: arrays_module.RowData, steps: int | None, batch: int) -> arrays
 
 
 def _inspected(data: arrays_module.RowData, batch: int, name: str, verbose: str | int = 0) -> arrays_module.RowData:
-    """Returns the data; for a pipeline with the result of `pipeline.look`."""
+    """Returns the data; for a pipeline with the result of `pipeline.inspect`."""
     source = data.dataset
     if not isinstance(source, TFData):
         return data
-    source = source.with_look(pipeline.look(source, Sampling(global_batch=batch), name))
+    source = source.with_facts(pipeline.inspect(source, Sampling(global_batch=batch), name))
     if verbose:
         print(ingest.describe(name, source, "none"))
     return dataclasses.replace(data, dataset=source)

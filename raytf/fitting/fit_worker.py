@@ -115,7 +115,7 @@ def run_call(session, config: dict[str, Any]) -> int | None:
 
 def _drop_stale_traces(model, work: CallWork) -> None:
     """Drops the graphs of a kept model if the rows' shapes changed: with two shapes they would lose the rank."""
-    spec_of = lambda dataset: dataset.looked.spec if isinstance(dataset, TFData) else None
+    spec_of = lambda dataset: dataset.facts.spec if isinstance(dataset, TFData) else None
     specs = {
         name: (rows.structure, rows.batch.features, rows.batch.labels, spec_of(rows.dataset))
         for name, rows in work.rows.items()

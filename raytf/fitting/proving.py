@@ -71,11 +71,11 @@ class BackgroundVerification:
         self._thread = threading.Thread(target=self._run, args=arguments, name="raytf_verify", daemon=True)
         self._thread.start()
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Warns of the outcome, once it is known."""
         if self._outcome is not None and not self._reported:
             self._reported = True
-            verify.tell(self._outcome, self._subject)
+            verify.report_proof(self._outcome, self._subject)
 
     def wait(self, seconds: float, more: bool = False) -> None:
         """Waits for the outcome, and warns of it.
@@ -92,7 +92,7 @@ class BackgroundVerification:
         if self._outcome is None and self._subject == "error":
             self._outcome = verify.Proof(failed=f"no end after {seconds:g} s")
         self._extra_wait = more
-        self.look()
+        self.check()
         if more and not self._reported:
             atexit.register(self._give_up)
 
@@ -105,7 +105,7 @@ class BackgroundVerification:
             self._thread.join(seconds)
         not_begun = verify.Proof(skipped="the program ended before its turn")  # the one that runs logs the same for all
         self._outcome = self._outcome or (verify.NOT_IN_TIME if self._is_begun else not_begun)
-        self.look()
+        self.check()
 
     def _run(self, *arguments) -> None:
         with _turn.taken() if self._subject == "warn" else contextlib.nullcontext(True) as is_taken:
@@ -116,7 +116,7 @@ class BackgroundVerification:
                 self._outcome = verify.Proof(skipped="the model of a later call was compared instead")
         if self._extra_wait:
             atexit.unregister(self._give_up)
-            self.look()
+            self.check()
 
     def _hurry(self) -> None:
         """Gives the comparison normal priority, if this process waits for it and may do that."""

@@ -34,7 +34,7 @@ logger = logs.get_logger(__name__)
 
 _IDLE_INTERVAL = 600.0
 # Seconds between two checks for work that waits for room.
-_LOOK_INTERVAL = 0.5
+_CHECK_INTERVAL = 0.5
 # States of a placement group that the cluster has no room for.
 _WAITING = ("PENDING", "RESCHEDULING")
 
@@ -146,7 +146,7 @@ class _IdleGroup:
 
     def _watch_group(self) -> None:
         while True:
-            time.sleep(_LOOK_INTERVAL)
+            time.sleep(_CHECK_INTERVAL)
             with self._lock:
                 if self._group is None:
                     self._watch = None

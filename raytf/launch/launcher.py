@@ -346,7 +346,7 @@ class ScriptCluster:
 
     def _stopped_tasks(self, exits: Mapping[Task, TaskExit]) -> dict[Task, TaskExit]:
         """Returns tasks whose process is stopped now: others may fail before the stop has lasted long enough."""
-        refs = [self._runners[task].stands.remote() for task in self._tasks if task not in exits]
+        refs = [self._runners[task].stopped_exit.remote() for task in self._tasks if task not in exits]
         tasks = [task for task in self._tasks if task not in exits]
         exits_of = {}
         with contextlib.suppress(NoAnswerError):

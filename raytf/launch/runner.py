@@ -127,9 +127,9 @@ class TaskRunner:
                 events.append(lines.get_nowait())
         return events
 
-    def stands(self) -> TaskExit | None:
+    def stopped_exit(self) -> TaskExit | None:
         """Returns the exit of a script that is stopped now, if that lasts; None if it runs, or has ended."""
-        return self._script.stands()
+        return self._script.stopped_exit()
 
     def process(self) -> process_monitor.ProcessLocation:
         """Returns the location of the script's process."""
@@ -201,7 +201,7 @@ class _Script:
             os.close(alive)
             asked.close()
         self.pid = self._process.pid
-        self._watch, self._looked = StopWatch(frozen_s), time.monotonic()
+        self._watch, self._last_check = StopWatch(frozen_s), time.monotonic()
         threading.Thread(target=self._read, daemon=True).start()
 
     def _read(self) -> None:
@@ -253,9 +253,9 @@ class _Script:
         """Returns the script's exit, or None; ends it if it is stopped for too long."""
         if (code := self._process.poll()) is not None:
             return TaskExit(code)
-        if time.monotonic() - self._looked < POLL_INTERVAL:
+        if time.monotonic() - self._last_check < POLL_INTERVAL:
             return None
-        self._looked = time.monotonic()
+        self._last_check = time.monotonic()
         how = self._watch.update(read_state(self._process.pid))
         if how is None or self._process.poll() is not None:
             return None
@@ -289,12 +289,12 @@ class _Script:
         except ConnectionError:
             return b""
 
-    def stands(self) -> TaskExit | None:
+    def stopped_exit(self) -> TaskExit | None:
         if self._process.poll() is not None:
             return None
         watch = StopWatch()
         watch.update(read_state(self._process.pid))
-        return None if watch.stands is None else self._frozen_exit(watch.stands)
+        return None if watch.stopped_how is None else self._frozen_exit(watch.stopped_how)
 
     def _frozen_exit(self, how: str) -> TaskExit:
         why = f"frozen: its process {self._process.pid} on {self._host} is {how} (--frozen-after SECONDS waits longer)"

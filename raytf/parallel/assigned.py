@@ -106,7 +106,7 @@ def _in_graphs(model) -> dict:
     return model.__dict__.setdefault("_raytf_in_graphs", {})
 
 
-def tell(variable) -> None:
+def note_assignment(variable) -> None:
     """Reports a `keras.Variable` to the active watches, before it is assigned."""
     for reference in _watches.values():
         watch = reference()

@@ -183,7 +183,7 @@ def chief_state_classes(callbacks) -> list[str]:
     writers = (*WRITERS, *_ALONE)
     names = set()
     for callback in callbacks:
-        left_out = isinstance(callback, (*_ALONE, chief_callbacks.Elsewhere)) or type(callback) in WRITERS
+        left_out = isinstance(callback, (*_ALONE, chief_callbacks.NoOpCallback)) or type(callback) in WRITERS
         if not left_out and not chief_callbacks.is_chiefs(callback):
             continue
         holds = reads_batches(callback) or getattr(callback, "save_best_only", False)
@@ -203,11 +203,11 @@ def prepared(model, callbacks):
     if communicator.is_chief(model.distribute_strategy):
         _warn_of_test_batches(listed)
     # a callback on one worker is enough: exchanges after a batch need all workers
-    looking = any(reads_batches(c) for c in listed)
+    reading = any(reads_batches(c) for c in listed)
     unknown = sorted({type(c).__name__ for c in listed if _may_write(c)})
-    flags = np.array([looking, len(unknown), any(map(_sees_begins, listed))], np.int32)
-    ((looking, writing, begins),) = communicator.sum_over_workers(model.distribute_strategy, [flags])
-    batches = bool(looking)
+    flags = np.array([reading, len(unknown), any(map(_sees_begins, listed))], np.int32)
+    ((reading, writing, begins),) = communicator.sum_over_workers(model.distribute_strategy, [flags])
+    batches = bool(reading)
     ends, callback_list = contextlib.ExitStack(), listed
     if not communicator.is_chief(model.distribute_strategy):
         callback_list = list(_redirected(listed, lambda: ends.enter_context(scratch.temporary_folder())))
@@ -254,6 +254,6 @@ def _watched(callbacks: list, unknown: list[str], strategy) -> list:
     """Returns the callbacks, between two callbacks that record which files they write."""
     first = double_writes.WriteRecorder()
     if recovery_client.client.replacement_state is not None:  # the other workers may have seen the end of an epoch
-        first.looking = recovery_client.client.replacement_state.agreed["looking"]
+        first.is_comparing = recovery_client.client.replacement_state.shared_state["comparing_writes"]
     total = lambda counts: communicator.sum_over_workers(strategy, [counts])[0]
     return [first, *callbacks, double_writes.WriteComparison(first, unknown, total, communicator.is_chief(strategy))]

@@ -17,7 +17,7 @@ _FREQUENCIES = ("logging_batch_wise", "log_batch_frequency", "log_every_n_steps"
 BATCH_HOOKS = ("on_train_batch_begin", "on_train_batch_end", "on_batch_begin", "on_batch_end")
 
 
-class Elsewhere(keras.callbacks.Callback):
+class NoOpCallback(keras.callbacks.Callback):
     """Replaces a callback of the chief on the other workers; does nothing."""
 
 
@@ -46,7 +46,7 @@ def on_chief(given: keras.callbacks.Callback | Callable) -> keras.callbacks.Call
     made = given
     if not isinstance(given, keras.callbacks.Callback) and callable(given):
         if not _is_chief():
-            return Elsewhere()
+            return NoOpCallback()
         made = given()
     if not isinstance(made, keras.callbacks.Callback):
         raise ConfigError(

@@ -41,13 +41,13 @@ def note(recording: bool) -> set[str]:
     return paths
 
 
-_looks: list[weakref.ref] = []
+_recorders: list[weakref.ref] = []
 
 
-def looking() -> bool:
+def is_comparing() -> bool:
     """Returns whether the running `fit` still has to check the end of an epoch, as on all its workers."""
-    callback = _looks[0]() if _looks else None
-    return callback is not None and callback.looking
+    callback = _recorders[0]() if _recorders else None
+    return callback is not None and callback.is_comparing
 
 
 class WriteRecorder(keras.callbacks.Callback):
@@ -57,11 +57,11 @@ class WriteRecorder(keras.callbacks.Callback):
 
     def __init__(self):
         super().__init__()
-        self.looking = True
-        _looks[:] = [weakref.ref(self)]
+        self.is_comparing = True
+        _recorders[:] = [weakref.ref(self)]
 
     def on_epoch_end(self, epoch, logs=None):
-        if self.looking:
+        if self.is_comparing:
             note(True)
 
 
@@ -84,9 +84,9 @@ class WriteComparison(keras.callbacks.Callback):
         self._recorder, self._names, self._total, self._chief = recorder, names, total, chief
 
     def on_epoch_end(self, epoch, logs=None):
-        if not self._recorder.looking:
+        if not self._recorder.is_comparing:
             return
-        self._recorder.looking = False
+        self._recorder.is_comparing = False
         paths = {_counter_index(path): path for path in sorted(note(False))}
         written = np.zeros(_PLACES, np.int32)
         written[list(paths)] = 1

@@ -102,15 +102,15 @@ def outcome(
                 outcomes.append(_tried(function, given, rows, kind, draws))
             except Exception as raised:
                 error = raised
-        if (many := _many(given, rows)) and (few := _agreed(outcomes)) and (few.rows or few.ways):
+        if (many := _many(given, rows)) and (few := _combined(outcomes)) and (few.rows or few.ways):
             with contextlib.suppress(Exception):  # a function of fewer rows alone
                 outcomes.append(_tried(function, given, rows, 0, draws, count=many))
         if missing is not None and any(trial.rows or MEAN in trial.ways for trial in outcomes):
             outcomes += _tried_with_missing(function, given, rows, missing)
-    return _agreed(outcomes) or Outcome(why=f"{type(error).__name__}: {error}")
+    return _combined(outcomes) or Outcome(why=f"{type(error).__name__}: {error}")
 
 
-def _agreed(outcomes: Sequence[Outcome]) -> Outcome | None:
+def _combined(outcomes: Sequence[Outcome]) -> Outcome | None:
     """Returns the outcome of all trials, or None without one."""
     if not outcomes or any(trial.unknown for trial in outcomes):
         return Outcome(why="") if outcomes else None
@@ -174,7 +174,7 @@ def _numbers_in(code: Sequence[Any]) -> list[float]:
     """
     numbers: dict[float, None] = {}
 
-    def look(value, depth: int) -> None:
+    def visit(value, depth: int) -> None:
         if isinstance(value, (bool, complex)) or depth > _DEEPEST:
             return
         if isinstance(value, (int, float, np.integer, np.floating)):
@@ -184,28 +184,28 @@ def _numbers_in(code: Sequence[Any]) -> list[float]:
             if isinstance(value, dict):  # a config's own `values` would count its keys as read
                 value = dict.values(value) if issubclass(type(value), dict) else value.values()
             for item in itertools.islice(value, _MOST_ENTRIES):
-                look(item, depth + 1)
+                visit(item, depth + 1)
         elif isinstance(value, types.CodeType):
             for constant in value.co_consts:
-                look(constant, depth)
+                visit(constant, depth)
         elif isinstance(value, types.MethodType):
-            look(value.__func__, depth)
+            visit(value.__func__, depth)
         elif isinstance(value, types.FunctionType) and not value.__module__.startswith(("keras.", "tensorflow.")):
-            look(value.__code__, depth)
+            visit(value.__code__, depth)
             cells = [cell.cell_contents for cell in value.__closure__ or () if cell != types.CellType()]
             named = [value.__globals__[name] for name in value.__code__.co_names if name in value.__globals__]
             for item in (*cells, *named, *(value.__defaults__ or ())):
-                look(item, depth + 1)
+                visit(item, depth + 1)
 
     for item in code:
-        look(item, 0)
+        visit(item, 0)
     for number in _MISSING:
         numbers.setdefault(number)
     for item in code:
         classes = [kind for kind in type(item).__mro__ if not kind.__module__.startswith(("keras.", "tensorflow."))]
         of_classes = [a for kind in classes for a in vars(kind).values() if not isinstance(a, types.FunctionType)]
         for attribute in (*getattr(item, "__dict__", {}).values(), *of_classes):
-            look(attribute, 1)
+            visit(attribute, 1)
     return [*numbers][:_MOST_MISSING]
 
 

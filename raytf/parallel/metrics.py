@@ -247,7 +247,7 @@ def direct_assign(original, self, value):
     Keras' metrics write their old value plus a change. TensorFlow adds the writes of all replicas, so the old value
     would count once for each of them. Values other than sums become the mean. A replica without rows changes nothing.
     """
-    assigned.tell(self)
+    assigned.note_assignment(self)
     tf_variable = keras_objects.variable_of(self)
     shown, whole = step_logs.seen(), whole_batch.current()
     if shown is not None:

@@ -27,23 +27,23 @@ def optimizers_of(model) -> dict:
     from raytf.compat.keras import BaseOptimizer
 
     named: dict[int, tuple[str, BaseOptimizer]] = {}
-    looked_at = (BaseOptimizer, dict, list, tuple)
+    visited_types = (BaseOptimizer, dict, list, tuple)
 
-    def look(name, value):
+    def visit(name, value):
         if isinstance(value, BaseOptimizer):
             named.setdefault(id(value), (name, value))
             return
         parts = value.items() if isinstance(value, dict) else enumerate(value)
         for key, part in parts:
-            if isinstance(part, looked_at):  # called at each checkpoint, and a model has thousands of attributes
-                look(f"{name}.{key}", part)
+            if isinstance(part, visited_types):  # called at each checkpoint, and a model has thousands of attributes
+                visit(f"{name}.{key}", part)
 
     if model.optimizer is not None:
-        look("optimizer", model.optimizer)
+        visit("optimizer", model.optimizer)
     for i, layer in enumerate(keras_objects.layers_of(model)):
         attributes = vars(layer)
-        for name in sorted(name for name, value in attributes.items() if isinstance(value, looked_at)):
-            look(f"{i}.{name}" if i else name, attributes[name])
+        for name in sorted(name for name, value in attributes.items() if isinstance(value, visited_types)):
+            visit(f"{i}.{name}" if i else name, attributes[name])
     return dict(named.values())
 
 

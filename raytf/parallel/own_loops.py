@@ -162,7 +162,7 @@ class _Way:
         if hasattr(tensor, "numpy"):  # its origin is unknown
             self.taped, self.operations, self.liftable = ([tensor], [None], False) if loop.has_taped else ([], [], True)
             return
-        seen, unknown, summed = self._look(loop)
+        seen, unknown, summed = self._visit_operations(loop)
         self.alike = summed and not unknown and not self.taped
         ends = {t.name for t in self.taped}
         for operation in tensor.graph.get_operations() if self.taped else ():  # in order of creation
@@ -171,15 +171,15 @@ class _Way:
                 ends |= {t.name for t in operation.outputs}
                 self.liftable &= not operation.op_def.is_stateful or _draws(operation)
 
-    def _look(self, loop: Loop) -> tuple[set[str], bool, bool]:
+    def _visit_operations(self, loop: Loop) -> tuple[set[str], bool, bool]:
         """Returns (names of earlier operations, whether some are no pure functions, whether one is the loop's sum)."""
         seen, pending, unknown, summed = set(), [self._tensor], False, False
-        looked: set[str] = set()
+        visited: set[str] = set()
         while pending:
             tensor = pending.pop()
-            if hasattr(tensor, "numpy") or tensor.name in looked:
+            if hasattr(tensor, "numpy") or tensor.name in visited:
                 continue
-            looked.add(tensor.name)
+            visited.add(tensor.name)
             kind = loop.kind_of(tensor)
             if kind == _TAPED:
                 self.taped.append(tensor)

@@ -113,7 +113,7 @@ def check_alike(model) -> None:
     Raises:
         RaytfError: They differ.
     """
-    recovery_client.client.healed = False
+    recovery_client.client.recovered = False
     digest = 0
     for variable in alike(model):
         digest = zlib.crc32(local_value(model.distribute_strategy, variable), digest)

@@ -224,7 +224,7 @@ class Shares:
     def _exchange(self, number: int) -> int:
         """Returns the sum of all workers' numbers, of which one worker's is not 0."""
         with exchange.collective_phase():
-            return int(self._ring.add_arrays([np.array([number])])[0][0])
+            return int(self._ring.all_reduce_arrays([np.array([number])])[0][0])
 
     @contextlib.contextmanager
     def whole(self, rank: int) -> Iterator[None]:

@@ -1,21 +1,9 @@
-"""Corrects Keras 3 under a MultiWorkerMirroredStrategy.
+"""Corrects Keras 3 under a MultiWorkerMirroredStrategy: `install()` changes Keras in this process.
 
-The `fit` of Keras 3 fails with several workers. `install()` changes Keras in this process. Then `fit`, `evaluate` and
-`predict` on several workers equal those of one process on the same global batches. With other strategies only the
-computation of an optimizer's update changes, see `compiled_update`. In a step of `fit` or `evaluate`:
-
-* A loss is the mean over this worker's rows. A tape's gradients are weighted with the number of rows, summed over
-  workers and divided by the rows of all. This precedes clipping, accumulation, loss scaling and averaging.
-* Other losses (sums, masked or weighted means, functions of the whole batch) are corrected with the global divisor,
-  or computed on the gathered global batch. So are a user's metrics that are no sum over rows. Tests on halves of a
-  batch classify a user's functions, see `halves`.
-* Logs are values over all workers' rows, also with a `train_step` of the user's, see `step_logs`.
-* A worker without rows in a step computes on a placeholder row and contributes nothing.
-* Metric variables are local until the end of an epoch, where they are summed once, and moving statistics averaged.
-* The chief's callbacks decide for all workers; only the chief writes files.
-
-In a custom loop under `strategy.run` an optimizer sums gradients over replicas, as in TensorFlow's guides. This
-precedes its own clipping and accumulation, and those of a compiled loop (`own_loops`).
+Then `fit`, `evaluate` and `predict` on several workers equal those of one process on the same global batches. With
+other strategies only the computation of an optimizer's update changes, see `compiled_update`. In a custom loop under
+`strategy.run` an optimizer sums gradients over replicas before clipping and accumulation, see `own_loops`.
+docs/design/determinism.md lists what changes in a step.
 """
 
 from __future__ import annotations
@@ -155,7 +143,7 @@ def _make_function(original, self, step_function):
         if not training:
             return outputs
         recovery_client.client.close()
-        if recovery_client.client.healed:
+        if recovery_client.client.recovered:
             own_state.check_alike(self)
         recovery_client.client.steps_made()
         return metrics.global_logs(self, outputs, rows) if self.__dict__.get("_raytf_sync_batches") else outputs

@@ -142,7 +142,7 @@ class ServerGroup:
         if plan.group is None:
             raise ConfigError("Servers need a run's placement group", None, "Start them from a trainer of raytf")
         self._actors = {}
-        self._watchdog = ProcessKiller()
+        self._process_killer = ProcessKiller()
         try:
             self._start(chief)
         except BaseException:
@@ -161,7 +161,7 @@ class ServerGroup:
         self.cluster: dict[str, list[str]] = {"chief": [chief]}
         for task, (address, location) in zip(self._tasks, reservations, strict=True):
             self.cluster.setdefault(task.role, []).append(address)
-            self._watchdog.watch(task, location)
+            self._process_killer.watch(task, location)
         self._collect([self._serve(task) for task in self._tasks], timeouts.get().process_setup, "TensorFlow's servers")
 
     def _collect(self, asked: list, seconds: float, action: str, tasks: list[Task] | None = None) -> list:
@@ -176,7 +176,7 @@ class ServerGroup:
 
     def _kill_reason(self, name: str) -> str:
         """Returns why the watchdog has ended a task's process, as a clause; "" if it has not."""
-        return next((f" ({cause})" for task, cause in self._watchdog.ended.items() if str(task) == name), "")
+        return next((f" ({cause})" for task, cause in self._process_killer.ended.items() if str(task) == name), "")
 
     def _actor(self, task: Task):
         options = {"runtime_env": self.plan.environment, "max_concurrency": 3}
@@ -263,8 +263,8 @@ class ServerGroup:
         self.changed.set()
 
     def _replace(self, task: Task) -> None:
-        self._watchdog.forget(task)
-        self._watchdog.ended.pop(task, None)
+        self._process_killer.forget(task)
+        self._process_killer.ended.pop(task, None)
         self._actors[task] = self._actor(task)
         with contextlib.suppress(RayActorError):  # it died again; the next iteration of `_watch` replaces it
             purpose, names, limits = "a worker in place of one that died", [str(task)], timeouts.get()
@@ -272,7 +272,7 @@ class ServerGroup:
                 [self._actors[task].reserve.remote(limits, self._listening)], limits.process_start, purpose, names=names
             )
             self.cluster[task.role][task.index] = address
-            self._watchdog.watch(task, location)
+            self._process_killer.watch(task, location)
             collect_answers([self._serve(task)], timeouts.get().process_setup, purpose, names=names)
 
     def close(self) -> None:
@@ -280,6 +280,6 @@ class ServerGroup:
         self._closed = True
         if self._context is not None:
             del self._context.update_server_def
-        self._watchdog.close()
+        self._process_killer.close()
         for actor in self._actors.values():
             ray.kill(actor)

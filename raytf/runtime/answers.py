@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from raytf.errors import RaytfError
 
 # Seconds between two calls of `check`.
-_LOOK_INTERVAL = 1.0
+_CHECK_INTERVAL = 1.0
 
 
 class NoAnswerError(RaytfError, TimeoutError):
@@ -92,7 +92,7 @@ def _settled(refs: Sequence, seconds: float | None, action: str, names, check) -
     deadline = None if seconds is None else time.monotonic() + seconds
     while pending:
         remaining = None if deadline is None else max(0.0, deadline - time.monotonic())
-        step = remaining if check is None else min(_LOOK_INTERVAL, _LOOK_INTERVAL if remaining is None else remaining)
+        step = remaining if check is None else min(_CHECK_INTERVAL, _CHECK_INTERVAL if remaining is None else remaining)
         try:
             index, answer = done.get(timeout=step)
         except queue.Empty:

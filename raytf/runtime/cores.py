@@ -23,7 +23,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from raytf import liveness, procfs, timeouts
 
 # Seconds between two reads of the cores that others have claimed.
-_LOOK_INTERVAL = 1.0
+_CHECK_INTERVAL = 1.0
 _AGAIN_INTERVAL = 0.001
 _DOOR = "\0raytf/cpus"
 _SYSTEM = pathlib.Path("/sys/devices/system/cpu")
@@ -76,7 +76,7 @@ class ClaimedCores:
             self._thread.start()
 
     def _watch(self) -> None:
-        while not self._end.wait(_LOOK_INTERVAL):
+        while not self._end.wait(_CHECK_INTERVAL):
             self._check()
 
     def _check(self) -> None:

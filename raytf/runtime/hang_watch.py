@@ -26,7 +26,7 @@ from raytf.runtime.stragglers import StragglerDetector
 
 logger = logs.get_logger(__name__)
 
-_LOOK_INTERVAL = 0.5
+_CHECK_INTERVAL = 0.5
 # Seconds after which no answer to a request is expected soon.
 _SILENT_INTERVAL = 2.0
 # Limit of a counted pause between two polls: a driver that was itself stopped meanwhile must not blame workers.
@@ -120,7 +120,7 @@ class HangMonitor:
         )
 
     def _follow(self) -> None:
-        while not self._closed.wait(_LOOK_INTERVAL):
+        while not self._closed.wait(_CHECK_INTERVAL):
             try:
                 self._poll()
             except Exception:  # a failure may be temporary, and without this thread nothing detects hangs
@@ -128,7 +128,7 @@ class HangMonitor:
 
     def _poll(self) -> None:
         self._request_snapshots()
-        self._look_for_repeats()
+        self._report_repeated_steps()
         with self._lock:
             snapshots = dict(self._snapshots) | {
                 rank: self._ended_well(rank) for rank in self._finished if rank in self._snapshots
@@ -138,7 +138,7 @@ class HangMonitor:
         silent, stopped = self._find_silent()
         if self._closed.is_set():
             return
-        hang = self._detector.look(snapshots, silent, stopped)
+        hang = self._detector.detect(snapshots, silent, stopped)
         reported = self._reported
         if reported is not None and (hang is None or (hang.rank, hang.part) != (reported.rank, reported.part)):
             self._detector.record_continued(reported)
@@ -160,7 +160,7 @@ class HangMonitor:
                 self.ended[hang.rank] = WorkerFrozenError(text, stack)
         self._reported = hang
 
-    def _look_for_repeats(self) -> None:
+    def _report_repeated_steps(self) -> None:
         """Reports how many steps are made again, once the restarted workers have begun."""
         began = [snapshot["began"] for snapshot in self._snapshots.values() if snapshot["began"] is not None]
         if self._repeats and began:
@@ -169,7 +169,7 @@ class HangMonitor:
                 self._emit(RunEvent(kind=Kind.STEPS_REPEATED, step=min(began), steps=steps))
 
     def _check_stragglers(self, snapshots: Mapping[int, Mapping[str, Any]]) -> None:
-        slow = None if self._finished else self._stragglers.look(snapshots)
+        slow = None if self._finished else self._stragglers.detect(snapshots)
         if slow is not None:
             self._emit_event(Kind.STRAGGLER, slow.rank, node=self._places[slow.rank].host, why=str(slow))
 
@@ -229,13 +229,13 @@ class HangMonitor:
         """Returns (seconds without an answer and without processor use, by rank; how the kernel stops some of them)."""
         seconds_of, stopped = {}, {}
         asked = [rank for rank, seconds in self._silent.items() if seconds >= max(_SILENT_INTERVAL, self._limit / 2)]
-        looks = self._call_on_hosts(
+        states = self._call_on_hosts(
             {rank: self._places[rank] for rank in asked}, procfs.read_state, timeouts.get().stack
         )
         for rank, seconds in self._silent.items():
             if seconds < _SILENT_INTERVAL:
                 continue
-            seen = looks.get(rank)
+            seen = states.get(rank)
             if seen is not None:
                 start, ticks = self._ticks.setdefault(rank, (seconds, seen.ticks))
                 if seen.ticks - ticks >= _WORKING_TICKS:

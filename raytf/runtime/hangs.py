@@ -88,7 +88,7 @@ class HangDetector:
         self._history: dict[int, collections.deque[Mapping[str, Any]]] = {}
         self._longest: dict[str, float] = {}
 
-    def look(
+    def detect(
         self,
         snapshots: Mapping[int, Mapping[str, Any]],
         silent: Mapping[int, float],
@@ -161,7 +161,7 @@ class HangDetector:
         wanted = last["processor"] - earlier["processor"] + (last["queued"] - earlier["queued"] if known else 0.0)
         return wanted >= _WORKS * (last["clock"] - earlier["clock"])
 
-    def _moves(self, rank: int, seconds: float) -> bool:
+    def _makes_progress(self, rank: int, seconds: float) -> bool:
         """Returns whether its training thread has run at all in the last half of `seconds`."""
         last, earlier = self._snapshots_since(rank, seconds / 2)
         return earlier is None or last["switches"] not in (None, earlier["switches"])
@@ -179,7 +179,7 @@ class HangDetector:
         lasted, limit = min(seconds, waited), self._limits(snapshots, part)
         if lasted < limit:
             return None
-        late = late or part in _PAUSES or self._moves(rank, lasted)
+        late = late or part in _PAUSES or self._makes_progress(rank, lasted)
         ends = lasted >= limit * (_ENDS_LATE if late else _ENDS)
         return HangReport(
             rank=rank,
@@ -272,6 +272,6 @@ def _describe_collective(snapshot: Mapping[str, Any]) -> str:
         activity.SUM: f"sum or exchange {number} (step {snapshot['step'] + 1})",
         activity.COLLECTIVE: f"an exchange between steps (after step {snapshot['step']})",
         activity.REPORT: f"a report (after step {snapshot['step']})",
-        activity.HEALING: f"the wait for a replacement worker (step {snapshot['step'] + 1})",
+        activity.RECOVERY: f"the wait for a replacement worker (step {snapshot['step'] + 1})",
     }
     return names[kind]

@@ -28,7 +28,7 @@ from raytf.procfs import ProcessState
 logger = logs.get_logger(__name__)
 
 # Seconds after an answer in which a process counts as running.
-_HEARD_INTERVAL = 3.0
+_ALIVE_INTERVAL = 3.0
 # Limit of a counted pause between two calls: a driver that was itself stopped meanwhile must not blame others.
 _COUNTED_INTERVAL = 3.0
 
@@ -80,7 +80,7 @@ class _MonitoredProcess:
 
     location: ProcessLocation
     watch: StopWatch
-    heard: float = -math.inf
+    answered_at: float = -math.inf
     seen: ProcessState | None = None
 
 
@@ -108,22 +108,22 @@ class StopDetector:
         with self._lock:
             self._watched.pop(key, None)
 
-    def heard(self, *keys) -> None:
+    def mark_alive(self, *keys) -> None:
         """Records that processes have just answered, or get a request now, so that they need no check for a while."""
         with self._lock:
             for key in self._watched.keys() & keys:
-                self._watched[key].heard, self._watched[key].watch = self._clock(), self._new_watch()
+                self._watched[key].answered_at, self._watched[key].watch = self._clock(), self._new_watch()
 
     def begin(self) -> None:
         """Records that all processes get a request now."""
-        self.heard(*list(self._watched))
+        self.mark_alive(*list(self._watched))
 
     def due(self) -> dict[str, list[int]]:
         """Returns the processes that are due for a check, by node."""
         due: dict[str, list[int]] = {}
         with self._lock:
             for process in self._watched.values():
-                if self._clock() - process.heard >= _HEARD_INTERVAL:
+                if self._clock() - process.answered_at >= _ALIVE_INTERVAL:
                     due.setdefault(process.location.node, []).append(process.location.pid)
         return due
 
@@ -132,24 +132,24 @@ class StopDetector:
         frozen = []
         with self._lock:
             for key, process in self._watched.items():
-                look = states.get(process.location.pid) if process.location.node == node else None
+                state = states.get(process.location.pid) if process.location.node == node else None
                 # it has ended, which Ray notices, or is in a container whose processes are not visible here
-                if look is None or look.state in "ZX":
+                if state is None or state.state in "ZX":
                     continue
                 # another process has its pid
-                if look.started != (process.location.started or (process.seen or look).started):
+                if state.started != (process.location.started or (process.seen or state).started):
                     continue
-                process.seen = look
-                if (how := process.watch.update(look)) is not None:
-                    frozen.append(StoppedProcess((key,), process.location, look, how))
+                process.seen = state
+                if (how := process.watch.update(state)) is not None:
+                    frozen.append(StoppedProcess((key,), process.location, state, how))
         return frozen
 
     def stopped_process(self) -> StoppedProcess | None:
         """Returns a process that was stopped at the last check, for any time; None if there is none."""
         with self._lock:
             for key, process in self._watched.items():
-                if process.watch.stands is not None:
-                    return StoppedProcess((key,), process.location, process.seen, process.watch.stands)
+                if process.watch.stopped_how is not None:
+                    return StoppedProcess((key,), process.location, process.seen, process.watch.stopped_how)
         return None
 
     def processes_on(self, node: str) -> dict[Any, ProcessLocation]:
@@ -162,7 +162,7 @@ class StopDetector:
 
 
 class ProcessMonitor(StopDetector):
-    """Checks processes from their own hosts at each call of `look`; see `StopDetector`."""
+    """Checks processes from their own hosts at each call of `check`; see `StopDetector`."""
 
     def __init__(self, seconds: float | None = None, clock: Callable[[], float] = time.monotonic):
         super().__init__(seconds, clock)
@@ -170,14 +170,14 @@ class ProcessMonitor(StopDetector):
         self._hosts: dict[str, _RemoteReader] = {}
         self._last, self._next_check = clock(), -math.inf
 
-    def look(self) -> list[StoppedProcess]:
+    def check(self) -> list[StoppedProcess]:
         """Returns processes that are stopped for too long, or whose host does not answer; called about every second."""
         current_time, due, frozen = self._clock(), self.due(), []
         passed, self._last = min(current_time - self._last, _COUNTED_INTERVAL), current_time
-        looks = current_time >= self._next_check
-        if looks:
+        is_due = current_time >= self._next_check
+        if is_due:
             self._next_check = current_time + liveness.POLL_INTERVAL
-        if looks and self._node in due:
+        if is_due and self._node in due:
             frozen += self.check_states(self._node, procfs.read_states(due[self._node]))
         for node in (due.keys() | self._hosts.keys()) - {self._node}:
             host = self._hosts.setdefault(node, _RemoteReader(node))
@@ -188,7 +188,7 @@ class ProcessMonitor(StopDetector):
             elif host.silent >= host.limit and len(processes := self.processes_on(node)) == len(due[node]):
                 how = f"has not answered for {host.silent:.0f} s (timeout)"
                 frozen.append(StoppedProcess(tuple(processes), next(iter(processes.values())), None, how))
-            elif looks:
+            elif is_due:
                 host.ask(due[node])
         return frozen
 
@@ -299,7 +299,7 @@ class ProcessKiller(ProcessMonitor):
     def _follow(self) -> None:
         while not self._closed.wait(liveness.POLL_INTERVAL):
             try:
-                stopped_processes = self.look()
+                stopped_processes = self.check()
                 self._end([state for state in stopped_processes if state.seen is not None])
                 hosts = [state for state in stopped_processes if state.seen is None]
                 self.gone |= {key: f"the host {host.location.host} {host.how}" for host in hosts for key in host.keys}

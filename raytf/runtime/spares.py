@@ -19,7 +19,7 @@ from raytf.events import Kind, RunEvent
 from raytf.runtime.failures import user_error
 
 # Seconds between two checks whether they live.
-_LOOK_INTERVAL = 5.0
+_CHECK_INTERVAL = 5.0
 # Number of consecutive standby workers of a node that failed to start, after which no more are started there.
 _MOST_FAILURES = 3
 
@@ -51,11 +51,11 @@ class StandbyPool:
         current_time = self._clock()
         with self._lock:
             if current_time >= self._check_at:
-                self._check_at = current_time + _LOOK_INTERVAL
+                self._check_at = current_time + _CHECK_INTERVAL
                 for spare in self._standbys:
                     if spare.node not in nodes:
                         spare.end()
-                self._standbys = [spare for spare in self._standbys if spare.node in nodes and self._lives(spare)]
+                self._standbys = [spare for spare in self._standbys if spare.node in nodes and self._is_alive(spare)]
             for node in nodes:
                 missing = self._per_node - sum(spare.node == node for spare in self._standbys)
                 if self._failures.get(node, 0) < _MOST_FAILURES:
@@ -65,8 +65,8 @@ class StandbyPool:
         events.emit(RunEvent(kind=Kind.STANDBY_STARTED, node=node))
         return _StandbyProcess(node, self._start(node), self._preload)
 
-    def _lives(self, spare: _StandbyProcess) -> bool:
-        why = spare.look()
+    def _is_alive(self, spare: _StandbyProcess) -> bool:
+        why = spare.check()
         if why is None:
             if spare.ready:
                 self._failures.pop(spare.node, None)
@@ -92,7 +92,7 @@ class StandbyPool:
             with self._lock:
                 candidates = [spare for spare in self._standbys if spare.node == node]
                 for spare in candidates:
-                    spare.look()
+                    spare.check()
                 if not candidates:
                     return None
                 spare = next((spare for spare in candidates if spare.ready), candidates[0])
@@ -115,7 +115,7 @@ class _StandbyProcess:
     """A standby worker.
 
     Attributes:
-        ready: Whether it has completed its start, at the last `look`.
+        ready: Whether it has completed its start, at the last `check`.
         less: The work that it could not do ahead, in one line, or None.
     """
 
@@ -124,7 +124,7 @@ class _StandbyProcess:
         self.less: str | None = None
         self._answer = actor.execute.remote(timeouts.call_with, timeouts.get(), preload)
 
-    def look(self) -> str | None:
+    def check(self) -> str | None:
         """Returns in one line why it is unusable; None as long as no failure is known."""
         if not ray.wait([self._answer], timeout=0)[0]:
             return None

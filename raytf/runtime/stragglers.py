@@ -52,14 +52,14 @@ class Straggler:
 
 
 class StragglerDetector:
-    """Compares the workers; `look` is called with all snapshots as they arrive."""
+    """Compares the workers; `detect` is called with all snapshots as they arrive."""
 
     def __init__(self) -> None:
         self._begin: Mapping[int, Mapping[str, Any]] = {}
         self._reports: list[Straggler | None] = []
         self._straggler: set[int] = set()
 
-    def look(self, snapshots: Mapping[int, Mapping[str, Any]]) -> Straggler | None:
+    def detect(self, snapshots: Mapping[int, Mapping[str, Any]]) -> Straggler | None:
         """Returns a worker that has just become a straggler, each once."""
         began = self._begin
         if began.keys() != snapshots.keys() or any(snapshots[r]["step"] < began[r]["step"] for r in snapshots):

@@ -170,7 +170,7 @@ class SnapshotStore:
             shutil.rmtree(partial, ignore_errors=True)
             raise
         if others.awaited:
-            others.look()
+            others.remove_stale_parts()
             shutil.rmtree(others.folder, ignore_errors=True)
 
     def _rename(self, partial: str, target: str) -> None:
@@ -200,7 +200,7 @@ class SnapshotStore:
         for part, is_there in others.wait():
             if not is_there:
                 self._write_remote(posixpath.join(folder, part), files[part])
-        others.look()
+        others.remove_stale_parts()
         self._inject_failure()
         self._write_remote(posixpath.join(folder, MANIFEST), [last])
 
@@ -364,7 +364,7 @@ class _OtherParts:
                 self.late_parts.append(self._index[name])
             yield name, is_there
 
-    def look(self) -> None:
+    def remove_stale_parts(self) -> None:
         """Removes parts with different bytes and records their workers in `others`."""
         if not self.late_parts:
             return

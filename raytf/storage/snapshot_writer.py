@@ -3,10 +3,8 @@
     python -m raytf.storage.snapshot_writer SOCKET BUFFER...      # descriptors, from `snapshots.SnapshotWriter`
 
 It imports neither TensorFlow nor Keras nor Ray, unless the storage's file system is a class of those. A request is a
-message of a few bytes, sent when the data in its buffer is complete: so data is written even if the sender is killed
-right after. Once the peer has gone, this process writes the remaining data, and then exits. Its time is
-`Timeouts.writer_alone` seconds with a processor, and more for many bytes. It writes held data only if the peer
-disappears unannounced.
+message of a few bytes, sent when the data in its buffer is complete. So data is written even if the sender is killed
+right after; held data only then. Limit: `Timeouts.writer_alone` seconds with a processor, more for many bytes.
 """
 
 from __future__ import annotations

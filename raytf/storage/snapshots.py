@@ -1,15 +1,7 @@
 """Snapshots of a training, sent to a process that writes them: the training only copies its arrays.
 
-    writer = SnapshotWriter(filesystem, "runs/one")
-    writer.write("step_000000000100", {"state.json": text, "seeds.npz": {"0": seed}, "model.keras": archive})
-    writer.write("step_000000000110", parts, held=True)     # written only if this process dies
-    number = writer.write("checkpoint_one", parts, pinned=True)     # no newer one replaces it
-    writer.finish(60.0, number=number)     # it is whole, or NotWrittenError explains why not
-    writer.close()
-
-Snapshots are in anonymous shared memory. Small ones have several buffers, of which the newest replaces a waiting one. A
-large one has a single buffer, so that a checkpoint needs only its own size of memory; two if some are held. Snapshots
-that come while it is written are left out; a pinned one waits. So training does not wait for slow storage.
+Snapshots are in anonymous shared memory. A small one replaces one that waits; a large one has a single buffer, and is
+left out while another is written. See docs/design/checkpoint-writer.md, and `SnapshotWriter` for an example.
 
 Over 500 lines: one class, whose methods share the state of the writing process.
 """
@@ -101,7 +93,14 @@ class _WriterProcess:
 class SnapshotWriter:
     """Sends snapshots to its own process, which writes them; for one thread of the chief.
 
-    Other threads may wait in `finish`.
+    Other threads may wait in `finish`. In use:
+
+        writer = SnapshotWriter(filesystem, "runs/one")
+        writer.write("step_000000000100", {"state.json": text, "seeds.npz": {"0": seed}, "model.keras": archive})
+        writer.write("step_000000000110", parts, held=True)     # written only if this process dies
+        number = writer.write("checkpoint_one", parts, pinned=True)     # no newer one replaces it
+        writer.finish(60.0, number=number)     # it is whole, or NotWrittenError explains why not
+        writer.close()
 
     Snapshots that were sent are written even if this process is killed. The other process ends after `close`, or when
     this process has gone, at the latest `Timeouts.writer_alone_at_most` seconds later.

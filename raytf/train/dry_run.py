@@ -64,7 +64,7 @@ def inspect(
     for block_or_error in (block, validation):
         if isinstance(block_or_error, ConfigError):
             return block_or_error
-    warning = _in_a_copy(_look_at_versions) if versions.untested_versions() else None
+    warning = _in_a_copy(_check_versions) if versions.untested_versions() else None
     if isinstance(warning, Exception):
         return warning
     trial = None if order is None else verify.trial_of(pickled, block, validation, order.batch)
@@ -97,7 +97,7 @@ def _tried(
         build_model, config, batch, names, callbacks = cloudpickle.loads(pickled)
         noted = AccessTrackingConfig(config)
         references = sys.getrefcount(noted)
-        looked = _looked(block, validation, config)
+        pipelines = _pipeline_facts(block, validation, config)
         model = check(build_model, noted, block, batch, config.get("batch_size"))
         if isinstance(block, StoredDataset) and isinstance(validation, StoredDataset):
             _check_shapes(block, validation, dataclasses.replace(batch, map=None))
@@ -106,7 +106,7 @@ def _tried(
         functions = [build_model] if callbacks is None else [build_model, callbacks]
         unread = config_keys.unread_keys(names, noted, functions, references)
         facts = None if rows is None else _facts(model, _feed(block, batch, rows))
-        return Tried(facts, identity, warning, unread, _logs(model), looked)
+        return Tried(facts, identity, warning, unread, _logs(model), pipelines)
 
     return _in_a_copy(answer)
 
@@ -116,7 +116,7 @@ def _local_rows(block: StoredDataset | TFData) -> StoredDataset | TFData | Confi
     return _in_a_copy(block.with_blocks) if isinstance(block, RecordBlocks) else block.with_blocks()
 
 
-def _look_at_versions():
+def _check_versions():
     os.environ.update(CUDA_VISIBLE_DEVICES="-1", TF_CPP_MIN_LOG_LEVEL="2")
     from raytf.parallel import step_check
 
@@ -153,7 +153,7 @@ class Tried:
         unread: Keys of the config that nothing read, see `config_keys.unread_keys`.
         logs: Names of an epoch's metrics and of its validation's, without metrics of callbacks; None if the model has
             its own step.
-        looked: Properties of pipelines, by name of the dataset.
+        pipelines: Properties of pipelines, by name of the dataset.
         proof: Result of the comparison of two workers with one device, or None.
         running: The comparison if it continues in the process that ran `inspect`, or None.
     """
@@ -163,7 +163,7 @@ class Tried:
     warning: str | None = None
     unread: dict[str, str] = dataclasses.field(default_factory=dict)
     logs: tuple[str, ...] | None = None
-    looked: dict[str, PipelineFacts] = dataclasses.field(default_factory=dict)
+    pipelines: dict[str, PipelineFacts] = dataclasses.field(default_factory=dict)
     proof: verify.Proof | None = None
     running: verify.Running | None = None
 
@@ -366,7 +366,7 @@ def _feed(block: StoredDataset | TFData, batch: BatchSpec, rows: int):
     return open_feed(block, batch, Sampling(global_batch=rows), saved={"steps": 1})
 
 
-def _looked(
+def _pipeline_facts(
     block: StoredDataset | TFData, validation: StoredDataset | TFData | None, config: Mapping
 ) -> dict[str, PipelineFacts]:
     from raytf.data import pipeline
@@ -374,7 +374,9 @@ def _looked(
     sampling = Sampling(global_batch=config["batch_size"])
     given = {"train": block, "validation": validation}
     return {
-        name: pipeline.look(dataset, sampling, name) for name, dataset in given.items() if isinstance(dataset, TFData)
+        name: pipeline.inspect(dataset, sampling, name)
+        for name, dataset in given.items()
+        if isinstance(dataset, TFData)
     }
 
 

@@ -62,7 +62,7 @@ def _seconds_to_end(workers: Sequence) -> float:
     return timeouts.Pace.slowest(paces).deadline(limits.run_end, copies=1) if paces else limits.run_end
 
 
-class Ending:
+class GracefulStop:
     """Handles signals while a `with` block runs in the main thread; other threads receive none.
 
     Args:
@@ -79,7 +79,7 @@ class Ending:
         self.number: int | None = None
         self._received_at = 0.0
         self._raised: StoppedError | None = None
-        self._heard: Callable[[], object] | None = None
+        self._on_request: Callable[[], object] | None = None
         self._changed = threading.Event()
         self._old_handlers: dict[int, object] = {}
         self._recording = contextlib.ExitStack()
@@ -88,9 +88,9 @@ class Ending:
         """Records the events of this process in a run's folder until the context ends; see `events.Recorder`."""
         self._recording.enter_context(events.recorded(events.Recorder(filesystem, run)))
 
-    def __enter__(self) -> Ending:
+    def __enter__(self) -> GracefulStop:
         if threading.current_thread() is threading.main_thread():
-            self._old_handlers = {number: signal.signal(number, self._hear) for number in self._signals}
+            self._old_handlers = {number: signal.signal(number, self._on_signal) for number in self._signals}
         return self
 
     def __exit__(self, kind, error, traceback) -> None:
@@ -99,34 +99,34 @@ class Ending:
         lost = kind is SystemExit and self._raised is not None  # Ray raises it for any error during its waits
         error = self._raised if lost else error
         if isinstance(error, StoppedError):  # Python exits with its code, and prints nothing
-            self._tell(Kind.STOPPED, error.where, error.step)
+            self._emit(Kind.STOPPED, error.where, error.step)
         self._recording.close()
         if lost:
             raise error from None
 
-    def _hear(self, number, frame) -> None:
+    def _on_signal(self, number, frame) -> None:
         received_at = time.monotonic()
         if self.number is not None and received_at - self._received_at < _SAME_INTERVAL:
             return
         repeated, self.number, self._received_at = self.number is not None, self.number or number, received_at
-        if repeated or self._heard is None or self._heard() is False:
+        if repeated or self._on_request is None or self._on_request() is False:
             self._raised = StoppedError(self.number, self._at_once)
             raise self._raised
 
     @contextlib.contextmanager
-    def calls(self, heard: Callable[[], object]) -> Iterator[None]:
+    def calls(self, on_request: Callable[[], object]) -> Iterator[None]:
         """Calls a function at the first signal, until the context ends; raises at once if it returns False."""
-        self._heard = heard
+        self._on_request = on_request
         try:
             yield
         finally:
-            self._heard = None
+            self._on_request = None
 
     def emit_stop_requested(self, more: str = "the run stops after this step; a second signal ends it at once") -> None:
         """Emits the event that all workers are requested to stop after a step."""
-        self._tell(Kind.STOP_REQUESTED, more)
+        self._emit(Kind.STOP_REQUESTED, more)
 
-    def _tell(self, kind: Kind, more: str, step: int | None = None) -> None:
+    def _emit(self, kind: Kind, more: str, step: int | None = None) -> None:
         events.emit(RunEvent(kind=kind, step=step, why=signal.Signals(self.number).name, more=more))
 
     def result_of(self, future: concurrent.futures.Future, workers: Callable[[], Sequence]):
@@ -170,13 +170,13 @@ class Ending:
     def run_in_process(self, train: Callable):
         """Runs a training in this process; a signal stops it after a step if possible."""
 
-        def heard():
-            if not stop.stop_barrier.ask(stop.STOP):
+        def on_request():
+            if not stop.stop_barrier.request(stop.STOP):
                 raise StoppedError(self.number, "ended before it had begun a step; nothing is lost")
-            stop.stop_barrier.stop_after(stop.stop_barrier.ask(stop.STOP))
+            stop.stop_barrier.stop_after(stop.stop_barrier.request(stop.STOP))
 
         stop.stop_barrier.reset()
-        with self.calls(heard) if self._after_step else contextlib.nullcontext():
+        with self.calls(on_request) if self._after_step else contextlib.nullcontext():
             return train()
 
     def check(self, result, folder: RunFolder) -> None:
@@ -218,7 +218,7 @@ def end_of_drained(workers: Sequence, stay: bool) -> bool:
 
     Args:
         workers: Actors, as in `agree`.
-        stay: Whether other workers can replace them; otherwise the run ends, see `Ending.check`.
+        stay: Whether other workers can replace them; otherwise the run ends, see `GracefulStop.check`.
     """
     return _end(workers, stop.DRAIN if stay else stop.STOP, "a node is drained")
 

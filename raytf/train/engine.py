@@ -89,7 +89,7 @@ class Engine:
         elastic = not isinstance(self._scaling.num_workers, int)
         environment = worker_environment(self._run_config, self._scaling)
         environment["env_vars"] = get_env_vars_to_propagate() | environment["env_vars"]
-        after_step, heals, warm_up_job = trainer.shown is not None, trainer.heals, trainer.warm_up_job
+        after_step, recovers, warm_up_job = trainer.shown is not None, trainer.recovers, trainer.warm_up_job
         stays = elastic and after_step and setup.config.communication == "auto" and resources.only_cpus(self._scaling)
         limits = self._run_config.failure_config
         preemption = ray_configs.of_preemption(limits)
@@ -113,7 +113,7 @@ class Engine:
                 most=resources.most_workers(self._scaling),
                 failures_left=float("inf") if limits.max_failures == -1 else limits.max_failures,
                 preemptions_left=float("inf") if preemption.limit == -1 else preemption.limit,
-                recovers=heals,
+                recovers=recovers,
                 ends_after_step=after_step,
             )
         )
@@ -231,7 +231,7 @@ class Engine:
         self._launch.check()
         self._list.tick()
         if self._elastic is not None:
-            self._elastic.look(group)
+            self._elastic.check(group)
 
     def _next_size(self, group: RunGroup, errors: dict[int, Exception]) -> int:
         """Ends a group; returns the size of the next one, unless the run fails."""
@@ -300,7 +300,7 @@ class _Elastic:
         self.suspects: set[str] = set()
         given = spec.scaling.elastic_resize_monitor_interval_s
         self._resize_interval = _RESIZE_INTERVAL if given == _RAYS_RESIZE_INTERVAL else given
-        self._look_at = self._not_before = 0.0
+        self._next_check = self._not_before = 0.0
         self._late_at = float("inf")  # when a requested stop after a step is overdue
 
     def _free(self) -> dict[str, dict[str, float]]:
@@ -324,18 +324,18 @@ class _Elastic:
                 selectors = ray_configs.label_selectors(self._spec.scaling, size)
                 hold(size, selectors=reservation.avoid_nodes(selectors, size, silent))
                 if group_reservation.wait(_ELASTIC_WAIT_INTERVAL):
-                    self._look_at = time.monotonic() + self._resize_interval
+                    self._next_check = time.monotonic() + self._resize_interval
                     return size
                 group_reservation.drop()
             time.sleep(_COUNT_INTERVAL)
             free = self._free()
 
-    def look(self, group: RunGroup) -> None:
+    def check(self, group: RunGroup) -> None:
         """Starts a change of the number of workers if there is room for another one."""
         now, state = time.monotonic(), self._decisions.state
-        if now < self._look_at:
+        if now < self._next_check:
             return
-        self._look_at = now + self._resize_interval
+        self._next_check = now + self._resize_interval
         if state.phase is Phase.TRAINING:
             self._late_at = float("inf")
         late = now >= self._late_at

@@ -29,12 +29,12 @@ class EngineTrainer(DataParallelTrainer):
         launch: The processes that it uses, or None to start them.
         sidecar: A process in addition to the workers: an `evaluator.EvaluatorSidecar`, or None.
         shown: (names of datasets, config) for Ray's dashboard, of a train loop with its own datasets; or None.
-        heals: Whether a lost worker is replaced in place if possible.
+        recovers: Whether a lost worker is replaced in place if possible.
         warm_up_job: `job.TrainJob` for the warm-up step of standby workers, or None.
     """
 
     _cancelled = False
-    _ending: ends.Ending | None = None
+    _ending: ends.GracefulStop | None = None
 
     def __init__(
         self,
@@ -43,11 +43,11 @@ class EngineTrainer(DataParallelTrainer):
         launch: Startup | None = None,
         sidecar=None,
         shown=None,
-        heals=False,
+        recovers=False,
         warm_up_job=None,
         **kwargs,
     ):
-        self._launch, self.sidecar, self.shown, self.heals = launch, sidecar, shown, heals
+        self._launch, self.sidecar, self.shown, self.recovers = launch, sidecar, shown, recovers
         self.warm_up_job = warm_up_job
         run_config = copy.copy(run_config) if run_config else RunConfig()
         run_config.worker_runtime_env = worker_environment(run_config, kwargs.get("scaling_config"))

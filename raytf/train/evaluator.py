@@ -38,7 +38,7 @@ PREFIX = "eval_"
 # evaluator gives up: their memory and time belong to the training.
 _TRIES, _CHECKPOINTS_IN_A_ROW = 2, 2
 _GIVEN_UP = f"the evaluator was given up, as it died or did not start for {_CHECKPOINTS_IN_A_ROW} checkpoints in a row"
-_LOOK_INTERVAL = 2.0
+_CHECK_INTERVAL = 2.0
 
 
 class Evaluator:
@@ -257,13 +257,13 @@ def _evaluated(record: Record, checkpoint: Checkpoint) -> dict[str, float]:
                     raise _FrozenError(f"the evaluator was frozen: {watching.ended['evaluator']}") from error
                 if begun or time.monotonic() >= late:
                     raise
-                time.sleep(_LOOK_INTERVAL)
+                time.sleep(_CHECK_INTERVAL)
 
 
 def _follow(ref, record: Record, asked: str, late: float, watching: ProcessKiller) -> bool:
     """Blocks until a call ends; returns whether its evaluation had begun."""
     while True:
-        done, _ = ray.wait([ref], timeout=_LOOK_INTERVAL)
+        done, _ = ray.wait([ref], timeout=_CHECK_INTERVAL)
         begun = record.entries.get("begun") == asked
         if done:
             return begun

@@ -31,7 +31,7 @@ from raytf.train.recovery_coordinator import RAISE_LIMIT, REPLACING, RESTARTING,
 from raytf.worker.stop import DRAIN, MovedError
 
 # Seconds between two checks of all that sends no event.
-_LOOK_INTERVAL = 0.2
+_CHECK_INTERVAL = 0.2
 # Seconds between two looks at a recovery, and for which a worker that joins waits for an event.
 SOON_INTERVAL = 0.02
 # If workers fail only by another's loss, a worker that is silent for so many seconds is the lost one.
@@ -112,7 +112,7 @@ class EventGroup:
         self._made = 0  # steps that the groups before have made, for the first hang detection of this one
         self._joining: dict[Any, Member] = {}  # by the ref of the next event
         limit = self.config.hang_timeout_s
-        self._watchdog = ProcessKiller(
+        self._process_killer = ProcessKiller(
             STOPPED_INTERVAL if limit is None else max(1.0, limit - POLL_INTERVAL), self._words
         )
 
@@ -140,7 +140,7 @@ class EventGroup:
 
     def _see(self, rank: int, location: ProcessLocation) -> None:
         self.places[rank] = location
-        self._watchdog.watch(rank, location)
+        self._process_killer.watch(rank, location)
 
     def _words(self, rank: int) -> tuple[str, str]:
         hangs = self._hangs
@@ -155,13 +155,13 @@ class EventGroup:
     def _begin_following(self, calls: dict[Any, int]) -> None:
         """Starts to follow the workers, by the ref of the next event of each."""
         now = time.monotonic()
-        self._heard = dict.fromkeys(range(len(self.members)), now)
+        self._answered_at = dict.fromkeys(range(len(self.members)), now)
         self._errors: dict[int, Exception] = {}
         self._waits: set[int] = set()  # ranks that wait for the next ring
         self._stale: set[Any] = set()  # refs from before a recovery: what waited then may have gone on
         self._failed_at: float | None = None
         self._pending = calls
-        self._watchdog.heard(*self._heard)
+        self._process_killer.mark_alive(*self._answered_at)
 
     def _poll(self, rank: int) -> None:
         self._pending[self.members[rank].actor.next_event.remote()] = rank
@@ -169,9 +169,9 @@ class EventGroup:
     def _follow(self) -> None:
         """Takes the next events of all workers."""
         if not self._pending:
-            time.sleep(_LOOK_INTERVAL)  # all wait for one that has failed
+            time.sleep(_CHECK_INTERVAL)  # all wait for one that has failed
             return
-        ray.wait(list(self._pending), timeout=_LOOK_INTERVAL)
+        ray.wait(list(self._pending), timeout=_CHECK_INTERVAL)
         done, _ = ray.wait(list(self._pending), num_returns=len(self._pending), timeout=0)
         for ref in done:
             rank = self._pending.pop(ref)
@@ -179,8 +179,8 @@ class EventGroup:
             if isinstance(event, RayError):
                 self._errors[rank] = event
                 continue
-            self._heard[rank] = time.monotonic()
-            self._watchdog.heard(rank)
+            self._answered_at[rank] = time.monotonic()
+            self._process_killer.mark_alive(rank)
             if isinstance(event, Wait) and ref not in self._stale:
                 self._waits.add(rank)
             elif event is None:
@@ -196,10 +196,10 @@ class EventGroup:
         Raises:
             LostGroupError: The group has ended.
         """
-        for rank, how in list(self._watchdog.ended.items()):
-            self._errors[rank] = WorkerFrozenError(how, self._watchdog.last_words.get(rank, ""))
+        for rank, how in list(self._process_killer.ended.items()):
+            self._errors[rank] = WorkerFrozenError(how, self._process_killer.last_words.get(rank, ""))
         for rank, error in list(self._hangs.ended.items()) if self._hangs is not None else ():
-            if rank not in self._watchdog.ended:
+            if rank not in self._process_killer.ended:
                 self._errors[rank] = error
         event = decisions.happened([seen(self._errors.get(member.rank)) for member in self.members])
         if event is None and self._errors:
@@ -255,9 +255,9 @@ class EventGroup:
         """Returns the event for workers that fail by another's loss, if that loss itself shows in no way."""
         self._failed_at = self._failed_at or now
         silent = {
-            rank: now - self._heard[rank]
+            rank: now - self._answered_at[rank]
             for rank in self._pending.values()
-            if now - self._heard[rank] >= _SILENT_INTERVAL
+            if now - self._answered_at[rank] >= _SILENT_INTERVAL
         }
         if not silent:
             return decisions.Failed(frozenset(self._errors)) if now - self._failed_at >= _LOSS_INTERVAL else None
@@ -328,13 +328,13 @@ class EventGroup:
         for rank, member in tried.new.items():
             self.members[rank] = member
             self._errors.pop(rank, None)
-            self._watchdog.ended.pop(rank, None)
-            self._watchdog.last_words.pop(rank, None)
-            self._watchdog.gone.pop(rank, None)
-            self._watchdog.watch(rank, self.places[rank])
+            self._process_killer.ended.pop(rank, None)
+            self._process_killer.last_words.pop(rank, None)
+            self._process_killer.gone.pop(rank, None)
+            self._process_killer.watch(rank, self.places[rank])
             if rank not in self._pending.values():
                 self._poll(rank)
-        self._heard = dict.fromkeys(self._heard, time.monotonic())
+        self._answered_at = dict.fromkeys(self._answered_at, time.monotonic())
         self._failed_at = None
 
     def _give_up(self, tried: RecoveryCoordinator, action: decisions.Action) -> None:
@@ -391,7 +391,7 @@ class EventGroup:
     def end(self, actors: Iterable[Any]) -> None:
         """Ends these workers, and all that watches the group."""
         self._stop_watching_for_hangs()
-        self._watchdog.close()
+        self._process_killer.close()
         for actor in actors:
             ray.kill(actor)
 

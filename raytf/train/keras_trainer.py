@@ -273,10 +273,27 @@ class KerasTrainer:
             StoppedError: SIGTERM or SIGINT came (to the main thread), or the run cannot leave a drained node. That is
                 the driver's node, or the node of the coordinator of parameter servers. Contains the saved step, and is
                 a `SystemExit`.
+
+        Example:
+            >>> import keras, pandas, ray, raytf
+            >>> def build_model(config):
+            ...     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+            ...     model.compile("sgd", "mse")
+            ...     return model
+            >>> trainer = raytf.KerasTrainer(
+            ...     build_model,
+            ...     config={"batch_size": 16, "epochs": 1},
+            ...     datasets={"train": ray.data.from_pandas(pandas.DataFrame({"x": range(64), "y": range(64)}) / 64)},
+            ...     features="x",
+            ...     labels="y",
+            ...     scaling_config=ray.train.ScalingConfig(num_workers=2),
+            ... )
+            >>> sorted(trainer.fit().metrics)
+            ['epoch', 'loss']
         """
         with phases_module.show_phases(self.progress, phases_module.starting_phase(self._finished())) as phases:
             inner = place_workers(self)  # may start Ray, which takes SIGTERM for itself
-            with ends.Ending() as ending:
+            with ends.GracefulStop() as ending:
                 return self._fit_placed(inner, ending, phases)
 
     def _finished(self) -> str | None:
@@ -285,7 +302,9 @@ class KerasTrainer:
             return None
         return results.has_ended(self.run_config, self.config["epochs"])
 
-    def _fit_placed(self, inner: ScalingConfig, ending: ends.Ending, phases: phases_module.Phases) -> ray.train.Result:
+    def _fit_placed(
+        self, inner: ScalingConfig, ending: ends.GracefulStop, phases: phases_module.Phases
+    ) -> ray.train.Result:
         """Trains as the only driver of the run's folder."""
         run_config = self.run_config
         if self.resume is not True:  # otherwise the name is an existing run's
@@ -431,7 +450,7 @@ class KerasTrainer:
                 "Use shuffle='window', or materialize=True if Ray may put it on disk",
             )
         interval = arguments.checkpoint_interval(self.checkpoint_every, self.tensorflow_config)
-        by_epochs = isinstance(blocks["train"], TFData) and blocks["train"].looked.resume_unit == "epoch"
+        by_epochs = isinstance(blocks["train"], TFData) and blocks["train"].facts.resume_unit == "epoch"
         return TrainJob(
             build_model=self.build_model,
             callbacks=self.callbacks,
@@ -448,12 +467,12 @@ class KerasTrainer:
             validate=self.evaluator or self.validation_config is not None,
             checkpoint_every=CheckpointInterval() if by_epochs and self.checkpoint_every == "auto" else interval,
             memory_every=arguments.memory_steps(self.memory_every, self.strategy),
-            heals=self._heals() and not by_epochs,
+            recovers=self._recovers() and not by_epochs,
             fewest=resources.fewest_workers(self.scaling_config) if self.elastic_batch == "scale" else None,
             nan=self.nan,
         )
 
-    def _heals(self) -> bool:
+    def _recovers(self) -> bool:
         """Returns whether a lost worker is replaced in place."""
         return self.tensorflow_config.heal and not self.num_ps and arguments.survives_failures(self.run_config)
 
@@ -517,8 +536,8 @@ class KerasTrainer:
             sidecar=sidecar,
             shown=(list(self.datasets), self.config),
             dataset_config=self.dataset_config,
-            heals=task.heals,
-            warm_up_job=task if task.heals and self.tensorflow_config.spares else None,
+            recovers=task.recovers,
+            warm_up_job=task if task.recovers and self.tensorflow_config.spares else None,
         )
         if task.board is None:
             return inner.fit()
@@ -568,13 +587,13 @@ class KerasTrainer:
         outcome = processes.ask(inspect, pickled, blocks["train"].first(), rows, order, validation)
         if isinstance(outcome, Exception):
             raise outcome
-        blocks.update({name: blocks[name].with_look(seen) for name, seen in outcome.looked.items()})
+        blocks.update({name: blocks[name].with_facts(seen) for name, seen in outcome.pipelines.items()})
         if outcome.warning is not None:
             logger.warning(outcome.warning)
         if outcome.unread:
             warnings.warn(config_keys.unread_warning(outcome.unread), stacklevel=5)
         if outcome.proof is not None:
-            verify.tell(outcome.proof, self.verify)
+            verify.report_proof(outcome.proof, self.verify)
         return outcome
 
     def _comparison(self, may_continue: bool) -> verify.Order | None:

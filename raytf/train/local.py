@@ -83,11 +83,11 @@ class _LocalChannel(Channel):
         if self._cancelled():
             raise TrainingError(None, "it was cancelled")
 
-    def tell(self, event) -> None:
+    def send(self, event) -> None:
         if isinstance(event, Report):
             self.list.take([event], self._run)
 
-    def ask(self, kind: str, value: Any = None) -> Any:
+    def request(self, kind: str, value: Any = None) -> Any:
         return value if kind == "meet" else self.list.answer(kind)
 
 

@@ -219,7 +219,7 @@ def _plan(trainer: KerasTrainer, phases: phases_module.Phases) -> Plan:
 def _rows(trainer: KerasTrainer, dataset: stored.StoredDataset | TFData) -> int | None:
     """Returns the rows of an epoch; for a pipeline those of its steps if known, as full batches."""
     if isinstance(dataset, TFData):
-        return None if dataset.looked.steps is None else dataset.looked.steps * trainer.config["batch_size"]
+        return None if dataset.facts.steps is None else dataset.facts.steps * trainer.config["batch_size"]
     with stored.quiet(), streamed.watched("train"):
         return trainer.datasets["train"].count()
 

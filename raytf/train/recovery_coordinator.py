@@ -29,7 +29,7 @@ from raytf.timeouts import Pace
 from raytf.train import backend
 
 # Seconds for which a worker that does not wait yet delays its answer; it answers no other call meanwhile.
-_LOOK_INTERVAL = 0.1
+_CHECK_INTERVAL = 0.1
 # Seconds between two checks for room for a process.
 _ROOM_INTERVAL = 0.5
 
@@ -228,7 +228,7 @@ class RecoveryCoordinator:
         deadline = time.monotonic() + timeouts.get().replacement_start
         next_check = 0.0
         while starting.is_alive() and time.monotonic() < deadline:
-            starting.join(_LOOK_INTERVAL)
+            starting.join(_CHECK_INTERVAL)
             if time.monotonic() >= next_check:
                 if not self._group.has_room(self.lost):
                     raise RecoveryFailedError("no node has room for a replacement worker")
@@ -308,8 +308,11 @@ class RecoveryCoordinator:
     ) -> None:
         calls = []
         for rank, worker in self._made.items():
-            agreed = {**state.agreed, "missing": state.agreed["reports"] - self._group.reported.get(rank, 0)}
-            replacement_state = dataclasses.replace(state, worker_state=owned[rank], agreed=agreed)
+            shared_state = {
+                **state.shared_state,
+                "missing": state.shared_state["reports"] - self._group.reported.get(rank, 0),
+            }
+            replacement_state = dataclasses.replace(state, worker_state=owned[rank], shared_state=shared_state)
             calls.append(worker.actor.execute.remote(recovery_client.set_replacement_state, replacement_state))
         self._ask(calls, "a place in the training", self._pace.deadline(timeouts.get().recovery_answer, copies=1))
         allowed, cores = self._group.config.listening, self._group.cores
@@ -337,7 +340,7 @@ class RecoveryCoordinator:
         while True:
             ranks = [rank for rank in workers if rank not in states]
             replies = self._ask(
-                [workers[rank].actor.poll_recovery_state.remote(_LOOK_INTERVAL) for rank in ranks], action, seconds
+                [workers[rank].actor.poll_recovery_state.remote(_CHECK_INTERVAL) for rank in ranks], action, seconds
             )
             for rank, (state, error) in zip(ranks, replies, strict=True):
                 if error is not None and not (isinstance(state, str) and is_consequence(error)):
@@ -377,7 +380,7 @@ def replays_from_boundary(waiting: Mapping[int, BlockedWorker], lost: Collection
     passed = [waiting[(rank + 1) % size].peer_messages for rank in lost if (rank + 1) % size in waiting]
     # the last message of a lost worker may be older than the epoch in whose first step the others are
     outdated = any(tags.isdisjoint(tag for tag, _ in item) for item in passed)
-    if len(tags) == 1 and not outdated and not any(item.between or item.met for item in waiting.values()):
+    if len(tags) == 1 and not outdated and not any(item.at_boundary or item.has_exchanged for item in waiting.values()):
         return False
     if len(boundaries) == 1 and None not in boundaries:
         return True

@@ -68,6 +68,11 @@ def show_result(result: Result, console: Console | None = None) -> None:
     Args:
         result: The `ray.train.Result` of a `KerasTrainer`.
         console: A `rich.console.Console`; that of stdout by default.
+
+    Example:
+        >>> import ray.train, raytf
+        >>> result = ray.train.Result(metrics={"loss": 0.5}, checkpoint=None, error=None, path="runs/digits")
+        >>> raytf.show_result(result)    # or of trainer.fit()
     """
     console = console or Console()
     console.print("result of the last epoch")  # not as a title, which a narrow table would break

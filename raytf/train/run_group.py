@@ -99,7 +99,7 @@ class RunGroup(EventGroup):
             calls = [self.settle(member, addresses, token, pinned[member.rank]) for member in self.members]
             self._answers(calls, timeouts.get().process_setup, "its environment")
         except BaseException as error:
-            frozen = dict(self._watchdog.ended)
+            frozen = dict(self._process_killer.ended)
             self.close()
             if not frozen:
                 raise
@@ -153,13 +153,13 @@ class RunGroup(EventGroup):
         self._list, self._context = listed, context
         self._begin_following({})
         self._received: dict[int, deque] = defaultdict(deque)
-        self._process_reports = dict.fromkeys(self._heard, 0)  # reports of each rank's process
+        self._process_reports = dict.fromkeys(self._answered_at, 0)  # reports of each rank's process
         self._values: dict[int, Any] = {}
         self._asking: dict[int, tuple[Member, Request, float]] = {}
         self._gathered: dict[int, Any] = {}
         self._drains_at = time.monotonic()
         self._watch_for_hangs()
-        for rank in self._heard:
+        for rank in self._answered_at:
             self._poll(rank)
         while len(self._values) < len(self.members):
             self._follow()
@@ -169,7 +169,7 @@ class RunGroup(EventGroup):
                 self._judge()
             if not self._errors:
                 self._keep_spares()
-                self._look_at_drains()
+                self._check_drains()
             tick(self)
         return self._values[0]
 
@@ -260,7 +260,7 @@ class RunGroup(EventGroup):
             self._spares = StandbyPool(self.config.spares, self._spec.start_process, begin)
         self._spares.keep(set(self.nodes))
 
-    def _look_at_drains(self) -> None:
+    def _check_drains(self) -> None:
         """Stops the workers after a step as soon as one of their nodes is drained.
 
         If the driver's node is drained, no other workers can be started, and the run ends.

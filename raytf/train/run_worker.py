@@ -90,13 +90,13 @@ class Channel:
     def check(self) -> None:
         """Raises an error if the run is over, at the begin of each report."""
 
-    def tell(self, event: Report | Request | LoopEnded) -> None:
+    def send(self, event: Report | Request | LoopEnded) -> None:
         """Sends an event; blocks until the driver has taken the one before."""
         self.events.put(event)
 
-    def ask(self, kind: str, value: Any = None) -> Any:
+    def request(self, kind: str, value: Any = None) -> Any:
         """Returns the driver's answer to a `Request`."""
-        self.tell(Request(kind, value))
+        self.send(Request(kind, value))
         return self.answers.get()
 
     def wake(self) -> None:
@@ -117,7 +117,7 @@ class RunTrainFnUtils(TrialTrainFnUtils):
     """
 
     def __init__(self, channel: Channel, job: RunJob):
-        super().__init__(channel, job.trial_setup, lambda value: channel.ask("meet", value), "")
+        super().__init__(channel, job.trial_setup, lambda value: channel.request("meet", value), "")
         self._channel, self._storage, self._validates = channel, job.storage, job.validates
         self._context = TrialContext(job.name, channel.rank, job.trial_setup, job.storage)
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "raytf_reports")
@@ -174,15 +174,15 @@ class RunTrainFnUtils(TrialTrainFnUtils):
         self._channel.check()
         self.reports += 1
 
-        def tell() -> None:
+        def send_report() -> None:
             try:
-                self._channel.tell(Report(metrics, *checkpoint_of()))
+                self._channel.send(Report(metrics, *checkpoint_of()))
             except Exception as error:  # an error in this thread would be lost
                 self._failed = error
-                self._channel.tell(LoopEnded(error=with_stack(error)))
+                self._channel.send(LoopEnded(error=with_stack(error)))
                 raise
 
-        self._last = self._thread.submit(tell)
+        self._last = self._thread.submit(send_report)
         return self._last
 
     def settle(self) -> None:
@@ -195,19 +195,19 @@ class RunTrainFnUtils(TrialTrainFnUtils):
         """Drops reports that wait."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def tell_of_loss(self) -> None:
+    def report_loss(self) -> None:
         """Has the driver look after the workers."""
         self._channel.wake()
 
     def get_checkpoint(self):
-        return self._channel.ask("checkpoint")
+        return self._channel.request("checkpoint")
 
     def get_all_reported_checkpoints(
         self, consistency_mode=CheckpointConsistencyMode.VALIDATED, timeout_s=None
     ) -> list[ReportedCheckpoint]:
         if self._last is not None:
             concurrent.futures.wait([self._last], timeout_s)
-        return self._channel.ask("reported", (consistency_mode is CheckpointConsistencyMode.VALIDATED, timeout_s))
+        return self._channel.request("reported", (consistency_mode is CheckpointConsistencyMode.VALIDATED, timeout_s))
 
 
 def with_stack(error: BaseException) -> Exception:
@@ -245,7 +245,7 @@ class RunWorker(MemberProcess):
             utils.close()
         finally:
             set_train_fn_utils(None)
-        channel.tell(ended)
+        channel.send(ended)
 
     def next_event(self, seconds: float = _BEAT_INTERVAL) -> Any:
         """Returns the next event of the training; after a timeout None, or `Wait` if it waits for a ring.

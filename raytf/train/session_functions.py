@@ -25,7 +25,7 @@ from raytf.worker.session import ReportedFiles
 from raytf.worker.trial_session import TrialSession
 
 # Seconds between two checks for drained nodes.
-_LOOK_INTERVAL = 1.0
+_CHECK_INTERVAL = 1.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -92,7 +92,7 @@ class TrialTrainFnUtils(TrainFnUtils):
         self._session, self._trial_setup, self._broadcast, self._folder = session, trial_setup, broadcast, folder
         self._context = TrialContext(session.name, session.rank, trial_setup)
         self._shards: dict[str, Any] = {}
-        self._looked, self._drained = -_LOOK_INTERVAL, None
+        self._last_check, self._drained = -_CHECK_INTERVAL, None
 
     def report(
         self,
@@ -151,9 +151,9 @@ class TrialTrainFnUtils(TrainFnUtils):
         """Returns which of the trial's nodes are drained; all workers must call it, as under Ray Train."""
         info = None
         if self._session.rank == 0:
-            if time.monotonic() - self._looked >= _LOOK_INTERVAL:
+            if time.monotonic() - self._last_check >= _CHECK_INTERVAL:
                 self._drained = preemption(self._trial_setup.nodes, ray_core.draining())
-                self._looked = time.monotonic()
+                self._last_check = time.monotonic()
             info = self._drained
         return self._broadcast(info)
 

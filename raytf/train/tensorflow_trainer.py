@@ -145,7 +145,7 @@ class TensorflowTrainer(EngineTrainer):
             connect(
                 resources.run_bundles(self.scaling_config, self._servers)
             )  # may start Ray, which replaces the handler of SIGTERM
-        with ends.Ending(after_step=False) as self._ending:
+        with ends.GracefulStop(after_step=False) as self._ending:
             return self._fit_placed()
 
     def _fit_placed(self) -> ray.train.Result:

@@ -47,7 +47,7 @@ _MOST_ROWS, _MOST_BYTES, _ROWS_AFTER = 1024, 4 << 20, 5
 # Seconds for which a caller waits for a comparison that continues after it, and for one that does not.
 _START_WAIT, _WAIT = 0.5, 4.0
 # Seconds between two checks whether the caller lives.
-_LOOK_INTERVAL = 0.5
+_CHECK_INTERVAL = 0.5
 # Seconds between two requests of the driver for the result of a running comparison.
 _POLL_INTERVAL = 1.0
 
@@ -274,10 +274,10 @@ class Following:
             self._processes.compares = False
             self._processes.end_asked()
         if self._well or proof is not NOT_IN_TIME:
-            tell(proof, "warn")
+            report_proof(proof, "warn")
 
 
-def tell(proof: Proof, word: str) -> None:
+def report_proof(proof: Proof, word: str) -> None:
     """Warns of the differences of a proof; logs in a line if the result is unknown.
 
     Args:
@@ -409,7 +409,7 @@ class _Supervisor:
             poll.register(descriptor, select.POLLIN)
         try:
             while running:
-                for descriptor, _ in poll.poll(_LOOK_INTERVAL * 1000):
+                for descriptor, _ in poll.poll(_CHECK_INTERVAL * 1000):
                     poll.unregister(descriptor)
                     os.waitpid(running.pop(descriptor).pid, 0)
                     os.close(descriptor)

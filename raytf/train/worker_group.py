@@ -76,10 +76,10 @@ class WorkerGroupLostError(RaytfError, ConnectionError):
     """A worker died, or failed while the others did not: the worker group cannot be used any more.
 
     Attributes:
-        unhealed: Why the worker was not replaced in place, as a clause, if that was tried; or None.
+        why_not_recovered: Why the worker was not replaced in place, as a clause, if that was tried; or None.
     """
 
-    unhealed: str | None = None
+    why_not_recovered: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +93,7 @@ class TrialRun:
         files: Files of the checkpoint to resume from, by name, or None.
         trial_setup: Arguments of the loop's `session_functions.TrialSetup`, without the nodes.
         step_checkpoints: Where it saves checkpoints within its epochs, or None.
-        heals: Number of lost workers that are replaced in place if possible.
+        max_recoveries: Number of lost workers that are replaced in place if possible.
     """
 
     train: Callable
@@ -102,7 +102,7 @@ class TrialRun:
     files: dict[str, bytes] | None = None
     trial_setup: dict[str, Any] = field(default_factory=dict)
     step_checkpoints: TrialCheckpointDir | None = None
-    heals: float = 0
+    max_recoveries: float = 0
 
 
 class WorkerGroup(EventGroup):
@@ -207,8 +207,8 @@ class WorkerGroup(EventGroup):
             workers=workers,
             fewest=workers,
             most=workers,
-            failures_left=job.heals,
-            recovers=job.heals > 0,
+            failures_left=job.max_recoveries,
+            recovers=job.max_recoveries > 0,
             asks_again=False,
             phase=Phase.TRAINING,
         )
@@ -263,7 +263,7 @@ class WorkerGroup(EventGroup):
         return "", ""  # the others wait for its report, too
 
     def _judge(self) -> None:
-        for rank, how in list(self._watchdog.gone.items()):  # Ray would notice it later
+        for rank, how in list(self._process_killer.gone.items()):  # Ray would notice it later
             self._errors[rank] = WorkerFrozenError(how)
         super()._judge()
 
@@ -276,7 +276,7 @@ class WorkerGroup(EventGroup):
             return
         if time.monotonic() - self._first_error_at < timeouts.get().alike_failures:
             return
-        if (frozen := self._watchdog.stopped_process()) is not None:
+        if (frozen := self._process_killer.stopped_process()) is not None:
             raise WorkerGroupLostError(
                 self._frozen(frozen.keys[0], f"its process {frozen.location.pid} is {frozen.how}")
             )
@@ -285,15 +285,15 @@ class WorkerGroup(EventGroup):
 
     def _lost_group(self, lost: LostGroupError) -> WorkerGroupLostError:
         rank, error = min(lost.errors.items())
-        if rank in self._watchdog.gone:
-            error_found = WorkerGroupLostError(self._watchdog.gone[rank])
-        elif rank in self._watchdog.ended:
-            error_found = WorkerGroupLostError(self._frozen(rank, self._watchdog.ended[rank]))
+        if rank in self._process_killer.gone:
+            error_found = WorkerGroupLostError(self._process_killer.gone[rank])
+        elif rank in self._process_killer.ended:
+            error_found = WorkerGroupLostError(self._frozen(rank, self._process_killer.ended[rank]))
         elif isinstance(error, WorkerFrozenError):
             error_found = WorkerGroupLostError(f"worker {rank} hangs: {error}\n{error.stack}")
         else:
             error_found = WorkerGroupLostError(f"worker {rank} of the trial was lost: {error}")
-        error_found.unhealed = lost.why or None
+        error_found.why_not_recovered = lost.why or None
         return error_found
 
     def _describe_end(self, action: Action) -> str:
@@ -361,16 +361,16 @@ class WorkerGroup(EventGroup):
 
     def _answers(self, calls: list, seconds: float, action: str) -> list:
         """Returns the results of calls; raises WorkerGroupLostError once a worker dies, is stopped, or is late."""
-        self._watchdog.heard(*self.places)
+        self._process_killer.mark_alive(*self.places)
         try:
-            return collect_answers(calls, seconds, action, check=self._look, failure=_lost)
+            return collect_answers(calls, seconds, action, check=self._check_processes, failure=_lost)
         except NoAnswerError as error:
             raise WorkerGroupLostError(str(error)) from None
 
-    def _look(self) -> None:
-        for how in self._watchdog.gone.values():
+    def _check_processes(self) -> None:
+        for how in self._process_killer.gone.values():
             raise WorkerGroupLostError(how)
-        for rank, how in self._watchdog.ended.items():
+        for rank, how in self._process_killer.ended.items():
             raise WorkerGroupLostError(self._frozen(rank, how))
 
     def _frozen(self, rank: int, how: str) -> str:
@@ -381,7 +381,7 @@ class WorkerGroup(EventGroup):
 def _lost(name: str, error: Exception) -> Exception:
     if isinstance(error, ray.exceptions.RayActorError):
         lost = WorkerGroupLostError(f"{name} of the trial was lost: {error}")
-        lost.unhealed = "it was lost outside of the trial's steps"
+        lost.why_not_recovered = "it was lost outside of the trial's steps"
         return lost
     return error
 

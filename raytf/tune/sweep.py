@@ -50,7 +50,7 @@ from raytf.storage import pickle_safety, run_folder, scratch
 from raytf.storage.run_folder import RunFolder
 from raytf.storage.run_lock import RunLock
 from raytf.train import ray_config
-from raytf.train.ends import Ending
+from raytf.train.ends import GracefulStop
 from raytf.train.entry import import_raytf, train
 from raytf.train.keras_trainer import KerasTrainer
 from raytf.train.prepare import Prepared, placed
@@ -199,7 +199,7 @@ def sweep(
     keep = 4 if isinstance(chosen, PopulationBasedTraining) else 1
     settled = _run_config(run_config, trainer.run_config, keep)
     with contextlib.ExitStack() as ends:
-        ending = ends.enter_context(Ending())
+        ending = ends.enter_context(GracefulStop())
         ends.callback(scratch.remove_abandoned)
         location = _sweep_folder(settled, resume)
         lock = ends.enter_context(RunLock(*location))
@@ -464,7 +464,7 @@ def _plan(trainer, config: Mapping[str, Any], options: SweepOptions, training: P
             datasets=datasets,
             dataset_config=trainer.data_config,
             rows=sum(contents["train"].rows) if "train" in contents else None,
-            unhealed="a TensorflowTrainer's steps are those of its loop",
+            why_not_recovered="a TensorflowTrainer's steps are those of its loop",
             **common,
         )
         loop_parts = {"train_loop_per_worker": trainer.train_loop_per_worker, "train_loop_config": dict(config)}
@@ -477,10 +477,10 @@ def _plan(trainer, config: Mapping[str, Any], options: SweepOptions, training: P
     if tried.logs is not None and not options.identity:  # a resumed sweep may have no trial left to run
         check_metric(options.metric, tried.logs, "validation" in contents, trainer.callbacks is not None)
     steps = None if interval is None else (interval, options.metric)
-    by_epochs = isinstance(contents["train"], TFData) and contents["train"].looked.resume_unit == "epoch"
-    heals = trainer.tensorflow_config.heal and failures != 0 and not by_epochs
+    by_epochs = isinstance(contents["train"], TFData) and contents["train"].facts.resume_unit == "epoch"
+    recovers = trainer.tensorflow_config.heal and failures != 0 and not by_epochs
     task = dataclasses.replace(
-        trainer._task(contents), warmup_steps=options.scaling.warmup_steps, report_steps=steps, heals=heals
+        trainer._task(contents), warmup_steps=options.scaling.warmup_steps, report_steps=steps, recovers=recovers
     )
     spec = SweepSpec(
         train=_KerasLoop(task),
@@ -489,7 +489,7 @@ def _plan(trainer, config: Mapping[str, Any], options: SweepOptions, training: P
         dataset_config=ray.train.DataConfig(),
         rows=None if isinstance(contents["train"], TFData) else sum(contents["train"].rows),
         end=SweepEnd(),
-        unhealed=None if trainer.tensorflow_config.heal else "TensorflowConfig(heal=False)",
+        why_not_recovered=None if trainer.tensorflow_config.heal else "TensorflowConfig(heal=False)",
         **common,
     )
     return spec, trainer._identity(contents, tried.identity)

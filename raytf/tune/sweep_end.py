@@ -58,7 +58,7 @@ class SweepEnd:
                 raise NotReleasedError(f"timeout after {seconds:g} s: the sweep's driver did not end as requested")
             time.sleep(_POLL_INTERVAL)
 
-    def ask(self) -> None:
+    def request(self) -> None:
         """Requests that all trials end after a step."""
         self._entries.put(_ASKED, True)
 
@@ -95,14 +95,14 @@ class SweepStop:
     Args:
         end: The trials' side.
         interrupt: Ends Tune's loop.
-        tell: Logs that all trials were requested to end.
+        log: Logs that all trials were requested to end.
 
     Attributes:
         lost: Clauses of `describe_losses`, after the end.
     """
 
-    def __init__(self, end: SweepEnd, interrupt: Callable[[], object], tell: Callable[[str], None]):
-        self._end, self._interrupt, self._log = end, interrupt, tell
+    def __init__(self, end: SweepEnd, interrupt: Callable[[], object], log: Callable[[str], None]):
+        self._end, self._interrupt, self._log = end, interrupt, log
         self._deadline: float | None = None
         self._requested = self._is_over = False
         self.lost: list[str] = []
@@ -111,7 +111,7 @@ class SweepStop:
         """Records the request; called in a signal handler."""
         self._requested = True
 
-    def look(self, running: Callable[[], Iterable[str]]) -> None:
+    def check(self, running: Callable[[], Iterable[str]]) -> None:
         """Checks the trials' progress; called at each turn of Tune's loop.
 
         Args:
@@ -122,7 +122,7 @@ class SweepStop:
         if self._deadline is None:
             self._log("the trials stop after this step; a second signal ends them at once")
             self._deadline = time.monotonic() + timeouts.get().run_end
-            self._end.ask()
+            self._end.request()
         notes = self._end.notes(running())
         if working_trials(notes) and time.monotonic() < self._deadline:
             return

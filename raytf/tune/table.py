@@ -81,7 +81,7 @@ class SweepTable(tune.Callback):
     def on_step_end(self, iteration, trials, **info):
         self._trials = trials
         if self.asking is not None:
-            self.asking.look(lambda: [trial.trial_id for trial in trials if trial.status == "RUNNING"])
+            self.asking.check(lambda: [trial.trial_id for trial in trials if trial.status == "RUNNING"])
         self._check_resources()
         if self._live is not None:
             self._live.update(self._table())

@@ -55,8 +55,8 @@ class SweepSpec:
         end: Ends the trials after a step, and enables their mid-epoch checkpoints; None for user loops, whose steps are
             unknown.
         failures: Number of failures of a trial that Tune allows.
-        unhealed: Why lost workers are never replaced in place, as a clause; None if they may be. Each start of a trial
-            may replace as many workers as Tune allows failures.
+        why_not_recovered: Why lost workers are never replaced in place, as a clause; None if they may be. Each start
+            of a trial may replace as many workers as Tune allows failures.
     """
 
     train: Callable
@@ -72,7 +72,7 @@ class SweepSpec:
     spares: list[tuple[str, Any]]
     end: SweepEnd | None = None
     failures: float = 0
-    unhealed: str | None = None
+    why_not_recovered: str | None = None
 
     def workers(self, config: Mapping[str, Any]) -> int:
         """Returns the number of workers of a trial."""
@@ -164,7 +164,7 @@ class Trial(tune.Trainable):
         """Emits the restart of a trial that has lost a worker for good."""
         if not self._plan.failures:
             return
-        why = error.unhealed or self._plan.unhealed
+        why = error.why_not_recovered or self._plan.why_not_recovered
         why = "" if why is None else f" It could not be replaced in place: {why}."
         lost = first_line(error).rstrip(".")
         events.emit(RunEvent(kind=Kind.TRIAL_RESTARTED, why=lost, more=why))
@@ -213,7 +213,7 @@ class Trial(tune.Trainable):
                 files=self._start,
                 trial_setup=context,
                 step_checkpoints=self._step_folder,
-                heals=plan.failures if plan.unhealed is None else 0,
+                max_recoveries=plan.failures if plan.why_not_recovered is None else 0,
             )
             self._worker_group.begin(run)
             events.emit(RunEvent(kind=Kind.WORKERS_STARTED, workers=workers))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import math
 import os
 import re
@@ -96,6 +97,14 @@ class FeedCallback(TrainingPart):
         activity.tracker.step = self.step
 
 
+class _InitSignature:
+    """Gives a class the signature of its `__init__`, which `inspect` does not read if there is a `__new__`."""
+
+    def __get__(self, instance: object, owner: type) -> inspect.Signature:
+        signature = inspect.signature(owner.__init__)
+        return signature.replace(parameters=[*signature.parameters.values()][1:])
+
+
 class ReportCallback(keras.callbacks.Callback):
     """Reports metrics and a checkpoint to Ray at the end of every epoch, in a train loop of your own. Put it last.
 
@@ -115,8 +124,23 @@ class ReportCallback(keras.callbacks.Callback):
         steps: Function `steps()` that returns the number of steps in all; by default those of an optimizer.
         writers: Agrees on the workers that write a checkpoint. None: the chief.
         batch_scale: Scale of the batch, which is stored in each checkpoint.
+
+    Raises:
+        NotWrittenError: At the end of the training: the last checkpoint could not be written.
+
+    Example:
+        >>> import ray, raytf
+        >>> def train_loop():
+        ...     import keras, numpy, raytf
+        ...     with raytf.get_strategy().scope():
+        ...         model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        ...         model.compile("sgd", "mse")
+        ...     model.fit(numpy.ones((64, 4)), numpy.ones(64), batch_size=16, callbacks=[raytf.ReportCallback()])
+        >>> trainer = raytf.TensorflowTrainer(train_loop, scaling_config=ray.train.ScalingConfig(num_workers=2))
+        >>> result = trainer.fit()
     """
 
+    __signature__ = _InitSignature()
     raytf_local_batches = True
     raytf_after_agreement = True
 
@@ -197,8 +221,8 @@ class ReportCallback(keras.callbacks.Callback):
         writers = 1 if self._writers is None else self._writers.count(self.model)
         if writers == 1:
             return moment
-        agreed = functools.partial(self._writers.name, self.model)
-        return dataclasses.replace(moment, writers=writers, agreed=agreed)
+        broadcast_name = functools.partial(self._writers.name, self.model)
+        return dataclasses.replace(moment, writers=writers, broadcast_name=broadcast_name)
 
     def parts(self, variables: Mapping[str, np.ndarray], ahead: int = 0, **state_fields: Any) -> dict[str, Any]:
         """Returns the files of a checkpoint within an epoch, see `checkpoint.checkpoint_parts`.

@@ -67,7 +67,7 @@ class CheckpointSnapshot:
         states: See `checkpoint_parts`.
         build: See `checkpoint_parts`.
         writers: Number of workers that write it together, at least 1.
-        agreed: Function `agreed(name)` that broadcasts the chief's name to all workers; needed with several writers.
+        broadcast_name: Broadcasts the chief's name of a checkpoint to all workers; needed with several writers.
 
     Attributes:
         everyone: Whether each worker has files of its own; only the chief has.
@@ -80,7 +80,7 @@ class CheckpointSnapshot:
     states: CallbackStates | None = None
     build: tuple | None = None
     writers: int = 1
-    agreed: Callable[[str], str] | None = None
+    broadcast_name: Callable[[str], str] | None = None
 
     @property
     def step(self) -> int:

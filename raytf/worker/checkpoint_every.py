@@ -18,8 +18,8 @@ _FIRST_COST = 1.0
 # Longest time between two checks of the chief, in seconds, as the duration of steps changes. With "auto" the exact time
 # matters less, and checks may cost a part of the share of checkpoints.
 _LONGEST_WAIT = 5.0
-_SHORTEST_AUTO_WAIT, _LONGEST_AUTO_WAIT, _PART_OF_LOOKS = 1.0, 15.0, 0.2
-_FIRST_LOOK = 4
+_SHORTEST_AUTO_WAIT, _LONGEST_AUTO_WAIT, _PART_OF_CHECKS = 1.0, 15.0, 0.2
+_FIRST_CHECK = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,19 +103,19 @@ class CheckpointClock:
 
     def __init__(self, interval: CheckpointInterval, now: float, step: int):
         self._interval = interval
-        self._began = self._last = self._looked = now
-        self._first = self._checked_at = step
+        self._began = self._last = self._last_check = now
+        self._first = self._last_check_step = step
         self._cost_total, self._cost, self._next_check = 0.0, _FIRST_COST, 0.0
 
-    def look(self, now: float, step: int) -> tuple[bool, int]:
+    def check(self, now: float, step: int) -> tuple[bool, int]:
         """Returns (whether a checkpoint is due, steps to the next check, at least 1)."""
-        step_seconds = (now - self._looked) / max(1, step - self._checked_at)
-        self._looked, self._checked_at = now, step
+        step_seconds = (now - self._last_check) / max(1, step - self._last_check_step)
+        self._last_check, self._last_check_step = now, step
         remaining = self._due() - now
         if remaining <= 0:
             return True, 1
         # the first steps are no measure for later ones
-        most = max(_FIRST_LOOK, step - self._first)
+        most = max(_FIRST_CHECK, step - self._first)
         return False, int(min(max(1.0, self._wait(remaining) / max(step_seconds, 1e-6)), most))
 
     def _wait(self, remaining: float) -> float:
@@ -123,10 +123,10 @@ class CheckpointClock:
         if not self._interval.auto:
             return min(remaining / 2, _LONGEST_WAIT)
         # a check delays the checkpoint: the interval must be longer than that delay
-        shortest = max(_SHORTEST_AUTO_WAIT, self._next_check / (_SHARE * _PART_OF_LOOKS))
+        shortest = max(_SHORTEST_AUTO_WAIT, self._next_check / (_SHARE * _PART_OF_CHECKS))
         return max(shortest, min(remaining / 2, _LONGEST_AUTO_WAIT))
 
-    def looked(self, cost: float) -> None:
+    def checked(self, cost: float) -> None:
         """Records the seconds of a check, in which the workers wait for each other; the first compiles functions."""
         self._cost_total += cost
         self._next_check = min(self._next_check or cost, cost)
@@ -144,10 +144,10 @@ class CheckpointClock:
             now: Time at which training continues.
             cost: Seconds for which training paused.
         """
-        self._last = self._looked = now
+        self._last = self._last_check = now
         self._cost_total, self._cost = self._cost_total + cost, cost
 
     def epoch_ended(self, now: float, step: int) -> None:
         """Records a checkpoint at the end of an epoch, whose cost does not count, as it is always saved."""
-        self._last = self._looked = now
-        self._checked_at = step
+        self._last = self._last_check = now
+        self._last_check_step = step

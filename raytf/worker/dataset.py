@@ -157,16 +157,6 @@ class Position(tf.train.experimental.PythonState):
     `tf.train.Checkpoint` saves and restores it like a variable. Without one, `get_state()` returns JSON, which
     `set_state` accepts. A restored loop resumes with the next batch, on any number of workers.
 
-    ```python
-    rows = raytf.get_dataset("train", batch_size=64, features="x", labels="y")
-    position = raytf.Position(rows)
-    saved = tf.train.Checkpoint(model=model, optimizer=optimizer, position=position)
-    ...  # saved.read(path)
-    for batches in position.epochs(3):
-        for x, y in batches:
-            ...  # a step; saved.write(path) to keep it
-    ```
-
     Args:
         rows: A dataset that `get_dataset` returned, not one that was made from it.
 
@@ -177,6 +167,20 @@ class Position(tf.train.experimental.PythonState):
 
     Raises:
         ConfigError: `rows` is another dataset.
+
+    Example:
+        >>> import pandas, ray, raytf
+        >>> def train_loop():
+        ...     import tensorflow as tf
+        ...     import raytf
+        ...     rows = raytf.get_dataset("train", batch_size=16, features="x", labels="y")
+        ...     position = raytf.Position(rows)
+        ...     saved = tf.train.Checkpoint(position=position)    # and model, optimizer; read(path) restores it
+        ...     for batches in position.epochs(3):
+        ...         for x, y in batches:
+        ...             pass    # a step; saved.write(path) saves it
+        >>> rows = ray.data.from_pandas(pandas.DataFrame({"x": range(64), "y": range(64)}))
+        >>> result = raytf.TensorflowTrainer(train_loop, datasets={"train": rows}).fit()
     """
 
     def __init__(self, rows: tf.data.Dataset):

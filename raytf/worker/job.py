@@ -26,7 +26,7 @@ class TrainingOptions:
         identity: JSON values by name that identify the run.
         checkpoint_every: When to save checkpoints within epochs.
         memory_every: Interval in steps of checkpoints in memory, or None.
-        heals: Whether to replace a lost worker in place, if that is possible.
+        recovers: Whether to replace a lost worker in place, if that is possible.
         scale: Factor of batch_size and learning rate, see `TrainJob.for_workers`.
         nan: Reaction to a loss that is NaN or infinite, see `epoch_checks.EpochChecks`.
     """
@@ -38,7 +38,7 @@ class TrainingOptions:
     identity: dict[str, Any] = dataclasses.field(default_factory=dict)
     checkpoint_every: CheckpointInterval = CheckpointInterval()  # noqa: RUF009 - it is frozen
     memory_every: int | None = None
-    heals: bool = False
+    recovers: bool = False
     scale: float = 1.0
     nan: str = "warn"
 
@@ -106,7 +106,7 @@ class TrainJob(TrainingOptions):
         """Returns `Feed.order` of the training rows, as far as it is known before the workers start."""
         if isinstance(self.datasets["train"], TFData):
             source, seed = self.datasets["train"], self.sampling.seed
-            return source.order(self.config["batch_size"], seed, source.looked.resume_unit)
+            return source.order(self.config["batch_size"], seed, source.facts.resume_unit)
         arguments = self.feed("train")
         return self.batch.order(arguments["sampling"].sampler(arguments["dataset"].rows))
 

@@ -59,7 +59,7 @@ class TrainingPart(keras.callbacks.Callback):
 def shared_states() -> dict[str, dict[str, Any]]:
     """Returns the states of parts, by class, that this replacement worker takes over; empty on other workers."""
     state = recovery_client.client.replacement_state
-    return {} if state is None else state.agreed["parts"]
+    return {} if state is None else state.shared_state["parts"]
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)

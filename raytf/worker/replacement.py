@@ -76,7 +76,7 @@ class _StepBoundary:
     Args:
         model: The built model.
         parts: Parts of a checkpoint of this step, see `checkpoint.checkpoint_parts`.
-        agreed: See `ReplacementState`.
+        shared_state: See `ReplacementState`.
         step: Number of steps in all.
         tag: See `ReplacementState`.
         epoch_ends: Whether the step was the last one of the epoch, and callbacks were called for it.
@@ -86,14 +86,14 @@ class _StepBoundary:
         self,
         model,
         parts: dict[str, Any],
-        agreed: dict[str, Any],
+        shared_state: dict[str, Any],
         step: int,
         tag: int,
         epoch_ends: bool,
     ):
         # a copy, as callbacks continue to change the arrays
         arrays = {name: np.array(array) for name, array in parts[checkpoint_files.ARRAYS].items()}
-        self._model, self._parts, self._agreed = model, parts | {checkpoint_files.ARRAYS: arrays}, agreed
+        self._model, self._parts, self._shared_state = model, parts | {checkpoint_files.ARRAYS: arrays}, shared_state
         self._step, self._tag, self._epoch_ends = step, tag, epoch_ends
         self._last = model.__dict__["_raytf_last"]
         self._watch = assigned.AssignmentWatch(model)
@@ -119,9 +119,9 @@ class _StepBoundary:
             files = checkpoint.checkpoint_files_of(self._model, self._parts)
         finally:
             own_state.put_each(strategy, [(variable, current) for variable, _, current in changed])
-        agreed = self._agreed | {"last": metrics.last_logs(self._model, self._last)}
+        shared_state = self._shared_state | {"last": metrics.last_logs(self._model, self._last)}
         ends = self._epoch_ends
-        return ReplacementState(self._step, self._tag, 0, ends, files, b"", agreed, between=not ends)
+        return ReplacementState(self._step, self._tag, 0, ends, files, b"", shared_state, after_execution=not ends)
 
 
 def _variable_checksum(variable: np.ndarray) -> int:
@@ -142,7 +142,7 @@ class CallbackPhases(TrainingPart):
 
     def on_epoch_end(self, epoch, logs=None):
         # if recoverable, a recovery need not be visible to all workers here; the next step checks
-        if not recovery_client.client.mark_epoch_end() and recovery_client.client.healed:
+        if not recovery_client.client.mark_epoch_end() and recovery_client.client.recovered:
             own_state.check_alike(self.model)
 
 
@@ -178,7 +178,7 @@ class RecoveryCallback(TrainingPart):
         training, recovery = self._training, recovery_client.client
         model, session = training.model, training.session
         self._holder = gradient_ring.ring_of(model.distribute_strategy)
-        allowed = training.options.heals and session.recovers
+        allowed = training.options.recovers and session.recovers
         refused = _unrecoverable(model, self._holder) if allowed else "TensorflowConfig(heal=False)"
         if refused is not None:
             recovery.replacement_state = None
@@ -244,7 +244,7 @@ class RecoveryCallback(TrainingPart):
         """Returns the state that all workers share."""
         states = {kind.__name__: part.state_dict() for kind, part in self._training.parts.items()}
         reports = self._training.session.reports_made()
-        return {"parts": states, "reports": reports, "looking": double_writes.looking()}
+        return {"parts": states, "reports": reports, "comparing_writes": double_writes.is_comparing()}
 
     def _check_chief(self) -> None:
         """Raises RaytfError on other workers than the chief if a snapshot needs callbacks that only the chief has."""
@@ -297,11 +297,11 @@ class RecoveryCallback(TrainingPart):
         activity.tracker.step = replacement_state.step
         if replacement_state.after_step:
             recovery_client.client.tag = replacement_state.tag
-            self.model.__dict__["_raytf_last"] = replacement_state.agreed["last"]
+            self.model.__dict__["_raytf_last"] = replacement_state.shared_state["last"]
         if replacement_state.at_end:
             recovery_client.client.end_epoch()
         recovery_client.client.enter(replacement_state.steps_in_execution)
-        if replacement_state.between:
+        if replacement_state.after_execution:
             self._end_batch()
 
     def _end_batch(self) -> None:

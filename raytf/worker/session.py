@@ -65,13 +65,13 @@ class PendingCheckpoint:
     Args:
         wait: Function that blocks until the checkpoint is whole, or raises NotWrittenError.
         epoch: Epoch at whose end it is written, from 1.
-        held_up: Function that returns a context manager for the time in which the training waits.
+        while_waiting: Function that returns a context manager for the time in which the training waits.
     """
 
     def __init__(
-        self, wait: Callable[[], None], epoch: int, held_up: Callable[[], contextlib.AbstractContextManager[None]]
+        self, wait: Callable[[], None], epoch: int, while_waiting: Callable[[], contextlib.AbstractContextManager[None]]
     ):
-        self._wait, self._epoch, self._held_up = wait, epoch, held_up
+        self._wait, self._epoch, self._while_waiting = wait, epoch, while_waiting
         self._finalized, self._lock = False, threading.Lock()
         self._error: NotWrittenError | None = None
 
@@ -98,7 +98,7 @@ class PendingCheckpoint:
 
         It does not wait for earlier reports, as their receiver may be slow.
         """
-        with contextlib.nullcontext() if self._finalized else self._held_up():
+        with contextlib.nullcontext() if self._finalized else self._while_waiting():
             self.settle()
         return self._error
 
@@ -236,7 +236,7 @@ class RaySession(Session):
         super().__init__(context.get_world_rank(), context.get_world_size())
         self.shares_writing = self.size > 1
         self.storage = context.get_storage()
-        self._keeper = CheckpointSaver(self.storage.storage_filesystem, self.storage.experiment_fs_path)
+        self._saver = CheckpointSaver(self.storage.storage_filesystem, self.storage.experiment_fs_path)
         self._pending: PendingCheckpoint | None = None
         self._reports = ReportQueue()
         self._whole: tuple[int, str] | None = None  # epoch, and checkpoint of its end that a lost chief has saved
@@ -276,12 +276,12 @@ class RaySession(Session):
 
         That worker may have reported the epoch whose end this one repeats.
         """
-        missing = max(0, state.agreed["missing"])
-        self._reported_ends = max(0, -state.agreed["missing"])
-        ray_train.count_reports(state.agreed["reports"] - missing)
+        missing = max(0, state.shared_state["missing"])
+        self._reported_ends = max(0, -state.shared_state["missing"])
+        ray_train.count_reports(state.shared_state["reports"] - missing)
         ends: dict[int, str] = {}
         if (missing or state.after_step) and self.rank == 0:
-            self._keeper.wait_for_others()
+            self._saver.wait_for_others()
             unlisted = checkpoint_files.unlisted_checkpoints(
                 self.storage.storage_filesystem, self.storage.experiment_fs_path, _names_reported
             )
@@ -300,11 +300,11 @@ class RaySession(Session):
         return ray_train.reports_made()
 
     def report_loss(self) -> None:
-        ray_train.tell_of_loss()
+        ray_train.report_loss()
 
     def _close(self, kind: type[BaseException] | None, *_) -> None:
         """Closes the saver of checkpoints; drops a checkpoint in memory if the training ended with a saved one."""
-        self._keeper.close(well=kind is None or issubclass(kind, MovedError))
+        self._saver.close(well=kind is None or issubclass(kind, MovedError))
         if kind is None:
             self._reports.end()
 
@@ -314,7 +314,7 @@ class RaySession(Session):
         Returns:
             Its name, its folder on this machine, and (name, metrics) of whole ones that were not reported in time.
         """
-        self._keeper.wait_for_others()
+        self._saver.wait_for_others()
         filesystem, run = self.storage.storage_filesystem, self.storage.experiment_fs_path
         last = ray.train.get_checkpoint()
         unlisted = dict(checkpoint_files.unlisted_checkpoints(filesystem, run, _names_reported))
@@ -343,12 +343,12 @@ class RaySession(Session):
         return ray.train.Checkpoint(path, filesystem=self.storage.storage_filesystem)
 
     def save_step(self, name: str, model, parts: Mapping[str, Any], writers: int = 1) -> None:
-        self._keeper.keep(name, model, parts, writers, last=self.stop_request() is not None)
+        self._saver.keep(name, model, parts, writers, last=self.stop_request() is not None)
 
     def ready(self, model, in_memory: bool, writers: int = 1) -> None:
         copies_all = self.rank == 0 or (in_memory and self.holders().local)
         if copies_all or self.rank < writers:
-            self._keeper.ready(model, in_memory, 1 if copies_all else writers)
+            self._saver.ready(model, in_memory, 1 if copies_all else writers)
 
     def save_sync(self, name: str, model, parts: Mapping[str, Any]) -> None:
         """Saves a checkpoint while the training waits, on any worker and in any thread. Returns when it is whole.
@@ -356,24 +356,24 @@ class RaySession(Session):
         Raises:
             NotWrittenError: It was not whole before the timeout.
         """
-        self._keeper.save_sync(name, model, parts)
+        self._saver.save_sync(name, model, parts)
 
     def save_part(self, name: str, model, writers: int, pinned: bool = False) -> None:
         """Saves this worker's part of a checkpoint; not called by the chief, see `CheckpointSaver.save_part`."""
         if self.rank < writers:
-            self._keeper.save_part(name, model, self.rank, writers, pinned)
+            self._saver.save_part(name, model, self.rank, writers, pinned)
 
     def layout(self, model) -> int:
         """Returns a number for the layout of the model's file, see `CheckpointSaver.layout`."""
-        return self._keeper.layout(model)
+        return self._saver.layout(model)
 
     def writes_alone(self) -> bool:
         """Returns whether the chief must write alone, see `CheckpointSaver.writes_alone`."""
-        return self._keeper.writes_alone()
+        return self._saver.writes_alone()
 
     def hold_in_memory(self, name: str, model, parts: Mapping[str, Any]) -> None:
         """Keeps a checkpoint in this host's memory, as `save_step`; see `CheckpointSaver.hold_in_memory`."""
-        self._keeper.hold_in_memory(name, model, parts)
+        self._saver.hold_in_memory(name, model, parts)
 
     def holders(self) -> MemoryReplicas:
         """Returns who keeps checkpoints in memory: the chief, and the first worker of the second host, if any."""
@@ -396,14 +396,14 @@ class RaySession(Session):
             self._pending()
         self._reports.wait()
         name = self.storage.make_default_checkpoint_dir_name()
-        if snapshot is not None and snapshot.agreed is not None:
-            name = snapshot.agreed(name)
+        if snapshot is not None and snapshot.broadcast_name is not None:
+            name = snapshot.broadcast_name(name)
         if self._reported_ends:  # the worker that this one replaced has made this report
             self._reported_ends -= 1
             ray_train.count_reports(ray_train.reports_made() + 1)
             return lambda: None
         if snapshot is None or self.rank != 0:
-            if snapshot is not None and snapshot.agreed is not None:
+            if snapshot is not None and snapshot.broadcast_name is not None:
                 self.save_part(name, snapshot.model, snapshot.writers, pinned=True)
             self._report_stored(metrics, None)
             return lambda: None
@@ -411,7 +411,7 @@ class RaySession(Session):
             self._report_stored(metrics, self._whole[1])
             return lambda: None
         pending = self._pending = PendingCheckpoint(
-            self._save_epoch_end(name, snapshot), snapshot.state.epoch, self._keeper.writer_priority
+            self._save_epoch_end(name, snapshot), snapshot.state.epoch, self._saver.writer_priority
         )
         checkpoint_and_validate = self._snapshot_path(name), self._validate
         self._reports.add(
@@ -422,7 +422,7 @@ class RaySession(Session):
     def _save_epoch_end(self, name: str, moment: CheckpointSnapshot) -> Callable[[], None]:
         """Returns a function that blocks until the checkpoint is whole, see `CheckpointSaver.save_epoch_end`."""
         try:
-            return self._keeper.save_epoch_end(name, moment)
+            return self._saver.save_epoch_end(name, moment)
         except NotWrittenError as error:
             failed = error
 

@@ -89,20 +89,20 @@ class StepCheckpointCallback(TrainingPart):
 
     def on_train_begin(self, logs=None):
         self._waits = self._holds = False  # whether one is due as soon as all workers have the same weights
-        self._seen = self._next_look = self._position.step
+        self._seen = self._next_check = self._position.step
         self._clock = CheckpointClock(self._interval, time.monotonic(), self._position.step)
         self._local_steps = local_sgd.averaging_interval(self.model.distribute_strategy)
         state, self._state = self._state, None
         if state is not None:
             vars(self).update(state["own"])
-        stop.stop_barrier.begin(None if state is None else state["gate"])
+        stop.stop_barrier.begin(None if state is None else state["stop_barrier"])
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._state = state
 
     def state_dict(self) -> dict[str, Any]:
-        attributes = {name: getattr(self, name) for name in ("_waits", "_holds", "_seen", "_next_look")}
-        return {"own": attributes, "gate": stop.stop_barrier.state()}
+        attributes = {name: getattr(self, name) for name in ("_waits", "_holds", "_seen", "_next_check")}
+        return {"own": attributes, "stop_barrier": stop.stop_barrier.state()}
 
     def exchanges(self, step: int) -> bool:
         if self._waits or self._holds or stop.stop_barrier.why is not None:
@@ -110,7 +110,7 @@ class StepCheckpointCallback(TrainingPart):
         steps = [number for number in (self._interval.steps, self._memory_every) if number is not None]
         if any(checkpoint_every.crosses_multiple(number, self._seen, step) for number in steps):
             return True
-        return self._interval.is_within_epochs and self._interval.steps is None and step >= self._next_look
+        return self._interval.is_within_epochs and self._interval.steps is None and step >= self._next_check
 
     def on_train_batch_end(self, batch, logs=None):
         ended = stop.stop_barrier.is_last()
@@ -160,15 +160,15 @@ class StepCheckpointCallback(TrainingPart):
             return False
         if self._interval.steps is not None:
             return checkpoint_every.crosses_multiple(self._interval.steps, last_step, step)
-        if step < self._next_look:
+        if step < self._next_check:
             return False
         began = time.monotonic()
-        due, wait = self._clock.look(began, step)
+        due, wait = self._clock.check(began, step)
         if communicator.spans_workers(self.model.distribute_strategy):
             (chief_answer,) = communicator.from_chief(self.model.distribute_strategy, [np.int64(wait * 2 + due)])
             wait, due = divmod(int(chief_answer), 2)
-        self._clock.looked(time.monotonic() - began)
-        self._next_look = step + wait
+        self._clock.checked(time.monotonic() - began)
+        self._next_check = step + wait
         return bool(due)
 
     def _are_alike(self) -> bool:

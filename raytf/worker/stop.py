@@ -77,7 +77,7 @@ class StopBarrier:
     def why(self) -> str | None:
         return self._requests[0] if self._requests else None
 
-    def ask(self, why: str) -> int:
+    def request(self, why: str) -> int:
         """Requests a stop. Returns the executions that have begun by the next check; 0 before the training."""
         with self._condition:
             self._requests.append(why)
@@ -110,12 +110,12 @@ class StopBarrier:
         with self._condition:
             self._begun = 1 if state is None else state["begun"]
             if state is not None and state["end_after"] is not None:
-                self._requests, self._last_execution = list(state["asked"]), state["end_after"]
+                self._requests, self._last_execution = list(state["requests"]), state["end_after"]
 
     def state(self) -> dict[str, Any]:
         """Returns the state for a replacement worker. A request without a last execution is sent again to it."""
         with self._condition:
-            return {"begun": self._begun, "asked": list(self._requests), "end_after": self._last_execution}
+            return {"begun": self._begun, "requests": list(self._requests), "end_after": self._last_execution}
 
     def is_last(self) -> bool:
         """Returns whether to stop after this execution. Blocks while a request waits for its last execution.
@@ -140,13 +140,13 @@ class StopBarrier:
             return self._last_execution is not None and self._begun > self._last_execution
 
 
-# The gate of the training in this process.
+# The barrier of the training in this process.
 stop_barrier = StopBarrier()
 
 
 def request_stop(why: str) -> int:
-    """Calls `StopBarrier.ask`; a function that another process sends to this one."""
-    return stop_barrier.ask(why)
+    """Calls `StopBarrier.request`; a function that another process sends to this one."""
+    return stop_barrier.request(why)
 
 
 def stop_after(executions: int) -> None:

@@ -58,7 +58,7 @@ class TrialSession(Session):
     ):
         super().__init__(rank, size)
         self.name, self.folder, self.saves = name, folder, step_checkpoints is not None
-        self._keeper = (
+        self._saver = (
             CheckpointSaver(step_checkpoints.filesystem, step_checkpoints.folder)
             if step_checkpoints is not None and rank == 0
             else None
@@ -74,12 +74,12 @@ class TrialSession(Session):
     def checkpoint(self) -> Iterator[str | None]:
         """Yields a folder as `RaySession.checkpoint`; Tune selects the checkpoint, and a damaged one is an error."""
         with contextlib.ExitStack() as stack:
-            if self._keeper is not None:
-                stack.callback(self._keeper.close)
+            if self._saver is not None:
+                stack.callback(self._saver.close)
             if (replacement_state := recovery_client.client.replacement_state) is not None:
                 self.folder = stack.enter_context(scratch.temporary_folder(size_of_files(replacement_state.files)))
                 write_files(replacement_state.files, self.folder)
-                self._reports = replacement_state.agreed["reports"]
+                self._reports = replacement_state.shared_state["reports"]
             if self.folder is not None:
                 checkpoint_files.check_folder(self.folder, contents=self.rank == 0)
             yield self.folder
@@ -89,11 +89,11 @@ class TrialSession(Session):
 
     def save_step(self, name: str, model, parts: Mapping[str, Any], writers: int = 1) -> None:
         parts = {**parts, TRIAL: json.dumps({"reports": self._reports})}
-        self._keeper.keep(name, model, parts, last=self.stop_request() is not None)
+        self._saver.keep(name, model, parts, last=self.stop_request() is not None)
 
     def ready(self, model, in_memory: bool, writers: int = 1) -> None:
-        if self._keeper is not None:
-            self._keeper.ready(model, in_memory)
+        if self._saver is not None:
+            self._saver.ready(model, in_memory)
 
     def report(self, metrics: dict, snapshot: CheckpointSnapshot | ReportedFiles | None, keep: bool = False) -> None:
         """Sends the metrics to the group, and waits for a command; a checkpoint is written only on request.
@@ -102,7 +102,7 @@ class TrialSession(Session):
         """
         self._reports += 1
         # a training that is requested to stop may end after this report, and nothing else saves it then
-        if self._keeper is not None and snapshot is not None and snapshot.step is not None and self.stop_request():
+        if self._saver is not None and snapshot is not None and snapshot.step is not None and self.stop_request():
             self.save_step(step_folders.folder_name(snapshot.step), snapshot.model, snapshot.parts())
         if snapshot is not None:
             self._snapshot, self._taken = snapshot, None

@@ -13,7 +13,7 @@ import pytest
 import raytf
 from cluster import local
 from raytf.events import Kind
-from tests.cluster.test_ended import drain, finished, noted, started, steps, until, weights
+from tests.cluster.test_graceful_stop import drain, finished, noted, started, steps, until, weights
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 EVERYTHING = [(epoch, batch) for epoch in range(3) for batch in range(14)]

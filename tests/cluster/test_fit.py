@@ -19,7 +19,7 @@ from raytf.events import Kind
 from raytf.fitting import call, warm
 from raytf.train.worker_group import WorkerGroup
 from raytf.worker import figures
-from tests.cluster.test_ended import driver_of, finished, steps, told, until, weights
+from tests.cluster.test_graceful_stop import driver_of, finished, steps, told, until, weights
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 ROWS, BATCH = 37, 10
@@ -302,7 +302,7 @@ def test_the_death_of_a_chief_leaves_the_last_epoch(alone, monkeypatch):
     two = make()
     two.fit(X, Y, epochs=2, **ARGUMENTS)
     model = make()
-    monkeypatch.setattr(call, "_HEALS", 0)
+    monkeypatch.setattr(call, "_MAX_RECOVERIES", 0)
     with pytest.raises(TrainingError, match="could not be replaced|was lost"):
         raytf.fit(model, X, Y, epochs=3, callbacks=[dies_at(2)], num_workers=2, **ARGUMENTS)
     assert_same(model, two)

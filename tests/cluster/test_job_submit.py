@@ -13,7 +13,7 @@ import time
 import pytest
 
 from cluster import local
-from tests.cluster.test_ended import steps
+from tests.cluster.test_graceful_stop import steps
 from tests.jobs import test_output
 
 REPOSITORY = pathlib.Path(__file__).resolve().parents[2]

@@ -224,7 +224,7 @@ def disturbed(config):
         def on_epoch_begin(self, epoch, logs=None):
             marker = place.with_name(["first", "second", "third"][epoch])
             if epoch == 2 and not marker.exists():
-                stop.stop_barrier.stop_after(stop.stop_barrier.ask(stop.DRAIN))
+                stop.stop_barrier.stop_after(stop.stop_barrier.request(stop.DRAIN))
             marker.touch()
 
     return [Disturb()]

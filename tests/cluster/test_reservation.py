@@ -99,7 +99,7 @@ def test_answering_process_is_not_checked():
             process.send_signal(19)
             until = time.monotonic() + 2.5 * liveness.POLL_INTERVAL
             while time.monotonic() < until:
-                watching.heard("it")
+                watching.mark_alive("it")
                 time.sleep(0.2)
             assert process.poll() is None and not watching.ended
     finally:

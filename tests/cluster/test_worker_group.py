@@ -55,7 +55,7 @@ class Leader:
     """A stub for a trial's actor."""
 
     def __init__(self):
-        process_monitor._HEARD_INTERVAL, liveness.STOPPED_INTERVAL, liveness.POLL_INTERVAL = 0.5, 2.0, 0.5
+        process_monitor._ALIVE_INTERVAL, liveness.STOPPED_INTERVAL, liveness.POLL_INTERVAL = 0.5, 2.0, 0.5
 
     def open(self, tensorflow_config) -> str:
         try:
@@ -135,36 +135,36 @@ def test_hosts_are_looked_at_by_an_actor_there(set_timeouts):
     now = [0.0]
     actor = ray.remote(Sleeper).options(num_cpus=0).remote()
     place = ray.get(actor.place.remote())
-    looks = ProcessMonitor(clock=lambda: now[0])
-    looks._node = ""
-    looks.watch(3, place)
+    monitor = ProcessMonitor(clock=lambda: now[0])
+    monitor._node = ""
+    monitor.watch(3, place)
 
     def until(done, waits=True):
         """Looks; seconds pass only while no answer is waited for, or where that is to last."""
         end = time.monotonic() + 60
         while not done():
             assert time.monotonic() < end
-            host = looks._hosts.get(place.node)
+            host = monitor._hosts.get(place.node)
             now[0] += 1 if host is None or host._asked is None or not waits else 0
-            if found := looks.look():
+            if found := monitor.check():
                 return found
             time.sleep(0.01)
 
-    until(lambda: looks._watched[3].seen)
-    assert looks.stopped_process() is None
+    until(lambda: monitor._watched[3].seen)
+    assert monitor.stopped_process() is None
     os.kill(place.pid, signal.SIGSTOP)
     (found,) = until(lambda: False)
     assert found.keys == (3,) and found.location == place and found.how.startswith("stopped by a signal")
-    assert looks.stopped_process() is not None
+    assert monitor.stopped_process() is not None
     os.kill(place.pid, signal.SIGCONT)
-    looks.begin()
-    until(lambda: looks._watched[3].seen.state != "T")
-    watcher = ray.get(looks._hosts[place.node]._actor.__ray_call__.remote(lambda self: os.getpid()))
+    monitor.begin()
+    until(lambda: monitor._watched[3].seen.state != "T")
+    watcher = ray.get(monitor._hosts[place.node]._actor.__ray_call__.remote(lambda self: os.getpid()))
     os.kill(watcher, signal.SIGSTOP)
     set_timeouts(host_silent=20.0)
     (found,) = until(lambda: False, waits=False)
     assert (found.keys, found.seen, found.how) == ((3,), None, "has not answered for 20 s (timeout)")
     ray.kill(actor)
-    looks.close()
+    monitor.close()
     with contextlib.suppress(ProcessLookupError):
         os.kill(watcher, signal.SIGKILL)

@@ -16,7 +16,7 @@ import raytf
 from raytf.events import Kind
 from raytf.testing import FaultPlan, Kill
 from tests.cluster import models
-from tests.cluster.test_healing import outcomes
+from tests.cluster.test_in_place_recovery import outcomes
 from tests.cluster.test_trainer import assert_equal, trainer
 from tests.waiting import until
 

@@ -32,7 +32,7 @@ def main(host: str, rank: str, host_gone: str) -> None:
         array = np.ones(ring.padded(int(line)), np.float32)
         began = time.monotonic()
         try:
-            ring.add(array)
+            ring.all_reduce(array)
         except PeerLostError as error:
             print(f"{time.monotonic() - began:.1f} {error}", flush=True)
             return

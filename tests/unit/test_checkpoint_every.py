@@ -63,40 +63,40 @@ def test_executions_of_any_length_meet_each_multiple_once(every, executions):
         assert met == step // every
 
 
-def trained(every, seconds_a_step, cost, steps, look=0.0):
-    """The times of the checkpoints of a training, the number of looks, each of which takes seconds, and all seconds."""
-    now, clock, next_look, times, looks = 100.0, CheckpointClock(every, 100.0, 7), 8, [], 0
+def trained(every, seconds_a_step, cost, steps, check_seconds=0.0):
+    """Returns (times of the checkpoints of a training, number of checks of `check_seconds`, seconds in all)."""
+    now, clock, next_check, times, checks = 100.0, CheckpointClock(every, 100.0, 7), 8, [], 0
     for step in range(8, 8 + steps):
         now += seconds_a_step(step)
-        if step >= next_look:
-            looks += 1
-            due, wait = clock.look(now, step)
-            now += look
-            clock.looked(look)
-            next_look = step + wait
+        if step >= next_check:
+            checks += 1
+            due, wait = clock.check(now, step)
+            now += check_seconds
+            clock.checked(check_seconds)
+            next_check = step + wait
             if due:
                 now += cost
                 clock.made(now, cost)
                 times.append(now)
-    return times, looks, now - 100.0
+    return times, checks, now - 100.0
 
 
 @pytest.mark.parametrize("seconds_a_step", [0.001, 0.03, 1.0, 70.0])
-def test_a_time_is_kept_with_few_looks(seconds_a_step):
+def test_interval_is_kept_with_few_checks(seconds_a_step):
     steps = int(max(600 / seconds_a_step, 60))
-    times, looks, _ = trained(CheckpointInterval(seconds=60), lambda step: seconds_a_step, 0.1, steps)
+    times, checks, _ = trained(CheckpointInterval(seconds=60), lambda step: seconds_a_step, 0.1, steps)
     between = [b - a for a, b in zip(times, times[1:], strict=False)]
     assert all(60 <= seconds <= 62 + 2 * seconds_a_step for seconds in between) and len(between) >= 7
-    assert looks <= steps and (seconds_a_step > 0.1 or looks < 30 * (len(times) + 1))
+    assert checks <= steps and (seconds_a_step > 0.1 or checks < 30 * (len(times) + 1))
 
 
-@pytest.mark.parametrize("look", [0.0, 0.02, 0.5])
+@pytest.mark.parametrize("check_seconds", [0.0, 0.02, 0.5])
 @pytest.mark.parametrize("cost", [0.005, 0.2, 3.0, 40.0])
-def test_auto_costs_less_than_a_hundredth(cost, look):
+def test_auto_costs_less_than_a_hundredth(cost, check_seconds):
     """With what it takes to look when one is due, where workers wait for each other."""
-    times, looks, seconds = trained(CheckpointInterval(auto=True), lambda step: 0.05, cost, 400_000, look)
-    assert len(times) * cost + looks * look <= 0.0101 * seconds + cost
-    assert len(times) > 0.8 * min(seconds / 31, 0.01 * seconds / (cost + 8 * look)) - 1
+    times, checks, seconds = trained(CheckpointInterval(auto=True), lambda step: 0.05, cost, 400_000, check_seconds)
+    assert len(times) * cost + checks * check_seconds <= 0.0101 * seconds + cost
+    assert len(times) > 0.8 * min(seconds / 31, 0.01 * seconds / (cost + 8 * check_seconds)) - 1
     assert all(b - a >= 30 for a, b in zip(times, times[1:], strict=False))
 
 

@@ -81,9 +81,9 @@ def test_what_the_chief_alone_has_counted(tmp_path):
     assert chief_state_classes(without) == []
     holding = [
         *(keras.callbacks.ModelCheckpoint(to, save_best_only=True), keras.callbacks.TensorBoard(update_freq=5)),
-        *(chief_callbacks.Elsewhere(), chief_callbacks.on_chief(keras.callbacks.Callback())),
+        *(chief_callbacks.NoOpCallback(), chief_callbacks.on_chief(keras.callbacks.Callback())),
     ]
-    assert chief_state_classes([*without, *holding]) == ["Callback", "Elsewhere", "ModelCheckpoint", "TensorBoard"]
+    assert chief_state_classes([*without, *holding]) == ["Callback", "ModelCheckpoint", "NoOpCallback", "TensorBoard"]
 
 
 def test_orbax_is_the_chiefs(tmp_path):
@@ -110,7 +110,7 @@ def test_callbacks_that_the_user_declares_are_the_chiefs(monkeypatch, tmp_path):
     for task, is_chief in (("worker", 0), True), (("worker", 1), False), (("evaluator", 0), False):
         monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": cluster, "task": {"type": task[0], "index": task[1]}}))
         found = raytf.on_chief(Writes)
-        assert isinstance(found, Writes if is_chief else chief_callbacks.Elsewhere), task
+        assert isinstance(found, Writes if is_chief else chief_callbacks.NoOpCallback), task
     monkeypatch.delenv("TF_CONFIG")
     assert len(made) == 3
     for wrong, message in ((3, "received: 3"), (lambda: None, "a function that gave None"), ([kept], "takes a Keras")):

@@ -23,7 +23,7 @@ from raytf.runtime import cores
 
 cores._name = lambda core: f"\\0raytf_test/{sys.argv[1]}/{core}"
 cores._DOOR = f"\\0raytf_test/{sys.argv[1]}"
-cores._LOOK_INTERVAL = 0.1
+cores._CHECK_INTERVAL = 0.1
 os.sched_setaffinity(0, set(map(int, sys.argv[2].split(","))))
 ended = threading.Event()
 threading.Thread(target=ended.wait, daemon=True).start()

@@ -47,7 +47,7 @@ def test_arrays_of_any_types_and_shapes(workers):
     def work(worker):
         part = [at(worker, one) for one in given]
         flags, words = np.bool_([worker.ring.rank == 0] * 3), at(worker, big)
-        return worker.add_arrays(part), worker.chiefs_arrays([*part, flags, words])
+        return worker.all_reduce_arrays(part), worker.chiefs_arrays([*part, flags, words])
 
     for sums, chiefs in together(work, workers(3)):
         for one, total, first in zip(given, sums, chiefs[:-2], strict=True):
@@ -132,7 +132,7 @@ def test_an_update_is_made_as_a_whole_or_not(workers, sparse):
 
     def other(worker, packs):
         for _ in range(packs):
-            worker.ring.add(np.zeros(32, np.float32), sum_number=1)
+            worker.ring.all_reduce(np.zeros(32, np.float32), sum_number=1)
         worker.close()
 
     def work(worker):

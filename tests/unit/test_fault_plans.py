@@ -110,7 +110,7 @@ class Group:
 
     def move(self, what, i):
         if what == "ask":
-            self.asked[i] = self.gates[i].ask(STOP)
+            self.asked[i] = self.gates[i].request(STOP)
         elif what == "tell":
             self.gates[i].stop_after(max(self.asked.values()))
             self.told.add(i)
@@ -161,7 +161,7 @@ def test_any_order_of_messages_ends_all_workers_after_the_same_step():
 def test_worker_asked_twice_keeps_the_first_answer_and_cause():
     gate = StopBarrier()
     gate.begin()
-    assert (gate.ask(DRAIN), gate.ask(STOP), gate.why) == (1, 1, DRAIN)
+    assert (gate.request(DRAIN), gate.request(STOP), gate.why) == (1, 1, DRAIN)
 
 
 def test_a_cause_reaches_its_own_generation_alone():

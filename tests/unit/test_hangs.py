@@ -60,7 +60,7 @@ def seconds_until(judge, workers, most=1000, ends=False):
     for second in range(1, most):
         for worker in workers:
             worker.second()
-        hang = judge.look({rank: worker.told for rank, worker in enumerate(workers)}, {})
+        hang = judge.detect({rank: worker.told for rank, worker in enumerate(workers)}, {})
         if hang is not None and (hang.ends or not ends):
             return second, hang
     return most, None
@@ -190,17 +190,17 @@ def test_no_false_alarm_in_steps_that_take_20_times_as_long():
                     phase = activity.CALLBACKS if rank == slow else activity.STEP
                     worker.told = dict(worker.told, phase=phase, collective=met, seconds=float(now), clock=clock + now)
                 reports = {rank: worker.told for rank, worker in enumerate(workers)}
-                assert judge.look(reports, {}) is None, (usual, clock, now)
+                assert judge.detect(reports, {}) is None, (usual, clock, now)
             clock += took
 
 
 def test_a_silent_one_is_named():
     reports = {0: waits().told, 1: Worker().told}
-    assert HangDetector(10, 60).look(reports, {1: 9.0}) is None
-    hang = HangDetector(10, 60).look(reports, {1: 10.0})
-    assert hang.rank == 1 and not hang.ends and HangDetector(10, 60).look(reports, {1: 30.0}).ends
+    assert HangDetector(10, 60).detect(reports, {1: 9.0}) is None
+    hang = HangDetector(10, 60).detect(reports, {1: 10.0})
+    assert hang.rank == 1 and not hang.ends and HangDetector(10, 60).detect(reports, {1: 30.0}).ends
     assert "holds Python's lock" in str(hang)
-    hang = HangDetector(10, 60).look(reports, {1: 10.0}, {1: "stopped by a signal (SIGSTOP?)"})
+    hang = HangDetector(10, 60).detect(reports, {1: 10.0}, {1: "stopped by a signal (SIGSTOP?)"})
     assert (
         not hang.ends and "is stopped by a signal" in str(hang) and "worker 0 waits for it since step 18" in str(hang)
     )
@@ -290,6 +290,6 @@ def test_restarted_workers_report_how_many_steps_are_repeated():
     watch.close()
     for began, step in (None, 0), (15, 16), (15, 18):
         watch._snapshots = {0: Worker(began=began, step=step).told}
-        watch._look_for_repeats()
+        watch._report_repeated_steps()
         assert watch.made == 19
     assert [(event.step, event.steps) for event in messages] == [(15, 4)]

@@ -46,7 +46,7 @@ ANSWERS = {
     "tune/table.py": "the table of a sweep",
 }
 RESULT = "the result of a run, see train/results.py"
-_DESCRIBED = (("data/ingest.py", "describe"), ("data/pipeline.py", "_remarks"), ("data/pipeline.py", "look"))
+_DESCRIBED = (("data/ingest.py", "describe"), ("data/pipeline.py", "_remarks"), ("data/pipeline.py", "inspect"))
 _DAMAGED = (("storage/checkpoint_files.py", "describe_choice"), ("storage/checkpoint_files.py", "damaged_error"))
 _PROOF = (("train/verify_comparison.py", "Proof.text"), ("train/verify.py", "NOT_IN_TIME"))
 _LINES = "the lines of `_TEXTS`, see `event_texts`"

@@ -17,7 +17,11 @@ STATE = {
         *("collectives/communicator.py:_sums", "collectives/exchange.py:_exchanges", "worker/dataset.py:_feeds"),
         *("collectives/gradient_ring.py:_sum_numbers", "parallel/local_sgd.py:_averaging_intervals"),
         *("worker/model_loading.py:_loaded_models", "parallel/assigned.py:_watches"),
-        *("parallel/double_writes.py:_looks", "parallel/epoch_iterator.py:_newest", "compat/keras_objects.py:_made"),
+        *(
+            "parallel/double_writes.py:_recorders",
+            "parallel/epoch_iterator.py:_newest",
+            "compat/keras_objects.py:_made",
+        ),
         *("collectives/ring.py:_rings", "compat/tensorflow.py:_releasing"),
     },
     "what is replaced in Keras, TensorFlow and Python for the whole process": {

@@ -65,7 +65,7 @@ def test_the_loop_assembles_parts_in_the_order_of_the_table():
 
 
 def test_a_replacement_worker_takes_over_the_state_of_its_parts(monkeypatch):
-    place = types.SimpleNamespace(agreed={"parts": {"Counting": {"count": 3}, "Another": {}}})
+    place = types.SimpleNamespace(shared_state={"parts": {"Counting": {"count": 3}, "Another": {}}})
     monkeypatch.setattr(recovery_client.client, "replacement_state", place)
     assert trained([Counting, Several]).parts[Counting].count == 3
 

@@ -155,7 +155,7 @@ def test_batches_of_another_size_are_reported():
     def make(context):
         return tf.data.Dataset.range(ROWS).batch(10)
 
-    layout = pipeline.look(TFData(make), Sampling(global_batch=BATCH), "train")
+    layout = pipeline.inspect(TFData(make), Sampling(global_batch=BATCH), "train")
     assert "a batch has 10 rows, and batch_size is 24" in layout.text and layout.steps == 11
 
 
@@ -271,7 +271,7 @@ def test_ragged_and_sparse_rows_in_a_dict(sparse):
 )
 def test_errors_name_the_function_and_the_fix(make, options, message):
     with pytest.raises(ConfigError, match=message):
-        pipeline.look(TFData(make, **options), Sampling(global_batch=BATCH), "train")
+        pipeline.inspect(TFData(make, **options), Sampling(global_batch=BATCH), "train")
 
 
 @pytest.mark.parametrize(

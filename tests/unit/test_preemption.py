@@ -42,7 +42,7 @@ class Group(run_group.RunGroup):
         self._errors, self._values, self._pending, self._gathered, self._asking = {}, {}, {}, {}, {}
         self._waits, self.reported, self._process_reports = set(), {}, collections.Counter()
         self._received = collections.defaultdict(collections.deque)
-        self._watchdog, self._hangs = types.SimpleNamespace(ended={}, last_words={}), None
+        self._process_killer, self._hangs = types.SimpleNamespace(ended={}, last_words={}), None
         self.taken = []
         self._list = types.SimpleNamespace(take=lambda reports, context: self.taken.append(reports))
         self._context = None

@@ -48,7 +48,7 @@ def test_process_that_answered_is_not_due_and_its_time_begins_again(judged):
     assert judged.due() == {"a": [100, 101], "b": [102]}
     judged.after(0, "a", p100=STOPPED)
     judged.now = 9.0
-    judged.heard(0, 2, "no such")
+    judged.mark_alive(0, 2, "no such")
     assert judged.due() == {"a": [101]} and judged.stopped_process() is None
     judged.now = 12.0
     assert judged.due() == {"a": [100, 101], "b": [102]}

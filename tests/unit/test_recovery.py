@@ -15,8 +15,14 @@ class Tried:
 
     done = True
 
-    def __init__(self, lost, generation, *, healed=False, why="", another=False, also=(), new_lost=0):
-        self.lost, self.generation, self.recovered, self.why, self.lost_another = lost, generation, healed, why, another
+    def __init__(self, lost, generation, *, recovered=False, why="", another=False, also=(), new_lost=0):
+        self.lost, self.generation, self.recovered, self.why, self.lost_another = (
+            lost,
+            generation,
+            recovered,
+            why,
+            another,
+        )
         self.also_lost, self.new_lost, self.saved_step, self.restart_point = (
             set(also),
             new_lost,
@@ -35,7 +41,7 @@ class Group(group.EventGroup):
     def __init__(self, state, ends):
         self._decisions, self.tried = Decisions(state), []
         self.config, self._hangs, self._generation = types.SimpleNamespace(hang_timeout_s=None), None, 0
-        self._errors, self._heard, self._pending, self._joining, self._waits = {}, {}, {}, {}, {0}
+        self._errors, self._answered_at, self._pending, self._joining, self._waits = {}, {}, {}, {}, {0}
         killed = types.SimpleNamespace(actor=None)
         self.members, self._ends = [killed] * 4, iter(ends)
 
@@ -60,13 +66,13 @@ def losing(monkeypatch):
 
 
 def test_one_that_ends_well_is_over(losing):
-    made = losing({"healed": True})
+    made = losing({"recovered": True})
     assert [tried.lost for tried in made.tried] == [{1}] and not made._waits
     assert made._decisions.state.failures_left == 2 and made._decisions.state.phase is Phase.TRAINING
 
 
 def test_one_that_loses_others_is_followed_by_one_for_all(losing):
-    made = losing({"another": True, "also": {2, 3}}, {"healed": True})
+    made = losing({"another": True, "also": {2, 3}}, {"recovered": True})
     assert [(tried.lost, tried.generation) for tried in made.tried] == [({1}, 1), ({1, 2, 3}, 2)]
 
 
@@ -77,7 +83,7 @@ def test_one_that_cannot_be_done_is_followed_by_none(losing):
 
 
 def test_workers_that_lost_each_other_reconnect_the_ring(losing):
-    made = losing({"healed": True}, {"healed": True})
+    made = losing({"recovered": True}, {"recovered": True})
     made._connect()
     assert made.tried[-1].lost == frozenset() and made.tried[-1].generation == 2
     assert made._decisions.state.failures_left == 1

@@ -54,7 +54,7 @@ def test_a_new_process_gets_what_was_there_before_callbacks_and_this_one_keeps_w
     callback.counts += 1
     place = image()
     write_files(place.files, str(tmp_path))
-    assert (place.step, place.tag, place.at_end, place.agreed) == (
+    assert (place.step, place.tag, place.at_end, place.shared_state) == (
         4,
         16,
         True,

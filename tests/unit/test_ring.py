@@ -92,7 +92,7 @@ def test_sums_any_sizes_and_types(ring_of, size, hosts):
         arrays = [np.random.default_rng([seed, i]).integers(-8, 9, items).astype(kind) for i in range(size)]
         expected = np.sum([a.astype(np.float64) for a in arrays], axis=0)
         arrays = [laid(place, a, place.rank in shared) for place, a in zip(places, arrays, strict=True)]
-        for total in together(lambda place: place.add(arrays[place.rank]), places):
+        for total in together(lambda place: place.all_reduce(arrays[place.rank]), places):
             np.testing.assert_array_equal(total.astype(np.float64), expected)
 
     check()
@@ -116,7 +116,7 @@ def test_gathers_and_broadcasts_any_sizes(ring_of, size, hosts):
             own[bounds[place.rank] : bounds[place.rank + 1]] = parts[place.rank]
             own, chiefs = place.gather(own, bounds), place.broadcast(laid(place, chiefs, shared))
             one = np.ones(size)
-            place.add(one)
+            place.all_reduce(one)
             assert one.tolist() == [size] * size
             return own.tobytes(), chiefs.tobytes()
 
@@ -127,7 +127,7 @@ def test_gathers_and_broadcasts_any_sizes(ring_of, size, hosts):
 
 def test_different_exchanges_of_equal_size_raise(ring_of):
     places = ring_of(2)
-    errors = together(lambda p: p.broadcast(np.zeros(16, np.uint8)) if p.rank else p.add(np.zeros(2)), places)
+    errors = together(lambda p: p.broadcast(np.zeros(16, np.uint8)) if p.rank else p.all_reduce(np.zeros(2)), places)
     messages = [str(error) for error in errors if not isinstance(error, PeerLostError)]
     assert messages and "a sum of 16 bytes" in messages[0] and "a broadcast of 16 bytes" in messages[0]
 
@@ -137,7 +137,7 @@ def test_all_have_the_same_bits_where_rounding_matters(ring_of):
     for kind in (np.float32, ml_dtypes.bfloat16, np.float16):
         arrays = [np.random.default_rng(i).normal(size=3000).astype(kind) for i in range(3)]
         exact = np.sum([a.astype(np.float64) for a in arrays], axis=0)
-        together(lambda place, arrays=arrays: place.add(arrays[place.rank]), places)
+        together(lambda place, arrays=arrays: place.all_reduce(arrays[place.rank]), places)
         assert arrays[0].tobytes() == arrays[1].tobytes() == arrays[2].tobytes()
         error = np.abs(arrays[0].astype(np.float64) - exact).max() / np.abs(exact).max()
         assert error < 3 * float(ml_dtypes.finfo(kind).eps)
@@ -172,7 +172,7 @@ def test_the_bits_do_not_depend_on_how_the_values_travel(ring_of, size, hosts, s
                 arrays[place.rank][begin:end] = values[place.rank][begin:end]
                 counts[place.rank][begin:end] += 1
 
-            return place.add(arrays[place.rank], fill=fill)
+            return place.all_reduce(arrays[place.rank], fill=fill)
 
         expected = around_the_ring(values).tobytes()
         assert [total.tobytes() == expected for total in together(work, places)] == [True] * size, items
@@ -202,7 +202,7 @@ def test_sums_in_float16_with_scales_pass_its_end(ring_of):
     coded = [laid(place, np.zeros(count, scaled_float16.BLOCK)) for place in places]
     for numbers, blocks in zip(wide, coded, strict=True):
         scaled_float16.encode(numbers, blocks)
-    assert not raised(lambda place: place.add(coded[place.rank]), places)
+    assert not raised(lambda place: place.all_reduce(coded[place.rank]), places)
     assert coded[0].tobytes() == coded[1].tobytes() == coded[2].tobytes()
     found = np.empty_like(wide[0])
     scaled_float16.decode(coded[0], found)
@@ -223,7 +223,7 @@ def test_shared_memory_is_used_again_and_gone_with_the_ring():
     for _ in range(5):
         arrays = [laid(place, np.ones(300_000)) for place in places]
         lie_at = [array.ctypes.data for array in arrays]
-        sums = together(lambda place, arrays=arrays: place.add(arrays[place.rank]), places)
+        sums = together(lambda place, arrays=arrays: place.all_reduce(arrays[place.rank]), places)
         assert [total.ctypes.data for total in sums] == lie_at
         more = [place.empty(300_000, np.dtype(np.float64)) for place in places]
         others = {one.ctypes.data for one in more}
@@ -243,7 +243,7 @@ def test_a_sum_is_not_left_where_one_may_read_that_is_lost(ring_of):
     places = ring_of(2)
     places[1]._have_read = lambda *_: places[1].close()
     arrays = [laid(place, np.ones(300_000)) for place in places]
-    sums = together(lambda place: place.add(arrays[place.rank]), places)
+    sums = together(lambda place: place.all_reduce(arrays[place.rank]), places)
     assert not np.shares_memory(sums[0], arrays[0]) and all((total == 2).all() for total in sums)
 
 
@@ -260,13 +260,13 @@ def test_without_shared_memory_sockets_carry_all(ring_of, monkeypatch, fails):
     with warnings_logged("workers of this host exchange through sockets, as"):
         for _ in range(2):
             arrays = [laid(place, np.ones(300_000)) for place in places]
-            sums = together(lambda place, arrays=arrays: place.add(arrays[place.rank]), places)
+            sums = together(lambda place, arrays=arrays: place.all_reduce(arrays[place.rank]), places)
             assert all((total == 3).all() for total in sums)
 
 
 def test_workers_that_sum_different_things_raise(ring_of):
     places = ring_of(2)
-    first, second = together(lambda place: place.add(np.zeros(2 + 2 * place.rank)), places)
+    first, second = together(lambda place: place.all_reduce(np.zeros(2 + 2 * place.rank)), places)
     assert isinstance(first, (RaytfError, PeerLostError)) and isinstance(second, (RaytfError, PeerLostError))
     messages = [str(e) for e in (first, second) if not isinstance(e, PeerLostError)]
     assert messages and "must sum the same sizes" in messages[0]
@@ -283,30 +283,32 @@ def test_a_neighbour_that_leaves_ends_the_sum_of_all(ring_of):
             left.set()
             return None
         assert left.wait(20)
-        return place.add(arrays[place.rank])
+        return place.all_reduce(arrays[place.rank])
 
     first, _, last = together(work, places)
     assert isinstance(first, PeerLostError) and isinstance(last, PeerLostError)
     with pytest.raises(PeerLostError, match="broke at an earlier sum"):
-        places[0].add(arrays[0])
+        places[0].all_reduce(arrays[0])
 
 
 def test_a_member_that_left_after_the_last_sum_ends_no_sum_of_others(ring_of):
     """All leave one after the other; none takes that for a death, and a worker that sums again learns who left."""
     places = ring_of(4)
     arrays = [np.ones(4) for _ in places]
-    assert not raised(lambda place: place.add(arrays[place.rank]), places)
+    assert not raised(lambda place: place.all_reduce(arrays[place.rank]), places)
     for place in places[:3]:
         place.close()
     with pytest.raises(PeerLostError, match="worker . left the ring") as error_info:
-        places[3].add(arrays[3])
+        places[3].all_reduce(arrays[3])
     assert error_info.value.lost in (0, 1, 2)
 
 
 def test_a_member_that_fails_is_named_to_all(ring_of):
     """Also to those that are far from it, after one that does not sum at all."""
     places = ring_of(5)
-    errors = together(lambda place: place.add(np.zeros(5 + 5 * (place.rank == 1))), [places[i] for i in (0, 1, 2, 4)])
+    errors = together(
+        lambda place: place.all_reduce(np.zeros(5 + 5 * (place.rank == 1))), [places[i] for i in (0, 1, 2, 4)]
+    )
     assert all(isinstance(error, RaytfError) for error in errors)
     failed = [error for error in errors if not isinstance(error, PeerLostError)]
     assert failed
@@ -320,7 +322,7 @@ def test_silent_neighbour_is_waited_for_until_the_timeout(ring_of):
     with pytest.raises(
         PeerLostError, match=r"worker 0 lost a neighbour .*timeout after 0.2 s: a neighbour sent nothing"
     ):
-        places[0].add(np.zeros(2))
+        places[0].all_reduce(np.zeros(2))
 
 
 @pytest.mark.slow
@@ -332,7 +334,7 @@ def test_a_neighbour_that_does_not_read_is_waited_for_longer_than_its_host(ring_
     def work(place):
         if place.rank == 1:
             time.sleep(3)
-        place.add(arrays[place.rank])
+        place.all_reduce(arrays[place.rank])
 
     assert not raised(work, places)
     assert all(array.min() == array.max() == 3 for array in arrays)
@@ -360,7 +362,7 @@ def test_many_strangers_are_turned_away_at_once(ring_of, set_timeouts):
     set_timeouts(ring_stranger=600.0)
     places = ring_of(2, "tcp", before_join=knock)
     arrays = [np.ones(2), np.ones(2)]
-    assert not raised(lambda place: place.add(arrays[place.rank]), places)
+    assert not raised(lambda place: place.all_reduce(arrays[place.rank]), places)
     assert arrays[0].tolist() == arrays[1].tolist() == [2.0, 2.0]
     for one in strangers:
         one.settimeout(5)
@@ -421,7 +423,7 @@ def test_recorded_handshake_cannot_be_replayed():
 def test_bytes_of_another_generation_are_refused(ring_of):
     places = ring_of(2, generation=4)
     places[0].generation = 3  # as one that has not learnt of the new group
-    errors = together(lambda place: place.add(np.ones(2)), places)
+    errors = together(lambda place: place.all_reduce(np.ones(2)), places)
     assert "worker 1 is of generation 4, received: bytes of generation 3 from worker 0" in str(errors[1])
 
 

@@ -49,10 +49,10 @@ def test_sum_has_the_bits_of_the_ring(size, hosts, monkeypatch):
             items = places[0].padded(items)
             arrays = [(np.random.default_rng([seed, i]).normal(size=items) * 100).astype(kind) for i in range(size)]
             assert places[0].trades(arrays[0].nbytes)
-            found = together(lambda place: place.add(arrays[place.rank].copy()))
+            found = together(lambda place: place.all_reduce(arrays[place.rank].copy()))
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(ring_module.Ring, "trades", lambda self, size: False)
-                expected = together(lambda place: place.add(arrays[place.rank].copy()))
+                expected = together(lambda place: place.all_reduce(arrays[place.rank].copy()))
             assert len({one.tobytes() for one in (*found, *expected)}) == 1
 
         check()
@@ -77,13 +77,13 @@ def test_the_hops_grow_with_the_logarithm():
 def test_a_member_that_has_left_is_named_by_all():
     with ring_of(6) as (places, together):
         places[4].close()
-        found = together(lambda place: None if place.rank == 4 else place.add(np.ones(6)))
+        found = together(lambda place: None if place.rank == 4 else place.all_reduce(np.ones(6)))
         assert all(isinstance(error, PeerLostError) and error.lost == 4 for i, error in enumerate(found) if i != 4)
 
 
 def test_a_member_that_does_something_else_ends_all():
     """Also those that have only heard of it across the ring."""
     with ring_of(6) as (_, together):
-        found = together(lambda place: place.add(np.ones(6 + 6 * (place.rank == 3))))
+        found = together(lambda place: place.all_reduce(np.ones(6 + 6 * (place.rank == 3))))
         assert all(isinstance(error, Exception) for error in found)
         assert any("must sum the same sizes" in str(error) for error in found)

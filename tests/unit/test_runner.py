@@ -123,11 +123,11 @@ def test_script_that_resumes_in_time_is_left_alone(runner, tmp_path):
     text = "import os, signal\nprint(os.getpid(), flush=True)\nos.kill(os.getpid(), signal.SIGSTOP)\nprint('on')"
     number = start(runner, tmp_path, text, frozen_s=60)
     pid = int(runner.follow(number)[0][1])
-    while runner.stands() is None:
+    while runner.stopped_exit() is None:
         time.sleep(0.01)
-    assert "stopped by a signal" in runner.stands().reason()
-    looked = runner._script._looked
-    while runner._script._looked == looked:
+    assert "stopped by a signal" in runner.stopped_exit().reason()
+    last_check = runner._script._last_check
+    while runner._script._last_check == last_check:
         time.sleep(0.01)
     os.kill(pid, signal.SIGCONT)
     out, _, end = follow(runner, number)

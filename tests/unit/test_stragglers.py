@@ -25,7 +25,7 @@ class Run:
 
     def make(self, steps):
         """Makes steps; returns each report with its step."""
-        found, looks = [], StragglerDetector()
+        found, detector = [], StragglerDetector()
         for _ in range(steps):
             parts = {rank: self._own(rank, self._step) for rank in range(self._workers)}
             longest = max(sum(its.values()) for its in parts.values()) + 0.01  # that the sum itself takes
@@ -41,7 +41,7 @@ class Run:
                 own, self._usual[rank] = activity.clipped(sum(its.values()), self._usual[rank])
                 spent["own"] += own
                 self.told[rank] = {"step": self._step, "clock": status["clock"] + longest, "spent": spent}
-            if (slow := looks.look(dict(self.told))) is not None:
+            if (slow := detector.detect(dict(self.told))) is not None:
                 found.append((self._step, slow))
         return found
 
@@ -78,7 +78,7 @@ def test_where_gradients_are_summed_elsewhere_nobody_is_named():
     run.make(1)
     for status in run.told.values():
         status["spent"]["sum"] = 0.0
-    looks = StragglerDetector()
+    detector = StragglerDetector()
     for step in range(1, 500):
         status = {r: its | {"step": step, "clock": its["clock"] + 0.2 * step} for r, its in run.told.items()}
-        assert looks.look(status) is None
+        assert detector.detect(status) is None

@@ -167,7 +167,7 @@ def test_cut_off_ring_names_the_lost_worker_at_once():
     places = rings(3)
     try:
         CutOff(rank=0, step=0).happen()  # all three are of this process
-        errors = together(lambda place: place.add(np.ones(3)), places)
+        errors = together(lambda place: place.all_reduce(np.ones(3)), places)
         assert [type(error) for error in errors] == [PeerLostError] * 3
     finally:
         for place in places:
@@ -189,7 +189,7 @@ def test_silence_lasts_until_the_kernel_gives_up(tmp_path):
     places = rings(2, "tcp", host_gone=2)
     try:
         CutOff(rank=0, step=0, silent=True).happen()
-        errors = together(lambda place: place.add(np.ones(1 << 20)), places)
+        errors = together(lambda place: place.all_reduce(np.ones(1 << 20)), places)
         assert [type(error) for error in errors] == [PeerLostError] * 2
         assert "does not answer any more" in str(errors[0])
     finally:

@@ -105,19 +105,19 @@ def test_a_sweep_waits_for_the_trials_that_make_steps_and_for_no_others(set_time
     running = lambda: ["one", "two", "three"]
     end.record_begun("one")
     end.record_begun("two")
-    asking.look(running)
+    asking.check(running)
     assert not end.is_requested(), "no signal came"
     asking.request()
     for _ in range(2):
-        asking.look(running)
+        asking.check(running)
     assert end.is_requested() and len(messages) == 1 and not ends
     set_timeouts(run_end=-1.0)
     with pytest.raises(sweep_end.NotReleasedError, match="timeout after .* driver did not end"):
         end.ended("one", 7, is_saved=True)
-    asking.look(running)
+    asking.check(running)
     assert not ends
-    asking.look(lambda: ["one", "three"])  # the other one has come to its own end meanwhile
-    asking.look(running)
+    asking.check(lambda: ["one", "three"])  # the other one has come to its own end meanwhile
+    asking.check(running)
     assert ends == [True] and asking.lost == []
     end.ended("three", None, is_saved=True)  # at once, as it is released
 
@@ -135,7 +135,7 @@ def test_what_is_not_kept_is_named(set_timeouts):
     end.ended("one", 7, is_saved=False)
     end.record_begun("two")
     asking.request()
-    asking.look(lambda: ["one", "two", "three"])
+    asking.check(lambda: ["one", "two", "three"])
     assert asking.lost == [
         "trial two has not ended",
         "trial one has stopped after step 7, and its checkpoint is not saved",

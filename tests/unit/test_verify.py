@@ -95,14 +95,14 @@ def test_what_cannot_be_compared_is_reported_and_ends_nothing(tmp_path):
 
 def test_error_contains_rule_received_and_fix():
     proof = verify.Proof(differences=("the log loss: 1 on one device, 2 on two workers; its rows",))
-    verify.tell(verify.Proof(), "error")
-    verify.tell(verify.Proof(skipped="one row"), "error")
+    verify.report_proof(verify.Proof(), "error")
+    verify.report_proof(verify.Proof(skipped="one row"), "error")
     with pytest.raises(ConfigError, match="the log loss: 1 on one device"):
-        verify.tell(proof, "error")
+        verify.report_proof(proof, "error")
     with pytest.raises(ConfigError, match="no proof: it was killed"):
-        verify.tell(verify.Proof(failed="it was killed"), "error")
+        verify.report_proof(verify.Proof(failed="it was killed"), "error")
     with pytest.warns(UserWarning, match="the log loss: 1 on one device"):
-        verify.tell(proof, "warn")
+        verify.report_proof(proof, "warn")
 
 
 class _Equal(verify._Supervisor):
@@ -122,7 +122,7 @@ def test_too_few_rows_for_a_whole_batch_are_reported(caplog, seconds, failed, wh
     proof = supervisor.proof()
     assert proof.failed is None and why in proof.few
     with caplog.at_level("INFO", verify.logger.name):
-        verify.tell(proof, "error")
+        verify.report_proof(proof, "error")
     assert "a whole batch was not compared" in caplog.text and why in caplog.text
 
 

@@ -343,6 +343,57 @@ def documented(text: str) -> list[str]:
     return [name.lstrip("*") for names in found for name in names.split(", ")]
 
 
+# Methods that are private, or documented where Keras and TensorFlow declare them.
+_OVERRIDES = ("_", "on_", "serialize", "deserialize")
+
+
+def public_definitions() -> dict[str, ast.ClassDef | ast.FunctionDef]:
+    """Returns raytf's own public functions and classes, and the methods of these, by name."""
+    found = {}
+    for name, module in raytf._PLACES.items():
+        if not module.startswith("raytf."):
+            continue
+        source = FOLDER.joinpath(*module.split(".")[1:]).with_suffix(".py").read_text()
+        (node,) = [node for node in ast.parse(source).body if getattr(node, "name", None) == name]
+        found[name] = node
+        if isinstance(node, ast.ClassDef):
+            methods = [part for part in node.body if isinstance(part, ast.FunctionDef)]
+            found |= {f"{name}.{part.name}": part for part in methods if not part.name.startswith(_OVERRIDES)}
+    return found
+
+
+def constructor_arguments(node: ast.ClassDef | ast.FunctionDef) -> set[str]:
+    """Returns the names of the arguments of a function, or of the constructor of a class."""
+    if isinstance(node, ast.FunctionDef):
+        return arguments_of(node) - {"self", "cls"}
+    made = [part for part in node.body if getattr(part, "name", "") == "__init__"]
+    if made:
+        return arguments_of(made[0]) - {"self"}
+    fields = [part for part in node.body if isinstance(part, ast.AnnAssign)]
+    return {part.target.id for part in fields if "init=False" not in ast.unparse(part)}
+
+
+def raises(node: ast.ClassDef | ast.FunctionDef) -> bool:
+    """Returns whether a function, or the constructor of a class, raises an error itself."""
+    if isinstance(node, ast.ClassDef):
+        return any(raises(part) for part in node.body if getattr(part, "name", "") in ("__init__", "__post_init__"))
+    return any(isinstance(part, ast.Raise) and part.exc is not None for part in ast.walk(node))
+
+
+PUBLIC = public_definitions()
+
+
+@pytest.mark.parametrize("name", sorted(PUBLIC))
+def test_public_names_are_documented(name):
+    node = PUBLIC[name]
+    text = ast.get_docstring(node) or ""
+    is_verb = isinstance(node, ast.FunctionDef) and "property" not in map(ast.unparse, node.decorator_list)
+    assert re.match(r"[A-Z]\w*s\b" if is_verb else r"[A-Z]\w+", text), "begins with a verb in the third person"
+    missing = {parameter for parameter in constructor_arguments(node) if parameter[:1] != "_"} - set(documented(text))
+    assert not missing, f"Args lacks {sorted(missing)}"
+    assert not raises(node) or "\nRaises:\n" in text, "raises an error, and has no section Raises"
+
+
 @pytest.mark.parametrize("path", FILES, ids=lambda f: f.relative_to(FOLDER).as_posix())
 def test_documented_arguments_exist(path):
     tree = ast.parse(path.read_text())

@@ -31,7 +31,7 @@ class Holder:
 
     def add(self):
         array = np.ones(2)
-        self.ring.add(array)
+        self.ring.all_reduce(array)
         return array
 
 
@@ -86,7 +86,7 @@ def test_a_ring_that_will_not_be_is_left_at_once_and_the_next_one_joined(survivo
     rejoin = ring_of(second, new, 2)
     healer.command(rejoin)
     ring = new.join(1, rejoin.addresses, TOKEN, 20.0, 20.0, generation=2)
-    ring.add(array := np.ones(2))
+    ring.all_reduce(array := np.ones(2))
     assert array.tolist() == sum_.result(20).tolist() == [2, 2]
     assert ring.peer_messages == ((state_version(1), b"mine"),), (
         "this one may be lost next, and the new one is behind it"
@@ -126,7 +126,7 @@ def test_next_training_of_the_process_counts_its_rings_from_zero(survivor):
             rejoin = ring_of(standing(healer), new, 1)
             healer.command(rejoin)
             ring = new.join(1, rejoin.addresses, TOKEN, 20.0, 20.0, generation=1)
-            ring.add(np.ones(2))
+            ring.all_reduce(np.ones(2))
             assert sum_.result(20).tolist() == [2, 2]
         for one in (ring, holder.ring):
             one.close()
@@ -178,7 +178,7 @@ class Epoch:
 
     @staticmethod
     def add(ring, number):
-        ring.add(array := np.full(2, number))
+        ring.all_reduce(array := np.full(2, number))
         return array
 
     def make(self, name):
@@ -216,7 +216,7 @@ def ended():
 def test_what_followed_an_epoch_is_exchanged_again(ended):
     """Also within the first step of the next one, with a process that begins after the last step."""
     with ended.lost_in_the_next(from_scratch=True) as (sum_, waiting, ring):
-        assert (waiting.boundary, waiting.tag, waiting.between) == (state_version(1), state_version(1) + 2, False)
+        assert (waiting.boundary, waiting.tag, waiting.at_boundary) == (state_version(1), state_version(1) + 2, False)
         assert ended.healer.image(True) == "the end"
         assert [ended.add(ring, 1).tolist() for _ in range(3)] == [[3, 3]] * 3
         assert sum_.result(20).tolist() == [3, 3] and ended.made == ["logs", "rate", "gradients"]
@@ -238,7 +238,7 @@ def test_what_callbacks_left_of_what_each_has_for_itself_is_passed_on_again(ende
         ended.other.close()
         step = ended.pool.submit(ended.make, "gradients")
         waiting, ring = ended.goes_on(from_scratch=False)
-        assert (waiting.boundary, waiting.tag, waiting.between) == (state_version(2), state_version(2) + 3, False)
+        assert (waiting.boundary, waiting.tag, waiting.at_boundary) == (state_version(2), state_version(2) + 3, False)
         assert waiting.sent_messages == ((state_version(2), b"mine"), (state_version(2) + 3, b"reset"))
         ended.add(ring, 1)
         assert step.result(20).tolist() == [3, 3] and ended.made == ["gradients"]
@@ -258,7 +258,7 @@ def test_what_followed_an_execution_is_exchanged_again_where_that_was_foreseen(e
     ended.other.close()
     stop = ended.pool.submit(ended.make, "stop")
     waiting, ring = ended.goes_on(from_scratch=True)
-    assert (waiting.boundary, waiting.tag, waiting.between) == (state_version(2), state_version(2) + 1, True)
+    assert (waiting.boundary, waiting.tag, waiting.at_boundary) == (state_version(2), state_version(2) + 1, True)
     assert waiting.sent_messages == ((state_version(2), b"mine"), (state_version(2) + 1, b"mean"))
     assert ended.healer.image(True) == "the step"
     assert [ended.add(ring, 1).tolist() for _ in range(2)] == [[3, 3]] * 2
@@ -287,7 +287,7 @@ def test_a_process_that_comes_to_something_else_at_the_end_of_an_epoch_is_not_fo
     ended.other.close()
     sum_ = ended.pool.submit(ended.make, "stop")
     waiting, ring = ended.goes_on(from_scratch=True)
-    assert waiting.between and ended.healer.refused is None
+    assert waiting.at_boundary and ended.healer.refused is None
     with warnings_logged("with another result"):
         ended.add(ring, 1)
         ended.add(ring, 7)
@@ -306,28 +306,34 @@ def test_exchanges_within_batch_callbacks_are_made_again(ended):
         ended.other.close()
         step = ended.pool.submit(ended.make, "gradients")
         waiting, ring = ended.goes_on(from_scratch=True)
-        assert waiting.met and not waiting.between and replays_from_boundary({0: at(8, 8, 8, met=True)}, [1], 2)
+        assert (
+            waiting.has_exchanged
+            and not waiting.at_boundary
+            and replays_from_boundary({0: at(8, 8, 8, has_exchanged=True)}, [1], 2)
+        )
         assert [ended.add(ring, 1).tolist() for _ in range(2)] == [[3, 3]] * 2
         assert step.result(20).tolist() == [3, 3] and ended.made == ["evaluation", "gradients"]
     ring.close()
 
 
-def at(tag, held=None, boundary=None, between=False, met=False):
-    return BlockedWorker(tag, ("", 0), () if held is None else ((held, b""),), {}, (), boundary, between, met)
+def at(tag, held=None, boundary=None, at_boundary=False, has_exchanged=False):
+    return BlockedWorker(
+        tag, ("", 0), () if held is None else ((held, b""),), {}, (), boundary, at_boundary, has_exchanged
+    )
 
 
 @pytest.mark.parametrize(
     ("waiting", "lost", "expected"),
     [
         ({0: at(8), 2: at(8, 8)}, [1], False),
-        ({0: at(8, boundary=8, between=True), 2: at(8, 8, 8, True)}, [1], True),
+        ({0: at(8, boundary=8, at_boundary=True), 2: at(8, 8, 8, True)}, [1], True),
         ({0: at(10, boundary=8), 2: at(10, 10, 8)}, [1], False),
         ({0: at(10, boundary=8), 2: at(10, 8, 8)}, [1], True),  # it was lost before it began the epoch
         ({0: at(10, boundary=8), 2: at(8, 8, 8, True)}, [1], True),
         ({0: at(8), 2: at(12)}, [1], None),
         ({0: at(10, boundary=8), 2: at(12, 12)}, [1], None),
         ({0: at(8), 1: at(8)}, [], False),
-        ({0: at(8, boundary=8, between=True), 1: at(10, boundary=8)}, [], True),
+        ({0: at(8, boundary=8, at_boundary=True), 1: at(10, boundary=8)}, [], True),
     ],
 )
 def test_what_is_made_again(waiting, lost, expected):

@@ -17,7 +17,7 @@ import pytest
 from raytf.errors import StoppedError, TrainingError
 from raytf.runtime import connection
 from raytf.storage.run_folder import RunFolder
-from raytf.train.ends import Ending
+from raytf.train.ends import GracefulStop
 from raytf.worker import stop
 from raytf.worker.stop import DRAIN, RESIZE, STOP, MovedError, StopBarrier
 
@@ -48,7 +48,7 @@ def test_workers_in_step_end_after_the_same_execution(seed):
         worker.start()
     while workers[0].made < chance.randrange(1, 2000):
         pass
-    begun = [worker.gate.ask(STOP) for worker in chance.sample(workers, 3)]
+    begun = [worker.gate.request(STOP) for worker in chance.sample(workers, 3)]
     for worker in workers:
         worker.gate.stop_after(max(begun))
     for worker in workers:
@@ -64,11 +64,11 @@ def test_one_that_joins_ends_after_the_same_execution(known):
     other.begin()
     assert not other.is_last() and not other.is_last()
     if known:
-        other.stop_after(other.ask(STOP))
+        other.stop_after(other.request(STOP))
     joins.reset()
     joins.begin(other.state())
     if not known:
-        begun = max(gate.ask(STOP) for gate in (other, joins))
+        begun = max(gate.request(STOP) for gate in (other, joins))
         for gate in (other, joins):
             gate.stop_after(begun)
     assert other.is_last() and joins.is_last() and other.why == joins.why == STOP
@@ -76,7 +76,7 @@ def test_one_that_joins_ends_after_the_same_execution(known):
 
 def test_asked_before_the_first_execution_a_training_ends_after_it():
     gate = StopBarrier()
-    assert gate.ask(DRAIN) == 0
+    assert gate.request(DRAIN) == 0
     gate.stop_after(0)
     gate.begin()
     assert not gate.is_over() and gate.is_last() and gate.is_over()
@@ -86,7 +86,7 @@ def test_asked_between_epochs_the_first_execution_of_the_next_is_the_last():
     gate = StopBarrier()
     gate.begin()
     assert not gate.is_last()
-    assert gate.ask(STOP) == 2 == gate.ask(STOP)
+    assert gate.request(STOP) == 2 == gate.request(STOP)
     gate.stop_after(2)
     gate.stop_after(7)  # asked twice: the first answer holds
     assert not gate.is_over()
@@ -96,7 +96,7 @@ def test_asked_between_epochs_the_first_execution_of_the_next_is_the_last():
 def test_a_word_for_the_training_before_ends_no_other_one():
     """A process stays when its group ends, and learns late after which execution that was to end."""
     gate = StopBarrier()
-    gate.ask(DRAIN)
+    gate.request(DRAIN)
     gate.reset()
     gate.stop_after(1)
     gate.begin()
@@ -107,7 +107,7 @@ def test_worker_that_gets_no_stop_step_does_not_wait_for_ever(set_timeouts):
     set_timeouts(stop_step=0.01)
     gate = StopBarrier()
     gate.begin()
-    gate.ask(STOP)
+    gate.request(STOP)
     with pytest.raises(stop.NoStopAnswerError, match="timeout after .* as another worker did not answer"):
         gate.is_last()
 
@@ -115,13 +115,13 @@ def test_worker_that_gets_no_stop_step_does_not_wait_for_ever(set_timeouts):
 def test_a_question_that_is_taken_back_ends_nobody_and_another_one_still_does():
     gate = StopBarrier()
     gate.begin()
-    gate.ask(RESIZE)
+    gate.request(RESIZE)
     with concurrent.futures.ThreadPoolExecutor() as threads:
         waits = threads.submit(gate.is_last)
         gate.withdraw(RESIZE)
         assert not waits.result(30)
-    gate.ask(RESIZE)
-    begun = gate.ask(STOP)
+    gate.request(RESIZE)
+    begun = gate.request(STOP)
     gate.withdraw(RESIZE)
     gate.stop_after(begun)
     gate.withdraw(STOP)  # too late
@@ -139,7 +139,7 @@ def test_errors_travel_and_bear_their_exit_codes():
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_before_the_training_ends_all_at_once_and_handlers_are_put_back(number, capsys):
     before = [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)]
-    with pytest.raises(StoppedError, match="ended at once") as caught, Ending():
+    with pytest.raises(StoppedError, match="ended at once") as caught, GracefulStop():
         os.kill(os.getpid(), number)
     assert caught.value.code == 128 + number
     assert f"raytf: {number.name}: ended at once" in capsys.readouterr().err
@@ -155,14 +155,14 @@ def test_in_this_process_a_signal_ends_after_the_execution_that_has_begun():
         assert stop.stop_barrier.is_last()
         return {"step": 2}
 
-    with Ending() as end:
+    with GracefulStop() as end:
         assert end.run_in_process(train) == {"step": 2}
     assert end.number == signal.SIGTERM
     stop.stop_barrier.reset()
 
 
 def test_what_is_not_kept_is_an_error_and_what_has_ended_is_not(tmp_path):
-    folder, end = RunFolder(pyarrow.fs.LocalFileSystem(), str(tmp_path), "run"), Ending()
+    folder, end = RunFolder(pyarrow.fs.LocalFileSystem(), str(tmp_path), "run"), GracefulStop()
     end.check(types.SimpleNamespace(return_value=None), folder)
     end.number = signal.SIGTERM
     with pytest.raises(StoppedError, match="had made its last step; its last checkpoint is saved"):
@@ -178,7 +178,7 @@ def itself(number: int) -> None:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_where_nothing_can_be_asked_the_first_signal_ends_it_at_once(number, capfd):
     before = signal.getsignal(number)
-    with pytest.raises(StoppedError) as stopped, Ending(after_step=False, at_once="ended, and why") as ending:
+    with pytest.raises(StoppedError) as stopped, GracefulStop(after_step=False, at_once="ended, and why") as ending:
         itself(number)
     assert stopped.value.code == 128 + number and ending.number == number
     assert capfd.readouterr().err == f"raytf: {signal.Signals(number).name}: ended, and why\n"
@@ -186,28 +186,28 @@ def test_where_nothing_can_be_asked_the_first_signal_ends_it_at_once(number, cap
 
 
 def test_what_ray_makes_of_it_while_it_waits_is_a_stop_all_the_same(capfd):
-    with pytest.raises(StoppedError) as stopped, Ending(at_once="ended, and why"):
+    with pytest.raises(StoppedError) as stopped, GracefulStop(at_once="ended, and why"):
         try:
             itself(signal.SIGTERM)
         except SystemExit:
             raise SystemExit(1) from None  # as `ray.get` does
     assert stopped.value.code == 143 and "SIGTERM: ended, and why" in capfd.readouterr().err
-    with pytest.raises(SystemExit) as ended, Ending():
+    with pytest.raises(SystemExit) as ended, GracefulStop():
         raise SystemExit(1)  # of the user's own
     assert not isinstance(ended.value, StoppedError)
 
 
 def test_signal_raises_at_once_where_its_callback_returns_false():
     heard = []
-    with Ending() as ending, ending.calls(lambda: heard.append(1)):
+    with GracefulStop() as ending, ending.calls(lambda: heard.append(1)):
         itself(signal.SIGINT)
     assert heard == [1] and ending.number == signal.SIGINT
-    with pytest.raises(StoppedError), Ending() as ending, ending.calls(lambda: False):
+    with pytest.raises(StoppedError), GracefulStop() as ending, ending.calls(lambda: False):
         itself(signal.SIGINT)
 
 
 def test_sigint_stays_pythons_where_it_is_not_taken():
-    with pytest.raises(KeyboardInterrupt), Ending(signals=[signal.SIGTERM]):
+    with pytest.raises(KeyboardInterrupt), GracefulStop(signals=[signal.SIGTERM]):
         itself(signal.SIGINT)
 
 
