@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from cluster.namespaces import Host
 
 STATE = "cluster.json"
-# Every process of a cluster inherits this variable; its value tells the clusters of a machine apart.
+# Every process of a cluster inherits this variable; its value is the cluster's own.
 MARK = "RAYTF_LOCAL_CLUSTER"
 # Ray's own default, 30 % of the machine's memory, would be promised once for each node.
 OBJECT_STORE_BYTES = 512 * 2**20
@@ -63,7 +63,7 @@ print(json.dumps({"dashboard": dashboard, "alive": len(alive)}))
 
 
 class LocalClusterError(RaytfError, RuntimeError):
-    """A cluster did not start, or did not end; the message says which node and what its log says."""
+    """A cluster did not start, or did not end; the message contains the node and the end of its log."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -250,7 +250,7 @@ def ask(cluster: Cluster, nodes: int, deadline: float, host: Host | None = None)
 
 
 def members(cluster: Cluster) -> set[psutil.Process]:
-    """The cluster's living processes: whoever bears its mark, its nodes' sessions, and all descendants.
+    """The cluster's living processes: those with its mark, its nodes' sessions, and all descendants.
 
     No one of these is enough: Ray's workers overwrite their environment with their title, and a job's driver has a
     session of its own.
@@ -304,7 +304,7 @@ def _new(folder: str, cpus: int) -> Cluster:
     if not sys.platform.startswith("linux"):
         raise ConfigError("A local cluster runs on Linux", sys.platform, "Use a Linux machine")
     if not _ray().exists():
-        raise ConfigError("Ray must be installed beside this Python", sys.executable, "Run it with the venv's Python")
+        raise ConfigError("Ray must be installed in the environment of this Python", sys.executable, "Run it with the venv's Python")
     if _state(folder).exists():
         if members(load(folder)):
             raise ConfigError("A folder holds one cluster, and one is up", folder, "End it, or use another --folder")
@@ -394,7 +394,7 @@ def _own_folder(folder: str | os.PathLike | None) -> str:
     folder = pathlib.Path(folder or os.path.join(tempfile.gettempdir(), f"raytf-{getpass.getuser()}")).absolute()
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if folder.stat().st_uid != os.getuid():
-        # The state file says which processes to end and which folder to remove.
+        # The state file contains which processes to end and which folder to remove.
         raise ConfigError("The folder must be one's own", folder, "Name another with --folder")
     return str(folder)
 

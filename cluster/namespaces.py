@@ -41,7 +41,7 @@ class Host:
         return ["ip", "netns", "exec", self.name, *command]
 
     def cut(self) -> None:
-        """Pulls its cable: nothing reaches it or comes from it any more, and no connection is told."""
+        """Pulls its cable: nothing reaches it or comes from it any more, and no connection gets an error."""
         _ip("link", "set", self.link, "down")
 
 

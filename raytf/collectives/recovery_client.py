@@ -151,7 +151,9 @@ class Detached:
     def empty(self, items: int, dtype: np.dtype) -> None:
         """Returns None: no other process would read it."""
 
-    def add(self, array: np.ndarray, sum_number: int = 0, fill: Callable[[int, int], None] | None = None) -> np.ndarray:
+    def all_reduce(
+        self, array: np.ndarray, sum_number: int = 0, fill: Callable[[int, int], None] | None = None
+    ) -> np.ndarray:
         """Returns the sum of equal arrays of all workers."""
         if fill is not None:
             fill(0, array.size)
@@ -159,7 +161,7 @@ class Detached:
         return array
 
     def trades(self, size: int) -> bool:
-        """Returns False: `add` does all sums."""
+        """Returns False: `all_reduce` does all sums."""
         return False
 
     def broadcast(self, array: np.ndarray) -> np.ndarray:

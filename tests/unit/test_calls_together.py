@@ -48,7 +48,7 @@ def workers(monkeypatch):
 
 
 def add(place):
-    return place.add(np.ones(2), 3).tolist()
+    return place.all_reduce(np.ones(2), 3).tolist()
 
 
 @pytest.mark.parametrize("other", ["", "model.fit()"])

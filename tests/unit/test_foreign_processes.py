@@ -83,7 +83,7 @@ def test_a_ring_forms_where_a_stranger_has_the_names_of_its_ports(stranger):
     with ThreadPoolExecutor(2) as pool:
         places = list(pool.map(lambda i: listeners[i].join(i, addresses, bytes(TOKEN_BYTES), 20.0, 20.0), range(2)))
         assert all(ring_links.is_local(place._next) for place in places), "neighbours of one host share memory"
-        found = list(pool.map(lambda place: place.add(np.ones(2)).tolist(), places))
+        found = list(pool.map(lambda place: place.all_reduce(np.ones(2)).tolist(), places))
     assert found == [[2.0, 2.0]] * 2
     for place in places:
         place.close()

@@ -55,7 +55,7 @@ def test_the_cause_is_pythons_own(how):
     call, line = CALLS[how]
     with pytest.raises(tf.errors.OpError) as caught:
         call()
-    found, place, number = one_line(caught.value).rpartition(" (test_causes.py, line ")
+    found, place, number = one_line(caught.value).rpartition(" (test_tensorflow_errors.py, line ")
     assert found == line and place and int(number.removesuffix(")")) < 32, (found, number)
     assert not is_consequence(caught.value)
 
@@ -111,5 +111,5 @@ def test_python_error_in_a_step_contains_its_own_type_and_the_step():
     model.compile("sgd", "mse")
     with pytest.raises(tf.errors.OpError) as caught:
         model.fit(rows, verbose=0)
-    assert one_line(caught.value).startswith("KeyError: 'nope' (test_causes.py, line ")
+    assert one_line(caught.value).startswith("KeyError: 'nope' (test_tensorflow_errors.py, line ")
     assert ", in step " in one_line(caught.value)

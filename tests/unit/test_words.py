@@ -147,7 +147,7 @@ def texts(path: pathlib.Path) -> list[tuple[int, str]]:
 def messages(source: str) -> list[tuple[int, str]]:
     """(line, text) of each literal of several words that is no docstring; values in it are `code`."""
     tree, found = ast.parse(source), []
-    no_texts = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    no_texts = {id(n.value) for n in ast.walk(tree) if isinstance(n, ast.Expr) and isinstance(n.value, ast.Constant)}
     for node in ast.walk(tree):
         parts = node.values if isinstance(node, ast.JoinedStr) else [node]
         if isinstance(node, ast.JoinedStr):
