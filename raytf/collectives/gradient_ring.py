@@ -26,7 +26,7 @@ from raytf.collectives import exchange, packs, ring_token, scaled_float16
 from raytf.collectives.exchange import Exchange, bytes_of, empty
 from raytf.collectives.packs import ALIGNED, Pack
 from raytf.collectives.recovery_client import Detached
-from raytf.collectives.ring import Ring
+from raytf.collectives.ring import Ring, ignoring_overflow
 from raytf.collectives.ring_listener import Listener
 from raytf.compat.tensorflow import releasing_functions
 from raytf.errors import ConfigError, PeerLostError
@@ -148,6 +148,7 @@ class GradientRing(Exchange):
             results.append(tf.IndexedSlices(values, tf.cast(ids, g.indices.dtype), g.dense_shape))
         return results
 
+    @ignoring_overflow
     def _sum_rows(self, merge: bool, fixed: Sequence, rows: np.ndarray, *flat: np.ndarray) -> list[np.ndarray]:
         header = np.array([rows, *map(len, flat[::2])], np.float64)
         (gathered,) = self._gather_arrays([np.concatenate([bytes_of(part) for part in (header, *flat)])])
@@ -219,6 +220,7 @@ class GradientRing(Exchange):
         order = packs.by_segment(self.ring.size)
         return np.concatenate([parts[ends[rank] - sizes[rank] : ends[rank]] for rank in order])
 
+    @ignoring_overflow
     def _sum_pack(
         self,
         exact: bool,
@@ -364,7 +366,6 @@ def _next_sum_number() -> int:
     return _sum_numbers[graph]
 
 
-@np.errstate(over="ignore", invalid="ignore")  # gradients may overflow; loss scaling detects it afterwards
 def _put(values: np.ndarray, weight: float, target: np.ndarray) -> None:
     """Computes target = weight * values; 0 for the weight 0, even if values are NaN."""
     if weight == 0:
@@ -383,7 +384,6 @@ def _put(values: np.ndarray, weight: float, target: np.ndarray) -> None:
             target[i : i + piece.size] = weighted
 
 
-@np.errstate(over="ignore", invalid="ignore")
 def _converted(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
     result = empty(values.size, dtype)
     result[...] = values

@@ -57,6 +57,9 @@ _BOTH, _REDUCE, _COPY = (0, 2), (0, 1), (1, 2)
 # Messages of a step, its checkpoint, the begin of an epoch and callbacks, see `recovery_client.state_version`.
 _MOST_HELD = 4
 
+# Gradients may overflow; loss scaling detects it afterwards.
+ignoring_overflow = np.errstate(over="ignore", invalid="ignore")
+
 _rings: weakref.WeakSet[Ring] = weakref.WeakSet()
 
 
@@ -127,7 +130,7 @@ class Ring:
         self._wide = np.empty((2, _CHUNK // 2), np.float32)
 
     def padded(self, items: int) -> int:
-        """Returns the smallest number of items, at least `items`, that `add` can split into equal segments."""
+        """Returns the smallest number of items, at least `items`, that `all_reduce` can split into equal segments."""
         return -(-items // self.size) * self.size
 
     def empty(self, items: int, dtype: np.dtype) -> np.ndarray | None:
@@ -183,14 +186,14 @@ class Ring:
     ) -> np.ndarray:
         """Sums one of `size` segments of `array`, in place: number (rank + 1) % size. Others are undefined afterwards.
 
-        It is the first half of `add`, with the same arguments, result, errors and bits.
+        It is the first half of `all_reduce`, with the same arguments, result, errors and bits.
         """
         return self._exchange_array(
             _SCATTER, array, sum_number, self._half(array), lambda ways: self._sum(array, fill, *ways, _REDUCE)
         )
 
     def all_gather(self, array: np.ndarray, sum_number: int = 0) -> np.ndarray:
-        """Copies from each process the segment of `reduce_scatter`; the second half of `add`."""
+        """Copies from each process the segment of `reduce_scatter`; the second half of `all_reduce`."""
         return self._exchange_array(
             _JOIN, array, sum_number, self._half(array), lambda ways: self._sum(array, None, *ways, _COPY)
         )
@@ -208,13 +211,13 @@ class Ring:
 
         Args:
             content: Bytes, few enough for `trades`.
-            sum_number: Number of this exchange within its step, as for `add`.
+            sum_number: Number of this exchange within its step, as for `all_reduce`.
 
         Returns:
             uint8 array of the shape (processes, bytes of each).
 
         Raises:
-            PeerLostError, RaytfError: As for `add`.
+            PeerLostError, RaytfError: As for `all_reduce`.
         """
         return self._trade(_TRADE, content, sum_number)
 
@@ -283,8 +286,9 @@ class Ring:
             poll.register(source, events)
         return poll
 
+    @ignoring_overflow
     def sum_in_order(self, parts: np.ndarray, target: np.ndarray) -> None:
-        """Sums the parts of all processes in the order of `add` around the ring, with the same bits.
+        """Sums the parts of all processes in the order of `all_reduce` around the ring, with the same bits.
 
         Args:
             parts: (processes, items) by rank; each row has fewer bytes than are added at once.
@@ -307,10 +311,10 @@ class Ring:
             bounds: Begin of each rank's part, and the end of the last.
 
         Returns:
-            `array`, or a copy, as for `add`.
+            `array`, or a copy, as for `all_reduce`.
 
         Raises:
-            PeerLostError, RaytfError: As for `add`.
+            PeerLostError, RaytfError: As for `all_reduce`.
         """
         size, rank = self.size, self.rank
         parts = [slice(*bounds[i : i + 2]) for i in range(size)]
@@ -329,10 +333,10 @@ class Ring:
             array: Contiguous bytes.
 
         Returns:
-            `array`, or a copy, as for `add`.
+            `array`, or a copy, as for `all_reduce`.
 
         Raises:
-            PeerLostError, RaytfError: As for `add`.
+            PeerLostError, RaytfError: As for `all_reduce`.
         """
         whole, first, last = [slice(0, array.size)], self.rank == 0, self.rank == self.size - 1
         sends, receives = [] if last else whole, [] if first else whole
@@ -344,7 +348,7 @@ class Ring:
     def _exchange_array(
         self, kind: int, array: np.ndarray, sum_number: int, sent: int, work: Callable[[_ReadInPlace], None]
     ) -> np.ndarray:
-        """Exchanges an array that the next process may read in shared memory; returns it, or a copy as for `add`."""
+        """Exchanges an array that the next process may read in shared memory; returns the same as `all_reduce`."""
         large = array.nbytes > _READ_IN_PLACE
         begin = None if self._memory is None or not large else self._memory.offset_of(array)
         is_read = False
@@ -456,7 +460,7 @@ class Ring:
             content: At most 64 KiB, which a socket buffers at once, as the next member does not read yet.
 
         Raises:
-            PeerLostError: As for `add`.
+            PeerLostError: As for `all_reduce`.
         """
         with self._lock:
             if self._next.fileno() < 0:
@@ -627,6 +631,7 @@ class Ring:
             message = bytes(message) + self._receive(missing)
         return sum(count for (count,) in _COUNT.iter_unpack(message))
 
+    @ignoring_overflow
     def _sum(
         self,
         array: np.ndarray,
@@ -720,7 +725,6 @@ class Ring:
             if not moved:
                 self._wait(sending=bool(sending.remaining and may_send > 0), receiving=bool(receiving.remaining))
 
-    @np.errstate(over="ignore", invalid="ignore")  # gradients may overflow; loss scaling checks for it afterwards
     def _accumulate(self, total: np.ndarray, received: np.ndarray) -> None:
         if total.dtype == scaled_float16.BLOCK:
             a, b = self._wide[:, : total.size * scaled_float16.ITEMS].reshape(2, total.size, -1)

@@ -115,6 +115,19 @@ def global_seed(seed: int) -> Iterator[None]:
         eager_context._seed, eager_context._rng = previous
 
 
+@uses_private("tensorflow.python.eager.context:Context._config", "tensorflow.python.eager.context:Context._initialized")
+def disable_thread_spinning() -> None:
+    """Lets idle threads of TensorFlow sleep at once, which otherwise look for work for a while; no public API.
+
+    It has no effect after TensorFlow's first operation in this process.
+    """
+    eager_context = context.context()
+    if not eager_context._initialized:
+        config = eager_context._config or tf.compat.v1.ConfigProto()
+        config.experimental.disable_thread_spinning = True
+        eager_context._config = config
+
+
 # Operations of datasets whose order may differ from the declared one.
 _making = threading.RLock()
 _PARALLEL = ("parallel_map_dataset_v2", "parallel_interleave_dataset_v4", "parallel_batch_dataset")

@@ -124,6 +124,11 @@ def release_cores() -> None:
         _current.pop().close()
 
 
+def count_usable() -> int:
+    """Returns the number of cores that this process may use now."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def own_cores() -> frozenset[int]:
     """Returns the cores that this process has claimed."""
     return _current[0].claimed if _current else frozenset()

@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from raytf import timeouts
 from raytf.compat import legacy_keras
+from raytf.compat.tensorflow import disable_thread_spinning
 from raytf.errors import ConfigError
 from raytf.runtime import cores, ports
 from raytf.runtime.settings import WorkerSetup
@@ -50,6 +51,8 @@ def prepared(setup: WorkerSetup):
         trainer.install()
         sparse_rows.lazy = setup.config.sparse_updates == "lazy"
         shards.enabled = setup.config.shard_optimizer
+    if cores.count_usable() == 1:  # a thread that looks for work takes the core from those that have some
+        disable_thread_spinning()
     if setup.config.seed is not None:
         tf.random.set_seed(setup.config.seed)
     context = TrainContext(setup)
