@@ -233,3 +233,21 @@ def test_linux_description_of_a_core_is_read(tmp_path):
     found = cores.sharing_levels(3, tmp_path)
     assert sorted(map(len, found)) == [2, 8, 16] and frozenset({3, 11}) in found
     assert cores.sharing_levels(4, tmp_path) == []
+
+
+SPINS = """
+import os
+os.sched_setaffinity(0, list(os.sched_getaffinity(0))[: {cores}])
+import tensorflow as tf
+from raytf.runtime.settings import WorkerSetup
+from raytf.worker import context
+with context.prepared(WorkerSetup()):
+    assert int(tf.add(1, 1)) == 2
+    print(tf.__internal__.eager_context.get_config().experimental.disable_thread_spinning)
+"""
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_idle_threads_of_a_process_with_one_core_sleep_at_once(two, count):
+    ran = subprocess.run([sys.executable, "-c", SPINS.format(cores=count)], capture_output=True, text=True, timeout=240)
+    assert ran.stdout.split()[-1:] == [str(count == 1)], ran.stderr
