@@ -204,7 +204,7 @@ def test_a_cancelled_slurm_job_stops_after_its_step_and_is_not_queued_again(star
 def test_a_slurm_node_whose_ray_ends_starts_it_again(started):
     """The job continues: the others train, and the node comes back."""
     start, folder, hosts = started
-    (folder / "lost_hold").write_text("1 4")
+    (folder / "lost_hold").write_text("1 4\n1 6")  # the second one if the chief was lost, after step (1, 4)
     job = start("slurm.sh", "lost", workers="1-3")
     held(job, folder, "lost")
     first = raylet_of(hosts[1])
@@ -213,7 +213,7 @@ def test_a_slurm_node_whose_ray_ends_starts_it_again(started):
     while (again := raylet_of(hosts[1])) is None or again.pid == first.pid:
         assert job.poll() is None and time.monotonic() < deadline, job.communicate()[0]
         time.sleep(0.2)
-    (folder / "lost_hold").unlink(missing_ok=True)
+    (folder / "lost_hold").write_text("")
     finished(job, 0)
     assert steps(folder, "lost")[-1] == (2, 13)
 
