@@ -304,7 +304,7 @@ def _new(folder: str, cpus: int) -> Cluster:
     if not sys.platform.startswith("linux"):
         raise ConfigError("A local cluster runs on Linux", sys.platform, "Use a Linux machine")
     if not _ray().exists():
-        raise ConfigError("Ray must be installed in the environment of this Python", sys.executable, "Run it with the venv's Python")
+        raise ConfigError("Ray must be installed for this Python", sys.executable, "Run it with the venv's Python")
     if _state(folder).exists():
         if members(load(folder)):
             raise ConfigError("A folder holds one cluster, and one is up", folder, "End it, or use another --folder")
