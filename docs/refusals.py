@@ -12,6 +12,7 @@ import collections
 import itertools
 import pathlib
 import re
+from collections.abc import Iterator
 
 from generated import filled
 
@@ -60,31 +61,39 @@ def _name(call: ast.Call) -> str:
     return getattr(call.func, "attr", getattr(call.func, "id", ""))
 
 
+def _key(path: pathlib.Path, function: str) -> tuple[pathlib.Path | None, str]:
+    """Functions with this key are one: a private one is known in its file alone."""
+    return path if function.startswith("_") else None, function
+
+
+def _found_in(path: pathlib.Path, tree: ast.Module, calls) -> Iterator[str]:
+    """The texts of the errors that a file makes; `calls` are those of the functions that may make them, by `_key`."""
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    scopes = {node: function for function in functions for node in ast.walk(function)}  # the innermost is the last
+    for error in (node for node in scopes if isinstance(node, ast.Call) and _name(node) in _TEXTS):
+        function = scopes[error]
+        known = _assigned(tree.body) | _assigned(ast.walk(function))
+        names = [a.arg for a in function.args.args if a.arg not in ("self", "cls")]
+        for call in calls[_key(path, function.name)] or [ast.Call(ast.Name(""), [], [])]:
+            given = {name: [value] for name, value in zip(names, call.args, strict=False)}
+            given |= {word.arg: [word.value] for word in call.keywords}
+            for chosen in _choices([*error.args, *[ast.Constant(None)] * 3][:3], known | given):
+                text = re.sub("……+", "…", " ".join(_TEXTS[_name(error)].format(*chosen).split()).replace("?.", "?"))
+                if len(re.sub(r"received|\W", "", text)) >= _LEAST_LETTERS:
+                    yield text
+
+
 def sections() -> str:
     """A section for each folder, and each file, of `raytf/` that makes errors."""
     trees = {path: ast.parse(path.read_text()) for path in sorted(_SOURCES.rglob("*.py"))}
     calls, found = collections.defaultdict(list), collections.defaultdict(set)
     for path, node in ((path, node) for path, tree in trees.items() for node in ast.walk(tree)):
         if isinstance(node, ast.Call):
-            calls[path if _name(node).startswith("_") else None, _name(node)].append(node)
+            calls[_key(path, _name(node))].append(node)
     for path, tree in trees.items():
-        functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
-        scopes = {node: function for function in functions for node in ast.walk(function)}  # the innermost is the last
-        for error in (node for node in scopes if isinstance(node, ast.Call) and _name(node) in _TEXTS):
-            function = scopes[error]
-            known = _assigned(tree.body) | _assigned(ast.walk(function))
-            names = [a.arg for a in function.args.args if a.arg not in ("self", "cls")]
-            made = calls[
-                path if function.name.startswith("_") else None, function.name
-            ]  # a function may make the error
-            for call in made or [ast.Call(ast.Name(""), [], [])]:
-                given = {name: [value] for name, value in zip(names, call.args, strict=False)}
-                given |= {word.arg: [word.value] for word in call.keywords}
-                for chosen in _choices([*error.args, *[ast.Constant(None)] * 3][:3], known | given):
-                    text = re.sub("……+", "…", " ".join(_TEXTS[_name(error)].format(*chosen).split()).replace("?.", "?"))
-                    if len(re.sub(r"received|\W", "", text)) >= _LEAST_LETTERS:
-                        found[path.relative_to(_SOURCES).parts[0].removesuffix(".py")].add(f"* `` {text} ``\n")
-    return "\n".join(f"## raytf.{topic}\n\n{''.join(sorted(texts))}" for topic, texts in sorted(found.items()))
+        topic = path.relative_to(_SOURCES).parts[0].removesuffix(".py")
+        found[topic].update(f"* `` {text} ``\n" for text in _found_in(path, tree, calls))
+    return "\n".join(f"## raytf.{topic}\n\n{''.join(sorted(texts))}" for topic, texts in sorted(found.items()) if texts)
 
 
 def written(page: str) -> str:

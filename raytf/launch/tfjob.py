@@ -413,21 +413,19 @@ def _resources(role: str, container: Mapping, unread: _UnreadFields) -> dict[str
     resources = _require_map(container, "resources", role, {})
     amounts = {**_require_map(resources, "requests", role, {}), **_require_map(resources, "limits", role, {})}
     quantities = {name: _quantity(role, name, amount) for name, amount in amounts.items() if amount is not None}
-    devices = [name for name, amount in quantities.items() if "/" in name and amount]
-    for name in devices:
-        if name not in _GPUS and not _OF_NETWORK.search(name):
+    for name, quantity in quantities.items():
+        if "/" not in name:
+            unread.note("resources", {name: quantity}, role)
+        elif name in _GPUS and quantity != int(quantity):
+            raise _config_error(f"{name} of {role} is a whole number", repr(amounts[name]), "Correct it")
+        elif quantity and name not in _GPUS and not _OF_NETWORK.search(name):
             raise _config_error(
                 f"A device that raytf run places is {' or '.join(_GPUS)}, Ray's GPU",
                 f"{name} of {role}",
                 "Leave it out, or write nvidia.com/gpu if Ray counts it as a GPU",
             )
-        if name in _GPUS and quantities[name] != int(quantities[name]):
-            raise _config_error(f"{name} of {role} is a whole number", repr(amounts[name]), "Correct it")
-    for name, amount in amounts.items():
-        if name in devices and name not in _GPUS:
+        elif quantity and name not in _GPUS:
             unread.add(name, role, "Ray's nodes must have it")
-        elif "/" not in name:
-            unread.note("resources", {name: amount}, role)
     if quantities.get("cpu") == 0:
         unread.add("cpu 0", role, "a process has 1 CPU")
     thousandths = math.ceil(round(quantities.get("cpu", 0) * 1000, 6))  # as Kubernetes rounds up

@@ -8,7 +8,6 @@ import pathlib
 import signal
 import subprocess
 import sys
-import time
 
 import botocore.loaders
 import botocore.model
@@ -18,6 +17,8 @@ import pytest
 import yaml
 from ray._common.network_utils import parse_address
 from ray.autoscaler._private.util import prepare_config, validate_config
+
+from tests.waiting import until
 
 ROOT = pathlib.Path(__file__).parents[2]
 FILES = ("aws", "gcp", "on-premises")
@@ -136,13 +137,6 @@ def test_a_script_without_a_command_starts_nothing(start, script, words):
     assert code == 2 and err.startswith("usage: ") and not noted
 
 
-def wait_until(condition):
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
 @pytest.mark.parametrize("starts", [True, False])
 @pytest.mark.parametrize(
     "script, number, requeued",
@@ -157,10 +151,10 @@ def test_a_signal_before_ray_is_up_is_not_lost(tmp_path, environment, script, nu
     with open(tmp_path / "err", "w") as err:
         process = subprocess.Popen(command, env=environment | SLURM | {"SLURM_JOB_NODELIST": "10.1.2.3"}, stderr=err)
     try:
-        wait_until((tmp_path / "noted").exists)
+        until((tmp_path / "noted").exists, 60.0)
         process.send_signal(number)
         if starts:
-            wait_until(lambda: "before the command has started" in (tmp_path / "err").read_text())
+            until(lambda: "before the command has started" in (tmp_path / "err").read_text(), 60.0)
             (tmp_path / "go").touch()
         assert process.wait(timeout=60) == 143
     finally:

@@ -59,6 +59,13 @@ def groups(cluster: dict) -> dict[str, dict]:
     return {"head": cluster["headGroupSpec"]} | {group["groupName"]: group for group in cluster["workerGroupSpecs"]}
 
 
+def templates(document: dict) -> dict[str, dict]:
+    """The templates of all pods of a document of KubeRay: those of its cluster, and the submitter if it has one."""
+    found = {name: group["template"] for name, group in groups(clusters(document)).items()}
+    submitter = _job(document).get("submitterPodTemplate")
+    return found | ({"submitter": submitter} if submitter else {})
+
+
 # ----------------------------------------------------------------------------------------------------- schemas
 
 
@@ -78,17 +85,10 @@ def _kuberay(document: dict) -> Iterator[str]:
     yield from errors
     if errors:
         return
-    cluster = clusters(document)
-    for name, group in groups(cluster).items():
-        yield from (f"{name}: {text}" for text in _template(group["template"]))
-    if template := _job(document).get("submitterPodTemplate"):
-        yield from (f"submitter: {text}" for text in _template(template))
-    yield from _operator(document, cluster)
-
-
-def _template(template: dict) -> Iterator[str]:
-    yield from _kubernetes({"apiVersion": "v1", "kind": "Pod", **template})
-    yield from _pod(template["spec"])
+    for name, template in templates(document).items():
+        pod = {"apiVersion": "v1", "kind": "Pod", **template}
+        yield from (f"{name}: {text}" for text in (*_kubernetes(pod), *_pod(pod["spec"])))
+    yield from _operator(document, clusters(document))
 
 
 def _job(document: dict) -> dict:
@@ -315,9 +315,7 @@ def _group(group: str, spec: dict, images: Mapping[str, str]) -> Iterator[str]:
 
 def _restricted(document: dict, cluster: dict) -> Iterator[str]:
     """What a namespace that enforces the Pod Security Standard restricted refuses, apart from fields that none has."""
-    pods = {name: group["template"]["spec"] for name, group in groups(cluster).items()}
-    if template := _job(document).get("submitterPodTemplate"):
-        pods["submitter"] = template["spec"]
+    pods = {name: template["spec"] for name, template in templates(document).items()}
     containers = {name: (pod.get("securityContext", {}), pod["containers"][0]) for name, pod in pods.items()}
     if cluster.get("enableInTreeAutoscaling"):
         containers["autoscaler"] = (containers["head"][0], cluster.get("autoscalerOptions", {}))
@@ -438,16 +436,13 @@ def kustomization(folder: pathlib.Path) -> list[str]:
     read = [list(yaml.safe_load_all((folder / name).read_text())) for name in made["resources"]]
     documents = [document for file in read for document in file]
     settings = next(one for one in documents if one["kind"] == "ConfigMap")["data"].keys()
-    templates = [
-        template
+    used = {
+        container["image"]
         for document in documents
         if document["apiVersion"] == "ray.io/v1"
-        for template in (
-            *(group["template"] for group in groups(clusters(document)).values()),
-            *filter(None, [_job(document).get("submitterPodTemplate")]),
-        )
-    ]
-    used = {container["image"] for template in templates for container in template["spec"]["containers"]}
+        for template in templates(document).values()
+        for container in template["spec"]["containers"]
+    }
     named = {image["name"] for image in made["images"]}
     sources = {rule["source"]["fieldPath"].removeprefix("data.") for rule in made["replacements"]}
     kinds = {target["select"]["kind"] for rule in made["replacements"] for target in rule["targets"]}
