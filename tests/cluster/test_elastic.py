@@ -13,7 +13,8 @@ import pytest
 import raytf
 from cluster import local
 from raytf.events import Kind
-from tests.cluster.test_graceful_stop import drain, finished, noted, started, steps, until, weights
+from tests.cluster.test_graceful_stop import drain, finished, noted, started, steps, weights
+from tests.waiting import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 EVERYTHING = [(epoch, batch) for epoch in range(3) for batch in range(14)]

@@ -19,7 +19,8 @@ from raytf.events import Kind
 from raytf.fitting import call, warm
 from raytf.train.worker_group import WorkerGroup
 from raytf.worker import figures
-from tests.cluster.test_graceful_stop import driver_of, finished, steps, told, until, weights
+from tests.cluster.test_graceful_stop import driver_of, finished, steps, told, weights
+from tests.waiting import until
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 ROWS, BATCH = 37, 10
@@ -263,9 +264,7 @@ def test_an_error_and_an_interrupt_leave_the_last_epoch(alone, tmp_path):
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def interrupt():
-        until = time.monotonic() + 120
-        while len(os.listdir(tmp_path)) < 2 and time.monotonic() < until:
-            threading.Event().wait(0.05)
+        until(lambda: len(os.listdir(tmp_path)) == 2)
         at.append(time.monotonic())
         os.kill(os.getpid(), signal.SIGINT)
 

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 
 import numpy as np
 import psutil
@@ -23,7 +22,7 @@ import raytf
 from cluster import local
 from raytf.compat import ray_core
 from raytf.events import Kind
-from tests import waiting
+from tests.waiting import until
 
 pytestmark = pytest.mark.slow
 
@@ -43,14 +42,6 @@ def finished(driver, code=0):
     _, output = driver.communicate(timeout=240)
     assert driver.returncode == code, output
     return output
-
-
-def until(reached, driver, seconds=240):
-    deadline = time.monotonic() + seconds
-    while not reached():
-        assert driver.poll() is None, driver.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def steps(tmp_path, name, rank):
@@ -170,7 +161,7 @@ def test_of_a_driver_that_is_killed_nothing_is_left(tmp_path, quiet):
     owners = [f"_{pid}_" for kind, pid, *_ in during if kind == "process"]
     driver.kill()
     driver.wait()
-    waiting.until(lambda: not left(tmp_path) - before)
+    until(lambda: not left(tmp_path) - before)
     for folder in (tempfile.gettempdir(), "/dev/shm"):
         assert not [name for name in os.listdir(folder) if any(owner in name for owner in owners)]
     (tmp_path / "run_hold").unlink()  # a worker that is killed leaves it

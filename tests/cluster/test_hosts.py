@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 
 import pytest
 
 from cluster import local, namespaces
 from tests import answers
+from tests.waiting import until
 
 WHY_NOT = namespaces.available()
 
@@ -38,7 +38,7 @@ def five_hosts():
             yield hosts, cluster
 
 
-def run(five_hosts, module: str, folder) -> tuple[str | None, dict]:
+def run(five_hosts, module: str, folder) -> tuple[str, dict]:
     """(address of the host that was cut off, what the driver answers)."""
     hosts, cluster = five_hosts
     driver = subprocess.Popen(
@@ -49,10 +49,8 @@ def run(five_hosts, module: str, folder) -> tuple[str | None, dict]:
         text=True,
     )
     try:
-        deadline = time.monotonic() + 240
-        while not (folder / "victim").exists() and driver.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.1)
-        victim = (folder / "victim").read_text() if (folder / "victim").exists() else None
+        until((folder / "victim").exists, driver)
+        victim = (folder / "victim").read_text()
         for host in hosts:
             if host.address == victim:
                 host.cut()

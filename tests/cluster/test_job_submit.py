@@ -8,13 +8,13 @@ import pathlib
 import re
 import subprocess
 import sys
-import time
 
 import pytest
 
 from cluster import local
 from tests.cluster.test_graceful_stop import steps
 from tests.jobs import test_output
+from tests.waiting import until
 
 REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
 
@@ -174,10 +174,7 @@ def test_a_job_that_is_stopped_loses_no_step(cluster, tmp_path):
     address = ["--address", cluster.dashboard]
     submitted = ["--no-wait", "--submission-id=stopped", "--working-dir", REPOSITORY]
     ray_job(cluster, "submit", *address, *submitted, "--", *command)
-    until = time.monotonic() + 240
-    while steps(tmp_path, "run", 1)[-1:] != [(1, 4)]:
-        assert time.monotonic() < until, ray_job(cluster, "logs", *address, "stopped")
-        time.sleep(0.05)
+    until(lambda: steps(tmp_path, "run", 1)[-1:] == [(1, 4)])
     assert "was stopped" in ray_job(cluster, "stop", *address, "stopped")
     first = steps(tmp_path, "run", 0)
     code, log = submit(cluster, REPOSITORY, *command)  # waits for the process that writes, should it be at work

@@ -18,6 +18,7 @@ import yaml
 import raytf
 from cluster import local, namespaces
 from raytf.events import Kind
+from tests.waiting import until
 
 WHY_NOT = namespaces.available()
 ROOT = pathlib.Path(__file__).parents[2]
@@ -100,13 +101,6 @@ def finished(job: subprocess.Popen) -> str:
     return output
 
 
-def wait_until(reached, job: subprocess.Popen) -> None:
-    deadline = time.monotonic() + 300
-    while not reached():
-        assert job.poll() is None and time.monotonic() < deadline, job.communicate()[0][-6000:]
-        time.sleep(0.05)
-
-
 def steps(folder, name: str, rank: int = 0) -> list[tuple[int, int]]:
     path = folder / f"{name}_{rank}.txt"
     return [tuple(map(int, line.split()[1:3])) for line in path.read_text().splitlines()] if path.exists() else []
@@ -122,7 +116,7 @@ def test_a_job_whose_cluster_is_killed_resumes_in_a_new_one_at_the_next_step(tmp
     (tmp_path / "digits_stuck").write_text("1 5")
     with started([4, 4], "4") as rayjob:
         job = rayjob.submit("digits")
-        wait_until((tmp_path / "digits" / "step_000000000019" / "manifest.json").exists, job)
+        until((tmp_path / "digits" / "step_000000000019" / "manifest.json").exists, job)
         assert steps(tmp_path, "digits")[-1] == steps(tmp_path, "digits", 1)[-1] == (1, 4)
         nodes = {(tmp_path / f"digits_{rank}.txt").read_text().split()[0] for rank in range(2)}
         assert len(nodes) == 2, "each pod has a worker, with all of its CPUs"
@@ -145,8 +139,8 @@ def test_a_drain_that_is_cut_short_loses_the_steps_that_are_not_kept(tmp_path, s
     (tmp_path / "fifth_stuck").write_text("1 5")
     with started([2, 2], "1") as rayjob:
         job = rayjob.submit("fifth")
-        wait_until(lambda: steps(tmp_path, "fifth", 1)[-1:] == [(1, 4)], job)
-        wait_until(lambda: list((tmp_path / "fifth").glob("step_*/manifest.json")), job)
+        until(lambda: steps(tmp_path, "fifth", 1)[-1:] == [(1, 4)], job)
+        until(lambda: list((tmp_path / "fifth").glob("step_*/manifest.json")), job)
         (node,) = {line.split()[0] for line in (tmp_path / "fifth_0.txt").read_text().splitlines()}
         seen = psutil.process_iter(["name", "cmdline"])
         (raylet,) = [
@@ -161,7 +155,7 @@ def test_a_drain_that_is_cut_short_loses_the_steps_that_are_not_kept(tmp_path, s
         raylet.kill()
         psutil.wait_procs(workers, 60)
         # as its node logs: the signal has ended it, which did not leave by itself before
-        wait_until(lambda: any("raylet [exit code=-9]" in log.read_text() for log in rayjob.logs()), job)
+        until(lambda: any("raylet [exit code=-9]" in log.read_text() for log in rayjob.logs()), job)
         (tmp_path / "fifth_stuck").unlink()
         output = finished(job)
     made = steps(tmp_path, "fifth")

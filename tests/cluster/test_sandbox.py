@@ -15,7 +15,7 @@ import sys
 
 import pytest
 
-from tests import waiting
+from tests.waiting import until
 
 CPU_GROUPS = pathlib.Path("/sys/fs/cgroup/cpu")
 ROOT = pathlib.Path(__file__).parents[2]
@@ -77,7 +77,7 @@ def half_a_cpu():
     group.mkdir()
     (group / "cpu.cfs_quota_us").write_text("50000")
     yield group
-    waiting.until(lambda: not (group / "cgroup.procs").read_text())
+    until(lambda: not (group / "cgroup.procs").read_text())
     group.rmdir()
 
 

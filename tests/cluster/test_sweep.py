@@ -19,8 +19,9 @@ from ray.train import FailureConfig, RunConfig, ScalingConfig
 import raytf
 from raytf.events import Kind
 from tests.cluster import models
-from tests.cluster.test_graceful_stop import driver_of, finished, steps, stopped, told, until
+from tests.cluster.test_graceful_stop import driver_of, finished, steps, stopped, told
 from tests.cluster.test_graceful_stop import weights as noted_weights
+from tests.waiting import until
 
 pytestmark = [pytest.mark.usefixtures("ray_cluster"), pytest.mark.slow]
 

@@ -13,13 +13,13 @@ import secrets
 import signal
 import subprocess
 import sys
-import time
 
 import numpy as np
 import psutil
 import pytest
 
 from cluster import namespaces
+from tests.waiting import until
 
 WHY_NOT = namespaces.available()
 ROOT = pathlib.Path(__file__).parents[2]
@@ -122,7 +122,7 @@ def three_hosts(folder: pathlib.Path, ipv6: bool = False):
         finally:
             for process in processes:
                 process.kill()
-                process.communicate()
+                process.wait()
 
 
 def script_of(process) -> psutil.Process:
@@ -144,10 +144,7 @@ def finished(process, code):
 
 def held(job, folder, name):
     """Blocks until a run waits after the step that its file names."""
-    deadline = time.monotonic() + 300
-    while steps(folder, name)[-1:] != [(1, 4)]:
-        assert job.poll() is None and time.monotonic() < deadline, job.communicate()[0]
-        time.sleep(0.05)
+    until(lambda: steps(folder, name)[-1:] == [(1, 4)], job)
 
 
 def raylet_of(host) -> psutil.Process | None:
@@ -209,10 +206,7 @@ def test_a_slurm_node_whose_ray_ends_starts_it_again(started):
     held(job, folder, "lost")
     first = raylet_of(hosts[1])
     first.kill()
-    deadline = time.monotonic() + 300
-    while (again := raylet_of(hosts[1])) is None or again.pid == first.pid:
-        assert job.poll() is None and time.monotonic() < deadline, job.communicate()[0]
-        time.sleep(0.2)
+    until(lambda: (again := raylet_of(hosts[1])) is not None and again.pid != first.pid, job)
     (folder / "lost_hold").write_text("")
     finished(job, 0)
     assert steps(folder, "lost")[-1] == (2, 13)

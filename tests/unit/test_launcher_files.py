@@ -151,10 +151,10 @@ def test_a_signal_before_ray_is_up_is_not_lost(tmp_path, environment, script, nu
     with open(tmp_path / "err", "w") as err:
         process = subprocess.Popen(command, env=environment | SLURM | {"SLURM_JOB_NODELIST": "10.1.2.3"}, stderr=err)
     try:
-        until((tmp_path / "noted").exists, 60.0)
+        until((tmp_path / "noted").exists)
         process.send_signal(number)
         if starts:
-            until(lambda: "before the command has started" in (tmp_path / "err").read_text(), 60.0)
+            until(lambda: "before the command has started" in (tmp_path / "err").read_text())
             (tmp_path / "go").touch()
         assert process.wait(timeout=60) == 143
     finally:
