@@ -22,6 +22,7 @@ class Timeouts:
     Args:
         process_start: Start of a process. One that first sets up a runtime environment may need minutes.
         imports: Import of TensorFlow in a process.
+        nodes: Nodes that a run lacks, where KubeRay or an autoscaler starts nodes. Later the run is refused.
         process_setup: Addresses from the worker processes, and the set-up of servers and feeds in them.
         head_answer: Answer of the cluster's head. Ray itself tries for 20 s and then reports no reason.
         idle_answer: Answer of an idle process, warm or standby. It comes at once unless the process is stopped or gone.
@@ -106,6 +107,7 @@ class Timeouts:
 
     process_start: float = 900.0
     imports: float = 300.0
+    nodes: float = 900.0
     process_setup: float = 300.0
     head_answer: float = 15.0
     idle_answer: float = 5.0

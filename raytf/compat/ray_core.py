@@ -16,7 +16,10 @@ from ray._private.authentication.authentication_utils import is_token_auth_enabl
 from ray._private.grpc_utils import init_grpc_channel  # a channel with the token: finds out why a head does not answer
 from ray._private.ray_constants import LOG_PREFIX_ACTOR_NAME  # a line that names the process in the driver's output
 from ray._private.ray_logging import global_worker_stdstream_dispatcher  # handlers of processes' output
-from ray._raylet import RAY_NODE_ID_KEY  # the label by which an actor is placed on a node
+from ray._raylet import (
+    RAY_NODE_GROUP_KEY,  # the label with a node's group in KubeRay or an autoscaler's config
+    RAY_NODE_ID_KEY,  # the label by which an actor is placed on a node
+)
 from ray.core.generated import (  # a head's answers, in Ray's messages: `ray.util.state` needs the dashboard
     gcs_pb2,
     gcs_service_pb2,
@@ -28,6 +31,7 @@ from raytf.compat.versions import uses_private
 
 __all__ = [
     "LOG_PREFIX_ACTOR_NAME",
+    "RAY_NODE_GROUP_KEY",
     "RAY_NODE_ID_KEY",
     "WARN_BLOCKING_GET",
     "gcs_pb2",
@@ -176,6 +180,29 @@ def free_by_node() -> dict[str, dict[str, float]]:
 def most_resources() -> dict | None:
     """Returns the resources to which an autoscaler may scale the cluster; None without one. No public API."""
     return ray._private.state.state.get_max_resources_from_cluster_config()
+
+
+@uses_private(
+    "ray.data._internal.cluster_autoscaler.default_autoscaling_coordinator:get_or_create_autoscaling_coordinator"
+)
+def request_nodes(requester: str, bundles: list[dict[str, float]], selectors: list | None, seconds: float) -> None:
+    """Requests nodes for bundles from the autoscaler; Ray's public function replaces the requests of all others.
+
+    Args:
+        requester: Name of the request; it replaces an earlier one of this name.
+        bundles: Resources of each bundle, with those that are in use; empty to withdraw the request.
+        selectors: A label selector for each bundle, or None.
+        seconds: Seconds until the request expires.
+    """
+    from ray.data._internal.cluster_autoscaler import default_autoscaling_coordinator
+
+    coordinator = default_autoscaling_coordinator.get_or_create_autoscaling_coordinator()
+    if not bundles:
+        coordinator.cancel_request.remote(requester)
+        return
+    coordinator.request_resources.remote(
+        requester_id=requester, resources=bundles, label_selectors=selectors, expire_after_s=seconds
+    )
 
 
 @uses_private("ray._private.state:GlobalState.get_draining_nodes")

@@ -138,12 +138,15 @@ class ScriptCluster:
         bundles = [self._script.bundle(task) for task in self._tasks]
         resources.check_bundles(bundles)
         self._group = placement_group(bundles, strategy="PACK")
+        began = time.monotonic()
         say = _wait_reporter(
-            lambda: f"waiting for the cluster's resources ({_describe_needs(bundles)}): other work holds them"
+            lambda: (
+                f"waiting for the cluster's resources ({_describe_needs(bundles)}): until other work ends or nodes come"
+            )
         )
         while not self._group.wait(_TICK_INTERVAL):
             if say():
-                resources.check_bundles(bundles)  # a node may be lost
+                resources.check_bundles(bundles, time.monotonic() - began)  # a node may be lost
         for i, (task, bundle) in enumerate(zip(self._tasks, bundles, strict=True)):
             self._runners[task] = resources.placed_actor(TaskRunner, self._group, i, bundle, max_concurrency=6)
 

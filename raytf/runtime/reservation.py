@@ -118,12 +118,16 @@ class Reservation:
             return False
         return not draining.keys().isdisjoint(placement_group_table(self.group)["bundles_to_node_id"].values())
 
-    def wait(self, seconds: float | None = None, cancelled: Callable[[], bool] = lambda: False) -> bool:
+    def wait(
+        self, seconds: float | None = None, cancelled: Callable[[], bool] = lambda: False, patience: float = 0.0
+    ) -> bool:
         """Waits until the cluster has reserved the group; reports the wait after a while, and from time to time.
 
         Args:
             seconds: Timeout in seconds, or None.
             cancelled: Returns whether to give up.
+            patience: Seconds of a wait for nodes that the cluster lacks, at least `_AGAIN_INTERVAL`; see also
+                `resources.check_bundles`. They count from the first of several calls that time out.
 
         Raises:
             ResourceError: The cluster has changed so that it can never reserve it.
@@ -143,9 +147,9 @@ class Reservation:
                 return False
             if current_time >= self._report_at:
                 self._report_at = current_time + _AGAIN_INTERVAL
-                if current_time - self._wait_began >= _AGAIN_INTERVAL:  # earlier, a node may be restarting
-                    resources.check_bundles(self._bundles)
                 waited, more = current_time - self._wait_began, self._end()
+                if waited >= max(patience, _AGAIN_INTERVAL):  # earlier, a node may be restarting
+                    resources.check_bundles(self._bundles, waited)
                 events.emit(
                     RunEvent(kind=Kind.RESOURCES_AWAITED, seconds=waited, why=self._describe_missing(), more=more)
                 )
@@ -175,7 +179,7 @@ class Reservation:
         trains = "a coordinator" if "ps 0" in self._sidecar_bundles else f"{self._workers} worker(s)"
         need = [trains, *self._sidecar_bundles]
         has = ", ".join(f"{free.get(name, 0):g} of {total.get(name, 0):g} {name}" for name in wanted)
-        grows = ", an autoscaler may add nodes" if resources.autoscales() else ""
+        grows = ", more nodes may come" if resources.may_grow() else ""
         return (
             f"the run needs {resources.format_resources(wanted)} at once ({', '.join(need)}), and {has} are free{grows}"
         )

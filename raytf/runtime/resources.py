@@ -146,9 +146,13 @@ def has_room_on(
     return [name for turn in rounds for name in order if turn < room[name]][:workers]
 
 
-def autoscales() -> bool:
-    """Returns whether an autoscaler may add nodes."""
-    return bool(ray_core.most_resources())
+def may_grow() -> bool:
+    """Returns whether nodes may still come: those of an autoscaler, or pods of KubeRay.
+
+    KubeRay and `ray up` start each node with the name of its group, which Ray makes a label of the node.
+    """
+    groups = (node["Labels"].get(ray_core.RAY_NODE_GROUP_KEY) for node in ray.nodes() if node["Alive"])
+    return any(groups) or bool(ray_core.most_resources())
 
 
 def free_without(nodes: list[dict[str, float]], bundles: list[dict[str, float]]) -> list[dict[str, float]] | None:
@@ -172,9 +176,9 @@ def can_hold(nodes: list[dict[str, float]], bundles: list[dict[str, float]]) -> 
 
 
 def capacity(scaling_config) -> float:
-    """Returns how many workers the cluster can hold; infinite with an autoscaler, or if a worker requests nothing."""
+    """Returns how many workers the cluster can hold; infinite if it may grow, or if a worker requests nothing."""
     amounts = resources_per_worker(scaling_config)
-    if not amounts or autoscales():
+    if not amounts or may_grow():
         return math.inf
     return count_fitting([node["Resources"] for node in ray.nodes() if node["Alive"]], amounts)
 
@@ -273,7 +277,7 @@ def _job(binary: bytes, own_job: str) -> str:
 
 
 def check_cluster(scaling_config) -> None:
-    """Raises ResourceError if the cluster can never hold the workers; an autoscaler may still add nodes.
+    """Raises ResourceError if the cluster can never hold the workers, see `may_grow`.
 
     Args:
         scaling_config: A `ray.train.ScalingConfig`.
@@ -322,14 +326,21 @@ def _mean(bundles: list[dict[str, float]]) -> dict[str, float]:
     return {name: sum(amounts) / len(amounts) for name, amounts in asks.items() if amounts}
 
 
-def check_bundles(bundles: list[dict[str, float]]) -> None:
-    """Raises ResourceError if the cluster can never hold tasks with these resources."""
+def check_bundles(bundles: list[dict[str, float]], waited: float = 0.0) -> None:
+    """Raises ResourceError if the cluster can never hold tasks with these resources.
+
+    Args:
+        bundles: Resources of each task.
+        waited: Seconds for which they have been waited for. A cluster that may grow is given `Timeouts.nodes` to do so.
+    """
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    if autoscales() or can_hold(nodes, bundles):
+    grows = may_grow()
+    if can_hold(nodes, bundles) or (grows and waited < timeouts.get().nodes):
         return
     wanted, available = total_resources(bundles), ray.cluster_resources()
+    late = f"; no others have come within {waited:.0f} s" if grows else ""
     raise ResourceError(
         f"The cluster must be able to hold {len(bundles)} tasks ({format_resources(wanted)})",
-        f"{len(nodes)} node(s) with {format_resources({name: available.get(name, 0) for name in wanted})}",
+        f"{len(nodes)} node(s) with {format_resources({name: available.get(name, 0) for name in wanted})}{late}",
         suggest_fix(_mean(bundles), len(bundles)),
     )

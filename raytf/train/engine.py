@@ -10,6 +10,7 @@ import contextlib
 import functools
 import threading
 import time
+import uuid
 from collections.abc import Callable
 
 import ray
@@ -46,8 +47,10 @@ _RAYS_RESIZE_INTERVAL, _RESIZE_INTERVAL = 60.0, 2.0
 _AGAIN_INTERVAL = 30.0
 # Seconds of a wait for slices of TPU hosts, after which it is repeated.
 _SLICE_WAIT_INTERVAL = 30.0
-# Seconds of a wait for an elastic run's resources, after which they are counted again; and between two counts.
-_ELASTIC_WAIT_INTERVAL, _COUNT_INTERVAL = 10.0, 0.5
+# Seconds of a wait for an elastic run's resources, after which they are counted again.
+_ELASTIC_WAIT_INTERVAL = 10.0
+# Seconds between two requests for an elastic run's nodes, and until a request expires: Ray Train's values.
+_REQUEST_INTERVAL, _REQUEST_EXPIRY = 20.0, 180.0
 
 
 def is_slice(scaling_config) -> bool:
@@ -136,6 +139,8 @@ class Engine:
         finally:
             if self._slices is not None:
                 self._slices.shutdown()
+            if self._elastic is not None:
+                self._elastic.close()
 
     def _run(self) -> Result:
         size = self._size()
@@ -300,7 +305,8 @@ class _Elastic:
         self.suspects: set[str] = set()
         given = spec.scaling.elastic_resize_monitor_interval_s
         self._resize_interval = _RESIZE_INTERVAL if given == _RAYS_RESIZE_INTERVAL else given
-        self._next_check = self._not_before = 0.0
+        self._next_check = self._not_before = self._request_at = 0.0
+        self._requester, self._requested = f"raytf-{uuid.uuid4().hex}", False
         self._late_at = float("inf")  # when a requested stop after a step is overdue
 
     def _free(self) -> dict[str, dict[str, float]]:
@@ -308,7 +314,11 @@ class _Elastic:
         return {node: free for node, free in ray_core.free_by_node().items() if node in living}
 
     def reserve(self, hold: Callable, group_reservation: Reservation, check: Callable[[], None]) -> int:
-        """Reserves as many workers as there is room for; waits until there is room for the fewest."""
+        """Reserves as many workers as there is room for; waits until there is room for the fewest.
+
+        Raises:
+            ResourceError: The cluster lacks nodes for the fewest, and `Timeouts.nodes` passed.
+        """
         free, state = self._free(), self._decisions.state
         for node, bundle in group_reservation.by_node():  # Ray's view of what is free is late
             for name, amount in bundle.items() if node in free else ():
@@ -317,18 +327,38 @@ class _Elastic:
         while True:
             check()
             available = resources.free_without(list(free.values()), self._sidecar_resources)
-            size = 0 if available is None else min(state.most, resources.count_fitting(available, self._wanted))
-            if size >= state.fewest or resources.autoscales():
-                size = max(size, state.fewest)
-                silent = resources.is_silent_about(self.suspects)
-                selectors = ray_configs.label_selectors(self._spec.scaling, size)
-                hold(size, selectors=reservation.avoid_nodes(selectors, size, silent))
-                if group_reservation.wait(_ELASTIC_WAIT_INTERVAL):
-                    self._next_check = time.monotonic() + self._resize_interval
-                    return size
-                group_reservation.drop()
-            time.sleep(_COUNT_INTERVAL)
+            fitting = 0 if available is None else min(state.most, resources.count_fitting(available, self._wanted))
+            size = max(fitting, state.fewest)
+            self._request_nodes()
+            silent = resources.is_silent_about(self.suspects)
+            selectors = ray_configs.label_selectors(self._spec.scaling, size)
+            hold(size, selectors=reservation.avoid_nodes(selectors, size, silent))
+            if group_reservation.wait(_ELASTIC_WAIT_INTERVAL, patience=timeouts.get().nodes):
+                self._next_check = time.monotonic() + self._resize_interval
+                return size
+            group_reservation.drop()
             free = self._free()
+
+    def _request_nodes(self) -> None:
+        """Requests nodes for the most workers from an autoscaler, which otherwise adds none to a run that has begun."""
+        now = time.monotonic()
+        if now < self._request_at or not self._wanted or not resources.may_grow():
+            return
+        self._request_at = now + _REQUEST_INTERVAL
+        self._requested = True
+        workers = self._decisions.state.most
+        selectors = ray_configs.label_selectors(self._spec.scaling, workers) or [{}] * workers
+        ray_core.request_nodes(
+            self._requester,
+            [*[self._wanted] * workers, *self._sidecar_resources],
+            [*selectors, *[{} for _ in self._sidecar_resources]],
+            _REQUEST_EXPIRY,
+        )
+
+    def close(self) -> None:
+        """Withdraws the request for nodes."""
+        if self._requested and ray.is_initialized():
+            ray_core.request_nodes(self._requester, [], [], 0.0)
 
     def check(self, group: RunGroup) -> None:
         """Starts a change of the number of workers if there is room for another one."""
@@ -336,6 +366,7 @@ class _Elastic:
         if now < self._next_check:
             return
         self._next_check = now + self._resize_interval
+        self._request_nodes()
         if state.phase is Phase.TRAINING:
             self._late_at = float("inf")
         late = now >= self._late_at

@@ -261,9 +261,9 @@ class RunGroup(EventGroup):
         self._spares.keep(set(self.nodes))
 
     def _check_drains(self) -> None:
-        """Stops the workers after a step as soon as one of their nodes is drained.
+        """Stops the workers after a step as soon as one of their nodes, or the driver's, is drained.
 
-        If the driver's node is drained, no other workers can be started, and the run ends.
+        If it is the driver's, no other workers can be started, and the run ends.
         """
         if time.monotonic() < self._drains_at:
             return
@@ -271,15 +271,15 @@ class RunGroup(EventGroup):
         draining = ray_core.draining()
         for node, deadline in draining.items():
             self._deadlines.setdefault(node, deadline / 1000 or time.time() + _DEADLINE_INTERVAL)
-        drained = [node for node in dict.fromkeys(self.nodes) if node in draining]
+        own_node = ray.get_runtime_context().get_node_id()
+        drained = [node for node in dict.fromkeys([*self.nodes, own_node]) if node in draining]
         if not drained or drained == self._drained:
             return
         self._drained = drained
         for node in drained:
             ranks = tuple(rank for rank, home in enumerate(self.nodes) if home == node)
             events.emit(RunEvent(kind=Kind.NODE_DRAINED, ranks=ranks, node=node))
-        stays = ray.get_runtime_context().get_node_id() not in drained
-        action = self._decisions.take(Drained(stays=stays))
+        action = self._decisions.take(Drained(stays=own_node not in drained))
         if action.do is Do.END_AFTER_STEP and not ends.end_of_drained(self.actors, stay=action.why == DRAIN):
             self._decisions.take(decisions.StopNotDelivered())
 

@@ -53,6 +53,7 @@ class SweepTable(tune.Callback):
         self._spent: list[float] = []
         self._trials: list = []
         self._due: float | None = None
+        self._began = 0.0
 
     def __getstate__(self):  # Tune stores its callbacks next to the trials
         cleared = {"_live": None, "_console": None, "_trials": [], "_due": None, "fatal": None, "asking": None}
@@ -93,12 +94,12 @@ class SweepTable(tune.Callback):
         if not waiting or any(t.status == "RUNNING" for t in self._trials):
             self._due = None
         elif self._due is None:
-            self._due = now + _PATIENCE_INTERVAL
+            self._due, self._began = now + _PATIENCE_INTERVAL, now
         elif now >= self._due:
             self._due = now + _AGAIN_INTERVAL
             bundles = waiting[0].placement_group_factory.bundles
             try:
-                resources.check_bundles(bundles)
+                resources.check_bundles(bundles, now - self._began)
             except ResourceError as error:  # a node has gone since the sweep began
                 self.fatal = error
                 return

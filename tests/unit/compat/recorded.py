@@ -125,6 +125,9 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
     "ray._private.state:actors": ("(actor_id=, job_id=, actor_state_name=)",),
     "ray._private.state:available_resources_per_node": ("()",),
     "ray._private.worker:print_to_stdstream": ("(data, ignore_prefix)",),
+    "ray.data._internal.cluster_autoscaler.default_autoscaling_coordinator:get_or_create_autoscaling_coordinator": (
+        "()",
+    ),
     "ray.data._internal.compute:TaskPoolStrategy": ("(size=)",),
     "ray.data._internal.datasource_v2.common.listing_utils:_build_pruners": (
         "(file_extensions, partition_filter, partition_pruner=)",
