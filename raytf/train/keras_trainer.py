@@ -133,9 +133,9 @@ class KerasTrainer:
             the fix; after half a second the comparison continues in parallel with the first steps. "error" waits for at
             most 200 s, and raises an error. False compares nothing. Models above 64 MiB, parameter servers,
             `sync_every` and single devices are not compared.
-        nan: What to do if the loss is NaN or infinite. "warn": one warning within 20 steps, with the first such step and
-            the workers whose rows caused it; it is an event of the run, see `raytf.run_events`. "stop": also stops the
-            training, within 100 steps. "ignore": nothing. Metrics of the validation are only warned of.
+        nan: What to do if the loss is NaN or infinite. "warn": one warning soon after it began, with the first such
+            step and the workers whose rows caused it; it is an event of the run, see `raytf.run_events`. "stop": also
+            stops the training, within 100 steps. "ignore": nothing. Metrics of the validation are only warned of.
 
     Raises:
         ConfigError: An argument is wrong, and this can be seen before anything runs.

@@ -20,6 +20,7 @@ import sys
 import keras
 import numpy as np
 import ray
+from ray import tune
 from ray.train import RunConfig, ScalingConfig
 
 import raytf
@@ -51,6 +52,8 @@ trainer = raytf.KerasTrainer(
     run_config=RunConfig(name="first", storage_path=sys.argv[1]), nan="stop",
 )
 assert trainer.fit().metrics["epoch"] == 1
+kept = tune.RunConfig(name="sweep", storage_path=sys.argv[1])
+raytf.sweep(trainer, {"units": tune.grid_search([8])}, run_config=kept, progress=False)
 """
 
 
@@ -63,7 +66,8 @@ def test_nan_is_an_event_at_the_driver(tmp_path):
     assert done.returncode == 0, done.stderr[-5000:]
     line = "The loss is NaN or infinite since step 2 of epoch 1, with the rows of worker 1. The training stops because"
     of_validation = "val_loss: NaN or infinite in the validation of epoch 1"
-    assert done.stderr.count(line) == 2, done.stderr
+    assert done.stderr.count(line) == 3, done.stderr
+    assert done.stderr.count("trial with units=8") == 1, done.stderr
     assert done.stderr.count(of_validation) == done.stderr.count("loss: NaN or infinite in the evaluation") == 1
     assert f"fit: ['{line}" in done.stdout.replace('"', "'") and f"validation: ['{of_validation}" in done.stdout
     found = [event for event in raytf.run_events(tmp_path / "first") if event.kind is Kind.LOSS_NOT_FINITE]
