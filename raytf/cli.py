@@ -143,6 +143,14 @@ _TRAINING = options(
         help="Of weights, order of rows and masks.",
     ),
     option(
+        "--nan",
+        receiver="trainer",
+        default="warn",
+        type=click.Choice(validation.NAN_WORDS),
+        show_default=True,
+        help="What to do if the loss is NaN or infinite.",
+    ),
+    option(
         "--storage",
         "storage_path",
         receiver="run",

@@ -61,8 +61,16 @@ class Kind(enum.StrEnum):
     WORKER_CONTINUED = "worker_continued"
     STRAGGLER = "straggler"
     WORKERS_RENEWED = "workers_renewed"
+    LOSS_NOT_FINITE = "loss_not_finite"
+    VALIDATION_NOT_FINITE = "validation_not_finite"
+    WEIGHTS_NOT_FINITE = "weights_not_finite"
+    WORKERS_DIVERGED = "workers_diverged"
 
 
+# Kinds of what a training itself has found; its workers send these events to the driver.
+TRAINING_KINDS = frozenset(
+    {Kind.LOSS_NOT_FINITE, Kind.VALIDATION_NOT_FINITE, Kind.WEIGHTS_NOT_FINITE, Kind.WORKERS_DIVERGED}
+)
 # Values of kinds in older files, and the present ones.
 _FORMER_KINDS = {"not_told": "stop_not_delivered", "worker_went_on": "worker_continued"}
 
@@ -75,12 +83,13 @@ class RunEvent:
         kind: Kind of the event.
         ranks: World ranks of the affected workers.
         step: Number of training steps made in all, or None.
+        epoch: Number of the epoch, from 1, or None.
         steps: Number of steps that are made again, at least, or None.
         seconds: Duration in seconds, or None.
         workers: Number of workers after the event, or None.
         before: Number of workers before the event, or None.
         node: Ray's id of the node, or "".
-        name: Name of a worker that is not identified by a rank, or "".
+        name: Name of a worker that is not identified by a rank, of metrics or of weights, or "".
         why: The cause, as a clause.
         more: Additional text, such as a stack.
         time: Time of the event, in seconds since 1970.
@@ -89,6 +98,7 @@ class RunEvent:
     kind: Kind
     ranks: tuple[int, ...] = ()
     step: int | None = None
+    epoch: int | None = None
     steps: int | None = None
     seconds: float | None = None
     workers: int | None = None
@@ -116,6 +126,14 @@ def _failed(event: RunEvent) -> str:
     subject = _subject(event)
     outcome = f"{subject} could not be replaced in place" if subject else "the workers could not be reconnected"
     return f"{outcome}: {event.why}{event.more}"
+
+
+def _loss_not_finite(event: RunEvent) -> str:
+    rows = ""
+    if event.ranks and event.workers != 1:
+        of_all = len(event.ranks) == event.workers
+        rows = f", with the rows of {'all workers' if of_all else worker_names(event.ranks)}"
+    return f"The loss is NaN or infinite {event.why}{rows}. {event.more}"
 
 
 _TEXTS: dict[Kind, Callable[[RunEvent], str]] = {
@@ -173,6 +191,21 @@ _TEXTS: dict[Kind, Callable[[RunEvent], str]] = {
     Kind.WORKER_CONTINUED: lambda event: f"Hang resolved: {_subject(event)} continues",
     Kind.STRAGGLER: lambda event: f"Straggler: {_subject(event)} on {event.node} is {event.why}",
     Kind.WORKERS_RENEWED: lambda event: f"{event.why}: new workers {event.more}",
+    Kind.LOSS_NOT_FINITE: _loss_not_finite,
+    Kind.VALIDATION_NOT_FINITE: lambda event: (
+        f"{event.name}: NaN or infinite in the validation of epoch {event.epoch}, and the training continues. Look for "
+        "rows of the validation that are NaN or infinite"
+    ),
+    Kind.WEIGHTS_NOT_FINITE: lambda event: (
+        f"{event.name} has weights that are NaN or infinite at the end of epoch {event.epoch}, though the loss is "
+        f"finite. {event.more}. Look for rows that are NaN or infinite"
+    ),
+    Kind.WORKERS_DIVERGED: lambda event: (
+        f"Worker{'s' * (len(event.ranks) > 1)} {', '.join(map(str, event.ranks))} and worker 0 have other weights or "
+        f"rates than each other at the end of epoch {event.epoch}: {event.name}. Something changes them on each worker "
+        "for itself, as a callback or a step does that draws a number or reads a clock. Draw from a seed that all "
+        "have, or let the optimizer change them"
+    ),
 }
 # Recorded but not logged: a run has many of them, or another line reports the outcome.
 _SILENT = {Kind.WORKERS_STARTED, Kind.WORKER_FAILED, Kind.NODE_DRAINED, Kind.STANDBY_STARTED, Kind.STANDBY_LOST}
@@ -188,24 +221,34 @@ _LEVELS = dict.fromkeys(
         Kind.STANDBY_GIVEN_UP,
         Kind.WORKER_HUNG,
         Kind.STRAGGLER,
+        *TRAINING_KINDS,
     ),
     logging.WARNING,
 )
 # Functions that receive the events of this process.
 _takers: list[Callable[[RunEvent], object]] = []
+# Kinds that this process does not log, as another one logs what it records.
+_logged_elsewhere: set[Kind] = set()
 
 
 def emit(event: RunEvent) -> None:
     """Records an event, and logs it."""
-    if event.kind not in _SILENT:
+    if event.kind not in _SILENT | _logged_elsewhere:
         logger.log(_LEVELS.get(event.kind, logging.INFO), str(event))
     for take in list(_takers):
         take(event)
 
 
-def record(take: Callable[[RunEvent], object]) -> None:
-    """Sends all further events of this process to one function only, such as a `Recorder`."""
+def record(take: Callable[[RunEvent], object], logged_elsewhere: Collection[Kind] = ()) -> None:
+    """Sends all further events of this process to one function only, such as a `Recorder`.
+
+    Args:
+        take: The function.
+        logged_elsewhere: Kinds that another process logs, so that this one does not.
+    """
     _takers[:] = [take]
+    _logged_elsewhere.clear()
+    _logged_elsewhere.update(logged_elsewhere)
 
 
 @contextlib.contextmanager
@@ -290,7 +333,8 @@ def read_events(filesystem: pyarrow.fs.FileSystem, run: str) -> list[RunEvent]:
 def _event(fields: dict[str, Any]) -> RunEvent:
     kind = Kind(_FORMER_KINDS.get(fields["kind"], fields["kind"]))
     event = RunEvent(**{**fields, "kind": kind, "ranks": tuple(map(int, fields["ranks"]))})
-    numbers = (event.time, *(n for n in (event.step, event.seconds, event.workers, event.before) if n is not None))
+    optional = (event.step, event.epoch, event.seconds, event.workers, event.before)
+    numbers = (event.time, *(n for n in optional if n is not None))
     texts = (event.node, event.name, event.why, event.more)
     if not all(type(number) in (int, float) for number in numbers) or not all(type(text) is str for text in texts):
         raise ValueError(fields)

@@ -14,6 +14,8 @@ from raytf.errors import ConfigError
 SCHEDULERS = ("fifo", "asha", "hyperband", "median", "pbt")
 SEARCHES = ("random", "optuna")
 MODES = ("min", "max")
+# What to do if the loss is NaN or infinite.
+NAN_WORDS = ("warn", "stop", "ignore")
 # Formats of `--data`, and what to do with images that cannot be decoded.
 FORMATS = ("parquet", "csv", "tfrecord", "images")
 UNREADABLE = ("refuse", "skip")

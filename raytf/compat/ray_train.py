@@ -132,6 +132,11 @@ def report_loss() -> None:
     get_train_fn_utils().report_loss()
 
 
+def send_run_event(event: Any) -> None:
+    """Sends a `RunEvent` to the driver."""
+    get_train_fn_utils().send_run_event(event)
+
+
 def count_reports(number: int) -> None:
     """Sets the number of reports, for a replacement worker."""
     get_train_fn_utils().reports = number

@@ -72,11 +72,11 @@ class Board:
         self._entries.put("last", update | {"count": self._count})
 
     def begin(self, phase: str) -> None:
-        """Writes a phase before the first step, or "" to show none; the chief calls it."""
+        """Writes a phase before the first step or after the last one, or "" to show none; the chief calls it."""
         self._entries.put("phase", phase)
 
     def phase(self) -> str:
-        """Returns the phase of the chief before its first step."""
+        """Returns the phase of the chief before its first step or after its last one."""
         phase = self._entries.get("phase")
         return WORKERS if phase is None else phase
 
@@ -118,7 +118,7 @@ class BoardReader:
         if last is not None and not last["ended"]:
             return lines, describe(last, *self._rate(last)), None
         if last is not None:
-            return lines, None, ENDING if last["epoch"] == last["epochs"] else None
+            return lines, None, ENDING if last["epoch"] == last["epochs"] or self._board.phase() == ENDING else None
         return lines, None, self._board.phase() or None
 
 

@@ -19,7 +19,7 @@ from keras import tree
 from ray.data.extensions import ArrowTensorArray
 from ray.train import RunConfig, ScalingConfig
 
-from raytf import validation
+from raytf import logs, validation
 from raytf.compat import keras_objects
 from raytf.compat.keras import make_default_seed
 from raytf.compat.ray_configs import resources_per_worker
@@ -38,6 +38,8 @@ from raytf.runtime.topology import per_replica_batch
 from raytf.storage import run_folder
 from raytf.train import arguments as checks
 from raytf.worker.checkpoint_every import CheckpointInterval
+
+logger = logs.get_logger(__name__)
 
 _BATCH = 32
 # Bytes of predictions that a worker sends at once.
@@ -178,7 +180,7 @@ def fit(
     _check_fit(epochs, initial_epoch, shuffle, verbose, validation_split, validation_steps)
     _check_kinds(class_weight, validation_freq)
     validation.check_word("verify", verify, checks.VERIFY_WORDS)
-    validation.check_word("nan", nan, checks.NAN_WORDS)
+    validation.check_word("nan", nan, validation.NAN_WORDS)
     users = _callbacks(callbacks)
     if validation_split and validation_data is None:
         if not arrays_module.is_arrays(x) or features is not None:
@@ -280,6 +282,11 @@ def evaluate(
         (reports,) = call.reports(call.work("evaluate", {"train": batch}, make_default_seed(), "none", {}))
         call.objects.assign(reports[0]["values"])
         logs = reports[0]["logs"]
+        if bad := [name for name, value in logs.items() if not np.isfinite(np.asarray(value, np.float64)).all()]:
+            logger.warning(
+                f"{', '.join(bad)}: NaN or infinite in the evaluation. Look for rows that are NaN or infinite, in the "
+                "data and in the model's weights"
+            )
         return logs if return_dict else keras_objects.in_order(model, logs)
 
 

@@ -26,8 +26,6 @@ from raytf.worker.checkpoint_every import CheckpointInterval
 
 # How the global batch of an elastic run follows the number of its workers.
 ELASTIC_BATCHES = ("keep", "scale")
-# Reactions to a loss that is NaN or infinite.
-NAN_WORDS = ("warn", "stop", "ignore")
 # Modes of the comparison of two workers with one process.
 VERIFY_WORDS = ("warn", "error", False)
 

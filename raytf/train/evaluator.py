@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import time
 import uuid
 
@@ -15,13 +16,14 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 from ray.train import Checkpoint
 
-from raytf import logs, timeouts
+from raytf import events, logs, timeouts
 from raytf.compat import autograph
 from raytf.compat.fast_import import import_keras
 from raytf.compat.ray_train import ValidationConfig
 from raytf.console import output, shared_warnings
 from raytf.console.progress import Entries
 from raytf.errors import one_line
+from raytf.events import Kind, RunEvent
 from raytf.runtime import process_monitor
 from raytf.runtime.process_monitor import ProcessKiller, ProcessLocation
 from raytf.runtime.resources import placed_actor
@@ -137,6 +139,14 @@ class Record:
         if why:
             logger.warning(sentence(why))
         return metrics
+
+
+def report_not_finite(metrics: dict[int, dict[str, float]]) -> None:
+    """Emits an event for the first epoch with a metric that is NaN or infinite, if any."""
+    for epoch in sorted(metrics):
+        if names := [name for name, value in metrics[epoch].items() if not math.isfinite(value)]:
+            events.emit(RunEvent(kind=Kind.VALIDATION_NOT_FINITE, epoch=epoch, name=", ".join(names)))
+            return
 
 
 def sentence(why: dict[int, str]) -> str:

@@ -28,6 +28,7 @@ from raytf.timeouts import Timeouts
 from raytf.train import backend, decisions, recovery_coordinator
 from raytf.train.decisions import Decisions, Do, Lost, WorkerState
 from raytf.train.recovery_coordinator import RAISE_LIMIT, REPLACING, RESTARTING, Member, RecoveryCoordinator
+from raytf.train.training_events import TrainingEvents
 from raytf.worker.stop import DRAIN, MovedError
 
 # Seconds between two checks of all that sends no event.
@@ -111,6 +112,7 @@ class EventGroup:
         self._hangs: HangMonitor | None = None
         self._made = 0  # steps that the groups before have made, for the first hang detection of this one
         self._joining: dict[Any, Member] = {}  # by the ref of the next event
+        self._training_events = TrainingEvents()
         limit = self.config.hang_timeout_s
         self._process_killer = ProcessKiller(
             STOPPED_INTERVAL if limit is None else max(1.0, limit - POLL_INTERVAL), self._words
@@ -168,6 +170,7 @@ class EventGroup:
 
     def _follow(self) -> None:
         """Takes the next events of all workers."""
+        self._training_events.check()
         if not self._pending:
             time.sleep(_CHECK_INTERVAL)  # all wait for one that has failed
             return
@@ -187,8 +190,15 @@ class EventGroup:
                 self._waits.discard(rank)
             elif isinstance(event, Woken):
                 self._failed_at = self._failed_at or time.monotonic()
-            if event is None or isinstance(event, (Wait, Woken)) or self._take_event(self.members[rank], event):
+            if self._take_any(self.members[rank], event):
                 self._poll(rank)
+
+    def _take_any(self, member: Member, event: Any) -> bool:
+        """Takes an event, or None; returns whether the worker is to be asked for the next one now."""
+        if isinstance(event, RunEvent):
+            self._training_events.take(event)
+            return True
+        return event is None or isinstance(event, (Wait, Woken)) or self._take_event(member, event)
 
     def _judge(self) -> None:
         """Executes the action for what has happened to workers.
@@ -318,7 +328,7 @@ class EventGroup:
             event = _taken(ref)
             if isinstance(event, RayError):  # the recovery sees it, too
                 continue
-            if event is None or isinstance(event, (Wait, Woken)) or self._take_event(member, event):
+            if self._take_any(member, event):
                 self._joining[member.actor.next_event.remote(SOON_INTERVAL)] = member
 
     def _take_in(self, tried: RecoveryCoordinator) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -132,9 +133,9 @@ class KerasTrainer:
             the fix; after half a second the comparison continues in parallel with the first steps. "error" waits for at
             most 200 s, and raises an error. False compares nothing. Models above 64 MiB, parameter servers,
             `sync_every` and single devices are not compared.
-        nan: What to do if the loss is NaN or infinite. "warn": one warning at the end of the epoch, with the first such
-            step and the workers whose rows caused it. "stop": also stops the training, within 100 steps. "ignore":
-            nothing.
+        nan: What to do if the loss is NaN or infinite. "warn": one warning soon after it began, with the first such
+            step and the workers whose rows caused it; it is an event of the run, see `raytf.run_events`. "stop": also
+            stops the training, within 100 steps. "ignore": nothing. Metrics of the validation are only warned of.
 
     Raises:
         ConfigError: An argument is wrong, and this can be seen before anything runs.
@@ -257,7 +258,7 @@ class KerasTrainer:
         validation.check_word("resume", self.resume, ("auto", True, False))
         validation.check_run_name(self.run_config.name)
         validation.check_word("verify", self.verify, arguments.VERIFY_WORDS)
-        validation.check_word("nan", self.nan, arguments.NAN_WORDS)
+        validation.check_word("nan", self.nan, validation.NAN_WORDS)
 
     def fit(self) -> ray.train.Result:
         """Trains, and returns when the last epoch is reported.
@@ -520,6 +521,8 @@ class KerasTrainer:
             result = self._fit(task, launch, sidecar)
         finally:
             metrics = sidecar.record.close()
+        if self.nan != "ignore" and math.isfinite((result.metrics or {}).get("loss", 0.0)):
+            evaluator.report_not_finite(metrics)
         return _with_history(self, result, evaluator.checkpoint_metrics(result) | metrics)
 
     def _fit(self, task: TrainJob, launch: Startup, sidecar: evaluator.EvaluatorSidecar | None) -> ray.train.Result:

@@ -11,10 +11,12 @@ from typing import Any
 
 from ray.train import Result
 
+from raytf import events
 from raytf.compat import ray_configs
 from raytf.compat.ray_train import set_train_fn_utils
 from raytf.console.quiet import log_levels
 from raytf.errors import TrainingError
+from raytf.events import RunEvent
 from raytf.runtime.processes import Process, WarmPool
 from raytf.train.checkpoint_list import CheckpointList
 from raytf.train.entry import import_raytf
@@ -86,6 +88,9 @@ class _LocalChannel(Channel):
     def send(self, event) -> None:
         if isinstance(event, Report):
             self.list.take([event], self._run)
+
+    def send_run_event(self, event: RunEvent) -> None:
+        events.emit(event)
 
     def request(self, kind: str, value: Any = None) -> Any:
         return value if kind == "meet" else self.list.answer(kind)

@@ -161,16 +161,19 @@ class RunGroup(EventGroup):
         self._watch_for_hangs()
         for rank in self._answered_at:
             self._poll(rank)
-        while len(self._values) < len(self.members):
-            self._follow()
-            self._take_reports()
-            self._answer_requests()
-            if not self._survivors_continue():
-                self._judge()
-            if not self._errors:
-                self._keep_spares()
-                self._check_drains()
-            tick(self)
+        try:
+            while len(self._values) < len(self.members):
+                self._follow()
+                self._take_reports()
+                self._answer_requests()
+                if not self._survivors_continue():
+                    self._judge()
+                if not self._errors:
+                    self._keep_spares()
+                    self._check_drains()
+                tick(self)
+        finally:
+            self._training_events.flush()
         return self._values[0]
 
     def _take_event(self, member: Member, event: Any) -> bool:

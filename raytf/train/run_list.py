@@ -12,7 +12,7 @@ from typing import Any
 
 from pyarrow.fs import FileSelector, FileSystem, FileType
 
-from raytf import validation
+from raytf import events, validation
 from raytf.errors import ConfigError, one_line
 from raytf.storage import run_lock, stored_json
 from raytf.storage.checkpoint_files import CheckpointState
@@ -96,11 +96,17 @@ def _below(filesystem, path: str, name: str, metric: str | None, mode: str, dept
     if SWEEP in names:
         return [_sweep(filesystem, path, name or posixpath.basename(path), metric, mode)]
     checkpoints = list_checkpoints(filesystem, path)
-    if checkpoints or run_lock.LOCK in names:
+    if checkpoints or has_begun(filesystem, path):
         return [_run(filesystem, path, name or posixpath.basename(path), checkpoints, metric, mode)]
     folders = [info for info in infos if info.type == FileType.Directory] if depth else []
     inner = [(info.path, posixpath.join(name, info.base_name)) for info in folders]
     return [run for location, named in inner for run in _below(filesystem, location, named, metric, mode, depth - 1)]
+
+
+def has_begun(filesystem, path: str) -> bool:
+    """Returns whether a run is in a folder, with or without a checkpoint: it has a lock or events."""
+    infos = filesystem.get_file_info([posixpath.join(path, run_lock.LOCK), posixpath.join(path, events.FOLDER)])
+    return any(info.type != FileType.NotFound for info in infos)
 
 
 def _run(

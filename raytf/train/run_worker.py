@@ -28,6 +28,7 @@ from raytf.compat.ray_train import (
 )
 from raytf.console.quiet import log_levels
 from raytf.errors import ConfigError
+from raytf.events import RunEvent
 from raytf.runtime.failures import is_consequence, user_error
 from raytf.train.group import LoopEnded, MemberProcess, Report, Wait, Woken
 from raytf.train.session_functions import TrialContext, TrialSetup, TrialTrainFnUtils
@@ -84,7 +85,8 @@ class Channel:
 
     def __init__(self, rank: int, size: int, name: str):
         self.rank, self.size, self.name = rank, size, name
-        self.events: queue.Queue = queue.Queue(1)
+        self._events: queue.SimpleQueue = queue.SimpleQueue()
+        self._room = threading.Semaphore(1)  # for an event that waits to be taken; events of the run need none
         self.answers: queue.SimpleQueue = queue.SimpleQueue()
 
     def check(self) -> None:
@@ -92,7 +94,19 @@ class Channel:
 
     def send(self, event: Report | Request | LoopEnded) -> None:
         """Sends an event; blocks until the driver has taken the one before."""
-        self.events.put(event)
+        self._room.acquire()
+        self._events.put(event)
+
+    def send_run_event(self, event: RunEvent) -> None:
+        """Sends an event of the run; does not block."""
+        self._events.put(event)
+
+    def take(self, seconds: float = 0.0) -> Any:
+        """Returns the next event for the driver; raises `queue.Empty` after so many seconds without one."""
+        event = self._events.get(timeout=seconds)
+        if not isinstance(event, RunEvent):
+            self._room.release()
+        return event
 
     def request(self, kind: str, value: Any = None) -> Any:
         """Returns the driver's answer to a `Request`."""
@@ -101,8 +115,8 @@ class Channel:
 
     def wake(self) -> None:
         """Has the driver look after the workers; an event that waits already does so."""
-        with contextlib.suppress(queue.Full):
-            self.events.put_nowait(Woken())
+        if self._room.acquire(blocking=False):
+            self._events.put(Woken())
 
 
 class RunTrainFnUtils(TrialTrainFnUtils):
@@ -199,6 +213,10 @@ class RunTrainFnUtils(TrialTrainFnUtils):
         """Has the driver look after the workers."""
         self._channel.wake()
 
+    def send_run_event(self, event: RunEvent) -> None:
+        """Sends an event of the run to the driver."""
+        self._channel.send_run_event(event)
+
     def get_checkpoint(self):
         return self._channel.request("checkpoint")
 
@@ -253,7 +271,7 @@ class RunWorker(MemberProcess):
         The timeout lets this process answer other calls.
         """
         with contextlib.suppress(queue.Empty):
-            return self._channel.events.get(timeout=seconds)
+            return self._channel.take(seconds)
         return Wait() if isinstance(recovery_client.client.waiting(), BlockedWorker) else None
 
     def answer(self, value: Any) -> None:
@@ -272,7 +290,7 @@ class RunWorker(MemberProcess):
         """
         while self._thread.is_alive():
             with contextlib.suppress(queue.Empty):  # it may wait to send its last event
-                self._channel.events.get_nowait()
+                self._channel.take()
             self._thread.join(min(seconds, _BEAT_INTERVAL))
             seconds -= _BEAT_INTERVAL
             if seconds <= 0:

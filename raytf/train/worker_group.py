@@ -29,6 +29,7 @@ from raytf.compat.fast_import import import_keras
 from raytf.compat.ray_train import set_train_fn_utils
 from raytf.console import output, shared_warnings
 from raytf.errors import RaytfError, one_line
+from raytf.events import RunEvent
 from raytf.runtime.answers import NoAnswerError, collect_answers, in_completion_order
 from raytf.runtime.failures import WorkerFrozenError
 from raytf.runtime.resources import placed_actor
@@ -48,6 +49,7 @@ from raytf.train.entry import import_raytf
 from raytf.train.group import EventGroup, LoopEnded, LostGroupError, MemberProcess, Report, Wait
 from raytf.train.recovery_coordinator import Member
 from raytf.train.session_functions import TrialSetup, TrialTrainFnUtils
+from raytf.train.training_events import TrainingEvents
 from raytf.worker import clearing, stop
 from raytf.worker.trial_session import TrialCheckpointDir, TrialSession, TrialStopped
 
@@ -201,6 +203,7 @@ class WorkerGroup(EventGroup):
             replacement_trial: Returns the trial for a replacement worker, if it differs.
         """
         self.asked = self.ended = None
+        self._training_events = TrainingEvents()
         self._replacement_trial = replacement_trial
         self._run, workers = ray.put(job), len(self.members)
         state = RunState(
@@ -238,6 +241,7 @@ class WorkerGroup(EventGroup):
         except LostGroupError as lost:
             raise self._lost_group(lost) from None
         finally:
+            self._training_events.flush()
             self._stop_watching_for_hangs()
         received = [event for _, event in sorted(self._received.items())]
         for rank, event in enumerate(received):
@@ -495,19 +499,21 @@ class GroupWorker(MemberProcess):
         finally:
             set_train_fn_utils(None)
 
-    def continue_trial(self) -> Report | LoopEnded | Wait | None:
+    def continue_trial(self) -> Report | LoopEnded | RunEvent | Wait | None:
         """Continues the trial; returns the result of `next_event`."""
         activity.tracker.renew()
         self._session.commands.put("go")
         return self.next_event()
 
-    def next_event(self) -> Report | LoopEnded | Wait | None:
+    def next_event(self) -> Report | LoopEnded | RunEvent | Wait | None:
         """Returns the next event of the trial's thread; after a timeout None, or `Wait` if it waits for a ring.
 
         The timeout lets this process answer other calls.
         """
         with contextlib.suppress(queue.Empty):
             kind, value = self._session.events.get(timeout=_BEAT_INTERVAL)
+            if kind == "event":
+                return value
             return Report(value) if kind == "report" else LoopEnded(value) if kind == "end" else LoopEnded(error=value)
         return Wait() if isinstance(recovery_client.client.waiting(), BlockedWorker) else None
 

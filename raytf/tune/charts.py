@@ -15,6 +15,8 @@ _WIDTH, _HEIGHT = 460, 270
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 14, 26, 42
 # Ratio of the largest to the smallest value from which on an axis is logarithmic.
 _DECADES = 20.0
+# Share of a logarithmic axis between zeros and the smallest other value.
+_ZERO_SHARE = 0.1
 _TICKS = 8
 _AXIS_WIDTH = 120
 COLORS = ("#2a78d6", "#d1652a", "#1b9e77", "#8e5bd0", "#c2427f", "#7a7f16", "#0f8fa3", "#96602d")
@@ -74,14 +76,23 @@ def format_number(value: float) -> str:
     return f"{value:.4g}" if 1e-3 <= abs(value) < 1e5 else f"{value:.3g}"
 
 
+def is_number(value) -> bool:
+    """Returns whether a value is a number, finite or not."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
 def is_finite(value) -> bool:
     """Returns whether a value is a number that a chart can show."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    return is_number(value) and math.isfinite(value)
 
 
 def spans_decades(values: Sequence[float]) -> bool:
     """Returns whether values need a logarithmic axis."""
     return bool(values) and min(values) > 0 and max(values) / min(values) >= _DECADES
+
+
+def _spans_decades_above_zero(values: Sequence[float]) -> bool:
+    return min(values) >= 0 and spans_decades([value for value in values if value > 0])
 
 
 def line_chart(
@@ -93,6 +104,8 @@ def line_chart(
     show: Callable[[float], str] = format_number,
 ) -> str | None:
     """Returns a chart of curves, with a logarithmic axis if values span decades; None without values.
+
+    On that axis zeros are at a tick of their own below all other values.
 
     Args:
         series: Curves, the most important first; at most as many named ones as there are `COLORS`.
@@ -107,7 +120,8 @@ def line_chart(
         return None
     ys = [y for _, y in points]
     x_scale = _Scale([x for x, _ in points], (_LEFT, _WIDTH - _RIGHT), whole=True)
-    y_scale = _Scale([*ys, *([0.0] if zero else [])], (_HEIGHT - _BOTTOM, _TOP), log=not zero and spans_decades(ys))
+    log = not zero and _spans_decades_above_zero(ys)
+    y_scale = _Scale([*ys, *([0.0] if zero else [])], (_HEIGHT - _BOTTOM, _TOP), log=log)
     body = [_frame(x_scale, y_scale, x_label, y_label, show)]
     named = [curve for curve in series if curve.named]
     colors = [curve.color or COLORS[i % len(COLORS)] for i, curve in enumerate(named)]
@@ -167,7 +181,7 @@ class _Scale:
     Args:
         values: At least one value, all finite.
         ends: Ends of the axis in the picture.
-        log: Whether it is logarithmic.
+        log: Whether it is logarithmic; zeros are then at its begin.
         whole: Whether its ticks are whole numbers.
         ticks_at_values: Whether its ticks are the values themselves, if they are few.
     """
@@ -175,8 +189,13 @@ class _Scale:
     def __init__(
         self, values, ends: tuple[float, float], log: bool = False, whole: bool = False, ticks_at_values: bool = False
     ):
+        has_zero = log and min(values) == 0
+        values = [value for value in values if value > 0] if has_zero else values
         low, high = min(values), max(values)
         self._log, (self._begin, self._end) = log, ends
+        self._zero = self._begin
+        if has_zero:
+            self._begin += (self._end - self._begin) * _ZERO_SHARE
         few = sorted(set(values)) if ticks_at_values and len(set(values)) <= _TICKS else None
         if log:
             self.ticks = few or _log_ticks(low, high)
@@ -196,8 +215,11 @@ class _Scale:
         if not whole:
             margin = (self._high - self._low) * 0.04
             self._low, self._high = self._low - margin, self._high + margin
+        self.ticks = [0.0, *self.ticks] if has_zero else self.ticks
 
     def __call__(self, value: float) -> float:
+        if self._log and not value:
+            return self._zero
         value = math.log10(value) if self._log else value
         return self._begin + (value - self._low) / (self._high - self._low) * (self._end - self._begin)
 

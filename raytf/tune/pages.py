@@ -47,6 +47,11 @@ def facts(pairs: Sequence[tuple[str, str]]) -> str:
     return f"<dl>{shown}</dl>" if shown else ""
 
 
+def paragraph(text: str) -> str:
+    """Returns a text as a paragraph."""
+    return f"<p>{html.escape(text)}</p>"
+
+
 def section(title: str, content: str) -> str:
     """Returns a section of the page, or nothing if it is empty."""
     return f"<h2>{html.escape(title)}</h2>{content}" if content else ""

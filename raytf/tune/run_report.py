@@ -22,6 +22,7 @@ from raytf.worker.checkpoint_selector import StoredCheckpoint, list_checkpoints
 
 # In a run's folder, see `worker/figures.py`.
 _FIGURES = "figures"
+_VALIDATION = "val_"
 # Keys that each line of figures must have, by kind.
 _NUMBERS = (
     *("rank", "workers", "pid", "epoch", "step", "time", "seconds", "steps"),
@@ -66,7 +67,7 @@ def read_run(filesystem, path: str, folder: str) -> RunFigures:
     checkpoints = list_checkpoints(filesystem, path)
     figures = read_figures(filesystem, path)
     runs = run_list.listed(folder)
-    if len(runs) != 1 or not (checkpoints or figures):
+    if len(runs) != 1 or not (checkpoints or figures or run_list.has_begun(filesystem, path)):
         detail = f"; it holds {len(runs)} runs" if len(runs) > 1 else ""
         raise ConfigError(
             "A report is about the folder of a run or of a sweep",
@@ -106,7 +107,7 @@ def draw_page(figures: RunFigures, folder: str) -> str:
     history = figures.state.history if figures.state is not None else []
     curves = [_metric_chart(history, name) for name in _metrics(history)]
     body = pages.headline("Run", figures.run.name, folder) + _summary(figures)
-    body += pages.section("Learning curves", pages.charts(curves))
+    body += pages.section("Learning curves", _remarks(history) + pages.charts(curves))
     body += pages.section("Workers over time", pages.charts(_worker_charts(figures.figures)))
     body += pages.section("Events", _events(figures.events))
     body += pages.section("Checkpoints", _checkpoints(figures.checkpoints))
@@ -132,20 +133,31 @@ def _summary(figures: RunFigures) -> str:
     return pages.facts(pairs)
 
 
+def _remarks(history: Sequence[Mapping[str, Any]]) -> str:
+    """Returns what curves do not show: that there is no epoch, or where values are NaN or infinite."""
+    if not history:
+        return pages.paragraph("No epoch has ended.")
+    remarks = []
+    for name in dict.fromkeys(name for row in history for name in row):
+        bad = [row["epoch"] for row in history if charts.is_number(row.get(name)) and not charts.is_finite(row[name])]
+        if bad:
+            extent = f"epoch {bad[0]}" if len(bad) == 1 else f"{len(bad)} epochs, the first of which is epoch {bad[0]}"
+            remarks.append(pages.paragraph(f"{name} is NaN or infinite in {extent}."))
+    return "".join(remarks)
+
+
 def _metrics(history: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Returns the names of metrics, without the prefix of the validation."""
     names = dict.fromkeys(name for row in history for name, value in row.items() if charts.is_finite(value))
-    return [name for name in names if name not in ("epoch", "learning_rate") and not name.startswith("val_")]
+    return list(dict.fromkeys(n.removeprefix(_VALIDATION) for n in names if n not in ("epoch", "learning_rate")))
 
 
 def _metric_chart(history: Sequence[Mapping[str, Any]], name: str) -> str | None:
     x = [row["epoch"] for row in history]
-    kinds = [("training", name), ("validation", f"val_{name}")]
-    series = [
-        charts.Series(name=kind, x=x, y=[row.get(key) for row in history])
-        for kind, key in kinds
-        if any(key in row for row in history)
-    ]
-    return charts.line_chart(series, "epoch", name)
+    kinds = [("training", name), ("validation", _VALIDATION + name)]
+    known = [(kind, key) for kind, key in kinds if any(key in row for row in history)]
+    series = [charts.Series(name=kind, x=x, y=[row.get(key) for row in history]) for kind, key in known]
+    return charts.line_chart(series, "epoch", name if len(known) > 1 else known[0][1])
 
 
 def _worker_charts(figures: Sequence[Mapping[str, Any]]) -> list[str | None]:

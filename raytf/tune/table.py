@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import pickle
@@ -14,7 +15,7 @@ from ray import tune
 from ray.exceptions import RayTaskError
 from ray.tune.utils import flatten_dict
 
-from raytf import logs
+from raytf import events, logs
 from raytf.console import phases
 from raytf.errors import ResourceError, first_line
 from raytf.runtime import resources
@@ -122,6 +123,7 @@ class SweepTable(tune.Callback):
         self._ended(trial, f"failed: {first_line(cause) or type(cause).__name__}")
 
     def _ended(self, trial, outcome: str) -> None:
+        self._log_events(trial)
         self._spent.append(time.monotonic() - self._began.get(trial.trial_id, time.monotonic()))
         if self._console is not None:
             count = f"{len(self._spent)}/{self._total}" if self._total else str(len(self._spent))
@@ -131,6 +133,14 @@ class SweepTable(tune.Callback):
                 highlight=False,
                 soft_wrap=True,
             )
+
+    def _log_events(self, trial) -> None:
+        """Logs what a trial's training has found, such as a loss that is NaN, and has recorded in its folder."""
+        with contextlib.suppress(OSError):  # of a storage; the sweep continues
+            recorded = events.read_events(trial.storage.storage_filesystem, trial.path)
+            found = {event.kind: event for event in reversed(recorded) if event.kind in events.TRAINING_KINDS}
+            for event in reversed(found.values()):  # of each kind the first
+                logger.warning(f"trial with {_config(trial)}: {event}")
 
     def best(self) -> tuple[float, Any] | None:
         """Returns (the best last value of the metric, its trial) so far."""

@@ -102,7 +102,8 @@ class Trial(tune.Trainable):
 
     def _record(self) -> None:
         storage = ray_tune.storage_of(self)
-        events.record(events.Recorder(storage.storage_filesystem, storage.trial_fs_path))
+        record = events.Recorder(storage.storage_filesystem, storage.trial_fs_path)
+        events.record(record, logged_elsewhere=events.TRAINING_KINDS)  # by the sweep's table
 
     def _take_config(self, config) -> None:
         self._config = self._plan.config | {k: v.item() if isinstance(v, np.generic) else v for k, v in config.items()}

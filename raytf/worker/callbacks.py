@@ -491,6 +491,9 @@ class ProgressCallback(TrainingPart):
     def on_epoch_end(self, epoch, logs=None):
         self._send(self.params["steps"] or 0, logs, ended=True)
 
+    def on_train_end(self, logs=None):
+        self._board.begin(phases.ENDING)  # the last epoch may not be the last of those that were asked for
+
     def _send(self, step, logs, ended):
         update = {
             "epoch": self._epoch + 1,

@@ -1,9 +1,8 @@
-"""Checks at an epoch's end, on all workers at once, for a loss that is NaN or infinite, and diverged weights."""
+"""Checks for a loss that is NaN or infinite, and at an epoch's end for diverged weights. Runs on all workers."""
 
 from __future__ import annotations
 
 import math
-import warnings
 import zlib
 from collections.abc import Sequence
 
@@ -13,9 +12,11 @@ import tensorflow as tf
 
 from raytf.collectives import communicator
 from raytf.collectives.communicator import spans_workers
+from raytf.events import Kind, RunEvent
 from raytf.parallel import local_sgd, model_optimizers, own_state
 from raytf.parallel.callbacks import settable_rate
 from raytf.worker.part import Training, TrainingPart
+from raytf.worker.session import Session
 
 # Losses that are read at once, and delay of a read in steps, after which they are computed in any case. A loss is a
 # mean since the epoch's begin. So the last one is enough; the others are read if it is not finite.
@@ -27,30 +28,32 @@ _CHECKED_BYTES = 4 << 20
 
 
 class EpochChecks(TrainingPart):
-    """Warns of a loss that is NaN or infinite, with its first step, and of workers with different weights or rates.
+    """Reports a loss that is NaN or infinite, with its first step, and workers with different weights or rates.
+
+    A worker sends its first step at once, without an exchange; `TrainingEvents` of the driver find the first of all.
 
     Args:
         nan: "warn", "stop" (warn, and stop the training), or "ignore".
         users: The user's callbacks.
-        rank: Rank of this worker.
-        size: Number of workers.
+        session: Session of the run, which takes the events; by default they are logged.
+        position: Counts steps, see `Training`; by default they are those of the epoch.
     """
 
     raytf_after_agreement = True
 
-    def __init__(self, nan: str, users: Sequence = (), rank: int = 0, size: int = 1):
+    def __init__(self, nan: str, users: Sequence = (), session: Session | None = None, position=None):
         super().__init__()
-        self._nan, self._rank, self._size = nan, rank, size
+        self._nan, self._session, self._position = nan, session or Session(), position
         self._terminates = any(isinstance(c, keras.callbacks.TerminateOnNaN) for c in users)
         self._waiting: list[tuple] = []
         self._epoch, self._bad, self._step = 0, -1, -1
-        self._warned = self._warned_of_divergence = False
-        self._knows_step = True  # whether the first step is known
+        self._steps_before = 0  # steps before this epoch
+        self._reported = self._reported_validation = self._reported_divergence = False
         self._executed = 0
 
     @classmethod
     def create(cls, training: Training) -> EpochChecks:
-        return cls(training.options.nan, training.users, training.session.rank, training.session.size)
+        return cls(training.options.nan, training.users, training.session, training.position)
 
     def on_epoch_begin(self, epoch, logs=None):
         self._epoch, self._step, self._executed = epoch, -1, 0
@@ -58,8 +61,11 @@ class EpochChecks(TrainingPart):
 
     def on_train_batch_end(self, batch, logs=None):
         first, self._step = self._step + 1 if self._step >= 0 else batch, batch
-        if self._nan == "ignore" or (self._bad >= 0 and self._nan != "stop"):
+        reads = self._nan != "ignore" or self._terminates
+        if not reads or (self._bad >= 0 and self._nan != "stop"):
             return
+        if self._position is not None:
+            self._steps_before = self._position.step - batch - 1
         outputs = self.model.__dict__.get("_raytf_last", (logs,))[0]  # for this worker's own rows
         loss = outputs.get("loss") if isinstance(outputs, dict) else None
         if loss is not None and self._bad < 0:
@@ -74,30 +80,38 @@ class EpochChecks(TrainingPart):
 
     def on_epoch_end(self, epoch, logs=None):
         self._drain()
-        loss = (logs or {}).get("loss")
-        if self._bad < 0 and self._nan != "ignore" and isinstance(loss, (int, float)) and not _is_finite(loss):
-            self._bad, self._knows_step = 0, False  # the step is unknown, as with parameter servers
+        numbers = {name: value for name, value in (logs or {}).items() if isinstance(value, (int, float))}
+        bad = [name for name, value in numbers.items() if not math.isfinite(value)]
         if self._nan != "ignore" or self._compares():
-            self._agree(end=True)
-        if self._nan != "ignore" and not self._warned and (self._size == 1 or self._compares()):
+            self._agree(unseen="loss" in bad, end=True)
+        if self._nan == "ignore" or self._reported:
+            return
+        if self._size == 1 or self._compares():
             self._check_weights()
+        names = [name for name in bad if name.startswith("val_")]
+        if names and not self._reported and not self._reported_validation:
+            self._reported_validation = True
+            self._emit_by_chief(Kind.VALIDATION_NOT_FINITE, name=", ".join(names))
+
+    @property
+    def _size(self) -> int:
+        return self._session.size
 
     def _check_weights(self) -> None:
         """Finds weights that stay NaN although the loss is finite, as relu maps NaN to 0."""
         for variable in self.model.trainable_variables:
             if "float" not in variable.dtype or np.isfinite(np.sum(_values(self.model, variable), dtype=np.float64)):
                 continue
-            self._warned = True
+            self._reported = True
             if self._nan == "stop":  # on all workers, as they have the same weights
                 self.model.stop_training = True
-            if self._rank == 0:
-                consequence = "The training stops because of nan='stop'. " if self._nan == "stop" else ""
-                warnings.warn(
-                    f"{variable.path} has weights that are NaN or infinite at the end of epoch {self._epoch + 1}, "
-                    f"though the loss is finite. {consequence}Look for rows that are NaN or infinite.",
-                    stacklevel=2,
-                )
+            self._emit_by_chief(Kind.WEIGHTS_NOT_FINITE, name=variable.path, more=self._consequence())
             return
+
+    def _emit_by_chief(self, kind: Kind, **about) -> None:
+        """Emits an event of which all workers know."""
+        if self._session.rank == 0:
+            self._session.emit(RunEvent(kind=kind, epoch=self._epoch + 1, **about))
 
     def _drain(self) -> None:
         if self._waiting:
@@ -110,75 +124,73 @@ class EpochChecks(TrainingPart):
             return
         self._bad = next(step for step, loss in losses if not _is_finite(loss))
         self._waiting.clear()
+        if self._nan != "ignore" or self.model.stop_training:
+            self._session.emit(
+                RunEvent(
+                    kind=Kind.LOSS_NOT_FINITE,
+                    ranks=(self._session.rank,),
+                    workers=self._size,
+                    step=self._steps_before + self._bad + 1,
+                    epoch=self._epoch + 1,
+                    why=f"since step {self._bad + 1} of epoch {self._epoch + 1}",
+                    more=self._advice(),
+                )
+            )
 
     def _compares(self) -> bool:
         """Returns whether all workers must have the same weights."""
         strategy = self.model.distribute_strategy
         return self._size > 1 and spans_workers(strategy) and local_sgd.averaging_interval(strategy) == 1
 
-    def _agree(self, end: bool = False) -> None:
-        """Exchanges the first step with a bad loss, and at an epoch's end checksums of weights and rates."""
-        local_row = [self._bad, *(checksums(self.model) if end and self._compares() else (0, 0))]
-        rows = self._exchanged(local_row)
-        bad = {rank: int(row[0]) for rank, row in enumerate(rows) if row[0] >= 0}
-        if bad and not self._warned:
-            self._warned = True
-            if self._rank == 0:
-                warnings.warn(self._of_nan(bad), stacklevel=2)
-        if bad and self._nan == "stop":
+    def _agree(self, unseen: bool = False, end: bool = False) -> None:
+        """Exchanges whether the loss is bad, and at an epoch's end checksums of weights and rates.
+
+        Args:
+            unseen: Whether the loss of the epoch is bad, as with parameter servers, where no step is seen.
+            end: Whether an epoch ends.
+        """
+        rows = self._exchanged(
+            [self._bad >= 0, unseen, *(checksums(self.model) if end and self._compares() else (0, 0))]
+        )
+        seen, unseen = rows[:, 0].any(), rows[:, 1].any()
+        if unseen and not seen and not self._reported and self._nan != "ignore":
+            self._emit_by_chief(Kind.LOSS_NOT_FINITE, why=f"in epoch {self._epoch + 1}", more=self._advice())
+        self._reported |= bool(seen or unseen)
+        if (seen or unseen) and self._nan == "stop":
             self.model.stop_training = True
-        if end and not self._warned_of_divergence and (rows[:, 1:] != rows[0, 1:]).any():
-            self._warned_of_divergence = True
-            self._warn_of_divergence(rows)
+        if end and not self._reported_divergence and (rows[:, 2:] != rows[0, 2:]).any():
+            self._reported_divergence = True
+            self._report_divergence(rows[:, 2:])
 
     def _exchanged(self, local_row: Sequence[int]) -> np.ndarray:
         """Returns a matrix with one row of numbers for each worker."""
         if self._size == 1 or not spans_workers(self.model.distribute_strategy):
             return np.array([local_row], np.int64)
         rows = np.zeros((self._size, len(local_row)), np.int64)
-        rows[self._rank] = local_row
+        rows[self._session.rank] = local_row
         (rows,) = communicator.sum_over_workers(self.model.distribute_strategy, [rows])
         return rows
 
-    def _of_nan(self, bad: dict[int, int]) -> str:
-        first = min(bad.values())
-        ranks = [rank for rank, step in bad.items() if step == first]
-        if self._size == 1:
-            rows = ""
-        elif len(ranks) == self._size:
-            rows = ", with the rows of all workers"
-        else:
-            rows = f", with the rows of worker{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+    def _advice(self) -> str:
         if self._terminates and self.model.stop_training:
-            advice = "keras.callbacks.TerminateOnNaN has ended the training"
-        elif self._nan == "stop":
-            advice = "The training stops because of nan='stop'"
-        else:
-            advice = (
-                "The training continues; nan='stop' would end it. A lower learning rate, clipnorm, or a look at these "
-                "rows may help"
-            )
-        location = f"since step {first + 1} of" if self._knows_step else "in"
+            return "keras.callbacks.TerminateOnNaN has ended the training"
+        if self._nan == "stop":
+            return self._consequence()
         return (
-            f"The loss is NaN or infinite {location} epoch {self._epoch + 1}"
-            f"{rows if self._knows_step else ''}. {advice}."
+            f"{self._consequence()}; nan='stop' would end it. A lower learning rate, clipnorm, or a look at these rows "
+            "may help"
         )
 
-    def _warn_of_divergence(self, rows: np.ndarray) -> None:
-        ranks = [rank for rank in range(self._size) if (rows[rank, 1:] != rows[0, 1:]).any()]
+    def _consequence(self) -> str:
+        return "The training stops because of nan='stop'" if self._nan == "stop" else "The training continues"
+
+    def _report_divergence(self, rows: np.ndarray) -> None:
+        ranks = tuple(rank for rank in range(self._size) if (rows[rank] != rows[0]).any())
         variables = list(self.model.trainable_variables)
         crcs = self._exchanged([_checksum(self.model, v) for v in variables])
         paths = [v.path for i, v in enumerate(variables) if (crcs[:, i] != crcs[0, i]).any()]
-        if self._rank != 0:
-            return
         text = f"{paths[0]}" + (f" and {len(paths) - 1} more" if len(paths) > 1 else "") if paths else "learning rates"
-        warnings.warn(
-            f"Worker{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} and worker 0 have other weights or rates "
-            f"than each other at the end of epoch {self._epoch + 1}: {text}. Something changes them on each worker for "
-            "itself, as a callback or a step does that draws a number or reads a clock. Draw from a seed that all "
-            "have, or let the optimizer change them.",
-            stacklevel=2,
-        )
+        self._emit_by_chief(Kind.WORKERS_DIVERGED, ranks=ranks, name=text)
 
 
 def _is_finite(loss) -> bool:

@@ -20,7 +20,7 @@ from typing import Any
 import ray.train
 from ray.train.collective import broadcast_from_rank_zero
 
-from raytf import activity, logs, timeouts
+from raytf import activity, events, logs, timeouts
 from raytf.collectives import recovery_client
 from raytf.compat import ray_train
 from raytf.compat.ray_train import CheckpointConsistencyMode
@@ -191,6 +191,10 @@ class Session:
     def report_loss(self) -> None:
         """Reports the loss of another worker to the driver, if that does not notice it at once."""
 
+    def emit(self, event: events.RunEvent) -> None:
+        """Sends an event of the training to the driver, which logs and records it; logs it where there is no driver."""
+        events.emit(event)
+
     def ready(self, model, in_memory: bool, writers: int = 1) -> None:
         """Prepares the first checkpoint before the first step, on workers that save checkpoints or keep them in memory.
 
@@ -301,6 +305,9 @@ class RaySession(Session):
 
     def report_loss(self) -> None:
         ray_train.report_loss()
+
+    def emit(self, event: events.RunEvent) -> None:
+        ray_train.send_run_event(event)
 
     def _close(self, kind: type[BaseException] | None, *_) -> None:
         """Closes the saver of checkpoints; drops a checkpoint in memory if the training ended with a saved one."""

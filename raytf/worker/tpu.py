@@ -77,6 +77,7 @@ class _CoordinatorSession(Session):
         super().__init__()  # the coordinator feeds all chips
         self._session, self.storage, self.saves = session, session.storage, session.saves
         self.checkpoint, self.ready, self.save_step = session.checkpoint, session.ready, session.save_step
+        self.emit = session.emit
 
     def report(self, metrics: dict, snapshot, keep: bool = False):
         broadcast_from_rank_zero(True)

@@ -11,6 +11,7 @@ from typing import Any
 
 from raytf import activity
 from raytf.collectives import recovery_client
+from raytf.events import RunEvent
 from raytf.storage import checkpoint_files, scratch, step_folders
 from raytf.storage.folder_contents import size_of_files, write_files
 from raytf.worker.checkpoint import CheckpointSnapshot
@@ -86,6 +87,9 @@ class TrialSession(Session):
 
     def reports_made(self) -> int:
         return self._reports
+
+    def emit(self, event: RunEvent) -> None:
+        self.events.put(("event", event))
 
     def save_step(self, name: str, model, parts: Mapping[str, Any], writers: int = 1) -> None:
         parts = {**parts, TRIAL: json.dumps({"reports": self._reports})}

@@ -66,6 +66,18 @@ def test_values_over_decades_have_a_logarithmic_axis():
     assert abs((second - first) - (third - second)) < 0.2
 
 
+def test_a_zero_leaves_a_logarithmic_axis_as_it_is():
+    """A loss that reaches 0 has a tick below all others, in the picture."""
+    made = charts.line_chart([charts.Series(name="a", x=[1, 2, 3, 4], y=[100.0, 1.0, 0.01, 0.0])], "epoch", "loss")
+    (path,) = re.findall(r'<path d="([^"]*)"', made)
+    heights = [float(point.split()[1]) for point in path[1:].split("L")]
+    first, second, third, zero = heights
+    assert abs((second - first) - (third - second)) < 0.2 and zero > third + 5
+    assert made.count('class="t">0</text>') == 1
+    made = charts.line_chart([charts.Series(name="a", x=[1, 2], y=[3.0, 0.0])], "epoch", "loss")
+    assert 'class="t">1</text>' in made, "linear, as nothing spans decades"
+
+
 def test_curve_shows_its_name_and_so_does_its_legend():
     made = charts.line_chart([charts.Series(name=f"trial {i}", x=[1, 2], y=[i, i]) for i in range(3)], "report", "loss")
     for i in range(3):

@@ -15,6 +15,7 @@ from click.testing import CliRunner
 
 import raytf
 from raytf import cli
+from raytf.cli_parts import given_options
 from raytf.errors import ConfigError, ResourceError
 from raytf.storage.checkpoint_files import AT_ENDS, CheckpointState, DamagedCheckpointError
 from raytf.storage.run_lock import RunLock
@@ -67,6 +68,7 @@ def test_help_has_an_example_that_the_command_takes(command, tmp_path, monkeypat
         (["train", *TRAINING, "--memory-every", "often"], "--memory-every"),
         (["train", *TRAINING, "--learning-rate", "inf"], "finite"),
         (["train", *TRAINING, "--max-failures", "-2"], "--max-failures"),
+        (["train", *TRAINING, "--nan", "x"], "'warn', 'stop', 'ignore'"),
         (["train", *TRAINING, "--name", "../other"], "'../other'"),
         (["export", "r", "-o", "x", "--format", "pt"], "'onnx'"),
         (["export", "r", "-o", "x", "--which", "first"], "'best'"),
@@ -82,6 +84,13 @@ def test_wrong_value_is_reported_with_the_usage_and_exit_code_2(arguments, messa
     monkeypatch.chdir(tmp_path)
     outcome = invoke(*arguments)
     assert outcome.exit_code == 2 and message in outcome.output and "Usage: " in outcome.output, outcome.output
+
+
+@pytest.mark.parametrize(("command", "domains"), [("train", []), ("sweep", ["units=[8,16]"])])
+def test_nan_is_an_argument_of_the_trainer(command, domains):
+    for words, value in ((["--nan", "stop"], "stop"), ([], "warn")):
+        context = cli.main.commands[command].make_context(command, [*TRAINING[:1], *domains, *TRAINING[1:], *words])
+        assert given_options(context)["trainer"]["nan"] == value
 
 
 def test_version_and_completion():

@@ -1,4 +1,4 @@
-"""A loss that is no number, and workers that have diverged, are named at the end of the epoch."""
+"""A loss that is NaN, and workers that have diverged, become events of the run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import os
 import pathlib
 import subprocess
 import sys
-import warnings
 
 import keras
 import numpy as np
@@ -17,7 +16,10 @@ import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from raytf.events import Kind
 from raytf.worker.epoch_checks import EpochChecks
+from raytf.worker.session import Session
+from tests.logged import warnings_logged
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -31,39 +33,48 @@ def of_workers(function: str, workers: int, tmp_path) -> list[dict]:
     return json.loads(path.read_text())
 
 
-def messages_of(found: dict) -> str:
-    assert "warnings" in found, found
-    return " | ".join(found["warnings"])
+def checks_of(nan: str, users=()) -> tuple[EpochChecks, list]:
+    """Returns the checks of a small model, and the list of events that they send."""
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    session, sent = Session(), []
+    session.emit = sent.append
+    checks = EpochChecks(nan, users, session)
+    checks.set_model(model)
+    checks.on_epoch_begin(0)
+    return checks, sent
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_nan_is_reported_with_its_step_and_the_worker_of_its_rows(tmp_path):
     first, second = of_workers("nan_of_one_row", 2, tmp_path)
-    assert "NaN or infinite since step 2 of epoch 1, with the rows of worker 1" in messages_of(first)
-    assert not second["warnings"] and first["epochs"] == 2
+    (of_second,) = second["events"]
+    assert "NaN or infinite since step 2 of epoch 1, with the rows of worker 1" in of_second
+    assert "since step 3 of epoch 1, with the rows of worker 0" in first["events"][0], "the driver takes the first"
+    assert len(first["events"]) == 1 and first["epochs"] == 2
     (alone,) = of_workers("nan_of_one_row", 1, tmp_path)
-    assert "NaN or infinite since step 2 of epoch 1. The training continues" in messages_of(alone)
+    assert "NaN or infinite since step 2 of epoch 1. The training continues" in alone["events"][0]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_nan_stops_a_training_or_is_ignored(tmp_path):
     first, second = of_workers("nan_that_stops", 2, tmp_path)
-    assert (first["epochs"], second["epochs"]) == (1, 1) and "nan='stop'" in messages_of(first)
-    assert of_workers("nan_that_is_ignored", 1, tmp_path) == [{"warnings": [], "epochs": 2}]
+    assert (first["epochs"], second["epochs"]) == (1, 1) and "nan='stop'" in second["events"][0]
+    assert of_workers("nan_that_is_ignored", 1, tmp_path) == [{"events": [], "epochs": 2}]
     (ended,) = of_workers("nan_that_ends_it", 1, tmp_path)
-    assert "TerminateOnNaN has ended the training" in messages_of(ended)
+    assert "TerminateOnNaN has ended the training" in ended["events"][0] and ended["epochs"] == 1
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_workers_that_diverge_are_named_and_others_are_not(tmp_path):
     first, second = of_workers("weights_that_drift", 2, tmp_path)
-    assert "Worker 1 and worker 0 have other weights or rates" in messages_of(first)
-    assert "end of epoch 1: sequential/dense/bias" in messages_of(first)
-    assert len(first["warnings"]) == 1 and not second["warnings"]
-    assert [one["warnings"] for one in of_workers("all_well", 2, tmp_path)] == [[], []]
+    (line,) = first["events"]
+    assert "Worker 1 and worker 0 have other weights or rates" in line
+    assert "end of epoch 1: sequential/dense/bias" in line and not second["events"]
+    assert [one["events"] for one in of_workers("all_well", 2, tmp_path)] == [[], []]
 
 
 @pytest.mark.slow
@@ -71,48 +82,62 @@ def test_workers_that_diverge_are_named_and_others_are_not(tmp_path):
 @given(st.integers(1, 70), st.integers(0, 69), st.integers(1, 5), st.sampled_from([math.nan, math.inf, -math.inf]))
 def test_first_step_with_a_nan_is_reported(steps, bad, each, value):
     """Of any length, and with several steps an execution, of which the first is reported."""
-    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
-    model.compile("sgd", "mse")
-    checks = EpochChecks("warn")
-    checks.set_model(model)
-    checks.on_epoch_begin(0)
+    checks, sent = checks_of("warn")
     ends = [min(end, steps) - 1 for end in range(each, steps + each, each)]
     for last in ends:
         checks.on_train_batch_end(last, {"loss": tf.constant(1.0 if last < bad else value)})
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        checks.on_epoch_end(0)
+    checks.on_epoch_end(0)
     reached = [last for last in ends if last >= bad]
-    assert len(caught) == bool(reached)
+    assert len(sent) == bool(reached)
     if reached:
         first = reached[0] if ends.index(reached[0]) == 0 else ends[ends.index(reached[0]) - 1] + 1
-        assert f"since step {first + 1} of epoch 1." in str(caught[0].message)
+        assert f"since step {first + 1} of epoch 1." in str(sent[0])
+        assert (sent[0].step, sent[0].epoch, sent[0].ranks) == (first + 1, 1, (0,))
+
+
+def test_nan_in_a_long_epoch_is_reported_near_its_step():
+    checks, sent = checks_of("warn")
+    for step in range(60):
+        checks.on_train_batch_end(step, {"loss": tf.constant(1.0 if step < 30 else math.nan)})
+    assert [event.step for event in sent] == [31]
 
 
 def test_nan_loss_of_unseen_steps_is_reported_at_the_epochs_end():
     """As the coordinator of parameter servers has it."""
-    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
-    model.compile("sgd", "mse")
     for word, count in (("warn", 1), ("ignore", 0)):
-        checks = EpochChecks(word)
-        checks.set_model(model)
+        checks, sent = checks_of(word)
         checks.on_epoch_begin(2)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            checks.on_epoch_end(2, {"loss": math.nan})
-            checks.on_epoch_end(3, {"loss": math.nan})
-        assert len(caught) == count
-        assert all("NaN or infinite in epoch 3." in str(one.message) for one in caught)
+        checks.on_epoch_end(2, {"loss": math.nan})
+        checks.on_epoch_end(3, {"loss": math.nan})
+        assert len(sent) == count
+        assert all("NaN or infinite in epoch 3." in str(event) for event in sent)
+
+
+def test_nan_of_the_validation_alone_is_reported_once():
+    for word, count in (("warn", 1), ("stop", 1), ("ignore", 0)):
+        checks, sent = checks_of(word)
+        for epoch in range(2):
+            checks.on_epoch_begin(epoch)
+            checks.on_epoch_end(epoch, {"loss": 1.0, "val_loss": math.nan, "val_mae": 1.0})
+        assert [(event.kind, event.name) for event in sent] == [(Kind.VALIDATION_NOT_FINITE, "val_loss")] * count
+        assert not checks.model.stop_training
+    checks, sent = checks_of("warn")
+    checks.on_epoch_end(0, {"loss": math.nan, "val_loss": math.nan})
+    assert [event.kind for event in sent] == [Kind.LOSS_NOT_FINITE], "the other follows from it"
 
 
 def test_nan_weights_are_reported_where_the_loss_is_finite():
     """A row that is none makes the weights so, and relu makes 0 of them."""
-    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
-    model.compile("sgd", "mse")
-    model.set_weights([np.full((1, 1), math.nan), np.zeros(1)])
-    checks = EpochChecks("stop")
-    checks.set_model(model)
-    checks.on_epoch_begin(0)
-    with pytest.warns(UserWarning, match="kernel has weights that are NaN or infinite at the end of epoch 1"):
-        checks.on_epoch_end(0, {"loss": 1.0})
-    assert model.stop_training
+    checks, sent = checks_of("stop")
+    checks.model.set_weights([np.full((1, 1), math.nan), np.zeros(1)])
+    checks.on_epoch_end(0, {"loss": 1.0, "val_loss": math.nan})
+    assert [event.kind for event in sent] == [Kind.WEIGHTS_NOT_FINITE]
+    assert "kernel has weights that are NaN or infinite at the end of epoch 1" in str(sent[0])
+    assert checks.model.stop_training
+
+
+def test_where_there_is_no_driver_the_line_is_logged():
+    with warnings_logged("The loss is NaN or infinite in epoch 1. The training continues"):
+        checks = EpochChecks("warn")
+        checks.set_model(checks_of("warn")[0].model)
+        checks.on_epoch_end(0, {"loss": math.nan})

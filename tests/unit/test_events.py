@@ -117,6 +117,50 @@ LINES = {
     Kind.WORKERS_RENEWED: [
         ({"why": "it grew", "more": "run the next trial"}, "it grew: new workers run the next trial")
     ],
+    Kind.LOSS_NOT_FINITE: [
+        (
+            {
+                "ranks": (0, 2),
+                "workers": 3,
+                "step": 12,
+                "epoch": 2,
+                "why": "since step 2 of epoch 2",
+                "more": "It ends",
+            },
+            "The loss is NaN or infinite since step 2 of epoch 2, with the rows of worker 0 and worker 2. It ends",
+        ),
+        (
+            {"ranks": (0, 1), "workers": 2, "step": 2, "epoch": 1, "why": "since step 2 of epoch 1", "more": "It ends"},
+            "The loss is NaN or infinite since step 2 of epoch 1, with the rows of all workers. It ends",
+        ),
+        (
+            {"ranks": (0,), "workers": 1, "step": 2, "epoch": 1, "why": "since step 2 of epoch 1", "more": "It ends"},
+            "The loss is NaN or infinite since step 2 of epoch 1. It ends",
+        ),
+        ({"epoch": 3, "why": "in epoch 3", "more": "It ends"}, "The loss is NaN or infinite in epoch 3. It ends"),
+    ],
+    Kind.VALIDATION_NOT_FINITE: [
+        (
+            {"name": "val_loss, val_mae", "epoch": 2},
+            "val_loss, val_mae: NaN or infinite in the validation of epoch 2, and the training continues. Look for "
+            "rows of the validation that are NaN or infinite",
+        )
+    ],
+    Kind.WEIGHTS_NOT_FINITE: [
+        (
+            {"name": "dense/kernel", "epoch": 2, "more": "It ends"},
+            "dense/kernel has weights that are NaN or infinite at the end of epoch 2, though the loss is finite. It "
+            "ends. Look for rows that are NaN or infinite",
+        )
+    ],
+    Kind.WORKERS_DIVERGED: [
+        (
+            {"ranks": (1, 2), "name": "dense/bias", "epoch": 1},
+            "Workers 1, 2 and worker 0 have other weights or rates than each other at the end of epoch 1: dense/bias. "
+            "Something changes them on each worker for itself, as a callback or a step does that draws a number or "
+            "reads a clock. Draw from a seed that all have, or let the optimizer change them",
+        )
+    ],
 }
 
 
@@ -157,7 +201,7 @@ def test_what_is_cut_off_or_crafted_is_left_out(tmp_path):
     (good,) = (tmp_path / events.FOLDER).iterdir()
     content = json.loads(good.read_text())
     crafted = [{"kind": "other"}, {"ranks": ["<script>"]}, {"ranks": 3}, {"why": 3}, {"time": "x"}, {"another": 1}]
-    crafted += [{"kind": "worker_replaced", "seconds": None}, {"step": []}]
+    crafted += [{"kind": "worker_replaced", "seconds": None}, {"step": []}, {"epoch": "1"}]
     for number, change in enumerate(crafted):
         (good.parent / f"{number}.json").write_text(json.dumps(content | change))
     (good.parent / "cut.json").write_text(good.read_text()[:20])
@@ -217,3 +261,7 @@ def test_one_door(monkeypatch, capsys):
         events.emit(event)
     events.emit(event)
     assert taken == [event] * 3 and capsys.readouterr().err == "raytf: Hang resolved: worker 1 continues\n" * 2
+    events.record(taken.append, logged_elsewhere={event.kind})
+    events.emit(event)
+    events.record(taken.append)
+    assert taken == [event] * 4 and not capsys.readouterr().err

@@ -90,7 +90,6 @@ ELSEWHERE: dict[tuple[str, str], str | tuple[tuple[str, str], ...]] = {
     ("tune/sweep.py", "doubt"): (("validation.py", "mode_warning"),),
     ("tune/sweep.py", "f'sweep   {resume or run_folder.folder_in_users_form(settled)}'"): RESULT,
     ("worker/checkpoint_selector.py", "doubt"): (("validation.py", "mode_warning"),),
-    ("worker/epoch_checks.py", "self._of_nan(bad)"): (("worker/epoch_checks.py", "EpochChecks._of_nan"),),
 }
 # Definitions whose texts are clauses of messages.
 PARTS = (
@@ -110,6 +109,8 @@ PARTS = (
     ("train/group.py", "EventGroup._emit"),
     ("train/group.py", "EventGroup._describe_end"),
     ("train/worker_group.py", "WorkerGroup._describe_end"),
+    ("worker/epoch_checks.py", "EpochChecks._advice"),
+    ("worker/epoch_checks.py", "EpochChecks._consequence"),
     ("train/decisions.py", "NO_FAILURES_LEFT"),
     ("train/decisions.py", "STOPPING"),
     ("worker/stop.py", "MovedError"),

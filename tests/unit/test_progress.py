@@ -3,6 +3,7 @@ import sys
 import threading
 import time
 
+import numpy
 import rich.console
 from hypothesis import given
 from hypothesis import strategies as st
@@ -141,8 +142,28 @@ def test_phases_of_a_board():
     assert reader.new_lines()[2] is None and reader.new_lines()[1].startswith("epoch 1/4")
     chief.write(update(3, 10, ended=True))
     assert reader.new_lines()[1:] == (None, None)
+    chief.begin(phases_module.ENDING)
+    assert reader.new_lines()[2] == phases_module.ENDING, "a callback has ended the training"
+    chief.begin(phases_module.FIRST_STEP)
+    assert reader.new_lines()[2] is None, "all workers start again"
     chief.write(update(4, 10, ended=True))
     assert reader.new_lines()[2] == phases_module.ENDING
+
+
+def test_the_end_of_a_training_begins_the_last_phase_whatever_ends_it():
+    import keras
+
+    from raytf.worker.callbacks import ProgressCallback
+
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    board = Board(Memory())
+    stops = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: setattr(model, "stop_training", True))
+    progress = ProgressCallback(board, global_batch=2, waited=None)
+    rows = numpy.ones((4, 1))
+    model.fit(rows, rows, batch_size=2, epochs=9, verbose=0, callbacks=[stops, progress])
+    lines, running, phase = BoardReader(board).new_lines()
+    assert len(lines) == 1 and running is None and phase == phases_module.ENDING
 
 
 def test_no_time_is_left_when_the_last_epoch_has_ended():

@@ -10,6 +10,7 @@ import pytest
 from raytf import events
 from raytf.errors import ConfigError
 from raytf.events import Kind, RunEvent
+from raytf.train import run_list
 from raytf.tune import report
 from raytf.worker import figures
 from tests.unit.test_charts import Checked
@@ -71,6 +72,29 @@ def test_a_run_without_figures_has_its_curves(tmp_path):
     epoch(tmp_path, "old", 2, loss=[2.0, 1.0])
     text = text_of(tmp_path / "old")
     assert 'aria-label="loss by epoch"' in text and "Workers over time" not in text
+
+
+def test_a_run_that_failed_in_its_first_epoch_has_its_events(tmp_path):
+    record = events.Recorder(pyarrow.fs.LocalFileSystem(), str(tmp_path / "failed"))
+    record(RunEvent(kind=Kind.WORKERS_STARTED, workers=2))
+    record(RunEvent(kind=Kind.WORKER_FAILED, ranks=(1,), why="ValueError: <no>"))
+    text = text_of(tmp_path / "failed")
+    assert "worker 1 failed: ValueError: &lt;no&gt;" in text and "No epoch has ended." in text
+    assert [(run.name, run.state) for run in run_list.listed(tmp_path)] == [("failed", "empty")]
+
+
+def test_a_run_of_nan_has_a_sentence(tmp_path):
+    bad = float("nan")
+    epoch(tmp_path, "nan", 2, loss=[bad, bad], val_loss=[1.0, bad])
+    text = text_of(tmp_path / "nan")
+    assert "loss is NaN or infinite in 2 epochs, the first of which is epoch 1." in text
+    assert "val_loss is NaN or infinite in epoch 2." in text
+
+
+def test_a_metric_of_the_validation_alone_has_a_chart(tmp_path):
+    epoch(tmp_path, "first", 2, loss=[2.0, 1.0], val_loss=[2.0, 1.0], val_score=[0.1, 0.2])
+    text = text_of(tmp_path / "first")
+    assert 'aria-label="val_score by epoch"' in text and text.count('aria-label="loss by epoch"') == 1
 
 
 def test_lines_that_were_cut_off_or_crafted_are_left_out(run):

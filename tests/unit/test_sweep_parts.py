@@ -13,6 +13,7 @@ from raytf.errors import ConfigError
 from raytf.runtime.topology import per_replica_batch
 from raytf.tune import learning_rate, space
 from raytf.tune.options import SweepOptions
+from tests.logged import lines_logged
 
 
 def test_a_space_as_text():
@@ -182,15 +183,41 @@ def test_too_large_batch_is_reported():
     assert _explained(other, {"batch_size": 4096}) is other
 
 
-def test_the_live_table():
+def test_what_trials_have_found_is_logged_by_the_driver(tmp_path):
+    """Of each kind the first, also where Ray sends no lines of processes to the driver."""
     from types import SimpleNamespace
 
+    import pyarrow.fs
+
+    from raytf import events
+    from raytf.events import Kind, RunEvent
+    from raytf.tune.table import SweepTable
+
+    record = events.Recorder(pyarrow.fs.LocalFileSystem(), str(tmp_path))
+    for epoch in (1, 2):
+        found = {"name": "val_loss", "epoch": epoch}
+        record(RunEvent(kind=Kind.VALIDATION_NOT_FINITE, **found))
+        record(RunEvent(kind=Kind.WORKERS_STARTED, workers=1))
+    storage = SimpleNamespace(storage_filesystem=pyarrow.fs.LocalFileSystem())
+    trial = SimpleNamespace(trial_id="a", storage=storage, path=str(tmp_path), last_result={}, config={"units": 8})
+    with lines_logged() as lines:
+        SweepTable("loss", "min", 1, show=False).on_trial_complete(0, [trial], trial)
+    assert len(lines) == 1
+    assert lines[0].startswith("trial with units=8: val_loss: NaN or infinite in the validation of epoch 1")
+
+
+def test_the_live_table(tmp_path):
+    from types import SimpleNamespace
+
+    import pyarrow.fs
     from rich.console import Console
 
     from raytf.tune.table import SweepTable
 
     def trial(name, status, result, **config):
-        return SimpleNamespace(trial_id=name, status=status, last_result=result, config=config)
+        storage = SimpleNamespace(storage_filesystem=pyarrow.fs.LocalFileSystem())
+        about = {"storage": storage, "path": str(tmp_path / name)}
+        return SimpleNamespace(trial_id=name, status=status, last_result=result, config=config, **about)
 
     table = SweepTable("loss", "min", 4, show=False)
     trials = [
