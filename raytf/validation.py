@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import numbers
+import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from raytf.errors import ConfigError
@@ -31,6 +32,60 @@ def check_whole(name: str, value: Any, least: int) -> None:
     """Raises ConfigError unless `value` is an integer of at least `least` and no bool."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < least:
         raise ConfigError(f"{name} must be an integer of at least {least}", repr(value), "Change it")
+
+
+def is_number(value: Any) -> bool:
+    """Returns whether `value` is a real number, of Python or NumPy, and no bool."""
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def describe(value: Any) -> str:
+    """Returns a value as errors show it: short plain values as they are, others by their type."""
+    plain = isinstance(value, (str, bytes, int, float, dict, list, tuple, set, type(None)))
+    return repr(value) if plain and len(repr(value)) <= 80 else f"an object of type {_type_name(value)}"
+
+
+def _type_name(value: Any) -> str:
+    kind = type(value)
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def check_kind(
+    name: str, value: Any, kinds: type | tuple[type, ...], what: str, fix: str, *, optional: bool = True
+) -> None:
+    """Raises ConfigError unless `value` is an object of one of `kinds`.
+
+    Args:
+        name: Name of the argument.
+        value: The user's value.
+        kinds: Accepted types.
+        what: These types in words, with an article.
+        fix: What to do, as a clause.
+        optional: Whether None is accepted, too.
+    """
+    if not isinstance(value, kinds) and not (optional and value is None):
+        raise ConfigError(f"{name} must be {what}", describe(value), fix)
+
+
+def check_mapping(name: str, value: Any, example: str) -> None:
+    """Raises ConfigError unless `value` is None or a dict."""
+    check_kind(name, value, Mapping, "a dict", f"Pass one, such as {example}")
+
+
+def check_function(name: str, value: Any, example: str, *, optional: bool = True) -> None:
+    """Raises ConfigError unless `value` can be called, or is None if that is accepted."""
+    check_kind(name, value, Callable, "a function", f"Pass one, such as {example}", optional=optional)
+
+
+def check_path(name: str, value: Any) -> None:
+    """Raises ConfigError unless `value` is None, a path or a URI."""
+    check_kind(name, value, (str, os.PathLike), "a path or a URI", "Pass one as a text")
+
+
+def check_flag(name: str, value: Any) -> None:
+    """Raises ConfigError unless `value` is True or False, of Python or NumPy."""
+    if type(value).__name__ not in ("bool", "bool_"):
+        raise ConfigError(f"{name} must be True or False", describe(value), "Choose one of them")
 
 
 def check_word(name: str, value: Any, known: Sequence[str | bool]) -> None:

@@ -91,6 +91,25 @@ def as_dataset(given) -> str:
     return f"Use {advice or 'one of ray.data.read_... and from_..., or train it with raytf.fit'}"
 
 
+def check_datasets(datasets) -> None:
+    """Raises ConfigError unless the datasets of a trainer are None, or a dict by name."""
+    validation.check_mapping("datasets", datasets, '{"train": dataset}')
+    for name in datasets or {}:
+        if not isinstance(name, str):
+            raise ConfigError("The keys of datasets must be names", repr(name), 'Use "train" and "validation"')
+
+
+def check_ray_datasets(datasets: Mapping[str, Any]) -> None:
+    """Raises ConfigError for a dataset by name that is no Ray Dataset."""
+    for name, dataset in datasets.items():
+        if not isinstance(dataset, ray.data.Dataset):
+            raise ConfigError(
+                "A dataset must be a ray.data.Dataset",
+                f"{name!r} of type {type(dataset).__name__}",
+                as_dataset(dataset),
+            )
+
+
 def check_pipelines(trainer) -> bool:
     """Returns whether the datasets of a KerasTrainer are `raytf.TFData`.
 

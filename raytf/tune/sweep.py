@@ -149,6 +149,9 @@ def sweep(
         2
     """
     _check(trainer, param_space, report_every_steps, resume)
+    ray_config.check_run_config(run_config, tune.RunConfig, "ray.tune.RunConfig")
+    for name, value in {"warm": warm, "progress": progress}.items():
+        validation.check_flag(name, value)
     options = SweepOptions(
         num_samples=num_samples,
         metric=metric,
@@ -395,6 +398,7 @@ def _check(trainer, param_space, report_every_steps, resume) -> None:
             "shard_optimizer=True",
             "Leave it out",
         )
+    validation.check_path("resume", resume)
     if resume is None:
         space.check_space(param_space)
     elif "://" not in (path := report.absolute_folder(resume)) and not os.path.exists(path):
