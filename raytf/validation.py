@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import numbers
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from raytf.errors import ConfigError
@@ -94,14 +95,39 @@ def check_word(name: str, value: Any, known: Sequence[str | bool]) -> None:
         raise ConfigError(f"{name} must be one of {', '.join(map(str, known))}", repr(value), "Choose one of these")
 
 
-def mode_warning(metric: str, mode: str) -> str | None:
-    """Returns a warning if the metric's name contradicts `mode`, or None."""
+def mode_warning(metric: str, mode: str, argument: str = "mode") -> str | None:
+    """Returns a warning if the metric's name contradicts `mode`, the value of `argument`, or None."""
     small, large = (re.search(rf"(^|[_/]){words}(_?\d+)?($|[_/])", metric.lower()) for words in (_SMALL, _LARGE))
     if mode == "min" and large and not small:
-        return f"{metric!r} is better when it is larger, and mode='min' looks for the smallest: is mode='max' meant?"
-    if mode == "max" and small:
-        return f"{metric!r} is better when it is smaller, and mode='max' looks for the largest: is mode='min' meant?"
-    return None
+        doubt = f"larger, and {argument}='min' looks for the smallest: is {argument}='max' meant?"
+    elif mode == "max" and small:
+        doubt = f"smaller, and {argument}='max' looks for the largest: is {argument}='min' meant?"
+    else:
+        return None
+    return f"{metric!r} is better when it is {doubt}"
+
+
+def score_warning(checkpoint_config: Any) -> str | None:
+    """Returns a warning if a CheckpointConfig of Ray keeps the worst checkpoints by its metric's name, or None."""
+    attribute = getattr(checkpoint_config, "checkpoint_score_attribute", None)
+    order = getattr(checkpoint_config, "checkpoint_score_order", None)
+    return mode_warning(attribute, order, "checkpoint_score_order") if isinstance(attribute, str) else None
+
+
+def unknown_metric(metric: str, logs: Collection[str], validates: bool) -> tuple[str, str] | None:
+    """Returns (the metrics of a model, what to do) if a metric is none of them, else None.
+
+    Args:
+        metric: Name of the metric.
+        logs: Names that the model reports, with those of a validation.
+        validates: Whether there are rows for validation.
+    """
+    known = [name for name in logs if validates or not name.startswith("val_")]
+    if metric in known or metric in ("epoch", "step"):
+        return None
+    close = difflib.get_close_matches(metric, known, 1)
+    fix = f"Did you mean {close[0]!r}?" if close else f"The model reports {', '.join(known)}"
+    return ", ".join(known), "Pass datasets['validation'], or --validation" if metric in logs else fix
 
 
 def check_config(config: Mapping[str, Any]) -> None:

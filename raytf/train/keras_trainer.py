@@ -263,6 +263,7 @@ class KerasTrainer:
         validation.check_run_name(self.run_config.name)
         validation.check_word("verify", self.verify, arguments.VERIFY_WORDS)
         validation.check_word("nan", self.nan, arguments.NAN_WORDS)
+        arguments.warn_of_score(self.run_config)
 
     def fit(self) -> ray.train.Result:
         """Trains, and returns when the last epoch is reported.
@@ -353,6 +354,9 @@ class KerasTrainer:
             tried = self._try_model(launch, blocks, self.config, may_continue=not has_ended)
             if self.elastic_batch == "scale":
                 arguments.check_scalable(tried.identity)
+            has_others = bool(self.callbacks or self.evaluator or self.validation_config)
+            validates = "validation" in self.datasets and not self.evaluator
+            arguments.check_score(self.run_config.checkpoint_config, tried.logs, validates, has_others)
             identity = self._identity(blocks, tried.identity, data.result())
         lock.confirm()
         phases.close()

@@ -100,6 +100,7 @@ class TensorflowTrainer(EngineTrainer):
         arguments.check_strategy(strategy, scaling_config)
         arguments.check_servers(strategy, num_ps, scaling_config)
         validation.check_run_name(None if run_config is None else run_config.name)
+        arguments.warn_of_score(run_config)
         run_config = None if run_config is None else run_folder.with_absolute_path(run_config)
         self._workers, self.num_ps = scaling_config, num_ps
         self.pipelines = {name: dataset for name, dataset in (datasets or {}).items() if isinstance(dataset, TFData)}
