@@ -21,7 +21,7 @@ from typing import Any
 import pyarrow.fs
 from pyarrow.fs import FileSelector, FileType
 
-from raytf import logs, timeouts
+from raytf import logs, timeouts, validation
 from raytf.errors import ConfigError, first_line
 from raytf.storage import stored_json
 
@@ -313,8 +313,15 @@ def run_events(run: Any) -> list[RunEvent]:
     if hasattr(run, "filesystem"):
         filesystem, path = run.filesystem, run.path
     else:
+        what = "the Result of a run, or the path or URI of its folder"
+        validation.check_kind("run", run, (str, os.PathLike), what, "Pass what fit() returned", optional=False)
         location = os.fspath(run)
-        filesystem, path = pyarrow.fs.FileSystem.from_uri(location if "://" in location else os.path.abspath(location))
+        try:
+            uri = location if "://" in location else os.path.abspath(location)
+            filesystem, path = pyarrow.fs.FileSystem.from_uri(uri)
+        except ValueError as error:
+            rule = "Events are read from a folder, or from a URI that pyarrow knows"
+            raise ConfigError(rule, f"{location!r} ({first_line(error)})", "Check it") from error
     if filesystem.get_file_info(path).type != FileType.Directory:
         raise ConfigError("Events are read from the folder of a run", repr(run), "Name the folder that it printed")
     return read_events(filesystem, path)

@@ -205,8 +205,7 @@ class CutOff(Fault):
 
     def __post_init__(self):
         super().__post_init__()
-        if not isinstance(self.silent, bool):
-            raise ConfigError("silent of a fault must be True or False", repr(self.silent), "Change it")
+        validation.check_flag("silent of a fault", self.silent)
 
     def happen(self) -> None:
         connections = ring.connections()

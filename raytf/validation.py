@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import numbers
+import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from raytf.errors import ConfigError
@@ -35,20 +37,99 @@ def check_whole(name: str, value: Any, least: int) -> None:
         raise ConfigError(f"{name} must be an integer of at least {least}", repr(value), "Change it")
 
 
+def is_number(value: Any) -> bool:
+    """Returns whether `value` is a real number, of Python or NumPy, and no bool."""
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def describe(value: Any) -> str:
+    """Returns a value as errors show it: short plain values as they are, others by their type."""
+    plain = isinstance(value, (str, bytes, int, float, dict, list, tuple, set, type(None)))
+    return repr(value) if plain and len(repr(value)) <= 80 else f"an object of type {_type_name(value)}"
+
+
+def _type_name(value: Any) -> str:
+    kind = type(value)
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def check_kind(
+    name: str, value: Any, kinds: type | tuple[type, ...], what: str, fix: str, *, optional: bool = True
+) -> None:
+    """Raises ConfigError unless `value` is an object of one of `kinds`.
+
+    Args:
+        name: Name of the argument.
+        value: The user's value.
+        kinds: Accepted types.
+        what: These types in words, with an article.
+        fix: What to do, as a clause.
+        optional: Whether None is accepted, too.
+    """
+    if not isinstance(value, kinds) and not (optional and value is None):
+        raise ConfigError(f"{name} must be {what}", describe(value), fix)
+
+
+def check_mapping(name: str, value: Any, example: str) -> None:
+    """Raises ConfigError unless `value` is None or a dict."""
+    check_kind(name, value, Mapping, "a dict", f"Pass one, such as {example}")
+
+
+def check_function(name: str, value: Any, example: str, *, optional: bool = True) -> None:
+    """Raises ConfigError unless `value` can be called, or is None if that is accepted."""
+    check_kind(name, value, Callable, "a function", f"Pass one, such as {example}", optional=optional)
+
+
+def check_path(name: str, value: Any) -> None:
+    """Raises ConfigError unless `value` is None, a path or a URI."""
+    check_kind(name, value, (str, os.PathLike), "a path or a URI", "Pass one as a text")
+
+
+def check_flag(name: str, value: Any) -> None:
+    """Raises ConfigError unless `value` is True or False, of Python or NumPy."""
+    if type(value).__name__ not in ("bool", "bool_"):
+        raise ConfigError(f"{name} must be True or False", describe(value), "Choose one of them")
+
+
 def check_word(name: str, value: Any, known: Sequence[str | bool]) -> None:
     """Raises ConfigError unless `value` is one of the known words; 1 is not True."""
     if not any(value is word or (isinstance(value, str) and value == word) for word in known):
         raise ConfigError(f"{name} must be one of {', '.join(map(str, known))}", repr(value), "Choose one of these")
 
 
-def mode_warning(metric: str, mode: str) -> str | None:
-    """Returns a warning if the metric's name contradicts `mode`, or None."""
+def mode_warning(metric: str, mode: str, argument: str = "mode") -> str | None:
+    """Returns a warning if the metric's name contradicts `mode`, the value of `argument`, or None."""
     small, large = (re.search(rf"(^|[_/]){words}(_?\d+)?($|[_/])", metric.lower()) for words in (_SMALL, _LARGE))
     if mode == "min" and large and not small:
-        return f"{metric!r} is better when it is larger, and mode='min' looks for the smallest: is mode='max' meant?"
-    if mode == "max" and small:
-        return f"{metric!r} is better when it is smaller, and mode='max' looks for the largest: is mode='min' meant?"
-    return None
+        doubt = f"larger, and {argument}='min' looks for the smallest: is {argument}='max' meant?"
+    elif mode == "max" and small:
+        doubt = f"smaller, and {argument}='max' looks for the largest: is {argument}='min' meant?"
+    else:
+        return None
+    return f"{metric!r} is better when it is {doubt}"
+
+
+def score_warning(checkpoint_config: Any) -> str | None:
+    """Returns a warning if a CheckpointConfig of Ray keeps the worst checkpoints by its metric's name, or None."""
+    attribute = getattr(checkpoint_config, "checkpoint_score_attribute", None)
+    order = getattr(checkpoint_config, "checkpoint_score_order", None)
+    return mode_warning(attribute, order, "checkpoint_score_order") if isinstance(attribute, str) else None
+
+
+def unknown_metric(metric: str, logs: Collection[str], validates: bool) -> tuple[str, str] | None:
+    """Returns (the metrics of a model, what to do) if a metric is none of them, else None.
+
+    Args:
+        metric: Name of the metric.
+        logs: Names that the model reports, with those of a validation.
+        validates: Whether there are rows for validation.
+    """
+    known = [name for name in logs if validates or not name.startswith("val_")]
+    if metric in known or metric in ("epoch", "step"):
+        return None
+    close = difflib.get_close_matches(metric, known, 1)
+    fix = f"Did you mean {close[0]!r}?" if close else f"The model reports {', '.join(known)}"
+    return ", ".join(known), "Pass datasets['validation'], or --validation" if metric in logs else fix
 
 
 def check_config(config: Mapping[str, Any]) -> None:

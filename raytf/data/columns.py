@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from raytf import validation
 from raytf.errors import ConfigError
 
 
@@ -55,6 +56,11 @@ class Column:
     dtype: str | None = None
 
     def __post_init__(self) -> None:
+        validation.check_kind("name of a Column", self.name, str, "a text", "Name a column", optional=False)
+        for name in ("ragged", "bucket", "draft"):
+            validation.check_flag(f"{name} of a Column", getattr(self, name))
+        for name, least in (("image", 1), ("shape", 0)):
+            _check_sizes(name, getattr(self, name), least)
         whole = isinstance(self.pad, numbers.Integral) and not isinstance(self.pad, bool) and self.pad > 0
         wrong = [
             (self.ragged and self.pad is not None, "ragged and pad exclude each other", "ragged=True and pad"),
@@ -84,6 +90,13 @@ class Column:
     def pads_batch(self) -> bool:
         """Returns whether lists are padded to the longest one of their global batch."""
         return self.pad == "batch"
+
+
+def _check_sizes(name: str, value: Any, least: int) -> None:
+    what = "a tuple of sizes"
+    validation.check_kind(f"{name} of a Column", value, (tuple, list), what, f"Pass one, such as {name}=(28, 28, 1)")
+    for size in value or ():
+        validation.check_whole(f"A size of a Column's {name}", size, least)
 
 
 # As users write them: the columns of one tensor, and a mapping of these by name of a model's input or output.

@@ -18,6 +18,7 @@ import fsspec
 import pyarrow as pa
 from pyarrow import fs
 
+from raytf import validation
 from raytf.errors import ConfigError
 
 CSV_ENDINGS = (".csv", ".csv.gz")
@@ -62,6 +63,8 @@ def listed(paths: str | os.PathLike | Sequence, filesystem: fs.FileSystem | None
     Raises:
         ConfigError: There are no such files, or they are on several file systems.
     """
+    kind, what = fs.FileSystem, "a pyarrow.fs.FileSystem"
+    validation.check_kind("filesystem", filesystem, kind, what, "Pass one, or the URI of the files without it")
     given = [paths] if isinstance(paths, str | os.PathLike) else list(paths) if isinstance(paths, Sequence) else []
     if not given or not all(isinstance(path, str | os.PathLike) for path in given):
         raise ConfigError("Data is named by a path, a URI, or a list of these", repr(paths), "Name files or a folder")

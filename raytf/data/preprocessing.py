@@ -16,6 +16,7 @@ import numpy as np
 import tensorflow as tf
 from ray.data import Dataset
 
+from raytf import validation
 from raytf.data import block_statistics as statistics
 from raytf.data import partitions, stored
 from raytf.data.columns import Columns, ColumnSpec
@@ -57,6 +58,8 @@ def adapt(layer: keras.layers.Layer, dataset: Dataset, column: ColumnSpec | None
             type(layer).__name__,
             "Pass such a layer",
         )
+    fix = "Make one, as ray.data.from_items(rows) does"
+    validation.check_kind("dataset", dataset, Dataset, "a ray.data.Dataset", fix, optional=False)
     if space != (column is None):
         raise ConfigError(
             "A layer is adapted to a column, and a FeatureSpace to the columns of its own features",

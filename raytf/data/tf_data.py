@@ -122,8 +122,7 @@ class TFData:
                 "Pass the function; what it returned stays in this process",
             )
         for name in ("shards_itself", "rows"):
-            if not isinstance(getattr(self, name), bool):
-                raise ConfigError(f"{name} must be True or False", repr(getattr(self, name)), "Choose one")
+            validation.check_flag(name, getattr(self, name))
         if self.steps_per_epoch is not None:
             validation.check_whole("steps_per_epoch", self.steps_per_epoch, 1)
         validation.check_word("uneven", self.uneven, UNEVEN)

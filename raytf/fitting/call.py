@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import keras
@@ -30,6 +30,7 @@ from raytf.console import phases as phases_module
 from raytf.console import progress
 from raytf.console.output import Output
 from raytf.data import ingest, streamed
+from raytf.data.columns import of_dataset
 from raytf.data.feed import Feed, open_feed
 from raytf.data.pipeline import PipelineFeed
 from raytf.data.sampling import Sampling
@@ -51,8 +52,6 @@ from raytf.worker import fit, labels, stop
 
 logger = logs.get_logger(__name__)
 
-# Number of rows whose labels are checked.
-_LABELLED_ROWS = 256
 # Seconds that a finished call waits for an unknown outcome; a later outcome is logged when it is known.
 _PROOF_INTERVAL = 1.0
 # Worker losses that a call recovers from; repeated deaths have a cause to look for.
@@ -146,8 +145,7 @@ class Call:
     def _feed(self, name: str, rows: int) -> Feed | PipelineFeed:
         part = self._parts[name]
         if part.table is not None:
-            table = part.table.slice(0, FIRST_ROWS)
-            blocks = StoredDataset([table], [table.num_rows], list(table.column_names))
+            blocks = _stored(part.table.slice(0, FIRST_ROWS))
         else:
             dataset = self._resume_from[name]
             if isinstance(dataset, TFData):
@@ -174,7 +172,8 @@ class Call:
         try:
             if do != "predict":
                 fit.build_from_data(model, example, do)
-                self._check_labels(spec)
+                labels.check_shapes(model, spec)
+                self._check_labels("train", spec)
             if do == "fit":
                 _build_rest(model, spec)
             row_bytes = _check_shapes(model, spec, do)
@@ -182,6 +181,7 @@ class Call:
                 spec, name = self._example("validation").element_spec, "validation_data: "
                 labels.check_kind(model, spec)
                 _check_shapes(model, spec, "evaluate")
+                self._check_labels("validation", spec)
             return row_bytes
         except ConfigError:
             raise
@@ -191,20 +191,31 @@ class Call:
             raise ConfigError(
                 "The model must fit the data",
                 f"{name}{_describe_spec(spec)}{' without y' if bare else ''} ({_explained(error)})",
-                "Correct the model or the data" + ("; a loss compares with y, or labels= of a table" if bare else ""),
+                (None if do == "predict" else labels.hint(model, spec))
+                or "Correct the model or the data"
+                + ("; a loss compares with y, or labels= of a table" if bare else ""),
             ) from error
 
-    def _check_labels(self, spec) -> None:
-        """Raises ConfigError for labels in the first rows that the loss does not accept."""
-        feed = self._feed("train", _LABELLED_ROWS)
-        rows = next(iter(fit_worker.restructure(feed.first_batch(), self._parts["train"].structure)))
-        if (
-            isinstance(rows, tuple)
-            and len(rows) > 1
-            and all(isinstance(t, tf.Tensor) for t in tf.nest.flatten(rows[1]))
-        ):
-            values = tf.nest.map_structure(np.asarray, rows[1])
-            labels.check_values(self._model, spec, values, weighted=len(rows) > 2)
+    def _check_labels(self, name: str, spec) -> None:
+        """Raises ConfigError for labels that the loss does not accept: all of arrays, else those of the first rows."""
+        if not isinstance(spec, tuple) or len(spec) < 2:
+            return
+        with of_dataset(name):
+            labels.check_values(self._model, spec, self._labels(name), weighted=len(spec) > 2)
+
+    def _labels(self, name: str) -> Iterator[Any]:
+        part = self._parts[name]
+        source = self._resume_from[name] if part.table is None else _stored(part.table)
+        if isinstance(source, TFData):
+            rows = next(iter(self._feed(name, 2).first_batch()))
+            yield labels.dense(rows[1])
+            return
+        for values in labels.of_rows(source if part.table is not None else source.first(), part.batch.labels):
+            yield (
+                values
+                if part.structure is None
+                else tree.map_structure(values.get, tree.lists_to_tuples(part.structure[1]))
+            )
 
     def pack(self, users: Sequence) -> None:
         """Serializes the model and the callbacks.
@@ -456,6 +467,10 @@ class Call:
         finally:
             self._phases.close()
             self._ends.__exit__(*sys.exc_info())
+
+
+def _stored(table) -> StoredDataset:
+    return StoredDataset([table], [table.num_rows], list(table.column_names))
 
 
 def _rows(history) -> tuple[dict[str, Any], list[dict[str, Any]]]:

@@ -37,6 +37,7 @@ from raytf.fitting.predictor import named_outputs
 from raytf.runtime.topology import per_replica_batch
 from raytf.storage import run_folder
 from raytf.train import arguments as checks
+from raytf.train import ray_config
 from raytf.worker.checkpoint_every import CheckpointInterval
 
 logger = logs.get_logger(__name__)
@@ -266,6 +267,8 @@ def evaluate(
         ['loss']
     """
     _check_model(model, "evaluate")
+    _check_verbose(verbose)
+    validation.check_flag("return_dict", return_dict)
     workers, run_config = _workers(num_workers, scaling_config, run_config)
     if isinstance(x, tf.data.Dataset):
         other_arguments = {"y": y, "batch_size": batch_size, "sample_weight": sample_weight}
@@ -336,6 +339,7 @@ def predict(
         _check_model(model, "predict")
     if callbacks:
         raise ConfigError("raytf.predict takes no callbacks", repr(callbacks), "Use model.predict for them")
+    _check_verbose(verbose)
     workers, run_config = _workers(num_workers, scaling_config, run_config)
     if isinstance(x, tf.data.Dataset):
         content = tf_data.rows_of(x, "x", {"batch_size": batch_size}, reads_once=True)
@@ -412,6 +416,7 @@ def _check_model(model, method: str) -> None:
 
 
 def _workers(num_workers, scaling_config, run_config) -> tuple[ScalingConfig, RunConfig]:
+    ray_config.check_kinds(scaling_config, run_config)
     if num_workers is not None:
         validation.check_whole("num_workers", num_workers, 1)
         if scaling_config is not None and scaling_config.num_workers != num_workers:
@@ -455,16 +460,19 @@ def _check_batch(batch_size, workers: ScalingConfig, name: str) -> int:
 def _check_fit(epochs, initial_epoch, shuffle, verbose, validation_split, validation_steps) -> None:
     validation.check_whole("epochs", epochs, 1)
     validation.check_whole("initial_epoch", initial_epoch, 0)
-    if not isinstance(shuffle, (bool, np.bool_)):
-        raise ConfigError("shuffle must be True or False", repr(shuffle), "Choose one")
-    if verbose not in ("auto", 0, 1, 2):
-        raise ConfigError('verbose must be "auto", 0, 1 or 2', repr(verbose), "Choose one")
+    validation.check_flag("shuffle", shuffle)
+    _check_verbose(verbose)
     is_share = isinstance(validation_split, (int, float, np.number)) and 0 <= validation_split < 1
     if validation_split is not None and not is_share:
         rule = "validation_split must be a number of at least 0 and less than 1"
         raise ConfigError(rule, repr(validation_split), "Change it, or leave it out")
     if validation_steps is not None:
         validation.check_whole("validation_steps", validation_steps, 1)
+
+
+def _check_verbose(verbose) -> None:
+    if not isinstance(verbose, (str, int, np.integer)) or verbose not in ("auto", 0, 1, 2):
+        raise ConfigError('verbose must be "auto", 0, 1 or 2', repr(verbose), "Choose one")
 
 
 def _check_kinds(class_weight, validation_freq) -> None:

@@ -61,6 +61,7 @@ class NamedFitCheckpoints:
         """
         interval = checkpoint_every_module.parse_interval(checkpoint_every)
         validation.check_word("resume", resume, ("auto", True, False))
+        validation.check_path("storage", storage)
         if name is None:
             given = {"storage": storage is not None, "checkpoint_every": not interval.auto, "resume": resume != "auto"}
             if any(given.values()):

@@ -7,7 +7,7 @@ import os
 import sys
 import uuid
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -84,8 +84,10 @@ class Predictor:
         config: Mapping | None = None,
         custom_objects: Mapping | None = None,
     ) -> None:
-        if isinstance(keep, str) or not all(isinstance(name, str) for name in keep or ()):
+        names = keep if isinstance(keep, Iterable) else [keep]
+        if isinstance(keep, str) or (keep is not None and not all(isinstance(name, str) for name in names)):
             raise ConfigError("keep must be a list of columns' names", repr(keep), 'Pass keep=["id"]')
+        model_loading.check_builders(build_model, config, custom_objects)
         self._features = columns.parse(features, "features")
         self._keep = None if keep is None else tuple(keep)
         options = {"which": which, "metric": metric, "mode": mode, "average": average}

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from raytf import timeouts
+from raytf import timeouts, validation
 from raytf.errors import ConfigError
 from raytf.runtime import networks
 from raytf.timeouts import Timeouts
+from raytf.validation import is_number
 
 _IMPLEMENTATIONS = ("auto", "ring", "nccl")
 _WIRE_DTYPES = (None, "bfloat16", "float16")
@@ -146,8 +147,8 @@ class TensorflowConfig:
             )
         if self.sparse_updates not in (None, "lazy"):
             raise ConfigError('sparse_updates must be "lazy" or None', repr(self.sparse_updates), "Choose one of them")
-        if not isinstance(self.shard_optimizer, bool):
-            raise ConfigError("shard_optimizer must be True or False", repr(self.shard_optimizer), "Choose one of them")
+        for name in ("shard_optimizer", "heal", "memory_growth", "legacy_keras"):
+            validation.check_flag(name, getattr(self, name))
         others = {"gradient_dtype": None, "sync_every": 1, "sparse_updates": None, "legacy_keras": False, "spares": 0}
         others |= {"communication": "auto"}
         others = [f"{name}={getattr(self, name)!r}" for name, value in others.items() if getattr(self, name) != value]
@@ -165,14 +166,16 @@ class TensorflowConfig:
                 f"sparse_updates={self.sparse_updates!r} with legacy_keras=True",
                 "Leave them out, or use Keras 3",
             )
-        if self.timeout_s is not None and not self.timeout_s > 0:
-            raise ConfigError("timeout_s must be more than 0 seconds, or None", self.timeout_s, "Raise it")
-        if self.hang_timeout_s is not None and not self.hang_timeout_s >= 2:
-            raise ConfigError("hang_timeout_s must be at least 2 seconds, or None", self.hang_timeout_s, "Raise it")
-        if not self.first_step_timeout_s >= (self.hang_timeout_s or 2):
+        if self.timeout_s is not None and not (is_number(self.timeout_s) and self.timeout_s > 0):
+            raise ConfigError("timeout_s must be more than 0 seconds, or None", repr(self.timeout_s), "Raise it")
+        if self.hang_timeout_s is not None and not (is_number(self.hang_timeout_s) and self.hang_timeout_s >= 2):
+            rule = "hang_timeout_s must be at least 2 seconds, or None"
+            raise ConfigError(rule, repr(self.hang_timeout_s), "Raise it")
+        first = self.first_step_timeout_s
+        if not (is_number(first) and first >= (self.hang_timeout_s or 2)):
             raise ConfigError(
                 "first_step_timeout_s must be at least hang_timeout_s, as graphs are compiled in the first step",
-                self.first_step_timeout_s,
+                repr(first),
                 "Raise it",
             )
         if isinstance(self.spares, bool) or not isinstance(self.spares, int) or self.spares < 0:
@@ -186,15 +189,18 @@ class TensorflowConfig:
             )
         if self.pin_cpus != "auto" and self.pin_cpus is not False:
             raise ConfigError('pin_cpus must be "auto" or False', repr(self.pin_cpus), "Choose one of them")
-        if self.bytes_per_pack < 0:
-            raise ConfigError("bytes_per_pack must be at least 0", self.bytes_per_pack, "Use 0 for one pack")
-        if self.renew_worker_mb is not None and not self.renew_worker_mb >= 1:
-            raise ConfigError("renew_worker_mb must be at least 1 megabyte, or None", self.renew_worker_mb, "Raise it")
+        if not (is_number(self.bytes_per_pack) and self.bytes_per_pack >= 0):
+            raise ConfigError("bytes_per_pack must be at least 0", repr(self.bytes_per_pack), "Use 0 for one pack")
+        if self.renew_worker_mb is not None and not (is_number(self.renew_worker_mb) and self.renew_worker_mb >= 1):
+            rule = "renew_worker_mb must be at least 1 megabyte, or None"
+            raise ConfigError(rule, repr(self.renew_worker_mb), "Raise it")
         check_ports(self.ports)
         networks.check_network(self.network)
         for name in ("intra_op_threads", "inter_op_threads"):
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1, or None", getattr(self, name), "Raise it")
+            if getattr(self, name) is not None:
+                validation.check_whole(name, getattr(self, name), 1)
+        if self.seed is not None:
+            validation.check_seed(self.seed)
 
     @property
     def listening(self) -> Listening:

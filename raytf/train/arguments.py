@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import ray
@@ -87,6 +88,25 @@ def as_dataset(given) -> str:
     kinds = [(kind.__module__.partition(".")[0], kind.__name__) for kind in type(given).__mro__]
     advice = next((_READS[kind] for kind in kinds if kind in _READS), None)
     return f"Use {advice or 'one of ray.data.read_... and from_..., or train it with raytf.fit'}"
+
+
+def check_datasets(datasets) -> None:
+    """Raises ConfigError unless the datasets of a trainer are None, or a dict by name."""
+    validation.check_mapping("datasets", datasets, '{"train": dataset}')
+    for name in datasets or {}:
+        if not isinstance(name, str):
+            raise ConfigError("The keys of datasets must be names", repr(name), 'Use "train" and "validation"')
+
+
+def check_ray_datasets(datasets: Mapping[str, Any]) -> None:
+    """Raises ConfigError for a dataset by name that is no Ray Dataset."""
+    for name, dataset in datasets.items():
+        if not isinstance(dataset, ray.data.Dataset):
+            raise ConfigError(
+                "A dataset must be a ray.data.Dataset",
+                f"{name!r} of type {type(dataset).__name__}",
+                as_dataset(dataset),
+            )
 
 
 def check_pipelines(trainer) -> bool:
@@ -226,6 +246,35 @@ def check_batch(batch_size: object, scaling_config: ScalingConfig, num_ps: int, 
             f"Use a batch_size of {most * count} or more, or fewer workers at most",
         )
     per_replica_batch(batch_size, most * count)
+
+
+def warn_of_score(run_config: RunConfig | None) -> None:
+    """Warns if a trainer keeps the worst checkpoints by its metric's name: Ray's default order is "max"."""
+    if doubt := validation.score_warning(getattr(run_config, "checkpoint_config", None)):
+        warnings.warn(doubt, stacklevel=5)
+
+
+def check_score(checkpoint_config: Any, logs: Collection[str] | None, validates: bool, has_others: bool) -> None:
+    """Raises ConfigError if no checkpoint has the metric by which checkpoints are kept; warns if one may have it.
+
+    Args:
+        checkpoint_config: A CheckpointConfig of Ray Train or Ray Tune.
+        logs: Names that the model reports, see `dry_run.Tried`; None if unknown.
+        validates: Whether there are rows for validation.
+        has_others: Whether callbacks or evaluations may add metrics.
+    """
+    attribute = checkpoint_config.checkpoint_score_attribute
+    if logs is None or attribute is None or (unknown := validation.unknown_metric(attribute, logs, validates)) is None:
+        return
+    known, fix = unknown
+    if not has_others:
+        rule = "checkpoint_score_attribute must be a metric that the run reports"
+        raise ConfigError(rule, f"{attribute!r} of {known}", fix)
+    warnings.warn(
+        f"The model reports no {attribute!r}, by which checkpoints are kept, so that a callback or an evaluation must "
+        f"add it. {fix}",
+        stacklevel=5,
+    )
 
 
 def check_elastic_batch(

@@ -20,6 +20,7 @@ from raytf import timeouts
 from raytf.compat import autograph, keras_objects, legacy_names, versions
 from raytf.compat.patching import patched
 from raytf.data.batch_spec import BatchSpec
+from raytf.data.columns import of_dataset
 from raytf.data.record_files import RecordBlocks
 from raytf.data.sampling import Sampling
 from raytf.data.stored import StoredDataset
@@ -37,8 +38,8 @@ _STRING_LAYERS = ("TextVectorization", "StringLookup", "Hashing", "HashedCrossin
 
 _KERAS_2 = "train with raytf.TensorflowTrainer and raytf.TensorflowConfig(legacy_keras=True)"
 _MEASURED_STEPS = 5
-# Number of labels that are checked, and of rows if a map changes them.
-_LABELS, _MAPPED_ROWS = 65_536, 32
+# Number of rows whose labels are checked if a map changes them.
+_MAPPED_ROWS = 32
 
 
 def inspect(
@@ -101,6 +102,8 @@ def _tried(
         model = check(build_model, noted, block, batch, config.get("batch_size"))
         if isinstance(block, StoredDataset) and isinstance(validation, StoredDataset):
             _check_shapes(block, validation, dataclasses.replace(batch, map=None))
+        if validation is not None:
+            _check_validation(model, validation, batch, config["batch_size"])
         noted.read |= config_keys.mentioned_keys(build_model).intersection(config)  # keys that its functions read later
         identity = _identity(model, noted, config, block, batch)
         functions = [build_model] if callbacks is None else [build_model, callbacks]
@@ -448,18 +451,23 @@ def check(build_model, config, first: StoredDataset | TFData, batch: BatchSpec, 
             fix = f"Change what {first.name!r} gives, or the model"
         elif batch.labels is None and len(parts) == 1:
             shown, fix = f"{shown} and no labels", f"{fix}; labels= names the column that a loss compares with"
+        fix = labels.hint(model, dataset.element_spec) or fix
         raise ConfigError(
             "The columns must fit the model's inputs and its loss",
             f"{shown}, for which Keras reports: {_first_line(error)}",
             fix,
         ) from error
-    if isinstance(first, TFData):
-        example = next(iter(feed.first_batch()))
-        if isinstance(example, tuple) and len(example) > 1:
-            labels.check_values(model, dataset.element_spec, _arrays(example[1]), weighted=len(example) > 2)
-    else:
-        _check_labels(model, first, batch, dataset.element_spec)
+    labels.check_shapes(model, dataset.element_spec)
+    _check_labels(model, first, batch, feed, dataset.element_spec)
     return model
+
+
+def _check_validation(model, dataset: StoredDataset | TFData, batch: BatchSpec, rows: int) -> None:
+    """Raises ConfigError for validation labels that the loss does not accept; no map changes them."""
+    batch = dataclasses.replace(batch, map=None)
+    feed = _feed(dataset, batch, rows if isinstance(dataset, TFData) else 1)
+    with of_dataset("validation"):
+        _check_labels(model, dataset, batch, feed, feed.dataset().element_spec)
 
 
 def _check_shapes(block: StoredDataset, validation: StoredDataset, batch: BatchSpec) -> None:
@@ -486,30 +494,30 @@ def _missing(key: str, config: AccessTrackingConfig, location: str) -> ConfigErr
     )
 
 
-def _check_labels(model, first: StoredDataset, batch: BatchSpec, spec) -> None:
-    """Raises ConfigError for labels of the first rows that the loss does not accept."""
+def _check_labels(model, dataset: StoredDataset | TFData, batch: BatchSpec, feed, spec) -> None:
+    """Raises ConfigError for labels of the first rows that the loss does not accept.
+
+    Args:
+        model: The built model.
+        dataset: A block of the data, or a pipeline.
+        batch: Contents of a batch of a block.
+        feed: Its feed.
+        spec: Element spec of its batches.
+    """
     from raytf.worker import labels
 
-    if batch.labels is None:
+    if not isinstance(spec, tuple) or len(spec) < 2:
         return
-    if batch.map is None:  # many rows, but only their labels
-        only_labels = BatchSpec(features=batch.labels)
-        rows = next(iter(_feed(first, only_labels, min(_LABELS, sum(first.rows))).dataset()))
-        values = rows[0] if isinstance(rows, tuple) else rows
+    if isinstance(dataset, StoredDataset) and batch.map is None:  # all rows, but only their labels
+        batches = labels.of_rows(dataset, batch.labels)
     else:
-        rows = next(iter(_feed(first, batch, min(_MAPPED_ROWS, sum(first.rows))).dataset()))
-        if not isinstance(rows, tuple) or len(rows) < 2:
-            return
-        values = rows[1]
-    labels.check_values(model, spec, _arrays(values), weighted=batch.sample_weights is not None)
-
-
-def _arrays(nest):
-    import numpy as np
-    import tensorflow as tf
-
-    dense = lambda t: np.asarray(t.values if isinstance(t, (tf.RaggedTensor, tf.SparseTensor)) else t)
-    return tf.nest.map_structure(dense, nest)
+        if isinstance(dataset, StoredDataset):
+            feed = _feed(dataset, batch, min(_MAPPED_ROWS, sum(dataset.rows)))
+            rows = next(iter(feed.dataset()))
+        else:
+            rows = next(iter(feed.first_batch()))
+        batches = [labels.dense(rows[1])]
+    labels.check_values(model, spec, batches, weighted=len(spec) > 2)
 
 
 def _check_numeric(model, dataset) -> None:

@@ -192,14 +192,25 @@ class KerasTrainer:
     nan: Literal["warn", "stop", "ignore"] = "warn"
 
     def __post_init__(self):
+        self._check_kinds()
         self.callbacks = arguments.callbacks_function(self.callbacks)
         self.config = DEFAULTS | dict(self.config or {})
-        self.datasets = dict(self.datasets)
+        self.datasets = dict(self.datasets or {})
         self.scaling_config = self.scaling_config or ScalingConfig()
         self.run_config = run_folder.with_absolute_path(self.run_config or RunConfig())
         self.tensorflow_config = self.tensorflow_config or TensorflowConfig()
         self.batch = BatchSpec.parsed(self.features, self.labels, self.sample_weights, self.map)
         self._check_arguments()
+
+    def _check_kinds(self) -> None:
+        """Raises ConfigError for arguments of other types than the documented ones, which all that follows expects."""
+        ray_config.check_kinds(self.scaling_config, self.run_config)
+        arguments.check_datasets(self.datasets)
+        validation.check_mapping("config", self.config, '{"batch_size": 32, "epochs": 3}')
+        given, what = self.tensorflow_config, "a raytf.TensorflowConfig"
+        validation.check_kind("tensorflow_config", given, TensorflowConfig, what, "Pass one, or None")
+        for name in ("evaluator", "progress"):
+            validation.check_flag(name, getattr(self, name))
 
     def _check_arguments(self) -> None:
         legacy_keras.refuse_keras_2(arguments.asked_keras_2(self.tensorflow_config, self.run_config))
@@ -232,14 +243,8 @@ class KerasTrainer:
                 "evaluator=True needs rows to evaluate", sorted(self.datasets), "Pass datasets['validation']"
             )
         of_functions = arguments.check_pipelines(self)
-        for name, dataset in {} if of_functions else self.datasets.items():
-            if not isinstance(dataset, ray.data.Dataset):
-                raise ConfigError(
-                    "A dataset must be a ray.data.Dataset",
-                    f"{name!r} of type {type(dataset).__name__}",
-                    arguments.as_dataset(dataset),
-                )
         if not of_functions:
+            arguments.check_ray_datasets(self.datasets)
             self.datasets = ray_config.obeyed(self.datasets, self.dataset_config)
         if self.batch.features is None and not of_functions:
             raise ConfigError("features must name columns", None, "Name a column, a list of columns or a dict")
@@ -259,6 +264,7 @@ class KerasTrainer:
         validation.check_run_name(self.run_config.name)
         validation.check_word("verify", self.verify, arguments.VERIFY_WORDS)
         validation.check_word("nan", self.nan, validation.NAN_WORDS)
+        arguments.warn_of_score(self.run_config)
 
     def fit(self) -> ray.train.Result:
         """Trains, and returns when the last epoch is reported.
@@ -349,6 +355,9 @@ class KerasTrainer:
             tried = self._try_model(launch, blocks, self.config, may_continue=not has_ended)
             if self.elastic_batch == "scale":
                 arguments.check_scalable(tried.identity)
+            has_others = bool(self.callbacks or self.evaluator or self.validation_config)
+            validates = "validation" in self.datasets and not self.evaluator
+            arguments.check_score(self.run_config.checkpoint_config, tried.logs, validates, has_others)
             identity = self._identity(blocks, tried.identity, data.result())
         lock.confirm()
         phases.close()

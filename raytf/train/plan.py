@@ -8,6 +8,7 @@ import math
 
 import ray
 
+from raytf import validation
 from raytf.console import phases as phases_module
 from raytf.data import ingest, partitions, stored, streamed
 from raytf.data.tf_data import TFData
@@ -166,6 +167,8 @@ def plan(trainer: KerasTrainer) -> Plan:
         >>> raytf.plan(trainer).parameters
         2
     """
+    fix = "Pass the trainer itself"
+    validation.check_kind("trainer", trainer, KerasTrainer, "a raytf.KerasTrainer", fix, optional=False)
     trainer = copy.copy(trainer)
     with phases_module.show_phases(trainer.progress, phases_module.starting_phase(), only_in_terminals=True) as phases:
         return _plan(trainer, phases)

@@ -9,8 +9,9 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from ray.train import DataConfig, FailureConfig, UserCallback, ValidationConfig
+from ray.train import DataConfig, FailureConfig, RunConfig, ScalingConfig, UserCallback, ValidationConfig
 
+from raytf import validation
 from raytf.compat import legacy_keras, ray_configs
 from raytf.compat.ray_train import RAY_TRAIN_CALLBACKS_ENV_VAR
 from raytf.errors import ConfigError
@@ -63,6 +64,31 @@ def check_validation(validation_config: ValidationConfig | None, evaluator: bool
             "both",
             "Leave one of them out",
         )
+
+
+def check_kinds(scaling_config, run_config) -> None:
+    """Raises ConfigError unless both are None or configs of Ray Train."""
+    example = "Use ray.train.ScalingConfig(num_workers=2)"
+    validation.check_kind("scaling_config", scaling_config, ScalingConfig, "a ray.train.ScalingConfig", example)
+    for name, amount in (getattr(scaling_config, "resources_per_worker", None) or {}).items():
+        if not validation.is_number(amount) or amount < 0:
+            rule, fix = "resources_per_worker must be numbers of at least 0, by name", 'For example {"CPU": 2}'
+            raise ConfigError(rule, f"{name}={amount!r}", fix)
+    check_run_config(run_config, RunConfig, "ray.train.RunConfig")
+    environment = getattr(run_config, "worker_runtime_env", None)
+    validation.check_mapping("worker_runtime_env", environment, '{"env_vars": {"NAME": "value"}}')
+
+
+def check_run_config(run_config, kind: type, name: str) -> None:
+    """Raises ConfigError unless a RunConfig is None, or one of `kind` with a storage path that is a path.
+
+    Args:
+        run_config: The user's value.
+        kind: The RunConfig of Ray Train or of Ray Tune, which differ.
+        name: Full name of `kind`.
+    """
+    validation.check_kind("run_config", run_config, kind, f"a {name}", f"Use {name}(name=..., storage_path=...)")
+    validation.check_path("storage_path", getattr(run_config, "storage_path", None))
 
 
 def check_local(

@@ -11,6 +11,8 @@ from ray.train import Result
 from rich.console import Console
 from rich.table import Table
 
+from raytf import validation
+from raytf.errors import ConfigError
 from raytf.storage.run_folder import RunFolder
 from raytf.train import run_list
 
@@ -69,11 +71,17 @@ def show_result(result: Result, console: Console | None = None) -> None:
         result: The `ray.train.Result` of a `KerasTrainer`.
         console: A `rich.console.Console`; that of stdout by default.
 
+    Raises:
+        ConfigError: `result` is something else.
+
     Example:
         >>> import ray.train, raytf
         >>> result = ray.train.Result(metrics={"loss": 0.5}, checkpoint=None, error=None, path="runs/digits")
         >>> raytf.show_result(result)    # or of trainer.fit()
     """
+    if not hasattr(result, "checkpoint"):
+        received = validation.describe(result)
+        raise ConfigError("raytf.show_result takes the Result of a run", received, "Pass what trainer.fit() returned")
     console = console or Console()
     console.print("result of the last epoch")  # not as a title, which a narrow table would break
     table = Table("metric", "value")

@@ -12,11 +12,13 @@ from typing import Any
 
 from pyarrow.fs import FileSelector, FileSystem, FileType
 
-from raytf import events, validation
+from raytf import events, logs, validation
 from raytf.errors import ConfigError, one_line
 from raytf.storage import run_lock, stored_json
 from raytf.storage.checkpoint_files import CheckpointState
 from raytf.worker.checkpoint_selector import StoredCheckpoint, list_checkpoints
+
+logger = logs.get_logger(__name__)
 
 SWEEP = "sweep.json"
 _BUILD = "build.json"
@@ -85,6 +87,8 @@ def listed(folder: str | os.PathLike, metric: str | None = None, mode: str = "mi
         ConfigError: There is no such folder.
     """
     validation.check_word("mode", mode, validation.MODES)
+    if metric is not None and (doubt := validation.mode_warning(metric, mode)):
+        logger.warning(doubt)
     filesystem, path = located(folder)
     runs = _below(filesystem, path, "", metric, mode, _DEPTH)
     return sorted(runs, key=lambda run: (-(run.modified or 0.0), run.name))

@@ -85,11 +85,22 @@ class TensorflowTrainer(EngineTrainer):
         strategy: str = "auto",
         num_ps: int = 0,
     ):
+        validation.check_function("train_loop_per_worker", train_loop_per_worker, "train_loop(config)", optional=False)
+        validation.check_mapping("train_loop_config", train_loop_config, '{"batch_size": 32}')
+        ray_config.check_kinds(scaling_config, run_config)
+        ray_config.check_validation(validation_config, evaluator=False)
+        what, fix = "a ray.train.DataConfig", "Pass one, or None"
+        validation.check_kind("dataset_config", dataset_config, DataConfig, what, fix)
+        arguments.check_datasets(datasets)
+        # Ray also takes functions that return a dataset
+        read = {name: d for name, d in (datasets or {}).items() if not isinstance(d, TFData) and not callable(d)}
+        arguments.check_ray_datasets(read)
         scaling_config = scaling_config or ScalingConfig()
         ray_config.check_local(scaling_config, run_config, tensorflow_config, num_ps, validation_config)
         arguments.check_strategy(strategy, scaling_config)
         arguments.check_servers(strategy, num_ps, scaling_config)
         validation.check_run_name(None if run_config is None else run_config.name)
+        arguments.warn_of_score(run_config)
         run_config = None if run_config is None else run_folder.with_absolute_path(run_config)
         self._workers, self.num_ps = scaling_config, num_ps
         self.pipelines = {name: dataset for name, dataset in (datasets or {}).items() if isinstance(dataset, TFData)}

@@ -46,9 +46,8 @@ class SweepOptions:
             raise ConfigError(rule, repr(self.metric), 'For example "loss" or "val_accuracy"')
         validation.check_word("mode", self.mode, validation.MODES)
         for name in ("max_concurrent_trials", "report_every_steps"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} must be at least 1, or None", value, "Raise it")
+            if getattr(self, name) is not None:
+                validation.check_whole(name, getattr(self, name), 1)
 
     def content(self) -> dict[str, Any]:
         """Returns the record for the sweep's folder, without values of `sample` that JSON lacks."""

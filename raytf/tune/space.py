@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 from ray import tune
+from ray.tune.search import SearchAlgorithm, Searcher
 from ray.tune.search.sample import Categorical, Domain, Function, Integer
 from ray.tune.search.variant_generator import generate_variants
 
@@ -186,7 +187,7 @@ def make_search(given: Any):
         from ray.tune.search.optuna import OptunaSearch
 
         return OptunaSearch()
-    if isinstance(given, str):
+    if not isinstance(given, (Searcher, SearchAlgorithm)):
         raise ConfigError(
             f"search_alg must be one of {', '.join(SEARCHES)}, or a search algorithm of ray.tune", repr(given), "Choose"
         )

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import difflib
 import inspect
 import json
 import logging
@@ -29,7 +28,7 @@ import ray
 import ray.train
 from pyarrow.fs import FileSelector
 from ray import tune
-from ray.tune.result import DONE
+from ray.tune.result import AUTO_RESULT_KEYS, DONE
 from ray.tune.schedulers import HyperBandScheduler, PopulationBasedTraining, TrialScheduler
 from ray.tune.search import SearchAlgorithm, Searcher
 from ray.tune.utils import flatten_dict
@@ -49,7 +48,7 @@ from raytf.runtime.processes import WarmPool, worker_environment
 from raytf.storage import pickle_safety, run_folder, scratch
 from raytf.storage.run_folder import RunFolder
 from raytf.storage.run_lock import RunLock
-from raytf.train import ray_config
+from raytf.train import arguments, ray_config
 from raytf.train.ends import GracefulStop
 from raytf.train.entry import import_raytf, train
 from raytf.train.keras_trainer import KerasTrainer
@@ -149,6 +148,9 @@ def sweep(
         2
     """
     _check(trainer, param_space, report_every_steps, resume)
+    ray_config.check_run_config(run_config, tune.RunConfig, "ray.tune.RunConfig")
+    for name, value in {"warm": warm, "progress": progress}.items():
+        validation.check_flag(name, value)
     options = SweepOptions(
         num_samples=num_samples,
         metric=metric,
@@ -158,6 +160,8 @@ def sweep(
         scaling=Scaling(rule=scale_learning_rate, base_batch_size=base_batch_size, warmup_steps=warmup_steps),
     )
     if doubt := validation.mode_warning(metric, mode):
+        warnings.warn(doubt, stacklevel=2)
+    if doubt := validation.score_warning(getattr(run_config, "checkpoint_config", None)):
         warnings.warn(doubt, stacklevel=2)
     ray_config.check_sweep(trainer, param_space, run_config is not None)
     run_config = None if run_config is None else run_folder.with_absolute_path(run_config)
@@ -210,7 +214,8 @@ def sweep(
         processes = WarmPool(GroupWorker, trainer.scaling_config, trainer.run_config, spares, import_raytf)
         training = ends.enter_context(Prepared(processes))
         failures = (settled.failure_config or tune.FailureConfig()).max_failures
-        plan, identity = _plan(trainer, config, options, training, math.inf if failures == -1 else failures, shown)
+        failures, score = math.inf if failures == -1 else failures, settled.checkpoint_config
+        plan, identity = _plan(trainer, config, options, training, failures, score, shown)
         processes.settle()
         shown.close()
         if named is not None:
@@ -395,6 +400,7 @@ def _check(trainer, param_space, report_every_steps, resume) -> None:
             "shard_optimizer=True",
             "Leave it out",
         )
+    validation.check_path("resume", resume)
     if resume is None:
         space.check_space(param_space)
     elif "://" not in (path := report.absolute_folder(resume)) and not os.path.exists(path):
@@ -427,11 +433,20 @@ def _largest(scaling_config, given: Mapping[str, Any]) -> int:
     return max(space.numbers(given.get("num_workers", scaling_config.num_workers), "num_workers"))
 
 
-def _plan(trainer, config: Mapping[str, Any], options: SweepOptions, training: Prepared, failures: float, shown):
+def _plan(
+    trainer,
+    config: Mapping[str, Any],
+    options: SweepOptions,
+    training: Prepared,
+    failures: float,
+    score: tune.CheckpointConfig,
+    shown,
+):
     """Reads the data, and tries the model with one config of the space merged into the trainer's.
 
     Args:
         failures: Number of allowed failures, see `SweepSpec`.
+        score: The CheckpointConfig of the sweep.
         shown: The `Phases` of the sweep.
 
     Returns:
@@ -475,7 +490,10 @@ def _plan(trainer, config: Mapping[str, Any], options: SweepOptions, training: P
     shown.begin(TRYING)
     tried = trainer._try_model(processes, contents, {**config, **options.sample}, known_keys=_OWN_KEYS)
     if tried.logs is not None and not options.identity:  # a resumed sweep may have no trial left to run
-        check_metric(options.metric, tried.logs, "validation" in contents, trainer.callbacks is not None)
+        validates = "validation" in contents
+        check_metric(options.metric, tried.logs, validates, trainer.callbacks is not None)
+        if score.checkpoint_score_attribute not in AUTO_RESULT_KEYS:
+            arguments.check_score(score, tried.logs, validates, trainer.callbacks is not None)
     steps = None if interval is None else (interval, options.metric)
     by_epochs = isinstance(contents["train"], TFData) and contents["train"].facts.resume_unit == "epoch"
     recovers = trainer.tensorflow_config.heal and failures != 0 and not by_epochs
@@ -504,15 +522,11 @@ def check_metric(metric: str, logs: Collection[str], validates: bool, has_callba
         validates: Whether there are rows for validation.
         has_callbacks: Whether the trials have callbacks, which may add others.
     """
-    known = [name for name in logs if validates or not name.startswith("val_")]
-    if metric in known or metric in ("epoch", "step"):
+    if (unknown := validation.unknown_metric(metric, logs, validates)) is None:
         return
-    close = difflib.get_close_matches(metric, known, 1)
-    fix = f"Did you mean {close[0]!r}?" if close else f"The model reports {', '.join(known)}"
-    if metric in logs:
-        fix = "Pass datasets['validation'], or --validation"
+    known, fix = unknown
     if not has_callbacks:
-        raise ConfigError("metric must be one that the trials report", f"{metric!r} of {', '.join(known)}", fix)
+        raise ConfigError("metric must be one that the trials report", f"{metric!r} of {known}", fix)
     warnings.warn(f"The model reports no {metric!r}, so that a callback must add it to logs. {fix}", stacklevel=4)
 
 

@@ -19,7 +19,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from raytf import activity, logs
+from raytf import activity, logs, validation
 from raytf.collectives import communicator
 from raytf.compat import keras as compat_keras
 from raytf.compat import keras_objects, legacy_keras
@@ -167,6 +167,7 @@ class ReportCallback(keras.callbacks.Callback):
         batch_scale: float = 1.0,
     ):
         super().__init__()
+        validation.check_flag("checkpoint", checkpoint)
         self._steps, self._writers, self._batch_scale = steps, writers, batch_scale
         self._identity = dict(identity or {})
         self._send_report = report

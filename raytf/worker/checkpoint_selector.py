@@ -110,6 +110,7 @@ class CheckpointSelector:
             )
         validation.check_whole("average", self.average, 1)
         validation.check_word("mode", self.mode, validation.MODES)
+        validation.check_kind("metric", self.metric, str, "the name of a metric", 'For example "val_loss"')
         if self.average > 1 and self.which != "last":
             raise ConfigError(
                 "A mean is that of a run's last checkpoints",

@@ -107,6 +107,9 @@ def get_dataset(
         known = ", ".join(repr(key) for key in setup.datasets)
         raise ConfigError(f"A dataset must be one that the trainer was given ({known})", repr(name), "Pass it there")
     validation.check_seed(seed)
+    validation.check_flag("drop_remainder", drop_remainder)
+    validation.check_whole("window", window, 1)
+    validation.check_function("map", map, "map(features, labels, seeds)")
     if isinstance(setup.datasets[name], TFData):
         given = {"features": features, "labels": labels, "sample_weights": sample_weights, "map": map}
         given |= {"shuffle": shuffle, "drop_remainder": drop_remainder or None}

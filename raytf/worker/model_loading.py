@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from pyarrow.fs import FileType, LocalFileSystem, copy_files
 
-from raytf import logs
+from raytf import logs, validation
 from raytf.console import quiet
 from raytf.data import columns
 from raytf.errors import ConfigError, first_line, without_escapes
@@ -103,6 +103,9 @@ def load_model(
         5
     """
     arguments = (compile, build_model, config, custom_objects, legacy_keras)
+    check_builders(build_model, config, custom_objects)
+    for name, value in {"compile": compile, "legacy_keras": legacy_keras}.items():
+        validation.check_flag(name, value)
     choice = CheckpointSelector(which=which, average=average, metric=metric, mode=mode)
     if hasattr(source, "checkpoint"):
         checkpoints = _checkpoints_of(source)
@@ -131,6 +134,13 @@ def load_model(
         raise ConfigError("A model's file is a .keras file", repr(path), "Load others by Keras itself")
     _check_single(choice, path)
     return _load(path, os.path.abspath(os.path.dirname(path)), *arguments)
+
+
+def check_builders(build_model, config, custom_objects) -> None:
+    """Raises ConfigError for arguments of `load_model` of another type, by which a model is built."""
+    validation.check_function("build_model", build_model, "build_model(config)")
+    validation.check_mapping("config", config, '{"units": 64}')
+    validation.check_mapping("custom_objects", custom_objects, '{"MyLayer": MyLayer}')
 
 
 def inputs_of(model):

@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import ray
-from ray.train import RunConfig, ScalingConfig
+from ray.train import CheckpointConfig, RunConfig, ScalingConfig
 
 import raytf
 from tests.cluster import models
@@ -117,6 +117,25 @@ CASES = {
     "no dataset": (
         lambda: {"datasets": {"train": [1, 2]}},
         "must be a ray.data.Dataset; received: 'train' of type list",
+    ),
+    "labels of the validation": (
+        lambda: {
+            "datasets": {
+                "train": models.dataset(16, blocks=1),
+                "validation": ray.data.from_pandas(models.dataset(16).to_pandas().assign(label=7)),
+            },
+            **LOCAL,
+        },
+        "In the dataset 'validation' sparse_categorical_crossentropy takes labels from 0 to 3, .* a label of 7",
+    ),
+    "a misspelt score": (
+        lambda: {
+            "run_config": RunConfig(
+                name="refused", checkpoint_config=CheckpointConfig(checkpoint_score_attribute="los")
+            ),
+            **LOCAL,
+        },
+        "checkpoint_score_attribute must be a metric that the run reports; received: 'los' of loss.* mean 'loss'",
     ),
     "nulls": (
         lambda: {"datasets": nulls(), "features": "x", **LOCAL},

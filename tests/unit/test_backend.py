@@ -114,7 +114,7 @@ def test_communication_options():
         ({"shard_optimizer": True, "sparse_updates": "lazy"}, "shard_optimizer=True with sparse_updates='lazy'"),
         ({"shard_optimizer": True, "communication": "ring"}, "shard_optimizer=True with communication='ring'"),
         ({"shard_optimizer": True, "legacy_keras": True}, "shard_optimizer=True with legacy_keras=True"),
-        ({"intra_op_threads": 0}, "intra_op_threads must be at least 1"),
+        ({"intra_op_threads": 0}, "intra_op_threads must be an integer of at least 1"),
     ],
 )
 def test_wrong_options_are_refused(arguments, rule):

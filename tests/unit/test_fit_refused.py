@@ -12,6 +12,13 @@ import raytf
 from raytf.errors import ConfigError
 
 X, Y = np.zeros((20, 3)), np.zeros((20, 1))
+# Sorted by class, as files of folders are; the last class is one too many.
+MANY = np.zeros((1200, 3)), np.arange(1200) // 300
+CLASSES = np.arange(20) % 3
+
+
+def classifier():
+    return model("sparse_categorical_crossentropy", 3)
 
 
 def model(loss="mse", units=1, layer=None, **compiled):
@@ -95,6 +102,33 @@ CASES = {
     "validated by a dict": (model, {"validation_data": {"x": X, "y": Y}}, "validation_data: x {'x': "),
     "validated by four": (model, {"validation_data": (X, Y, Y, Y)}, "validation_data must be (x, y) or"),
     "validated by words": (model, {"validation_data": (X, Y.astype(str))}, "Labels must be numbers"),
+    "labels beyond the first rows": (
+        classifier,
+        {"x": MANY[0], "y": MANY[1]},
+        "labels from 0 to 2, as the model has 3",
+    ),
+    "labels of a table": (
+        classifier,
+        {"x": {"a": MANY[1], "b": MANY[1]}, "y": None, "features": ["a", "b", "a"], "labels": "b"},
+        "a label of 3",
+    ),
+    "labels of the validation": (
+        classifier,
+        {"y": CLASSES, "validation_data": (X, CLASSES + 1)},
+        "In the dataset 'validation' sparse_categorical_crossentropy takes labels from 0 to 2",
+    ),
+    "split labels": (
+        classifier,
+        {"x": MANY[0], "y": MANY[1], "validation_split": 0.25},
+        "In the dataset 'validation'",
+    ),
+    "numbers with two outputs": (lambda: model(units=2), {"y": Y[:, 0]}, "outputs of shape (rows, 2)"),
+    "one-hot for numbered classes": (classifier, {"y": np.eye(3)[CLASSES]}, "Use categorical_crossentropy for one-hot"),
+    "classes for one-hot": (
+        lambda: model("categorical_crossentropy", 3),
+        {"y": CLASSES},
+        "Use sparse_categorical_crossentropy for labels that number the classes",
+    ),
     "weights of another length": (model, {"sample_weight": np.ones(7)}, "sample_weight: 7 rows"),
     "weights in words": (model, {"sample_weight": np.array(["1"] * 20)}, "Sample weights must be numbers"),
     "class weights in words": (model, {"class_weight": {0: "high"}}, "received: {0: 'high'}"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import functools
 import io
 import logging
@@ -10,6 +11,7 @@ import multiprocessing
 import re
 import threading
 import types
+import warnings
 
 import keras
 import numpy as np
@@ -21,7 +23,7 @@ import rich.console
 from hypothesis import given
 from hypothesis import strategies as st
 from ray import cloudpickle
-from ray.train import RunConfig
+from ray.train import CheckpointConfig, RunConfig
 
 import raytf
 from raytf import cli_options, validation
@@ -31,7 +33,7 @@ from raytf.data.stored import StoredDataset
 from raytf.errors import ConfigError
 from raytf.runtime.resources import count_fitting, suggest_workers
 from raytf.storage import run_folder
-from raytf.train import arguments, dry_run
+from raytf.train import arguments, dry_run, run_list
 from raytf.tune import sweep
 from raytf.tune.sweep import check_metric
 from raytf.tune.trial import UnknownMetricError
@@ -104,6 +106,52 @@ def test_a_metric_that_no_trial_reports():
         check_metric("learning_rate", LOGS, validates=True, has_callbacks=True)
 
 
+@pytest.mark.parametrize(
+    ("config", "doubt"),
+    [
+        ({"checkpoint_score_attribute": "val_loss"}, "'val_loss' is better .* is checkpoint_score_order='min' meant?"),
+        ({"checkpoint_score_attribute": "accuracy", "checkpoint_score_order": "min"}, "checkpoint_score_order='max'"),
+        ({"checkpoint_score_attribute": "val_loss", "checkpoint_score_order": "min"}, None),
+        ({}, None),
+    ],
+)
+def test_trainers_warn_where_the_worst_checkpoints_would_be_kept(config, doubt):
+    run = RunConfig(name="a", checkpoint_config=CheckpointConfig(num_to_keep=2, **config))
+    expected = contextlib.nullcontext() if doubt is None else pytest.warns(UserWarning, match=doubt)
+    for make in (raytf.TensorflowTrainer, functools.partial(raytf.KerasTrainer, datasets=PIPELINE)):
+        with expected, warnings.catch_warnings():
+            warnings.filterwarnings("error" if doubt is None else "always", message=".*is better when")
+            make(build, run_config=run)
+
+
+PIPELINE = {"train": raytf.TFData(str)}
+
+
+def test_a_score_that_no_checkpoint_has():
+    def check(attribute, **more):
+        config = CheckpointConfig(checkpoint_score_attribute=attribute)
+        arguments.check_score(config, more.pop("logs", LOGS), **{"validates": True, "has_others": False} | more)
+
+    for known in ("val_mae", "epoch", None):
+        check(known)
+    check("mine", logs=None)
+    with pytest.raises(ConfigError, match="checkpoint_score_attribute must be .* 'val_los' of .*mean 'val_loss'?"):
+        check("val_los")
+    with pytest.raises(ConfigError, match="validation"):
+        check("val_loss", validates=False)
+    with pytest.warns(UserWarning, match="The model reports no 'f1', by which checkpoints are kept"):
+        check("f1", has_others=True)
+
+
+def test_a_list_of_runs_doubts_the_mode_of_a_metric(tmp_path, caplog):
+    with caplog.at_level(logging.WARNING, "raytf"):
+        run_list.listed(tmp_path, "val_accuracy")
+    assert "is mode='max' meant?" in caplog.text
+    caplog.clear()
+    run_list.listed(tmp_path, "val_accuracy", "max")
+    assert not caplog.text
+
+
 def build(config):
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
     model.compile("sgd", "mse", metrics=["mae"])
@@ -162,6 +210,32 @@ def test_columns_of_the_validation_have_the_shapes_of_the_training(inspect, x, y
     train = block(np.ones((4, 1), np.float32), np.ones(4, np.float32))
     tried = inspect(pickled, train, validation=block(x, y))
     assert isinstance(tried, dry_run.Tried) if why is None else why in str(tried), tried
+
+
+def build_classifier(config):
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(3, "softmax")])
+    model.compile("sgd", config["loss"])
+    return model
+
+
+@pytest.mark.parametrize(
+    ("loss", "train", "validation", "message"),
+    [
+        ("sparse_categorical_crossentropy", [0, 1, 2, 3], None, "sparse_categorical_crossentropy takes labels from 0"),
+        ("sparse_categorical_crossentropy", [0, 1, 2, 2], [0, 3, 0, 0], "In the dataset 'validation' sparse_categor"),
+        ("categorical_crossentropy", [0, 1, 2, 2], None, "Use sparse_categorical_crossentropy"),
+        ("mse", [0, 1, 2, 2], None, "labels of shape (rows,) and outputs of shape (rows, 3)"),
+    ],
+)
+def test_labels_that_do_not_fit_the_loss_are_refused_by_the_dry_run(inspect, loss, train, validation, message):
+    def block(values):
+        table = pa.table({"x": np.ones(4, np.float32), "y": np.array(values)})
+        return StoredDataset([table], [4], ["x", "y"])
+
+    config = {"batch_size": 2, "epochs": 1, "loss": loss}
+    pickled = cloudpickle.dumps((build_classifier, config, BatchSpec.parsed(["x"], "y"), [], None))
+    refused = inspect(pickled, block(train), validation=None if validation is None else block(validation))
+    assert isinstance(refused, ConfigError) and message in str(refused), refused
 
 
 def test_callbacks_may_be_a_list():

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import keras
 import numpy as np
+import pyarrow as pa
 import pytest
 import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from raytf.data import columns
+from raytf.data.stored import StoredDataset
 from raytf.errors import ConfigError
 from raytf.worker import labels
 from raytf.worker.fit import build_from_data
@@ -29,7 +32,7 @@ def check(model, values, weighted=False):
     spec = spec_of(tf.as_dtype(values.dtype), values.shape[1:])
     dataset = tf.data.Dataset.from_tensors((np.zeros((len(values), 4), "float32"), values))
     build_from_data(model, dataset)
-    labels.check_values(model, spec, values, weighted)
+    labels.check_values(model, spec, [values], weighted)
 
 
 REFUSED = {
@@ -88,9 +91,70 @@ def test_several_outputs_each_have_their_own_labels():
     dataset = tf.data.Dataset.from_tensors((np.zeros((2, 4), "float32"), rows))
     build_from_data(model, dataset)
     with pytest.raises(ConfigError, match="from 0 to 1, as the model has 2 outputs; received: a label of 2"):
-        labels.check_values(model, dataset.element_spec, rows)
+        labels.check_values(model, dataset.element_spec, [rows])
     rows["b"][1] = 0
-    labels.check_values(model, dataset.element_spec, rows)
+    labels.check_values(model, dataset.element_spec, [rows])
+
+
+def spec_and_model(loss, shape, *outputs):
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(int(np.prod(outputs)))])
+    model.add(keras.layers.Reshape(outputs))
+    model.compile("adam", loss)
+    spec = spec_of(tf.int64 if "categorical" in str(loss) else tf.float32, shape)
+    build_from_data(model, tf.data.Dataset.from_tensors([0]).map(lambda _: tuple(map(zeros, spec))))
+    return model, spec
+
+
+def zeros(spec):
+    return tf.zeros([2, *spec.shape[1:]], spec.dtype)
+
+
+@pytest.mark.parametrize("outputs", [2, 3, 4])
+def test_labels_without_the_axis_of_the_outputs_are_refused_for_any_size(outputs):
+    with pytest.raises(ConfigError, match=rf"of shape \(rows,\) and outputs of shape \(rows, {outputs}\)"):
+        labels.check_shapes(*spec_and_model("mse", (), outputs))
+
+
+@pytest.mark.parametrize(
+    ("loss", "label", "outputs"),
+    [
+        ("mse", (), (1,)),
+        ("mse", (2,), (2,)),
+        ("mse", (1,), (2,)),  # Keras compares one label with all outputs
+        ("sparse_categorical_crossentropy", (), (2,)),
+        ("sparse_categorical_crossentropy", (3,), (3, 2)),
+        (lambda y_true, y_pred: keras.ops.mean(y_pred), (), (2,)),
+    ],
+)
+def test_labels_of_these_shapes_are_taken(loss, label, outputs):
+    labels.check_shapes(*spec_and_model(loss, label, *outputs))
+
+
+@pytest.mark.parametrize(
+    ("loss", "shape", "advice"),
+    [
+        ("sparse_categorical_crossentropy", (3,), "Use categorical_crossentropy"),
+        (keras.losses.SparseCategoricalCrossentropy(), (3,), "Use categorical_crossentropy"),
+        ("categorical_crossentropy", (), "Use sparse_categorical_crossentropy"),
+        (keras.losses.CategoricalCrossentropy(name="mine"), (1,), "Use sparse_categorical_crossentropy"),
+        ("categorical_crossentropy", (3,), None),
+        ("sparse_categorical_crossentropy", (1,), None),
+        ("mse", (), None),
+    ],
+)
+def test_the_other_loss_is_advised_where_labels_have_its_form(loss, shape, advice):
+    hint = labels.hint(model_of(loss), spec_of(tf.int64, shape))
+    assert hint is None if advice is None else hint.startswith(advice)
+
+
+def test_all_rows_are_read_a_part_at_a_time(monkeypatch):
+    monkeypatch.setattr(labels, "_MOST_ROWS", 4)
+    table = pa.table({"x": np.zeros(10), "a": np.arange(10), "b": np.arange(10) * 2})
+    data = StoredDataset([table], [10], ["x", "a", "b"])
+    parts = list(labels.of_rows(data, columns.parse("a", "labels")))
+    assert [len(part) for part in parts] == [4, 4, 2] and np.concatenate(parts).tolist() == list(range(10))
+    parts = list(labels.of_rows(data, columns.parse({"p": "a", "q": "b"}, "labels")))
+    assert parts[2]["q"].tolist() == [16, 18]
 
 
 def test_strings_are_refused_unless_the_model_takes_them_itself():

@@ -164,8 +164,8 @@ def test_what_a_sweep_remembers():
         ({"num_samples": True}, "num_samples must be at least 1, or -1; received: True"),
         ({"metric": None}, "metric must be the name of a metric that the trials report; received: None"),
         ({"mode": "best"}, "mode must be one of min, max; received: 'best'"),
-        ({"max_concurrent_trials": 0}, "max_concurrent_trials must be at least 1, or None"),
-        ({"report_every_steps": 0}, "report_every_steps must be at least 1, or None"),
+        ({"max_concurrent_trials": 0}, "max_concurrent_trials must be an integer of at least 1"),
+        ({"report_every_steps": 0}, "report_every_steps must be an integer of at least 1"),
     ],
 )
 def test_wrong_options_of_a_sweep(arguments, message):
