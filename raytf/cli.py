@@ -434,11 +434,16 @@ def run(ctx, script, arguments, tfjob, address, env, ports, **options):
             options |= _arguments_of_tfjob(ctx, tfjob, script, arguments, options["environment"])
         spec = LaunchSpec(ports=parse_ports(ports), **options)
     from raytf.launch.launcher import launch_script as run_script
+    from raytf.runtime import resources
     from raytf.runtime.connection import resolve_address
+
+    def check_room(bundles):
+        with wrong_options():
+            resources.check_bundles(bundles)
 
     with wrong_options():
         resolve_address(address)
-    raise SystemExit(run_script(spec, address))
+    raise SystemExit(run_script(spec, address, check_room))
 
 
 def _arguments_of_tfjob(ctx: click.Context, tfjob: str, script: str | None, arguments, variables) -> dict[str, Any]:
@@ -543,10 +548,12 @@ def _trainer(ctx: click.Context, largest=lambda: 1, space: Collection[str] | Non
         paths = {name: path for name, path in values["datasets"].items() if path}
         cli_options.check_training(values, config, paths)
     importing = phases.importing_phase(module)
-    with phases.show_phases(phase=importing, only_in_terminals=ctx.command is plan) as shown, cli_runs.wrong_values():
-        build_model = cli_options.load_function(module, function)
-        if space is not None:
-            cli_options.check_config_keys(build_model, {*config, *space}, ctx.command.params)
+    with phases.show_phases(phase=importing, only_in_terminals=ctx.command is plan) as shown:
+        with wrong_options():
+            build_model = cli_options.load_function(module, function)
+            if space is not None:
+                cli_options.check_config_keys(build_model, {*config, *space}, ctx.command.params)
+            most_workers = largest()
         shown.begin(phases.starting_phase())
 
         from ray.train import FailureConfig, RunConfig
@@ -558,19 +565,21 @@ def _trainer(ctx: click.Context, largest=lambda: 1, space: Collection[str] | Non
         failures = FailureConfig(max_failures=values["run"].pop("max_failures"))
         run_config = RunConfig(**values["run"], failure_config=failures)
         if values["run"].get("name") and values["trainer"].get("resume", False) is not False:
-            has_ended = results.has_ended(run_folder.with_absolute_path(run_config), config["epochs"])
+            with cli_runs.wrong_values():
+                has_ended = results.has_ended(run_folder.with_absolute_path(run_config), config["epochs"])
             shown.begin(phases.starting_phase(has_ended))
-        scaling_config = _scaling(values, largest())
+        scaling_config = _scaling(values, most_workers)
         shown.begin(phases.READING)
-        datasets, roles = cli_runs.datasets_of(values, paths)
-        return KerasTrainer(
-            build_model,
-            config=config,
-            datasets=datasets,
-            scaling_config=scaling_config,
-            run_config=run_config,
-            **(values["trainer"] | roles),
-        )
+        with cli_runs.wrong_values():
+            datasets, roles = cli_runs.datasets_of(values, paths)
+            return KerasTrainer(
+                build_model,
+                config=config,
+                datasets=datasets,
+                scaling_config=scaling_config,
+                run_config=run_config,
+                **(values["trainer"] | roles),
+            )
 
 
 def _scaling(values, largest: int):

@@ -317,7 +317,8 @@ def connected(workers: ScalingConfig, processes: int) -> ScalingConfig:
         processes: Number of processes, for which a local Ray must have resources.
 
     Raises:
-        click.UsageError: The cluster can never hold the workers. A cluster that changes later is no wrong option.
+        click.UsageError: The cluster can never hold the workers. A cluster that changes later, or does not answer, is
+            no wrong option.
     """
     import logging
     import os
@@ -328,8 +329,8 @@ def connected(workers: ScalingConfig, processes: int) -> ScalingConfig:
     bundles = [{"CPU": resources.resources_per_worker(workers)["CPU"]}] * processes
     # workers import the model function from the current folder of the command
     environment = {"env_vars": {"PYTHONPATH": os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")])}}
+    connect(bundles, logging_level=logging.ERROR, runtime_env=environment)
     with wrong_options():
-        connect(bundles, logging_level=logging.ERROR, runtime_env=environment)
         workers = resources.describe_sharing(workers, bundles)
         resources.check_cluster(workers)
     return workers
@@ -379,29 +380,31 @@ def _opened(ctx: click.Context, run: str, data: str, labelled: bool = True):
     values = given_options(ctx)
     values["trainer"] = {"labels": None, "sample_weights": None} | values["trainer"]
     roles = ("features", "labels", "sample_weights") if labelled else ("features",)
-    with status("looking at the run") as shown, wrong_values():
-        from raytf.cli_options import check_files
-        from raytf.worker.checkpoint_selector import CheckpointSelector
-        from raytf.worker.export import check_source
+    with status("looking at the run") as shown:
+        with wrong_values():
+            from raytf.cli_options import check_files
+            from raytf.worker.checkpoint_selector import CheckpointSelector
+            from raytf.worker.export import check_source
 
-        check_source(run, CheckpointSelector(**choice))
-        given, format = values["trainer"], values["data"]["format"]
-        kind = check_files("given", data, format, {role: given[role] for role in roles}, labelled)
-        build_model = _build_model(ctx.params["model"], shown)
-        shown.begin(_LOADING)
-        import raytf
-        from raytf.console.phases import READING, starting_phase
-        from raytf.worker.model_loading import columns_of
+            check_source(run, CheckpointSelector(**choice))
+            given, format = values["trainer"], values["data"]["format"]
+            kind = check_files("given", data, format, {role: given[role] for role in roles}, labelled)
+            build_model = _build_model(ctx.params["model"], shown)
+            shown.begin("loading the model")
+            import raytf
+            from raytf.console.phases import READING, starting_phase
+            from raytf.worker.model_loading import columns_of
 
-        model = raytf.load_model(run, build_model=build_model, **choice)
-        trained = columns_of(model) or {}
-        if kind != "images":  # whose columns have names of their own
-            defaults = {role: trained.get(role) for role in roles[:2] if given[role] is None}
-            check_files("given", data, format, defaults, labelled)
+            model = raytf.load_model(run, build_model=build_model, **choice)
+            trained = columns_of(model) or {}
+            if kind != "images":  # whose columns have names of their own
+                defaults = {role: trained.get(role) for role in roles[:2] if given[role] is None}
+                check_files("given", data, format, defaults, labelled)
         shown.begin(starting_phase())
         scaling_config = connected(scaling(workers, cpus, gpus), workers)
         shown.begin(READING)
-        files, known = _files_of(model, data, values, {role: trained.get(role) for role in roles}, trained)
+        with wrong_values():
+            files, known = _files_of(model, data, values, {role: trained.get(role) for role in roles}, trained)
     with wrong_values():
         yield _Opened(model, files, known, _classes_of_labels(trained), scaling_config)
 
@@ -464,9 +467,6 @@ def _check_output(output: str) -> None:
         where = os.path.dirname(where)
     if not (os.path.isdir(where) and os.access(where, os.W_OK | os.X_OK)):
         raise ConfigError("Predictions are written where this process may write", repr(output), "Choose another path")
-
-
-_LOADING = "loading the model"
 
 
 def _build_model(name: str | None, shown):
