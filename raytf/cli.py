@@ -26,6 +26,7 @@ from raytf.cli_parts import (
     option,
     options,
     path,
+    status,
     wrong_options,
 )
 from raytf.runtime.topology import STRATEGIES
@@ -219,7 +220,7 @@ def train(ctx, model, **_):
     trainer = _trainer(ctx)
     from raytf.train.results import events_of
 
-    with _wrong_values():
+    with cli_runs.wrong_values():
         result = trainer.fit()
     if (events := events_of(result)) is not None:
         click.echo(f"events  tensorboard --logdir {events}")
@@ -245,7 +246,7 @@ def plan(ctx, model, **_):
     trainer = _trainer(ctx)
     from raytf.data import formats
 
-    with _wrong_values():
+    with cli_runs.wrong_values():
         lines = [*make(trainer).lines(), *(("row", row) for row in formats.preview(trainer.datasets["train"]))]
     width = max(len(name) for name, _ in lines)
     for name, value in lines:
@@ -346,7 +347,7 @@ def sweep(ctx, model, domains, space, **_):
     from raytf.tune.space import parse_space
     from raytf.tune.sweep import sweep as run
 
-    with _wrong_values():
+    with cli_runs.wrong_values():
         run(trainer, parse_space(written) or None, **settings)
     _end_ray()
 
@@ -357,11 +358,15 @@ def _unparsed_domains(space: str | None, domains: Collection[str]) -> dict[str, 
     if space:
         import yaml
 
-        with open(space) as file:
-            written = yaml.safe_load(file)
-        if not isinstance(written, dict):
-            from raytf.errors import ConfigError
+        from raytf.errors import ConfigError
 
+        try:
+            with open(space) as file:
+                written = yaml.safe_load(file)
+        except (yaml.YAMLError, OSError, UnicodeDecodeError) as error:
+            received = f"{space!r} ({' '.join(str(error).split())})"
+            raise ConfigError("A space is a file of YAML", received, "Correct the file") from error
+        if not isinstance(written, dict):
             raise ConfigError("A space in YAML is a map of names to domains", repr(written), "Correct the file")
     for domain in domains:
         name, _, value = domain.partition("=")
@@ -437,11 +442,16 @@ def run(ctx, script, arguments, tfjob, address, env, ports, **options):
             options |= _arguments_of_tfjob(ctx, tfjob, script, arguments, options["environment"])
         spec = LaunchSpec(ports=parse_ports(ports), **options)
     from raytf.launch.launcher import launch_script as run_script
+    from raytf.runtime import resources
     from raytf.runtime.connection import resolve_address
+
+    def check_room(bundles):
+        with wrong_options():
+            resources.check_bundles(bundles)
 
     with wrong_options():
         resolve_address(address)
-    raise SystemExit(run_script(spec, address))
+    raise SystemExit(run_script(spec, address, check_room))
 
 
 def _arguments_of_tfjob(ctx: click.Context, tfjob: str, script: str | None, arguments, variables) -> dict[str, Any]:
@@ -497,9 +507,10 @@ def doctor(address, ports, as_json, **options):
     with contextlib.redirect_stdout(sys.stderr):  # Ray prints to stdout at any time, as when it gives up a node
         try:
             limits = parse_ports(ports)
-            from raytf.doctor import examination
+            with status("looking for the cluster") as shown:
+                from raytf.doctor import examination
 
-            report = examination.run_examination(address, ports=limits, **options)
+                report = examination.run_examination(address, ports=limits, shown=shown, **options)
         except ConfigError as error:
             raise click.UsageError(str(error)) from error
         if as_json:
@@ -514,14 +525,6 @@ def doctor(address, ports, as_json, **options):
 
 for _command in cli_runs.COMMANDS:
     main.add_command(_command)
-
-
-def _wrong_values():
-    """Returns the context in which a ConfigError from model or data is reported as a wrong option."""
-    from raytf.errors import ResourceError
-    from raytf.storage.checkpoint_files import DamagedCheckpointError
-
-    return wrong_options(but=(DamagedCheckpointError, ResourceError))
 
 
 def _end_ray() -> None:
@@ -543,6 +546,7 @@ def _trainer(ctx: click.Context, largest=lambda: 1, space: Collection[str] | Non
         space: Additional keys of the config, or None if they are not known.
     """
     from raytf import cli_options
+    from raytf.console import phases
 
     values = given_options(ctx)
     with wrong_options():
@@ -551,24 +555,17 @@ def _trainer(ctx: click.Context, largest=lambda: 1, space: Collection[str] | Non
         config |= parse_settings(ctx.params["settings"])
         paths = {name: path for name, path in values["datasets"].items() if path}
         cli_options.check_training(values, config, paths)
-        build_model = cli_options.load_function(module, function)
-        if space is not None:
-            cli_options.check_config_keys(build_model, {*config, *space}, ctx.command.params)
-        servers = values["trainer"]["num_ps"]
-        workers, cpus, gpus = (
-            values["workers"][name] for name in ("num_workers", "cpus_per_worker", "gpus_per_worker")
-        )
-        processes = max(largest(), workers + (servers + 1 if servers else 0))
+    importing = phases.importing_phase(module)
+    with phases.show_phases(phase=importing, only_in_terminals=ctx.command is plan) as shown:
+        with wrong_options():
+            build_model = cli_options.load_function(module, function)
+            if space is not None:
+                cli_options.check_config_keys(build_model, {*config, *space}, ctx.command.params)
+            most_workers = largest()
+        shown.begin(phases.starting_phase())
 
-    from raytf.console import phases
+        from ray.train import FailureConfig, RunConfig
 
-    with phases.show_phases(phase=phases.starting_phase(), only_in_terminals=ctx.command is plan) as shown:
-        import logging
-        import os
-
-        from ray.train import FailureConfig, RunConfig, ScalingConfig
-
-        from raytf.runtime.connection import connect
         from raytf.storage import run_folder
         from raytf.train import results
         from raytf.train.keras_trainer import KerasTrainer
@@ -576,25 +573,37 @@ def _trainer(ctx: click.Context, largest=lambda: 1, space: Collection[str] | Non
         failures = FailureConfig(max_failures=values["run"].pop("max_failures"))
         run_config = RunConfig(**values["run"], failure_config=failures)
         if values["run"].get("name") and values["trainer"].get("resume", False) is not False:
-            has_ended = results.has_ended(run_folder.with_absolute_path(run_config), config["epochs"])
+            with cli_runs.wrong_values():
+                has_ended = results.has_ended(run_folder.with_absolute_path(run_config), config["epochs"])
             shown.begin(phases.starting_phase(has_ended))
-        # workers import the model function from the current folder of the command
-        environment = {"env_vars": {"PYTHONPATH": os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")])}}
-        connect([{"CPU": cpus}] * processes, logging_level=logging.ERROR, runtime_env=environment)
-    with wrong_options():
-        datasets, roles = cli_runs.datasets_of(values, paths)
-        return KerasTrainer(
-            build_model,
-            config=config,
-            datasets=datasets,
-            scaling_config=ScalingConfig(
-                num_workers=workers,
-                use_gpu=gpus > 0,
-                resources_per_worker={"CPU": cpus} | ({"GPU": gpus} if gpus else {}),
-            ),
-            run_config=run_config,
-            **(values["trainer"] | roles),
-        )
+        scaling_config = _scaling(values, most_workers)
+        shown.begin(phases.READING)
+        with cli_runs.wrong_values():
+            datasets, roles = cli_runs.datasets_of(values, paths)
+            return KerasTrainer(
+                build_model,
+                config=config,
+                datasets=datasets,
+                scaling_config=scaling_config,
+                run_config=run_config,
+                **(values["trainer"] | roles),
+            )
+
+
+def _scaling(values, largest: int):
+    """Returns the ScalingConfig of the workers after a connection to Ray.
+
+    Args:
+        values: Values of the options, by receiver and by name.
+        largest: Number of workers that the cluster must be able to hold.
+    """
+    import dataclasses
+
+    servers = values["trainer"]["num_ps"]
+    workers, cpus, gpus = (values["workers"][name] for name in ("num_workers", "cpus_per_worker", "gpus_per_worker"))
+    asked = cli_runs.scaling(max(largest, workers), cpus, gpus)
+    scaling_config = cli_runs.connected(asked, max(largest, workers + (servers + 1 if servers else 0)))
+    return dataclasses.replace(scaling_config, num_workers=workers)
 
 
 def parse_settings(settings) -> dict:

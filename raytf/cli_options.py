@@ -11,9 +11,10 @@ from typing import Any
 
 from raytf import validation
 from raytf.compat import legacy_keras
+from raytf.data import records
 from raytf.data.columns import check_names, of_dataset, parse
-from raytf.data.files import find
-from raytf.errors import ConfigError
+from raytf.data.files import CSV_ENDINGS, Files, csv_schema, find
+from raytf.errors import ConfigError, one_line, user_line
 from raytf.identity import config_keys
 from raytf.runtime.topology import per_replica_batch, pick_strategy
 from raytf.tune.learning_rate import Scaling
@@ -48,11 +49,18 @@ def load_function(module: str, function: str):
     """Returns a function of a module, which it imports from the current folder.
 
     Raises:
-        ConfigError: There is no such module or function.
+        ConfigError: There is no such module or function, or the module imports another one that is missing.
     """
     try:
         loaded = importlib.import_module(module)
     except ModuleNotFoundError as error:
+        missing = error.name or ""
+        if missing != module and not module.startswith(f"{missing}."):
+            raise ConfigError(
+                "What MODULE imports must be installed, or in the current folder",
+                f"{module!r}, for which there is {one_line(error)}{user_line(error)}",
+                f"Install the package of {missing!r}, here and on the nodes of the cluster",
+            ) from error
         raise ConfigError(
             "MODULE must be a module that can be imported from the current folder",
             f"{module!r} ({error})",
@@ -82,17 +90,44 @@ def check_training(
     count, devices = workers["num_workers"], workers["gpus_per_worker"]
     pick_strategy(trainer["strategy"], workers=count, devices=devices, tpu=False)
     per_replica_batch(config["batch_size"], 1 if trainer["num_ps"] else count * max(1, devices))
+    roles = {role: trainer[role] for role in ("features", "labels", "sample_weights")}
     for name, path in paths.items():
-        check_files(name, path, given)
+        check_files(name, path, given["data"]["format"], roles)
 
 
-def check_files(name: str, path: str, given: Mapping[str, Mapping[str, Any]]) -> None:
-    """Raises ConfigError for a local path without files of one format, or Parquet files without the columns."""
-    if "://" in path:  # read when Ray is started
-        return
-    if find(name, path, given["data"]["format"])[0] == "parquet":
-        roles = {role: given["trainer"][role] for role in ("features", "labels", "sample_weights")}
-        check_columns(name, path, roles)
+def check_files(name: str, path: str, format: str, roles: Mapping[str, Any], labelled: bool = True) -> str | None:
+    """Returns the format of the files of a local path; None for a URI, which is read when Ray is started.
+
+    Args:
+        name: Name of the dataset, for messages.
+        path: Path, or a URI.
+        format: One of `validation.FORMATS`, or "auto" for that of the files.
+        roles: Columns by role, None for those that are not given.
+        labelled: Whether images have labels.
+
+    Raises:
+        ConfigError: There are no files of one format, or they have no columns for the roles.
+    """
+    if "://" in path:
+        return None
+    kind, files = find(name, path, format)
+    if kind == "parquet":
+        check_columns(name, roles, check_parquet(name, path))
+    else:
+        check_columns(name, roles, _columns_of_files(kind, files, labelled))
+    return kind
+
+
+def _columns_of_files(kind: str, files: Files, labelled: bool) -> list[str] | None:
+    """Returns the columns of CSV and TFRecord files, or of images; None if they show only when all files are read."""
+    if kind == "csv":
+        return csv_schema(files.filesystem, files.paths[0]).names
+    if kind == "tfrecord":
+        return records.first_names(files)
+    tables = files.filter_names(lambda file: file.endswith(CSV_ENDINGS)).paths if labelled else ()
+    if tables:
+        return ["image", "path", *csv_schema(files.filesystem, tables[0]).names[1:]]
+    return ["image", "path", *(["label"] if labelled else [])]
 
 
 def check_config_keys(build_model: Callable, known: Collection[str], params: Sequence[Any]) -> None:
@@ -133,13 +168,12 @@ def check_sweep(options: Mapping[str, Any], domains: Sequence[str], space: str |
         raise ConfigError("A sweep is resumed from a path that exists", repr(options["resume"]), "Check the path")
 
 
-def check_columns(name: str, path: str, roles: Mapping[str, Any]) -> None:
-    """Raises ConfigError if local Parquet files do not exist, or have no columns for the roles."""
-    names = check_parquet(name, path)
+def check_columns(name: str, roles: Mapping[str, Any], names: Collection[str] | None) -> None:
+    """Raises ConfigError for columns of roles that are not among the names of the dataset's; None checks nothing."""
     with of_dataset(name):
         for role, columns in roles.items():
             if names is not None:
-                check_names(parse(columns, role), names, role)
+                check_names(parse(columns, role), list(names), role)
 
 
 _NO_PARQUET = (

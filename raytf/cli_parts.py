@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import math
 import signal
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -59,6 +60,18 @@ def wrong_options(but: type[Exception] | tuple = ()) -> Iterator[None]:
         if isinstance(error, but):
             raise
         raise click.UsageError(str(error), click.get_current_context()) from error
+
+
+@contextlib.contextmanager
+def status(phase: str, only_in_terminals: bool = False) -> Iterator[Any]:
+    """Shows the phase of a command on stderr until the context ends, as stdout has the result. Yields its `Phases`."""
+    from raytf.console import phases
+
+    with (
+        contextlib.redirect_stdout(sys.stderr),
+        phases.show_phases(phase=phase, only_in_terminals=only_in_terminals) as shown,
+    ):
+        yield shown
 
 
 class Option(click.Option):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -21,8 +22,12 @@ from raytf.cli_parts import (
     option,
     options,
     path,
+    status,
     wrong_options,
 )
+
+if TYPE_CHECKING:
+    from ray.train import ScalingConfig
 
 _RUN = click.argument("run", metavar="RUN")
 _CHECKPOINT = click.option(
@@ -81,26 +86,35 @@ def runs(folder, metric, mode):
       raytf runs runs
       raytf runs ~/ray_results --metric val_accuracy --mode max
     """
-    with wrong_options():
+    with wrong_options(), status("reading the runs", only_in_terminals=True):
         from raytf.train import run_list
 
         listed = run_list.listed(folder, metric, mode)
+        has_other = all(run.best is None for run in listed) and any(run.best for run in run_list.listed(folder))
     if not listed:
         click.echo(f"no runs in {folder}: name the folder given as --storage, or in RunConfig(storage_path=)", err=True)
         return
+    _print_runs([run.cells() for run in listed])
     if metric is not None and all(run.best is None for run in listed):
-        click.echo(f"no run in {folder} has the metric {metric!r}", err=True)
+        sentence = f"no run in {folder} has the metric {metric!r}"
+        if has_other:
+            raise click.UsageError(sentence)
+        click.echo(sentence, err=True)
+
+
+def _print_runs(rows) -> None:
+    """Prints a table in a terminal, and a line for each run elsewhere."""
     names = ("name", "state", "epochs", "best", "when")
     if not sys.stdout.isatty():
-        for cells in (names, *(run.cells() for run in listed)):
+        for cells in (names, *rows):
             click.echo("\t".join(cells))
         return
     from rich.console import Console
     from rich.table import Table
 
     table = Table(*names, box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
-    for run in listed:
-        table.add_row(*run.cells())
+    for cells in rows:
+        table.add_row(*cells)
     Console(highlight=False).print(table)
 
 
@@ -121,19 +135,30 @@ def runs(folder, metric, mode):
 def predict(ctx, run, data, output, batch_size, **_):
     """Predict with the model of a run's folder, or of a checkpoint's, on the rows of files: a row for each.
 
-    Images need no folder for each class; their predictions are in the order of their paths.
+    Features are by default those of the run's training. Images need no folder for each class; their predictions are in
+    the order of their paths, with the path of each, and the name of its class if the run knows the classes.
 
     \b
     Example:
-      raytf predict runs/first --data new --features a,b -o predictions --which best
+      raytf predict runs/first --data new -o predictions --which best
     """
-    with _model_of(ctx, run, data, labelled=False) as (model, source, roles, workers):
+    with wrong_options():
+        _check_output(output)
+    with _opened(ctx, run, data, labelled=False) as opened:
         import raytf
         from raytf.data.stored import quiet
 
-        features = roles["features"]
-        predictions = raytf.predict(model, source, batch_size, features=features, scaling_config=workers)
-        with quiet():
+        features = opened.roles["features"]
+        with contextlib.redirect_stdout(sys.stderr):
+            predictions = raytf.predict(
+                opened.model, opened.files.dataset, batch_size, features=features, scaling_config=opened.workers
+            )
+        with quiet(), status("writing the predictions"):
+            if opened.files.format == "images":
+                from raytf.data.class_names import with_names
+
+                threshold = 0.5 if _has_probability(opened.model) else None
+                predictions = with_names(predictions, opened.files.dataset, opened.classes, threshold)
             predictions.write_parquet(output)
     click.echo(output)
 
@@ -149,21 +174,30 @@ def predict(ctx, run, data, output, batch_size, **_):
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON object.")
 @_running
 @click.pass_context
-def evaluate(ctx, run, data, sample_weights, as_json, batch_size, **_):
+def evaluate(ctx, run, data, as_json, batch_size, **_):
     """Evaluate the model of a run's folder, or of a checkpoint's, on files: its loss and metrics, of all rows.
+
+    Features, labels, sample weights and the numbers of classes are by default those of the run's training.
 
     \b
     Example:
-      raytf evaluate runs/first --data test --features a,b --labels y --which best
+      raytf evaluate runs/first --data test --which best
     """
-    with _model_of(ctx, run, data) as (model, source, roles, workers):
+    with _opened(ctx, run, data) as opened:
         import raytf
 
-        if sample_weights is not None:
-            roles["sample_weight"] = sample_weights
-        metrics = raytf.evaluate(
-            model, source, batch_size=batch_size, return_dict=True, scaling_config=workers, **roles
-        )
+        roles = dict(opened.roles)
+        weights = roles.pop("sample_weights")
+        with contextlib.redirect_stdout(sys.stderr):
+            metrics = raytf.evaluate(
+                opened.model,
+                opened.files.dataset,
+                batch_size=batch_size,
+                sample_weight=weights,
+                return_dict=True,
+                scaling_config=opened.workers,
+                **roles,
+            )
     if as_json:
         import json
 
@@ -187,7 +221,7 @@ def report(folder, output):
     Example:
       raytf report runs/first -o first.html
     """
-    with wrong_options():
+    with wrong_options(), status("reading the run", only_in_terminals=True):
         from raytf.tune.report import write_report
 
         write_report(folder, output)
@@ -220,13 +254,15 @@ def export(run, output, format, model, **options):
     Example:
       raytf export runs/first -o served --format saved_model --which best
     """
-    with wrong_options():
-        from raytf.worker import export as exporting
+    with status("looking at the run") as shown:
+        with wrong_options():
+            from raytf.worker import export as exporting
 
-        exporting.check(run, output, format, **options)
-        build_model = _build_model(model)
-    with wrong_options(but=_damaged_error()):
-        written = exporting.export(run, output, format, build_model=build_model, **options)
+            exporting.check(run, output, format, **options)
+            build_model = _build_model(model, shown)
+        shown.begin("writing and checking the model")
+        with wrong_values():
+            written = exporting.export(run, output, format, build_model=build_model, **options)
     click.echo(written)
 
 
@@ -248,27 +284,88 @@ def completion(ctx, shell):
     click.echo(script.source())
 
 
-def datasets_of(values, paths: dict[str, str], labelled: bool = True) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns the datasets of paths, and the features and labels that are given or can be known.
+def wrong_values():
+    """Returns the context in which a ConfigError from model or data is reported as a wrong option."""
+    from raytf.errors import ResourceError
+    from raytf.storage.checkpoint_files import DamagedCheckpointError
+
+    return wrong_options(but=(DamagedCheckpointError, ResourceError))
+
+
+def datasets_of(values, paths: dict[str, str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns the datasets of paths, and the roles of columns that are given or can be known, of a training.
 
     Args:
         values: Values of the options, see `given`.
         paths: Paths by name of the dataset; others have the types and classes of the first.
-        labelled: Whether the rows have labels.
     """
     from raytf.data import formats
 
     opened_files: dict[str, Any] = {}
     for name, location in paths.items():
         like = next(iter(opened_files.values()), None)
-        opened_files[name] = formats.read(name, location, **values["data"], like=like, labelled=labelled)
+        opened_files[name] = formats.read(name, location, **values["data"], like=like)
     roles = formats.roles(next(iter(opened_files.values())), values["trainer"], values["columns"]["image"])
     return {name: data.dataset for name, data in opened_files.items()}, roles
 
 
+def connected(workers: ScalingConfig, processes: int) -> ScalingConfig:
+    """Connects to Ray, and returns the workers' ScalingConfig there.
+
+    Args:
+        workers: `ScalingConfig` of the workers.
+        processes: Number of processes, for which a local Ray must have resources.
+
+    Raises:
+        click.UsageError: The cluster can never hold the workers. A cluster that changes later, or does not answer, is
+            no wrong option.
+    """
+    import logging
+    import os
+
+    from raytf.runtime import resources
+    from raytf.runtime.connection import connect
+
+    bundles = [{"CPU": resources.resources_per_worker(workers)["CPU"]}] * processes
+    # workers import the model function from the current folder of the command
+    environment = {"env_vars": {"PYTHONPATH": os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")])}}
+    connect(bundles, logging_level=logging.ERROR, runtime_env=environment)
+    with wrong_options():
+        workers = resources.describe_sharing(workers, bundles)
+        resources.check_cluster(workers)
+    return workers
+
+
+def scaling(count: int, cpus: float, gpus: int) -> ScalingConfig:
+    """Returns the ScalingConfig of workers."""
+    from ray.train import ScalingConfig
+
+    amounts = {"CPU": cpus} | ({"GPU": gpus} if gpus else {})
+    return ScalingConfig(num_workers=count, use_gpu=gpus > 0, resources_per_worker=amounts)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Opened:
+    """A run's model, and data for it.
+
+    Args:
+        model: The model.
+        files: The `formats.OpenedFiles`.
+        roles: Columns by role, see `formats.roles`.
+        classes: Names of the classes of the run's labels by number, or None if they are unknown.
+        workers: `ScalingConfig` of the workers.
+    """
+
+    model: Any
+    files: Any
+    roles: dict[str, Any]
+    classes: list[str] | None
+    workers: ScalingConfig
+
+
 @contextlib.contextmanager
-def _model_of(ctx: click.Context, run: str, data: str, labelled: bool = True):
-    """Yields the model of a run, the dataset, its features and labels, and the workers' `ScalingConfig`.
+def _opened(ctx: click.Context, run: str, data: str, labelled: bool = True):
+    """Yields the `_Opened` of a command; reports a ConfigError in the context as a wrong option.
 
     It connects to Ray.
 
@@ -282,52 +379,111 @@ def _model_of(ctx: click.Context, run: str, data: str, labelled: bool = True):
     choice = {name: ctx.params[name] for name in ("which", "metric", "mode")}
     values = given_options(ctx)
     values["trainer"] = {"labels": None, "sample_weights": None} | values["trainer"]
-    with wrong_options():
-        from raytf.cli_options import check_files
-        from raytf.worker.checkpoint_selector import CheckpointSelector
-        from raytf.worker.export import check_source
+    roles = ("features", "labels", "sample_weights") if labelled else ("features",)
+    with status("looking at the run") as shown:
+        with wrong_values():
+            from raytf.cli_options import check_files
+            from raytf.worker.checkpoint_selector import CheckpointSelector
+            from raytf.worker.export import check_source
 
-        build_model = _build_model(ctx.params["model"])
-        check_source(run, CheckpointSelector(**choice))
-        check_files("given", data, values)
+            check_source(run, CheckpointSelector(**choice))
+            given, format = values["trainer"], values["data"]["format"]
+            kind = check_files("given", data, format, {role: given[role] for role in roles}, labelled)
+            build_model = _build_model(ctx.params["model"], shown)
+            shown.begin("loading the model")
+            import raytf
+            from raytf.console.phases import READING, starting_phase
+            from raytf.worker.model_loading import columns_of
 
-    import logging
-    import os
+            model = raytf.load_model(run, build_model=build_model, **choice)
+            trained = columns_of(model) or {}
+            if kind != "images":  # whose columns have names of their own
+                defaults = {role: trained.get(role) for role in roles[:2] if given[role] is None}
+                check_files("given", data, format, defaults, labelled)
+        shown.begin(starting_phase())
+        scaling_config = connected(scaling(workers, cpus, gpus), workers)
+        shown.begin(READING)
+        with wrong_values():
+            files, known = _files_of(model, data, values, {role: trained.get(role) for role in roles}, trained)
+    with wrong_values():
+        yield _Opened(model, files, known, _classes_of_labels(trained), scaling_config)
 
-    from ray.train import ScalingConfig
 
-    import raytf
-    from raytf.runtime.connection import connect
+def _files_of(model, data: str, values, trained_roles: dict[str, Any], trained: dict[str, Any]):
+    """Returns the `formats.OpenedFiles` of data for a run's model, and the roles of its columns."""
+    from raytf.data import formats
 
-    with wrong_options(but=_damaged_error()):
-        model = raytf.load_model(run, build_model=build_model, **choice)
-    resources = {"CPU": cpus} | ({"GPU": gpus} if gpus else {})
-    environment = {"env_vars": {"PYTHONPATH": os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")])}}
-    connect([resources] * workers, logging_level=logging.ERROR, runtime_env=environment)
-    with wrong_options():
-        datasets, roles = datasets_of(values, {"given": data}, labelled)
-    yield (
-        model,
-        datasets["given"],
-        roles,
-        ScalingConfig(num_workers=workers, use_gpu=gpus > 0, resources_per_worker=resources),
+    labelled, classes = "labels" in trained_roles, trained.get("classes") or {}
+    files = formats.read(name="given", path=data, **values["data"], labelled=labelled, classes=classes)
+    image = values["columns"]["image"]
+    return files, formats.roles(
+        files, values["trainer"], image, trained_roles, labelled=labelled, input_size=_input_size(model)
     )
 
 
-def _damaged_error() -> type[Exception]:
-    """Returns the error of a damaged checkpoint, which is no wrong option."""
-    from raytf.storage.checkpoint_files import DamagedCheckpointError
+def _classes_of_labels(trained: dict[str, Any]) -> list[str] | None:
+    """Returns the names of the classes of a run's labels by number, or None if they are unknown."""
+    labels = trained.get("labels")
+    name = labels if isinstance(labels, str) else getattr(labels, "name", None)
+    return (trained.get("classes") or {}).get(name)
 
-    return DamagedCheckpointError
+
+def _input_size(model) -> tuple[int, int, int] | None:
+    """Returns height, width and channels of a model's images, or None if it has another input, or takes any size."""
+    shapes = [tuple(layer_input.shape[1:]) for layer_input in getattr(model, "inputs", None) or []]
+    if len(shapes) != 1 or len(shapes[0]) != 3 or None in shapes[0] or shapes[0][2] not in (1, 3, 4):
+        return None
+    return shapes[0]
 
 
-def _build_model(name: str | None):
-    """Returns the function of "MODULE:FUNCTION", or None for None."""
+def _has_probability(model) -> bool:
+    """Returns whether a model's output is a probability: its last layer has the activation sigmoid."""
+    layers = getattr(model, "layers", None) or [None]
+    activation = getattr(layers[-1], "activation", None)
+    return getattr(activation, "__name__", "") == "sigmoid"
+
+
+def _check_output(output: str) -> None:
+    """Raises ConfigError if predictions cannot be written to a path or URI."""
+    import os
+
+    from raytf.data.files import located
+    from raytf.errors import ConfigError, one_line
+
+    try:
+        filesystem, where = located(output)
+        is_file = filesystem.get_file_info(where).is_file
+    except OSError as error:
+        raise ConfigError(
+            "Predictions are written into a folder that can be reached",
+            f"{output!r} ({one_line(error)})",
+            "Correct -o, or what gives access to it",
+        ) from error
+    if is_file:
+        raise ConfigError("Predictions are written into a folder", f"the file {output!r}", "Choose another path")
+    if "://" in output:
+        return
+    while not os.path.lexists(where):
+        where = os.path.dirname(where)
+    if not (os.path.isdir(where) and os.access(where, os.W_OK | os.X_OK)):
+        raise ConfigError("Predictions are written where this process may write", repr(output), "Choose another path")
+
+
+def _build_model(name: str | None, shown):
+    """Returns the function of "MODULE:FUNCTION", or None for None.
+
+    Args:
+        name: Value of the option.
+        shown: The `Phases` of the command.
+    """
     if name is None:
         return None
     from raytf.cli_options import load_function, split_function
+    from raytf.console.phases import importing_phase
 
-    return load_function(*split_function(name))
+    module, function = split_function(name)
+    shown.begin(importing_phase(module))
+    return load_function(module, function)
 
 
 COMMANDS = (report, export, runs, predict, evaluate, completion)

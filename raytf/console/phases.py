@@ -19,6 +19,11 @@ FIRST_STEP, ENDING = "compiling and making the first step", "keeping the last ch
 COMPARING = "comparing the run, which has ended, with what is asked for"
 
 
+def importing_phase(module: str) -> str:
+    """Returns the phase in which a module of the user's is imported, often with Keras and TensorFlow."""
+    return f"importing {module}"
+
+
 def starting_phase(finished: str | None = None) -> str:
     """Returns the first phase of a run.
 

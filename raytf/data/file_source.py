@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ import ray
 from ray.data import Datasource, ReadTask
 from ray.data.block import BlockMetadata
 
+from raytf.compat import ray_data
 from raytf.data.files import Files
 from raytf.errors import ConfigError
 from raytf.runtime.answers import collect_answers
@@ -47,11 +48,21 @@ class FileSource(Datasource):
         pieces: Parts of the dataset, in the order of rows.
         schema: Schema of the rows.
         read: read(filesystem, content, schema) -> iterator of tables, of the wanted columns alone.
+        classes: Values that the numbers of a column represent, by column.
     """
 
-    def __init__(self, name: str, files: Files, pieces: Sequence[FilePart], schema: pa.Schema, read: Callable):
+    def __init__(
+        self,
+        name: str,
+        files: Files,
+        pieces: Sequence[FilePart],
+        schema: pa.Schema,
+        read: Callable,
+        classes: Mapping[str, Sequence[str]] | None = None,
+    ):
         super().__init__()
         self._name, self._files, self._pieces, self._schema, self._read = name, files, pieces, schema, read
+        self.classes = dict(classes or {})
         self._projection_map = None
         # `compat.ray_data.listed_files` reads these, as of Ray's own sources of files
         self._filesystem = files.filesystem
@@ -85,6 +96,18 @@ class FileSource(Datasource):
             )
             for piece in self._pieces
         ]
+
+
+def classes_of(dataset) -> dict[str, list[str]]:
+    """Returns the values that the numbers of columns represent, by column, of a dataset that `formats.read` has made.
+
+    Args:
+        dataset: Any `ray.data.Dataset`; others have none.
+    """
+    operators = ray_data.last_operator(dataset).post_order_iter()
+    sources = (getattr(operator, "datasource", None) for operator in operators)
+    known = (source.classes for source in sources if isinstance(source, FileSource))
+    return {column: list(values) for classes in known for column, values in classes.items()}
 
 
 @ray.remote(num_cpus=0)

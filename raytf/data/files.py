@@ -16,10 +16,10 @@ from typing import Any
 
 import fsspec
 import pyarrow as pa
-from pyarrow import fs
+from pyarrow import csv, fs
 
 from raytf import validation
-from raytf.errors import ConfigError
+from raytf.errors import ConfigError, one_line
 
 CSV_ENDINGS = (".csv", ".csv.gz")
 _PAUSES = (0.25, 0.5, 1.0)  # seconds before another attempt
@@ -117,17 +117,43 @@ def retried(read: Callable, *arguments):
     return read(*arguments)
 
 
+def csv_schema(filesystem: fs.FileSystem, path: str, block_bytes: int = 1 << 20) -> pa.Schema:
+    """Returns names and types of a CSV file's columns, by its first bytes; raises ConfigError if it is none."""
+    with filesystem.open_input_stream(path) as file:
+        try:
+            return csv.open_csv(file, csv.ReadOptions(block_size=block_bytes)).schema
+        except pa.ArrowInvalid as error:
+            raise csv_error(path, error) from error
+
+
+def csv_error(path: str, error: Exception) -> ConfigError:
+    """Returns the error of a CSV file that pyarrow cannot read."""
+    return ConfigError(
+        "A CSV file must have a header, and values of the types of its columns",
+        f"{path!r}: {error}",
+        "Correct it, or pass --types COLUMN=TYPE",
+    )
+
+
 def _below(path: str, filesystem: fs.FileSystem | None) -> tuple[fs.FileSystem, str, list[fs.FileInfo]]:
     """Returns (file system, folder, files) of one path."""
     folder = path.partition("*")[0].rpartition("/")[0] if "*" in path else path
     pattern = path[len(folder) :].lstrip("/")
     system, root = located(folder or ("/" if path.startswith("/") else "."), filesystem)
-    info = system.get_file_info(root)
+    try:
+        info = system.get_file_info(root)
+        is_folder = info.type == fs.FileType.Directory
+        inside = system.get_file_info(fs.FileSelector(root, recursive=True)) if is_folder else []
+    except OSError as error:
+        raise ConfigError(
+            "Data must be a folder or file that can be read",
+            f"{path!r} ({one_line(error)})",
+            "Check the path, and what gives access to it",
+        ) from error
     if info.type == fs.FileType.NotFound:
         raise ConfigError("Data must be a folder or file that exists", repr(path), "Check the path")
     if info.type == fs.FileType.File:
         return system, posixpath.dirname(root), [info]
-    inside = system.get_file_info(fs.FileSelector(root, recursive=True))
     files = sorted((entry for entry in inside if entry.type == fs.FileType.File), key=lambda entry: entry.path)
     names = {entry.path: posixpath.relpath(entry.path, root) for entry in files}
     if pattern:

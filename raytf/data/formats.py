@@ -6,7 +6,7 @@ import functools
 import os
 import posixpath
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -16,9 +16,9 @@ from pyarrow import csv, fs
 
 from raytf import logs
 from raytf.data import stored
-from raytf.data.columns import Column
+from raytf.data.columns import Column, ColumnSpecs, flat, parse
 from raytf.data.file_source import FilePart, FileSource, in_task
-from raytf.data.files import CSV_ENDINGS, Files, find, retried
+from raytf.data.files import CSV_ENDINGS, Files, csv_error, csv_schema, find, retried
 from raytf.data.records import cut
 from raytf.data.tfrecords import read_tfrecords
 from raytf.errors import ConfigError
@@ -57,6 +57,7 @@ def read(
     unreadable: str = "refuse",
     like: OpenedFiles | None = None,
     labelled: bool = True,
+    classes: Mapping[str, Sequence[str]] | None = None,
 ) -> OpenedFiles:
     """Returns the dataset that a path names.
 
@@ -68,6 +69,8 @@ def read(
         unreadable: "refuse" raises ConfigError for an image that cannot be decoded; "skip" leaves it out.
         like: The training data, whose types and classes this data has, too.
         labelled: Whether images need labels.
+        classes: Classes of a run whose model gets the images, by column, {} if it names none. None for a training:
+            images have the classes of `like`, or their own.
 
     Raises:
         ConfigError: There are no such files, or they do not fit each other.
@@ -93,14 +96,20 @@ def read(
             )
         source = FileSource("CSV", files, pieces, schema, _read_csv)
         return OpenedFiles(kind, ray.data.read_datasource(source), schema)
-    rows, classes = _labelled(files, {} if like is None else like.classes) if labelled else (_paths(files), {})
-    for column, values in classes.items() if like is None else ():
+    known = classes or ({} if like is None else like.classes)
+    rows, numbered = _labelled(files, known) if labelled else (_paths(files), {})
+    for column, values in numbered.items() if like is None else ():
         shown = ", ".join(values[:_SHOWN_CLASSES]) + (", ..." if len(values) > _SHOWN_CLASSES else "")
         logger.info(f"{name}: {len(rows)} images; {column} is the number, from 0, of one of {shown}")
+        if classes is not None and column not in classes:
+            logger.warning(
+                f"the run does not name its classes: {column} is numbered by these images alone, which must have all "
+                "classes of the training"
+            )
     schema = pa.schema([("image", pa.binary()), *rows.schema])
     pieces = list(_image_pieces(files, rows, unreadable == "skip"))
-    source = FileSource("Images", files, pieces, schema, functools.partial(_read_images, unreadable))
-    return OpenedFiles(kind, ray.data.read_datasource(source), schema, classes)
+    source = FileSource("Images", files, pieces, schema, functools.partial(_read_images, unreadable), numbered)
+    return OpenedFiles(kind, ray.data.read_datasource(source), schema, numbered)
 
 
 def preview(dataset) -> list[str]:
@@ -120,53 +129,116 @@ def _shown(value: Any) -> str:
 # ------------------------------------------------------------------------------------------ columns of a model
 
 
-def roles(files: OpenedFiles, given: Mapping[str, Any], image: tuple[int, int, int] | None) -> dict[str, Any]:
-    """Returns features and labels: those that are given, or what the columns are without them.
+def roles(
+    files: OpenedFiles,
+    given: Mapping[str, Any],
+    image: tuple[int, int, int] | None,
+    trained: Mapping[str, Any] | None = None,
+    labelled: bool = True,
+    input_size: tuple[int, int, int] | None = None,
+) -> dict[str, Any]:
+    """Returns features, labels and sample weights: those that are given, of the run, or what the columns are otherwise.
 
     Args:
-        files: The training data.
+        files: The data.
         given: `features`, `labels` and `sample_weights`; None where the command has none.
-        image: Height, width and channels to which images are resized, or None for those of the first one.
+        image: Height, width and channels to which images are resized, or None for the default.
+        trained: The same roles of a run whose model gets the data, or None. They are the default. Columns that are
+            given by the same names have the run's options, and others are warned of.
+        labelled: Whether labels are needed.
+        input_size: Size of images without `image` and without a size of the run; by default that of the first one.
 
     Raises:
         ConfigError: Features are not given, and it is not known which columns they are.
     """
-    features, labels = given["features"], given["labels"]
+    known = {role: spec for role, spec in _of_images(files, trained or {}).items() if spec is not None}
+    features, labels, weights = (_preferred(role, given[role], known.get(role)) for role in _ROLES)
     images = files.format == "images"
+    if weights is not None and given["sample_weights"] is None and not _has(files, weights):
+        logger.warning(f"the run has sample weights of {_names(weights)}, and the data does not: all rows count alike")
+        weights = None
     if features is None:
-        known = [name for name in files.schema.names if name in LABELS]
-        labels = known[0] if labels is None and len(known) == 1 else labels
-        features = "image" if images else _features(files.schema, [labels, given["sample_weights"]])
+        found = [name for name in files.schema.names if name in LABELS]
+        labels = found[0] if labels is None and len(found) == 1 else labels
+        features = "image" if images else _features(files.schema, [labels, weights], labelled)
         logger.info(f"--features {_names(features)} --labels {_names(labels)}, as no features are given")
-    if image and not isinstance(features, str):
+    chosen = {"features": features, "labels": labels, "sample_weights": weights}
+    if taken := [role for role in _ROLES if given[role] is None and chosen[role] is not None and role in known]:
+        shown = " ".join(f"{_option(role)} {_names(chosen[role])}" for role in taken)
+        logger.info(f"{shown}, as in the training of the run")
+    return chosen | {"features": _sized(files, features, image, input_size)}
+
+
+_ROLES = ("features", "labels", "sample_weights")
+
+
+def _of_images(files: OpenedFiles, trained: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns a run's columns as images from files have them, whatever name its own column of images had."""
+    features = trained.get("features")
+    if files.format != "images" or not isinstance(features, Column) or features.image is None:
+        return trained
+    return {**trained, "features": replace(features, name="image")}
+
+
+def _preferred(role: str, given: ColumnSpecs | None, trained: ColumnSpecs | None) -> ColumnSpecs | None:
+    """Returns the columns of a role: the given ones, with the run's options if they are the run's."""
+    if given is None or trained is None:
+        return trained if given is None else given
+    if _names(given) == _names(trained):
+        return trained
+    logger.warning(f"{_option(role)} {_names(given)}: the run was trained with {_names(trained)}")
+    return given
+
+
+def _option(role: str) -> str:
+    return f"--{role.replace('_', '-')}"
+
+
+def _has(files: OpenedFiles, spec: ColumnSpecs) -> bool:
+    return set(_names(spec).split(",")) <= set(files.schema.names)
+
+
+def _sized(
+    files: OpenedFiles,
+    features: ColumnSpecs,
+    image: tuple[int, int, int] | None,
+    input_size: tuple[int, int, int] | None,
+) -> ColumnSpecs:
+    """Returns features with the size of images."""
+    if image and not isinstance(features, str | Column):
         raise ConfigError("--image-size is for a single feature", _names(features), "Name one by --features")
-    if image or (images and features == "image"):
+    if image and isinstance(features, Column):
+        if features.image not in (None, image):
+            size, trained_size = ("x".join(map(str, shape)) for shape in (image, features.image))
+            logger.warning(f"--image-size {size}: the run was trained with {trained_size}")
+        return replace(features, image=image)
+    if image is None and files.format == "images" and features == "image":
+        image = input_size
         if image is None:
             (data,) = files.dataset.select_columns(["image"]).take(1)
             image = in_task(_shape_of, data["image"])
-        features = Column(features, image=image)
-    return {"features": features, "labels": labels}
+    return Column(features, image=image) if image else features
 
 
-def _features(schema: pa.Schema, others: Sequence) -> str | list[str]:
-    taken = {name for names in others if names is not None for name in ([names] if isinstance(names, str) else names)}
+def _features(schema: pa.Schema, others: Sequence, labelled: bool) -> str | list[str]:
+    taken = {name for other in others if other is not None for name in _names(other).split(",")}
     remaining = [column for column in schema if column.name not in taken]
     numbers = [
         pa.types.is_integer(c.type) or pa.types.is_floating(c.type) or pa.types.is_boolean(c.type) for c in remaining
     ]
-    if not taken or not remaining or (len(remaining) > 1 and not all(numbers)):
+    if (labelled and not taken) or not remaining or (len(remaining) > 1 and not all(numbers)):
         shown = ", ".join(f"{column.name} {column.type}" for column in schema)
         raise ConfigError(
             "--features may be left out if the label is known, and all other columns are numbers, or there is one",
             f"the columns {shown}",
-            "Name them by --features and --labels",
+            "Name them by --features and --labels" if labelled else "Name them by --features",
         )
     names = [column.name for column in remaining]
     return names if len(names) > 1 else names[0]
 
 
-def _names(columns: str | Sequence[str] | None) -> str:
-    return columns if isinstance(columns, str) else ",".join(columns or ["(none)"])
+def _names(spec: ColumnSpecs | None) -> str:
+    return ",".join(name for part in flat(parse(spec, "--features")) for name in part.names) or "(none)"
 
 
 # ------------------------------------------------------------------------------------------ CSV
@@ -178,7 +250,7 @@ def _csv_schema(files: Files, types: Mapping[str, str], like: OpenedFiles | None
     Raises:
         ConfigError: Files have other columns, or types that have nothing in common.
     """
-    schemas = [retried(_first_of_csv, files.filesystem, path) for path in files.paths]
+    schemas = [retried(csv_schema, files.filesystem, path, _BLOCK_BYTES) for path in files.paths]
     first = schemas[0] if like is None else like.schema
     for path, schema in zip(files.paths, schemas, strict=True):
         if set(schema.names) != set(first.names):
@@ -209,22 +281,6 @@ def _csv_schema(files: Files, types: Mapping[str, str], like: OpenedFiles | None
     return pa.schema(chosen.items())
 
 
-def _first_of_csv(filesystem: fs.FileSystem, path: str) -> pa.Schema:
-    with filesystem.open_input_stream(path) as file:
-        try:
-            return csv.open_csv(file, csv.ReadOptions(block_size=_BLOCK_BYTES)).schema
-        except pa.ArrowInvalid as error:
-            raise _no_csv(path, error) from error
-
-
-def _no_csv(path: str, error: Exception) -> ConfigError:
-    return ConfigError(
-        "A CSV file must have a header, and values of the types of its columns",
-        f"{path!r}: {error}",
-        "Correct it, or pass --types COLUMN=TYPE",
-    )
-
-
 def _read_csv(filesystem: fs.FileSystem, path: str, schema: pa.Schema) -> Iterator[pa.Table]:
     options = csv.ConvertOptions(column_types=schema, include_columns=schema.names)
     with filesystem.open_input_stream(path) as file:
@@ -233,7 +289,7 @@ def _read_csv(filesystem: fs.FileSystem, path: str, schema: pa.Schema) -> Iterat
             for batch in reader:
                 yield pa.Table.from_batches([batch])
         except pa.ArrowInvalid as error:
-            raise _no_csv(path, error) from error
+            raise csv_error(path, error) from error
 
 
 # ------------------------------------------------------------------------------------------ images
@@ -289,7 +345,7 @@ def _of_csv(files: Files, pictures: Sequence[str], path: str) -> pa.Table:
         try:
             table = csv.read_csv(file)
         except pa.ArrowInvalid as error:
-            raise _no_csv(path, error) from error
+            raise csv_error(path, error) from error
     folder = posixpath.dirname(path)
     named = [posixpath.join(folder, str(name)) for name in table.column(0).to_pylist()]
     missing = sorted(set(named) - set(pictures)) or sorted(set(pictures) - set(named))

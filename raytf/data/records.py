@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gzip
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 import pyarrow as pa
 from pyarrow import fs
 
+from raytf.data.files import Files
 from raytf.errors import ConfigError
 
 PIECE_BYTES = 16 << 20  # about what one task reads
@@ -168,3 +170,79 @@ def _damaged(path: str, damage: str) -> ConfigError:
         f"{path!r}, {damage}",
         "Write it again, or leave it out",
     )
+
+
+# ------------------------------------------------------------------------------------------ names of features
+
+# Number of records of the first file, and of other files, whose features are looked at, and of these files.
+FIRST_RECORDS, OTHER_RECORDS, OTHER_FILES = 100, 10, 15
+_LONGEST = 1 << 26
+
+
+def first_names(files: Files) -> list[str] | None:
+    """Returns the names of the features of the first records; None if they cannot be read without TensorFlow.
+
+    These are the records from which `read_tfrecords` infers its columns.
+
+    Args:
+        files: The files, in the order in which they are read.
+    """
+    first, *others = [path for path, size in zip(files.paths, files.sizes, strict=True) if size] or [""]
+    looked_at = [(first, FIRST_RECORDS), *((others[i], OTHER_RECORDS) for i in spread(len(others), OTHER_FILES))]
+    names: dict[str, None] = {}
+    try:
+        for path, count in looked_at:
+            with files.filesystem.open_input_stream(path) as file:
+                for record in _first(file, count):
+                    names |= dict.fromkeys(_names_in(record))
+    except (OSError, ValueError, IndexError, struct.error):
+        return None
+    return sorted(names) or None
+
+
+def spread(count: int, most: int) -> list[int]:
+    """Returns at most `most` numbers below `count`, evenly spread."""
+    return sorted({i * (count - 1) // max(1, most - 1) for i in range(most)}) if count else []
+
+
+def _first(file, count: int) -> Iterator[bytes]:
+    for _ in range(count):
+        head = file.read(12)
+        if not head:
+            return
+        (size,) = _LENGTH.unpack(head[:8])
+        if size > _LONGEST:
+            raise ValueError("a record that is too long")
+        yield file.read(size)
+        file.read(4)
+
+
+def _names_in(record: bytes) -> Iterator[str]:
+    """Yields the keys of a serialized `tf.train.Example`, or of a `SequenceExample`."""
+    for _, features in _fields(record):
+        for _, entry in _fields(features):
+            yield from (value.decode() for number, value in _fields(entry) if number == 1)
+
+
+def _fields(message: bytes) -> Iterator[tuple[int, bytes]]:
+    """Yields (number, content) of the fields of a protocol buffer that are messages or texts."""
+    position = 0
+
+    def varint() -> int:
+        nonlocal position
+        value = shift = 0
+        while True:
+            byte = message[position]
+            position, value, shift = position + 1, value | (byte & 0x7F) << shift, shift + 7
+            if byte < 0x80:
+                return value
+
+    while position < len(message):
+        tag = varint()
+        if tag & 7 != 2:
+            raise ValueError("no message of examples")
+        size = varint()
+        if position + size > len(message):
+            raise ValueError("a message that is cut off")
+        yield tag >> 3, message[position : position + size]
+        position += size

@@ -20,7 +20,7 @@ from pyarrow import fs
 from raytf import logs
 from raytf.data.file_source import FilePart, FileSource, in_task, in_tasks
 from raytf.data.files import Files, listed, retried
-from raytf.data.records import TYPES, Feature, Records, index
+from raytf.data.records import FIRST_RECORDS, OTHER_FILES, OTHER_RECORDS, TYPES, Feature, Records, index, spread
 from raytf.errors import ConfigError
 
 logger = logs.get_logger(__name__)
@@ -28,8 +28,6 @@ logger = logs.get_logger(__name__)
 # Bytes of all files up to which this process indexes them itself: local ones at a GiB a second and more, while a task
 # of Ray takes seconds to start.
 _INDEXED_HERE, _INDEXED_HERE_LOCAL = 256 << 20, 1 << 30
-# Records of the first file, and of some others, from which features are inferred.
-_FIRST_RECORDS, _OTHER_RECORDS, _OTHER_FILES = 100, 10, 15
 
 
 def read_tfrecords(
@@ -143,8 +141,8 @@ def _first_records(pieces: Sequence[Records]) -> list[Records]:
     """Returns the records from which features are inferred, with fewer rows than the pieces."""
     starts = [piece for piece in pieces if not piece.first]
     others = starts[1:]
-    chosen = {i * (len(others) - 1) // max(1, _OTHER_FILES - 1) for i in range(_OTHER_FILES)} if others else ()
-    looked_at = [(starts[0], _FIRST_RECORDS), *((others[i], _OTHER_RECORDS) for i in sorted(chosen))]
+    chosen = spread(len(others), OTHER_FILES)
+    looked_at = [(starts[0], FIRST_RECORDS), *((others[i], OTHER_RECORDS) for i in chosen)]
     return [replace(piece, rows=min(piece.rows, rows)) for piece, rows in looked_at]
 
 

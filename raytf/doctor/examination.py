@@ -17,6 +17,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from raytf import timeouts
 from raytf.collectives import ring_token
 from raytf.compat import versions
+from raytf.console.phases import Phases, starting_phase
 from raytf.doctor import probe
 from raytf.doctor.findings import Finding, Measurements, address_of, find_problems, hinders_training
 from raytf.errors import ConfigError, first_line, one_line
@@ -61,6 +62,7 @@ def run_examination(
     network: str | None = None,
     training: bool = True,
     seconds: float = 55.0,
+    shown: Phases | None = None,
 ) -> ExaminationReport:
     """Examines a running cluster.
 
@@ -71,10 +73,12 @@ def run_examination(
         network: As `TensorflowConfig.network`.
         training: Whether to make two steps of Keras over all nodes.
         seconds: Deadline for the examination in seconds, at least 30.
+        shown: Shows what is examined, or None.
 
     Raises:
         ConfigError: An argument is wrong, or no cluster answers.
     """
+    shown = shown or Phases(None)
     check_ports(ports)
     networks.check_network(network)
     if not seconds >= LEAST_TIME:
@@ -88,10 +92,13 @@ def run_examination(
             "Give --address HOST:PORT, or start one with `ray start --head`",
         )
     began = time.monotonic()
+    shown.begin(starting_phase())
     connect([], address, logging_level=logging.ERROR, log_to_driver=False)
     with _probes(Listening(ports, network), began + seconds) as cluster:
+        shown.begin(f"starting a process on each of {len(cluster.measurements.nodes)} node(s), and looking at it")
         cluster.ask_facts()
         cluster.ask_clocks()
+        shown.begin("measuring the network")
         cluster.measure_network()
         left_out = []
         nodes, links = len(cluster.measurements.nodes), len(cluster.measurements.links)
@@ -100,10 +107,12 @@ def run_examination(
         if storage is None:
             left_out.append("No shared storage was named (--storage)")
         else:
+            shown.begin("writing to the storage, and reading it")
             cluster.try_storage(storage)
         if training and hinders_training(find_problems(cluster.measurements)):
             left_out.append("No training was tried, as nodes do not answer, differ in versions, or do not reach others")
         elif training:
+            shown.begin("making two steps of Keras")
             cluster.train()
         measurements = cluster.measurements
     return ExaminationReport(

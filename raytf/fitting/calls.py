@@ -23,7 +23,7 @@ from raytf import logs, validation
 from raytf.compat import keras_objects
 from raytf.compat.keras import make_default_seed
 from raytf.compat.ray_configs import resources_per_worker
-from raytf.console.phases import show_phases
+from raytf.console.phases import READING, show_phases
 from raytf.data import ingest, pipeline, sampling
 from raytf.data.columns import ColumnSpecs
 from raytf.data.sampling import Sampling
@@ -155,7 +155,8 @@ def fit(
             "class_weight": class_weight,
         }
         reads_once = name is None and _is_one_epoch(epochs, initial_epoch)
-        content = tf_data.rows_of(x, "x", other_arguments, reads_once)
+        with show_phases(bool(verbose), "reading x"):
+            content = tf_data.rows_of(x, "x", other_arguments, reads_once)
         (x, y, sample_weight), batch_size, shuffle, drops = (
             content.parts,
             content.batch,
@@ -164,7 +165,8 @@ def fit(
         )
     if isinstance(validation_data, tf.data.Dataset):
         other_arguments = {"validation_batch_size": validation_batch_size}
-        content = tf_data.rows_of(validation_data, "validation_data", other_arguments)
+        with show_phases(bool(verbose), "reading validation_data"):
+            content = tf_data.rows_of(validation_data, "validation_data", other_arguments)
         validation_data, validation_batch_size = content.parts, content.batch
         if content.drops:
             raise ConfigError(
@@ -187,15 +189,18 @@ def fit(
         if not arrays_module.is_arrays(x) or features is not None:
             raise ConfigError("validation_split is for arrays", f"x of type {type(x).__name__}", "Pass validation_data")
         (x, y, sample_weight), validation_data = arrays_module.split_validation(x, y, sample_weight, validation_split)
-    parts = {"train": arrays_module.check_rows(x, y, sample_weight, class_weight, features, labels)}
-    if validation_data is not None:
-        parts["validation"] = _validation(validation_data, sample_weight, features, labels)
-        parts["validation"] = _steps(parts["validation"], validation_steps, validation_batch)
+    with show_phases(bool(verbose), READING):
+        parts = {"train": arrays_module.check_rows(x, y, sample_weight, class_weight, features, labels)}
+        if validation_data is not None:
+            parts["validation"] = _validation(validation_data, sample_weight, features, labels)
+            parts["validation"] = _steps(parts["validation"], validation_steps, validation_batch)
     if isinstance(x, TFData):
         parts["train"] = _steps(parts["train"], steps_per_epoch, batch)
     else:
         _check_steps(steps_per_epoch, parts["train"], batch, drops)
-    parts = {n: _inspected(part, {"train": batch}.get(n, validation_batch), n, verbose) for n, part in parts.items()}
+    with show_phases(bool(verbose), READING):
+        sizes = {"train": batch}
+        parts = {n: _inspected(part, sizes.get(n, validation_batch), n, verbose) for n, part in parts.items()}
     resume_unit = getattr(getattr(parts["train"].dataset, "facts", None), "resume_unit", "step")
     keeping = NamedFitCheckpoints.from_arguments(name, storage, checkpoint_every, resume)
     with Call(model, workers, run_config, parts, keeping, show_phases(bool(verbose))) as call:
@@ -272,13 +277,14 @@ def evaluate(
     workers, run_config = _workers(num_workers, scaling_config, run_config)
     if isinstance(x, tf.data.Dataset):
         other_arguments = {"y": y, "batch_size": batch_size, "sample_weight": sample_weight}
-        content = tf_data.rows_of(x, "x", other_arguments, reads_once=True)
+        with show_phases(bool(verbose), "reading x"):
+            content = tf_data.rows_of(x, "x", other_arguments, reads_once=True)
         (x, y, sample_weight), batch_size = content.parts, content.batch
     batch = _check_batch(batch_size, workers, "batch_size")
     users = _callbacks(callbacks)
-    data = _inspected(
-        _steps(arrays_module.check_rows(x, y, sample_weight, None, features, labels), steps, batch), batch, "train"
-    )
+    with show_phases(bool(verbose), READING):
+        data = _steps(arrays_module.check_rows(x, y, sample_weight, None, features, labels), steps, batch)
+        data = _inspected(data, batch, "train")
     with Call(model, workers, run_config, {"train": data}, phases=show_phases(bool(verbose))) as call:
         call.build("evaluate")
         call.pack(users)
@@ -342,7 +348,8 @@ def predict(
     _check_verbose(verbose)
     workers, run_config = _workers(num_workers, scaling_config, run_config)
     if isinstance(x, tf.data.Dataset):
-        content = tf_data.rows_of(x, "x", {"batch_size": batch_size}, reads_once=True)
+        with show_phases(bool(verbose), "reading x"):
+            content = tf_data.rows_of(x, "x", {"batch_size": batch_size}, reads_once=True)
         x, batch_size = content.parts[0], content.batch
     batch = _check_batch(batch_size, workers, "batch_size")
     if isinstance(x, TFData):
@@ -351,7 +358,8 @@ def predict(
             "a raytf.TFData",
             "Pass arrays, or use a raytf.Predictor in ray.data.Dataset.map_batches",
         )
-    data = _steps(arrays_module.check_rows(x, None, None, None, features, None), steps, batch)
+    with show_phases(bool(verbose), READING):
+        data = _steps(arrays_module.check_rows(x, None, None, None, features, None), steps, batch)
     with Call(model, workers, run_config, {"train": data}, phases=show_phases(bool(verbose))) as call:
         row_bytes = call.build("predict")
         call.pack(())

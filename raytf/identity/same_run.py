@@ -120,12 +120,14 @@ def find_differences(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[Dif
         differences += _optimizers(
             was["optimizers"], now["optimizers"], both_only, not any(d.refused for d in differences)
         )
-    whole = {*was, *now} - {"version", "keras", "model", "optimizers", "config", "settings", "order", "data"}
+    whole = {*was, *now} - {"version", "keras", "model", "optimizers", "config", "settings", "order", "data", "classes"}
     for name in sorted(whole if was and now else ()):
         differences += _leaves(was.get(name), now.get(name), (name,), both_only)
     differences += _leaves(was.get("settings", {}), now.get("settings", {}), (), both_only)
     if "order" in was and "order" in now:
         differences += _order(was["order"], now["order"])
+    if "classes" in was and "classes" in now:
+        differences += _leaves(was["classes"], now["classes"], ("classes of",), both_only)
     if "data" in was and "data" in now:
         for name in sorted({*was["data"], *now["data"]}):
             differences += _data(was["data"].get(name), now["data"].get(name), f"datasets[{name!r}]")

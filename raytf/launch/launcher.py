@@ -38,12 +38,18 @@ _COLORS = ("cyan", "magenta", "green", "yellow", "blue", "red")
 _JOB_CONFIG = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 
 
-def launch_script(script: LaunchSpec, address: str | None = None) -> int:
+def launch_script(
+    script: LaunchSpec,
+    address: str | None = None,
+    check_room: Callable[[list[dict[str, float]]], None] = resources.check_bundles,
+) -> int:
     """Runs a script on all tasks of its cluster until it has ended.
 
     Args:
         script: Script and its tasks.
         address: Address of the Ray cluster; None uses RAY_ADDRESS or the job's, or starts Ray on this machine.
+        check_room: Called with the resources of each task after the connection; raises an error if the cluster can
+            never hold them.
 
     Returns:
         0, or the exit code of the task that failed first: for a signal, 128 plus its number.
@@ -55,6 +61,7 @@ def launch_script(script: LaunchSpec, address: str | None = None) -> int:
     environment = _runtime_env(address)
     bundles = [script.bundle(task) for task in script.tasks()]
     connect(bundles, address, logging_level=logging.ERROR, log_to_driver=False, runtime_env=environment)
+    check_room(bundles)
     with _sigterm_as_interrupt() as signals:
         cluster = ScriptCluster(script)
         try:

@@ -23,7 +23,7 @@ from raytf import logs, timeouts, validation
 from raytf.compat import legacy_keras
 from raytf.console import phases as phases_module
 from raytf.console import progress, quiet
-from raytf.data import ingest, sampling
+from raytf.data import file_source, ingest, sampling
 from raytf.data import streamed as streamed_module
 from raytf.data.batch_spec import BatchSpec
 from raytf.data.columns import ColumnSpecs
@@ -429,6 +429,9 @@ class KerasTrainer:
             "data": self._data_identity(blocks) if data is None else data,
         }
         del identity["types"]
+        train = self.datasets["train"]
+        if classes := {} if isinstance(train, TFData) else file_source.classes_of(train):
+            identity["classes"] = classes
         return json.loads(json.dumps(identity))
 
     def _ended(self, folder: RunFolder, last: run_folder.LastCheckpoint) -> ray.train.Result:

@@ -25,7 +25,10 @@ def has_ended(run_config, epochs: int) -> str | None:
         epochs: Number of requested epochs, at least 1.
     """
     folder = RunFolder.from_config(run_config)
-    state = run_list.newest(folder.filesystem, folder.path)
+    try:
+        state = run_list.newest(folder.filesystem, folder.path)
+    except OSError:  # of a storage without access, which is reported as the run starts
+        return None
     if state is None or not (state.stopped or state.epoch >= epochs):
         return None
     return f"{folder.name} has trained {state.epoch} of {epochs} epochs, and is finished"

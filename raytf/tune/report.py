@@ -202,6 +202,11 @@ def write_report(folder: str, output: str) -> None:
     """
     if not os.path.isdir(os.path.dirname(os.path.abspath(output))):
         raise ConfigError("The page is written into a folder that exists", repr(output), "Make the folder")
+    written = output if os.path.lexists(output) else os.path.dirname(os.path.abspath(output))
+    if os.path.isdir(output) or not os.access(written, os.W_OK):
+        raise ConfigError(
+            "The page is written to a file that this process may write", repr(output), "Choose another path"
+        )
     filesystem, path = run_list.located(folder)
     if run_list.SWEEP in {info.base_name for info in filesystem.get_file_info(fs.FileSelector(path))}:
         known = read_settings(folder)

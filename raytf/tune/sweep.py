@@ -497,8 +497,14 @@ def _plan(
     steps = None if interval is None else (interval, options.metric)
     by_epochs = isinstance(contents["train"], TFData) and contents["train"].facts.resume_unit == "epoch"
     recovers = trainer.tensorflow_config.heal and failures != 0 and not by_epochs
+    identity = trainer._identity(contents, tried.identity)
     task = dataclasses.replace(
-        trainer._task(contents), warmup_steps=options.scaling.warmup_steps, report_steps=steps, recovers=recovers
+        trainer._task(contents),
+        warmup_steps=options.scaling.warmup_steps,
+        report_steps=steps,
+        recovers=recovers,
+        # what a trial's model needs of its data; its optimizer and its config are its own
+        identity={name: identity[name] for name in ("columns", "map", "classes") if name in identity},
     )
     spec = SweepSpec(
         train=_KerasLoop(task),
@@ -510,7 +516,7 @@ def _plan(
         why_not_recovered=None if trainer.tensorflow_config.heal else "TensorflowConfig(heal=False)",
         **common,
     )
-    return spec, trainer._identity(contents, tried.identity)
+    return spec, identity
 
 
 def check_metric(metric: str, logs: Collection[str], validates: bool, has_callbacks: bool) -> None:

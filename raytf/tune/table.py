@@ -30,6 +30,8 @@ _ROWS = 20
 # Seconds without a running trial before a log line explains the wait, and then between two such lines.
 _PATIENCE_INTERVAL = 20.0
 _AGAIN_INTERVAL = 60.0
+# Seconds between lines before the first trial has ended, outside of a terminal.
+_LINE_INTERVAL = 60.0
 
 
 class SweepTable(tune.Callback):
@@ -49,15 +51,17 @@ class SweepTable(tune.Callback):
         self._metric, self._mode, self._total, self._show = metric, mode, total, show
         self.fatal: Exception | None = None
         self.asking: SweepStop | None = None
-        self._live = self._console = None
+        self._live = self._console = self._phases = None
         self._began: dict[str, float] = {}
         self._spent: list[float] = []
         self._trials: list = []
         self._due: float | None = None
-        self._began = 0.0
+        self._waits_since = 0.0
+        self._line_due = math.inf
 
     def __getstate__(self):  # Tune stores its callbacks next to the trials
-        cleared = {"_live": None, "_console": None, "_trials": [], "_due": None, "fatal": None, "asking": None}
+        shown = {"_live": None, "_console": None, "_phases": None}
+        cleared = {**shown, "_trials": [], "_due": None, "fatal": None, "asking": None}
         return {**vars(self), **cleared}
 
     def __enter__(self):
@@ -73,15 +77,29 @@ class SweepTable(tune.Callback):
                     redirect_stderr=sys.stderr.isatty(),
                 )
                 self._live.start()
+            else:
+                self._phases = phases.Phases(self._console, phases.WORKERS)
+                self._phases.__enter__()
+                self._line_due = time.monotonic() + _LINE_INTERVAL
         return self
 
     def __exit__(self, *exc):
         if self._live is not None:
             self._live.stop()
             self._live = None
+        self._end_phases()
+
+    def _end_phases(self) -> None:
+        """Ends the lines before the first trial has ended, outside of a terminal."""
+        if self._phases is not None:
+            self._phases.close()
+            self._phases = None
 
     def on_step_end(self, iteration, trials, **info):
         self._trials = trials
+        if self._phases is not None and time.monotonic() >= self._line_due:
+            self._line_due += _LINE_INTERVAL
+            self._console.print(self._title(), highlight=False, soft_wrap=True)
         if self.asking is not None:
             self.asking.check(lambda: [trial.trial_id for trial in trials if trial.status == "RUNNING"])
         self._check_resources()
@@ -95,12 +113,12 @@ class SweepTable(tune.Callback):
         if not waiting or any(t.status == "RUNNING" for t in self._trials):
             self._due = None
         elif self._due is None:
-            self._due, self._began = now + _PATIENCE_INTERVAL, now
+            self._due, self._waits_since = now + _PATIENCE_INTERVAL, now
         elif now >= self._due:
             self._due = now + _AGAIN_INTERVAL
             bundles = waiting[0].placement_group_factory.bundles
             try:
-                resources.check_bundles(bundles, now - self._began)
+                resources.check_bundles(bundles, now - self._waits_since)
             except ResourceError as error:  # a node has gone since the sweep began
                 self.fatal = error
                 return
@@ -112,6 +130,12 @@ class SweepTable(tune.Callback):
 
     def on_trial_start(self, iteration, trials, trial, **info):
         self._began.setdefault(trial.trial_id, time.monotonic())
+        if self._phases is not None:
+            self._phases.begin(phases.FIRST_STEP)
+
+    def on_trial_result(self, iteration, trials, trial, result, **info):
+        if self._phases is not None:
+            self._phases.begin(None)
 
     def on_trial_complete(self, iteration, trials, trial, **info):
         self._ended(trial, f"{self._metric} {_format_value(_value(trial, self._metric))}")
@@ -125,6 +149,7 @@ class SweepTable(tune.Callback):
     def _ended(self, trial, outcome: str) -> None:
         self._log_events(trial)
         self._spent.append(time.monotonic() - self._began.get(trial.trial_id, time.monotonic()))
+        self._end_phases()
         if self._console is not None:
             count = f"{len(self._spent)}/{self._total}" if self._total else str(len(self._spent))
             epochs = (trial.last_result or {}).get("training_iteration", 0)
@@ -148,11 +173,8 @@ class SweepTable(tune.Callback):
         values = [(v, t) for v, t in values if v is not None and math.isfinite(v)]
         return (min if self._mode == "min" else max)(values, key=lambda pair: pair[0]) if values else None
 
-    def _table(self):
-        from rich.console import Group
-        from rich.table import Table as RichTable
-        from rich.text import Text
-
+    def _title(self) -> str:
+        """Returns how far the sweep is."""
         best = self.best()
         running = sum(t.status == "RUNNING" for t in self._trials)
         title = f"{len(self._spent)}/{self._total or '?'} trials ended, {running} running"
@@ -161,6 +183,14 @@ class SweepTable(tune.Callback):
         remaining = self.seconds_left(running)
         if remaining is not None:
             title += f", {int(remaining) // 60}:{int(remaining) % 60:02d} left"
+        return title
+
+    def _table(self):
+        from rich.console import Group
+        from rich.table import Table as RichTable
+        from rich.text import Text
+
+        best = self.best()
         table = RichTable()
         for name in ("trial", "state", "config", "report", self._metric):
             table.add_column(name)
@@ -175,7 +205,7 @@ class SweepTable(tune.Callback):
             value = _format_value(_value(trial, self._metric)) + mark
             reports = str(result.get("training_iteration", 0))
             table.add_row(trial.trial_id[-5:], trial.status.lower(), _config(trial), reports, value)
-        return Group(Text(title), table)  # a title of the table's own would wrap if that is narrow
+        return Group(Text(self._title()), table)  # a title of the table's own would wrap if that is narrow
 
     def seconds_left(self, running: int) -> float | None:
         """Returns the remaining seconds, if other trials last as long as finished ones; None before there are any."""

@@ -151,13 +151,28 @@ def inputs_of(model):
 def columns_of(model) -> dict[str, Any] | None:
     """Returns the columns in the checkpoint of a loaded model; None without any.
 
-    "features" are columns as in a trainer's argument. "map" describes the trainer's `map`, or is None.
+    "features", "labels" and "sample_weights" are columns as in a trainer's arguments, or None. "map" describes the
+    trainer's `map`, or is None. "classes" are the values that the numbers of a column represent, by column; checkpoints
+    of earlier versions have none.
     """
     identity = _loaded_models.get(model, {}).get("identity") or {}
     described = identity.get("columns")
     if not isinstance(described, dict) or described.get("features") is None:
         return None
-    return {"features": columns.read(described["features"]), "map": identity.get("map")}
+    roles = {role: described.get(role) for role in ("features", "labels", "sample_weights")}
+    return {
+        **{role: None if entry is None else columns.read(entry) for role, entry in roles.items()},
+        "map": identity.get("map"),
+        "classes": _read_classes(identity.get("classes", {})),
+    }
+
+
+def _read_classes(entry: Any) -> dict[str, list[str]]:
+    """Returns the classes by column; raises DamagedCheckpointError for a value of another form."""
+    lists = entry.values() if isinstance(entry, dict) else [None]
+    if not all(isinstance(names, list) and all(isinstance(name, str) for name in names) for names in lists):
+        raise checkpoint_files.damaged_error(STATE, "its classes are no lists of names")
+    return entry
 
 
 def _check_single(choice: CheckpointSelector, path: str) -> None:

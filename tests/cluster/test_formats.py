@@ -14,7 +14,7 @@ import ray
 import tensorflow as tf
 
 import raytf
-from raytf.data import formats, records
+from raytf.data import file_source, formats, records
 from raytf.data.columns import Column
 from tests.unit.test_tfrecords import example, write
 
@@ -65,18 +65,20 @@ def test_csv(tmp_path, log, monkeypatch):
 def test_features_and_labels_that_can_be_known(tmp_path, log):
     write_csv(tmp_path / "a.csv", ["a", "b", "label"], [[1, 2.0, 0]])
     found = formats.read("train", str(tmp_path))
-    assert formats.roles(found, NOTHING, None) == {"features": ["a", "b"], "labels": "label"}
+    assert formats.roles(found, NOTHING, None) == NOTHING | {"features": ["a", "b"], "labels": "label"}
     assert "--features a,b --labels label, as no features are given" in log.text
-    assert formats.roles(found, NOTHING | {"labels": "a"}, None) == {"features": ["b", "label"], "labels": "a"}
-    assert formats.roles(found, NOTHING | {"features": "a"}, None) == {"features": "a", "labels": None}
+    given = NOTHING | {"labels": "a"}
+    assert formats.roles(found, given, None) == given | {"features": ["b", "label"]}
+    given = NOTHING | {"features": "a"}
+    assert formats.roles(found, given, None) == given
     sized = formats.roles(found, NOTHING | {"features": "a"}, (2, 3, 1))
     assert sized["features"] == Column("a", image=(2, 3, 1))
     pq.write_table(pa.table({"x": ["a"], "y": [1.0]}), tmp_path / "a.parquet")
     found = formats.read("train", str(tmp_path / "a.parquet"))
-    assert formats.roles(found, NOTHING, None) == {"features": "x", "labels": "y"}
+    assert formats.roles(found, NOTHING, None) == NOTHING | {"features": "x", "labels": "y"}
     write(tmp_path / "a.tfrecord", [example(x=1, target=1)])
     found = formats.read("train", str(tmp_path / "a.tfrecord"))
-    assert formats.roles(found, NOTHING, None) == {"features": "x", "labels": "target"}
+    assert formats.roles(found, NOTHING, None) == NOTHING | {"features": "x", "labels": "target"}
 
 
 def test_images_of_classes(tmp_path, log, monkeypatch):
@@ -86,12 +88,15 @@ def test_images_of_classes(tmp_path, log, monkeypatch):
     names = [(os.path.relpath(row["path"], tmp_path), row["label"]) for row in found.dataset.take_all()]
     assert names == [("cats/2.png", 0), ("cats/3.png", 0), ("dogs/1.png", 1)] and found.dataset.count() == 3
     given = formats.roles(found, NOTHING, None)
-    assert given == {"features": Column("image", image=(4, 5, 3)), "labels": "label"}
+    assert given == NOTHING | {"features": Column("image", image=(4, 5, 3)), "labels": "label"}
+    assert file_source.classes_of(found.dataset.select_columns(["label"])) == {"label": ["cats", "dogs"]}
     assert formats.preview(found.dataset)[0].startswith("image=<")
     (tmp_path / "more" / "dogs").mkdir(parents=True)
     (tmp_path / "cats" / "2.png").rename(tmp_path / "more" / "dogs" / "2.png")
     more = formats.read("validation", str(tmp_path / "more"), like=found)
     assert [row["label"] for row in more.dataset.take_all()] == [1]
+    more = formats.read("given", str(tmp_path / "more"), classes={"label": ["birds", "cats", "dogs"]})
+    assert [row["label"] for row in more.dataset.take_all()] == [2]
     (tmp_path / "more" / "dogs").rename(tmp_path / "more" / "birds")
     with pytest.raises(raytf.ConfigError, match="Classes must be those of the training data; received: birds"):
         formats.read("validation", str(tmp_path / "more"), like=found)

@@ -18,6 +18,7 @@ from ray.train import FailureConfig, RunConfig, ScalingConfig
 
 import raytf
 from raytf.events import Kind
+from raytf.worker import model_loading
 from tests.cluster import models
 from tests.cluster.test_graceful_stop import driver_of, finished, steps, stopped, told
 from tests.cluster.test_graceful_stop import weights as noted_weights
@@ -71,6 +72,8 @@ def test_a_trial_is_the_same_first_later_and_alone(tmp_path, capfd):
         for name in ("loss", "accuracy", "val_loss"):
             assert results[place].metrics[name] == pytest.approx(alone.metrics[name], abs=1e-9)
     assert results[1].metrics["val_loss"] != results[0].metrics["val_loss"]
+    known = model_loading.columns_of(raytf.load_model(results[0]))
+    assert known["features"] == models.FEATURES and known["labels"] == "label", "for raytf evaluate and predict"
     assert results[0].metrics["per_replica_batch"] == 13 and results[0].metrics["steps_per_epoch"] == 4
     out = capfd.readouterr().out
     assert len(re.findall(r"^trial \d/4  .*13 a replica, 4 steps an epoch", out, re.MULTILINE)) == 4

@@ -9,6 +9,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
+import raytf
 from tests.cluster.test_formats import image, pictures, write_csv
 from tests.jobs.test_jobs import RAYTF, run
 
@@ -31,15 +32,17 @@ IMAGES = "--data images --format images --image-size 6x6 --unreadable skip --bat
 TABLE = "--data table --format csv --types a=float32,b=float32 --batch-size 4 --storage runs"
 COMMANDS = {
     "images": f"train models:classes {IMAGES} --validation images --name images",
-    "table": f"train models:table {TABLE} --unreadable refuse --name table",
+    "table": f"train models:table {TABLE} --features b,a --labels y --unreadable refuse --name table",
     "plan": f"plan models:table {TABLE}",
     "plan of images": f"plan models:classes {IMAGES}",
     "sweep": f"sweep models:classes epochs=1 {IMAGES} --num-samples 1",
     "sweep of a table": f"sweep models:table epochs=1 {TABLE} --num-samples 1",
     "evaluate images": "evaluate runs/images --data images --format images --image-size 6x6 --unreadable skip --json",
-    "predict images": "predict runs/images --data new --format images --image-size 6x6 --unreadable skip -o images.out",
+    "evaluate one class": "evaluate runs/images --data dogs --json",
+    "predict images": "predict runs/images --data new --image-size 6x6 --unreadable skip -o images.out",
     "evaluate table": "evaluate runs/table --data table --format csv --types a=float32,b=float32 --json",
     "predict table": "predict runs/table --data table --format csv --types a=float32,b=float32 -o table.out",
+    "predict rows without labels": "predict runs/table --data new.csv -o new.out",
 }
 
 
@@ -60,7 +63,9 @@ def command(name, folder):
 
 
 def loss_of(name, folder):
-    return json.loads(command(name, folder).splitlines()[-1])["loss"]
+    """What a command prints to stdout is its result alone."""
+    out, _ = run(*COMMANDS[name].split(), cwd=folder, program=RAYTF)
+    return json.loads(out)["loss"]
 
 
 def test_images_train(folder):
@@ -74,8 +79,19 @@ def test_images_train(folder):
     for i in range(3):
         (folder / "new" / f"{i}.png").write_bytes(image((9, 7), i))
     assert loss_of("evaluate images", folder) == pytest.approx(trained, abs=1e-3)
+    model = raytf.load_model(folder / "runs" / "images")
+    pictures(folder / "more")
+    (folder / "dogs").mkdir()
+    (folder / "more" / "dogs").rename(folder / "dogs" / "dogs")
+    black = model.predict(np.zeros((1, 6, 6, 3)), verbose=0)  # the one picture of a dog
+    assert loss_of("evaluate one class", folder) == pytest.approx(-np.log(black[0, 1]), rel=1e-3)
+    (folder / "new" / "1b.png").write_bytes(b"no image")
     command("predict images", folder)
-    assert pq.read_table(folder / "images.out").num_rows == 3
+    found = pq.read_table(folder / "images.out")
+    assert found["path"].to_pylist() == [str(folder / "new" / f"{i}.png") for i in range(3)]
+    expected = model.predict(np.stack([np.full((6, 6, 3), i, "float32") for i in range(3)]), verbose=0)
+    np.testing.assert_allclose(np.stack(found["predictions"].to_pylist()).reshape(3, 2), expected, atol=1e-5)
+    assert found["class"].to_pylist() == [["cats", "dogs"][number] for number in expected.argmax(axis=1)]
 
 
 def test_a_table_is_shown_and_trains(folder):
@@ -89,6 +105,16 @@ def test_a_table_is_shown_and_trains(folder):
     found = np.ravel(pq.read_table(folder / "table.out")["predictions"].to_pylist())
     sums = np.loadtxt(folder / "table" / "a.csv", delimiter=",", skiprows=1)[:, 2]
     assert np.mean((found - sums) ** 2) == pytest.approx(loss, rel=1e-4)
+    rows = np.loadtxt(folder / "table" / "a.csv", delimiter=",", skiprows=1)[:, :2]
+    write_csv(folder / "new.csv", ["a", "b"], rows)
+    command("predict rows without labels", folder)
+    expected = raytf.load_model(folder / "runs" / "table").predict(rows[:, ::-1], verbose=0)
+    for name in ("table.out", "new.out"):
+        found = np.ravel(pq.read_table(folder / name)["predictions"].to_pylist())
+        np.testing.assert_allclose(found, expected.ravel(), rtol=1e-4)
+    words = COMMANDS["predict rows without labels"].split()
+    _, err = run(*words, "--features", "a", cwd=folder, code=2, program=RAYTF)
+    assert "--features a: the run was trained with b,a" in err and "The model must fit the data" in err
 
 
 def test_images_are_swept(folder):

@@ -353,7 +353,7 @@ while not os.path.exists("ready"):
     ],
 )
 def test_wrong_calls_fail_with_the_reason(arguments, message):
-    _, err = run(*arguments, code=1 if "cluster must be able" in message else 2)
+    _, err = run(*arguments, code=2)
     assert message in err and "Traceback" not in err
 
 

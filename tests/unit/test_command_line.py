@@ -7,19 +7,27 @@ import math
 import os
 import re
 import shlex
+import sys
 
+import keras
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from click.testing import CliRunner
 
 import raytf
-from raytf import cli
+from raytf import cli, cli_options
 from raytf.cli_parts import given_options
+from raytf.console import phases
+from raytf.doctor import examination
 from raytf.errors import ConfigError, ResourceError
+from raytf.runtime import connection, resources
 from raytf.storage.checkpoint_files import AT_ENDS, CheckpointState, DamagedCheckpointError
 from raytf.storage.run_lock import RunLock
 from raytf.train import run_list
+from raytf.worker import export
+from tests.unit.test_tfrecords import example, write
+from tests.waiting import until
 
 TRAINING = ["m:f", "--data", "d", "--features", "a"]
 
@@ -76,6 +84,7 @@ def test_help_has_an_example_that_the_command_takes(command, tmp_path, monkeypat
         (["evaluate", "nowhere", "--data", "d", "--features", "a"], "nowhere"),
         (["runs", "nowhere"], "nowhere"),
         (["report", "nowhere"], "nowhere"),
+        (["report", ".", "-o", "."], "may write"),
         (["completion", "tcsh"], "'bash', 'zsh', 'fish'"),
         (["nothing"], "No such command"),
     ],
@@ -91,6 +100,102 @@ def test_nan_is_an_argument_of_the_trainer(command, domains):
     for words, value in ((["--nan", "stop"], "stop"), ([], "warn")):
         context = cli.main.commands[command].make_context(command, [*TRAINING[:1], *domains, *TRAINING[1:], *words])
         assert given_options(context)["trainer"]["nan"] == value
+
+
+def test_wrong_content_of_a_users_file_is_a_wrong_value(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bad.yaml").write_text("a: [1, 2\nb: }")
+    (tmp_path / "rows.csv").write_text("a,y\n1,2\n")
+    (tmp_path / "needs.py").write_text("import a_package_that_is_missing.part\n")
+    write(tmp_path / "rows.tfrecord", [example(x=1, target=1)])
+    epoch(tmp_path, "first", 1, loss=[1.0])
+    training = ["--features", "a", "--labels", "y"]
+    for arguments, message in (
+        (["sweep", "needs:f", "--space", "bad.yaml", "--data", "rows.csv", *training], "is a file of YAML"),
+        (["train", "needs:f", "--data", "rows.csv", "--features", "z"], "which has 'a', 'y'"),
+        (["train", "needs:f", "--data", "rows.tfrecord", "--features", "z"], "which has 'target', 'x'"),
+        (["train", "needs:f", "--data", "rows.csv", *training], "needs.py, line 1"),
+        (["train", "raytf.missing:f", "--data", "rows.csv", *training], "MODULE must be a module"),
+        (["predict", "first", "--data", "rows.csv", "-o", "rows.csv"], "written into a folder"),
+        (["predict", "first", "--data", "rows.csv", "-o", "rows.csv/out"], "may write"),
+        (["runs", ".", "--metric", "los"], "no run in . has the metric 'los'"),
+    ):
+        outcome = invoke(*arguments)
+        text = " ".join(outcome.output.split())
+        assert outcome.exit_code == 2 and message in text and "Usage: " in text, (outcome.output, outcome.exception)
+
+
+@pytest.mark.parametrize("names", [["label", "image", "path"], ["age", "image", "path"]])
+def test_columns_of_images_are_known_before_ray_starts(names, tmp_path):
+    (tmp_path / "cat").mkdir()
+    (tmp_path / "cat" / "1.png").touch()
+    if names[0] == "age":
+        (tmp_path / "labels.csv").write_text("file,age\ncat/1.png,2\n")
+    cli_options.check_files("train", str(tmp_path), "auto", {"labels": names[0]})
+    with pytest.raises(ConfigError, match="'z'"):
+        cli_options.check_files("train", str(tmp_path), "auto", {"labels": "z"})
+    with pytest.raises(ConfigError, match="which has 'image', 'path'; "):
+        cli_options.check_files("train", str(tmp_path), "auto", {"labels": "label"}, labelled=False)
+
+
+def test_more_workers_than_the_cluster_holds_are_a_wrong_value(tmp_path, monkeypatch):
+    """At the start; a cluster that changes later is an error of the run, see below."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models.py").write_text("def f(config): pass\n")
+    (tmp_path / "rows.csv").write_text("a,y\n1,2\n")
+    monkeypatch.setattr(connection, "connect", lambda *bundles, **options: None)
+    monkeypatch.setattr(resources, "describe_sharing", lambda workers, bundles: workers)
+
+    def refuse(workers):
+        raise ResourceError("The cluster must be able to hold every worker", workers.num_workers, "Use fewer workers")
+
+    monkeypatch.setattr(resources, "check_cluster", refuse)
+    outcome = invoke(
+        "train", "models:f", "--data", "rows.csv", "--features", "a", "--labels", "y", "--num-workers", "9"
+    )
+    assert outcome.exit_code == 2 and "received: 9" in outcome.output, (outcome.output, outcome.exception)
+
+
+class Waiting:
+    """A module's code that ends when the command has shown a text."""
+
+    def __init__(self, text: str):
+        self.text = text
+
+    def __call__(self, *arguments, **options):
+        shown = lambda: self.text in "".join(s.buffer.getvalue().decode() for s in (sys.stdout, sys.stderr))
+        until(shown)
+        raise ConfigError("It has been shown", repr(self.text), "Go ahead")
+
+
+@pytest.fixture
+def shown(monkeypatch):
+    """Phases are printed at once."""
+    monkeypatch.setattr(phases, "_WORTH_A_LINE", 0.0)
+
+
+def test_what_a_command_waits_for_is_shown(shown, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows.csv").write_text("a,y\n1,2\n")
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    model.save(tmp_path / "model.keras")
+    (tmp_path / "waits.py").write_text(
+        "from tests.unit.test_command_line import Waiting\nWaiting('importing waits ...')()\n"
+    )
+    monkeypatch.setattr(raytf, "load_model", Waiting("loading the model ..."))
+    monkeypatch.setattr(export, "export", Waiting("writing and checking the model ..."))
+    monkeypatch.setattr(examination, "run_examination", Waiting("looking for the cluster ..."))
+    for arguments in (
+        ["train", "waits:f", "--data", "rows.csv", "--features", "a"],
+        ["predict", "model.keras", "--data", "rows.csv", "-o", "out"],
+        ["evaluate", "model.keras", "--data", "rows.csv", "--json"],
+        ["export", "model.keras", "-o", "served"],
+        ["doctor"],
+    ):
+        outcome = invoke(*arguments)
+        assert outcome.exit_code == 2 and "It has been shown" in outcome.output, (outcome.output, outcome.exception)
+        assert ("..." in outcome.stdout) == (arguments[0] == "train"), "stdout is the result's"
 
 
 def test_version_and_completion():

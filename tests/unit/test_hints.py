@@ -328,7 +328,7 @@ def test_missing_column_of_the_validation_data_is_reported_as_such(tmp_path):
     pq.write_table(pa.table({"a": [1.0]}), tmp_path / "rows.parquet")
     for name, message in (("train", "^labels must"), ("validation", "^In the dataset 'validation' labels must")):
         with pytest.raises(ConfigError, match=message):
-            cli_options.check_columns(name, str(tmp_path), {"labels": "y"})
+            cli_options.check_files(name, str(tmp_path), "auto", {"labels": "y"})
 
 
 @pytest.mark.parametrize("wrong", [{"loss": "msee"}, {"loss": "mse", "metrics": ["acuracy"]}])

@@ -131,6 +131,13 @@ def test_differences_outside_the_model_are_named(base, case):
     assert texts(run_of(base), run_of(base, **changes)) == [(text, False) for text in expected]
 
 
+def test_classes_are_compared_where_both_runs_name_them(base):
+    was = run_of(base, classes={"label": ["cat", "dog"]})
+    assert texts(was, run_of(base)) == texts(run_of(base), was) == [], "an earlier version did not store them"
+    (found,) = texts(was, run_of(base, classes={"label": ["bird", "cat", "dog"]}))
+    assert found == ("classes of label [bird, cat, dog], was [cat, dog]", False)
+
+
 def test_another_python_and_another_keras_are_not_differences(base):
     was = run_of(base, map={"function": "f", "code": "3.11 ab"})
     assert texts(was, run_of(base, map={"function": "f", "code": "3.12 cd"})) == []

@@ -12,7 +12,7 @@ import rich.console
 from ray.train import RunConfig
 
 from raytf.console import phases
-from raytf.train import results
+from raytf.train import results, run_list
 from raytf.tune import table
 from tests.unit.test_command_line import epoch
 
@@ -63,7 +63,7 @@ def test_the_table_of_a_result_has_a_whole_head():
     assert out.getvalue().splitlines()[0] == "result of the last epoch"
 
 
-def test_ended_run_is_reported_before_anything_starts(tmp_path):
+def test_ended_run_is_reported_before_anything_starts(tmp_path, monkeypatch):
     epoch(tmp_path, "done", 3, loss=[3.0, 2.0, 1.0])
     epoch(tmp_path, "early", 1, stopped=True, loss=[3.0])
     run = lambda name: RunConfig(name=name, storage_path=str(tmp_path))
@@ -71,6 +71,12 @@ def test_ended_run_is_reported_before_anything_starts(tmp_path):
     assert message == "done has trained 3 of 3 epochs, and is finished" and message in phases.starting_phase(message)
     assert results.has_ended(run("early"), 5) is not None
     assert results.has_ended(run("done"), 4) is None and results.has_ended(run("new"), 1) is None
+
+    def no_access(*place):
+        raise PermissionError("ACCESS_DENIED")
+
+    monkeypatch.setattr(run_list, "newest", no_access)
+    assert results.has_ended(run("done"), 3) is None, "the run reports it as it starts"
 
 
 def test_a_loop_of_a_users_own_reports_what_it_likes():

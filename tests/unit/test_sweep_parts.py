@@ -239,6 +239,35 @@ def test_the_live_table(tmp_path):
     assert rows[0][4].strip() == "0.25 *" and "(16 a replica)" in rows[1][2]
 
 
+def test_the_lines_before_the_first_trial_has_ended(monkeypatch):
+    """Outside of a terminal, where there is no live table."""
+    from types import SimpleNamespace
+
+    from raytf.console import phases
+    from raytf.tune import table as table_module
+    from tests.unit.test_progress import Output
+    from tests.waiting import until
+
+    output = Output()
+    monkeypatch.setattr(phases, "console", lambda: output)
+    monkeypatch.setattr(phases, "_WORTH_A_LINE", 0.0)
+    monkeypatch.setattr(table_module, "_LINE_INTERVAL", 0.0)
+    result = {"loss": 0.5, "training_iteration": 1}
+    trial = SimpleNamespace(trial_id="a", status="RUNNING", last_result={}, config={"units": 2})
+    with table_module.SweepTable("loss", "min", 4, show=True) as table:
+        until(lambda: output == ["starting workers ..."])
+        table.on_trial_start(0, [trial], trial)
+        until(lambda: output[1:] == ["compiling and making the first step ..."])
+        trial.last_result = result
+        table.on_trial_result(0, [trial], trial, result)
+        table.on_step_end(0, [trial])
+        assert output[2:] == ["0/4 trials ended, 1 running, best loss 0.5"]
+        table.on_trial_complete(0, [trial], trial)
+        table.on_trial_start(0, [trial], trial)
+        table.on_step_end(0, [trial])
+    assert len(output) == 4 and output[3].startswith("trial 1/4  units=2  loss 0.5  after 1 report(s)")
+
+
 def test_a_sweep_whose_trials_all_diverged_names_none_as_the_best():
     import io
     from types import SimpleNamespace

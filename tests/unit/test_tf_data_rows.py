@@ -2,13 +2,18 @@
 
 import collections
 
+import keras
+import numpy as np
 import pytest
 import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import raytf
+from raytf.console import phases
 from raytf.errors import ConfigError
-from raytf.fitting import tf_data
+from raytf.fitting import arrays, tf_data
+from tests.waiting import until
 
 STEPS = {
     "map": lambda ds: ds.map(lambda x: x + 100),
@@ -98,3 +103,21 @@ def test_what_keras_reads_once_may_give_other_rows_each_time():
     ).shuffle(20)
     found = tf_data.rows_of(dataset.take(9).batch(4), "x", {}, reads_once=True)
     assert len(found.parts[0]) == 9 and not found.shuffles
+
+
+@pytest.mark.parametrize("call", [raytf.fit, raytf.evaluate, raytf.predict])
+def test_a_call_shows_that_it_reads_and_converts_its_data(call, monkeypatch, capsys):
+    def waits_for(text):
+        shown = []
+        until(lambda: shown.append(capsys.readouterr().out) or text in "".join(shown))
+        raise ConfigError("It has been shown", text, "Go ahead")
+
+    monkeypatch.setattr(phases, "_WORTH_A_LINE", 0.0)
+    monkeypatch.setattr(tf_data, "rows_of", lambda dataset, name, *arguments, **options: waits_for(f"reading {name} ."))
+    monkeypatch.setattr(arrays, "check_rows", lambda *arguments: waits_for("reading data ..."))
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    rows = np.zeros((4, 2))
+    for data in (tf.data.Dataset.from_tensors(rows), rows):
+        with pytest.raises(ConfigError, match="It has been shown"):
+            call(model, data)
