@@ -16,6 +16,7 @@ from ray.tune.utils import flatten_dict
 
 from raytf import logs
 from raytf.console import phases
+from raytf.console.progress import format_time_left
 from raytf.errors import ResourceError, first_line
 from raytf.runtime import resources
 from raytf.tune.sweep_end import SweepStop
@@ -147,9 +148,7 @@ class SweepTable(tune.Callback):
         title = f"{len(self._spent)}/{self._total or '?'} trials ended, {running} running"
         if best is not None:
             title += f", best {self._metric} {_format_value(best[0])}"
-        remaining = self.seconds_left(running)
-        if remaining is not None:
-            title += f", {int(remaining) // 60}:{int(remaining) % 60:02d} left"
+        title = ", ".join([title, *format_time_left(self.seconds_left(running))])
         table = RichTable()
         for name in ("trial", "state", "config", "report", self._metric):
             table.add_column(name)
