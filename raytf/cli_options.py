@@ -15,7 +15,7 @@ from raytf.data import records
 from raytf.data.columns import check_names, of_dataset, parse
 from raytf.data.files import CSV_ENDINGS, Files, csv_schema, find
 from raytf.errors import ConfigError, one_line, user_line
-from raytf.identity import config_keys
+from raytf.identity.required_keys import required_keys
 from raytf.runtime.topology import per_replica_batch, pick_strategy
 from raytf.tune.learning_rate import Scaling
 
@@ -138,14 +138,14 @@ def check_config_keys(build_model: Callable, known: Collection[str], params: Seq
         known: Keys of its config.
         params: Options of the command.
     """
-    for key, line in config_keys.required_keys(build_model).items():
+    for key, place in required_keys(build_model).items():
         if key in known:
             continue
         option = next((p.opts[0] for p in params if getattr(p, "receiver", None) == "config" and p.name == key), None)
         name = getattr(build_model, "__name__", "the model function")
         raise ConfigError(
             "The model function finds in its config what the options give",
-            f"no {option or repr(key)}, and {name} reads config[{key!r}] in line {line}",
+            f"no {option or repr(key)}, and {name} needs config[{key!r}] ({place})",
             f"Give {option} VALUE" if option else f"Give --set {key}=VALUE",
         )
 

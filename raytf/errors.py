@@ -32,14 +32,19 @@ def one_line(error: BaseException) -> str:
     For an error of TensorFlow, the line is the cause and its operation. For one raised in a Python function that a
     graph called, it is the function's own error.
     """
-    if type(error).__module__.partition(".")[0] == "tensorflow":
-        text = str(error)
-        python_error, cause = _python_cause(text), tensorflow_cause(text)
-        if python_error:
-            return cause if _WHOLE in text else python_error
-        if cause:
-            return f"{type(error).__name__}: {cause}"
-    return _autograph_cause(str(error)) or f"{type(error).__name__}: {first_line(error)}".rstrip(": ")
+    known = tensorflow_line(error) or _autograph_cause(str(error))
+    return known or f"{type(error).__name__}: {first_line(error)}".rstrip(": ")
+
+
+def tensorflow_line(error: BaseException) -> str:
+    """Returns the line of `one_line` for an error of TensorFlow whose text contains the cause, or ""."""
+    if type(error).__module__.partition(".")[0] != "tensorflow":
+        return ""
+    text = str(error)
+    python_error, cause = _python_cause(text), tensorflow_cause(text)
+    if python_error:
+        return cause if _WHOLE in text else python_error
+    return cause and f"{type(error).__name__}: {cause}"
 
 
 def tensorflow_cause(text: str) -> str:

@@ -214,6 +214,11 @@ def separate_function(function: Callable, **options):
 
 
 @uses_private("tensorflow.python.eager.polymorphic_function.concrete_function:ConcreteFunction.inference_fn")
+def failed_with(value: tf.distribute.coordinator.RemoteValue, error: BaseException) -> bool:
+    """Returns whether a scheduled function has raised this error; unlike `fetch`, it does not wait for the value."""
+    return getattr(value, "_error", None) is error
+
+
 def without_captures(traced):
     """Returns a concrete function without the variables of its trace; graphs that call it keep it alive."""
     return traced.inference_fn

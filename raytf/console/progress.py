@@ -191,13 +191,24 @@ def describe(update: dict, rate: float | None, remaining_seconds: float | None) 
     """Returns the progress line of an update."""
     steps = update["steps"] or "?"
     parts = [f"epoch {update['epoch']}/{update['epochs']}", f"step {update['step']}/{steps}"]
-    parts += [f"{k} {v:.4f}" for k, v in update["logs"].items() if isinstance(v, float)]
+    parts += [f"{k} {format_metric(v)}" for k, v in update["logs"].items() if isinstance(v, float)]
     if rate is not None:
         parts.append(f"{rate:,.0f} examples/s")
     if update["waiting"] is not None:
         parts.append(f"{update['waiting']:.0%} waiting for input")
-    if remaining_seconds is not None and not (update["ended"] and remaining_seconds < 1):
-        minutes, seconds = divmod(int(remaining_seconds), 60)
-        shown = f"{minutes // 60}:{minutes % 60:02d}:{seconds:02d}" if minutes >= 60 else f"{minutes}:{seconds:02d}"
-        parts.append(f"{shown} left")
+    parts += format_time_left(remaining_seconds)
     return "  ".join(parts)
+
+
+def format_metric(value: float) -> str:
+    """Returns a value with four decimals, or with four significant digits if these would hide or blow it up."""
+    return f"{value:.4f}" if value == 0 or 0.1 <= abs(value) < 1e6 else f"{value:.4g}"
+
+
+def format_time_left(seconds: float | None) -> list[str]:
+    """Returns "1:15 left" of remaining seconds in a list, which is empty if they are unknown or less than one."""
+    if seconds is None or seconds < 1:
+        return []
+    minutes, seconds = divmod(int(seconds), 60)
+    shown = f"{minutes // 60}:{minutes % 60:02d}:{seconds:02d}" if minutes >= 60 else f"{minutes}:{seconds:02d}"
+    return [f"{shown} left"]

@@ -264,6 +264,8 @@ def _predict(session, work: CallWork, model, sent, distribution) -> None:
     import numpy as np
     from keras import tree
 
+    from raytf.parallel.step_errors import cause_first
+
     _, dataset = _dataset(work, "train", session)
     step = _predict_function(model, distribution)
     together = _predicts_itself(model) and session.size > 1
@@ -271,7 +273,8 @@ def _predict(session, work: CallWork, model, sent, distribution) -> None:
     like = None  # the structure of the outputs, with the index of each
     for done, batch in enumerate(dataset, 1):
         rows = int(tree.flatten(batch)[0].shape[0])
-        outputs = step(batch) if rows or together else None
+        with cause_first(f"in step {done} of a prediction"):
+            outputs = step(batch) if rows or together else None
         if session.rank == 0 if together else rows:
             flat = [np.asarray(output) for output in tree.flatten(outputs)]
             like = tree.pack_sequence_as(outputs, list(range(len(flat)))) if like is None else like

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import ast
 import difflib
 import functools
 import gc
-import inspect
 import sys
-import textwrap
 from collections.abc import Callable, Collection, Iterator, Mapping
-from types import CodeType, FunctionType, MethodType
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 
@@ -19,6 +16,7 @@ class AccessTrackingConfig(dict):
 
     Attributes:
         read: Keys that were read.
+        requested: Keys that were read by themselves, and not by an iteration or a copy.
         whole: Whether all keys may have been read.
         defaults: Values read instead of missing keys.
         missing: Missing keys that were read without a default.
@@ -27,23 +25,30 @@ class AccessTrackingConfig(dict):
     def __init__(self, config: Mapping[str, Any]):
         super().__init__(config)
         self.read: set[str] = set()
+        self.requested: set[str] = set()
         self.whole = False
         self.defaults: dict[str, Any] = {}
         self.missing: set[str] = set()
 
-    def _record(self, key, default=None):
+    def _request(self, key):
         self.read.add(key)
+        self.requested.add(key)
+
+    def _record(self, key, default=None):
+        self._request(key)
         if not dict.__contains__(self, key):
             self.defaults.setdefault(key, default)
 
     def __getitem__(self, key):
         self.read.add(key)
+        if not self.whole:  # CPython copies a mapping by `keys` and then `__getitem__`
+            self.requested.add(key)
         if not dict.__contains__(self, key):
             self.missing.add(key)
         return super().__getitem__(key)
 
     def __contains__(self, key):
-        self.read.add(key)
+        self._request(key)
         return super().__contains__(key)
 
     def get(self, key, default=None):
@@ -80,8 +85,9 @@ def unread_keys(
 ) -> dict[str, str]:
     """Returns those of `names` that were not read, each with a similar key that was requested, or "".
 
-    If a function keeps the config, it may read it later, so all keys count as read. Keys in the source of a function
-    count, too: it may read them at another time. `functions` are called only while a key is unread.
+    If a function keeps the config, it may read it later, so all keys count as read; only a key that looks like one of
+    the trainer's own must then be named by the user's code. Keys in the source of a function count, too: it may read
+    them at another time. `functions` are called only while a key is unread.
 
     Args:
         names: Keys that the user has given.
@@ -90,7 +96,8 @@ def unread_keys(
             callbacks.
         references: `sys.getrefcount(noted)` in the calling function, before other references existed.
     """
-    asked = {*noted.read, *noted.defaults, *noted.missing} - set(names) | {"batch_size", "epochs"}
+    requested = set(noted.requested)
+    asked = {*noted.read, *noted.defaults, *noted.missing} - set(names) | _OWN
     unread_names = lambda: [] if noted.whole else sorted(set(names) - noted.read)
     for function in functions:
         noted.read |= mentioned_keys(function).intersection(dict.keys(noted)) if unread_names() else set()
@@ -100,8 +107,32 @@ def unread_keys(
         # the additional reference is this function's
         noted.whole = noted.whole or sys.getrefcount(noted) > references + 1
     del results
+    meant = {name: key for name in names if name not in requested and (key := _own_key(name))}
+    if noted.whole and meant:
+        named: set[str] = set().union(*map(_named_words, functions))
+        asked |= named & {"learning_rate"} - set(names)
+        return {name: key for name, key in sorted(meant.items()) if name not in named and key in asked}
     close = {name: difflib.get_close_matches(name, sorted(map(str, asked)), 1) for name in unread_names()}
-    return {name: next(iter(matches), "") for name, matches in close.items()}
+    hints = {name: next(iter(matches), "") for name, matches in close.items()}
+    return {name: key if (key := meant.get(name)) in asked else hint for name, hint in hints.items()}
+
+
+# Keys that the trainer reads whatever the model function does, and other words for them and for the learning rate.
+_OWN = frozenset(("batch_size", "epochs"))
+_OTHER_WORDS = {
+    "epochs": ("numepochs", "nepochs", "nbepochs", "nbepoch", "maxepochs", "numberofepochs"),
+    "batch_size": ("batch", "bs", "globalbatchsize", "trainbatchsize"),
+    "learning_rate": ("lr", "learnrate"),
+}
+
+
+def _own_key(name: str) -> str:
+    """Returns the well-known key that another one may mean, or ""."""
+    word = str(name).lower().replace("_", "").replace("-", "")
+    for key, others in _OTHER_WORDS.items():
+        if name != key and (word in others or difflib.get_close_matches(word, [key.replace("_", "")], 1, 0.85)):
+            return key
+    return ""
 
 
 def unread_warning(unread: Mapping[str, str]) -> str:
@@ -125,24 +156,104 @@ def _quiet(callbacks: Callable) -> Callable:
 
 def mentioned_keys(function: Callable) -> set[str]:
     """Returns the string constants of a function, and of the functions and classes of its package that it names."""
-    constants: set[str] = set()
-    seen: set[int] = set()
-    waiting: list[Any] = [function]
     package = _package(_unwrapped(function))
+    own = lambda value: isinstance(value, FunctionType | type) and _package(value) == package
+    codes = (code for value in _reached(function, own) for code in _codes(value))
+    return {const for code in codes for const in _strings(code.co_consts)}
+
+
+def _named_words(function: Callable) -> set[str]:
+    """Returns all words by which code can read a key: constants, attributes, parameters and fields.
+
+    It reads the user's code, with what modules, containers, objects and base classes of it hold, and the parameters of
+    functions and classes of other packages that the user's code names.
+    """
+    package = _package(_unwrapped(function))
+    own = lambda value: _package(value) == package or _is_users(value)
+    words: set[str] = set()
+    for value in _reached(function, own, _parts):
+        if isinstance(value, str):
+            words.add(value)
+        elif isinstance(value, type):
+            words |= {*vars(value), *vars(value).get("__annotations__", ())}
+        for code in _codes(value):
+            words |= {*_strings(code.co_consts), *code.co_names, *_parameters(code)}
+        for part in map(_unwrapped, _parts(value)):
+            code = getattr(vars(part).get("__init__") if isinstance(part, type) else part, "__code__", None)
+            words |= {*_parameters(code)} if code is not None else set()
+    return words
+
+
+def _parameters(code: CodeType) -> tuple[str, ...]:
+    """Returns a function's parameters; Keras passes its own values to a callback's methods and to lambdas."""
+    own = not code.co_name.startswith(("on_", "<"))
+    return code.co_varnames[: code.co_argcount + code.co_kwonlyargcount] if own else ()
+
+
+def _reached(
+    function: Callable, belongs: Callable[[Any], bool], parts: Callable[[Any], list] = lambda value: []
+) -> Iterator[Any]:
+    """Yields a function, and the values that its code names, and so on.
+
+    Args:
+        function: The function.
+        belongs: Whether a value is to be followed.
+        parts: Other values that follow from one.
+    """
+    seen: dict[int, Any] = {}
+    waiting: list[Any] = [function]
     while waiting:
         value = _unwrapped(waiting.pop())
-        if id(value) in seen or not isinstance(value, FunctionType | type) or _package(value) != package:
+        if id(value) in seen or not belongs(value):
             continue
-        seen.add(id(value))
+        seen[id(value)] = value  # a reference, so that no later value has its id
+        yield value
         if isinstance(value, type):
             waiting += vars(value).values()
-            continue
-        inner = list(codes_of(value.__code__))
-        constants |= {const for code in inner for const in _strings(code.co_consts)}
-        waiting += [value.__globals__[n] for code in inner for n in code.co_names if n in value.__globals__]
-        waiting += [cell.cell_contents for cell in value.__closure__ or () if is_filled(cell)]
-        waiting += value.__defaults__ or ()
-    return constants
+        elif isinstance(value, FunctionType):
+            names = [name for code in _codes(value) for name in code.co_names]
+            waiting += [value.__globals__[name] for name in names if name in value.__globals__]
+            waiting += [cell.cell_contents for cell in value.__closure__ or () if is_filled(cell)]
+            waiting += value.__defaults__ or ()
+        waiting += parts(value)
+
+
+def _parts(value: Any) -> list[Any]:
+    """Returns values to which a value leads, in addition to the names of functions and attributes of classes."""
+    if isinstance(value, type):
+        return list(value.__bases__)
+    if isinstance(value, dict):
+        return [*value, *value.values()]
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return list(value)
+    if isinstance(value, property):
+        return [value.fget]
+    if not isinstance(value, FunctionType):
+        return [type(value)]
+    names = {name for code in _codes(value) for name in code.co_names}
+    # also modules that are imported within the function
+    waiting = [value.__globals__.get(name, sys.modules.get(name)) for name in names]
+    found = {}
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, ModuleType) and id(part) not in found:
+            waiting += [vars(part)[name] for name in names & vars(part).keys()]
+        found[id(part)] = part
+    return [part for part in found.values() if part is not None and not isinstance(part, ModuleType)]
+
+
+def _is_users(value: Any) -> bool:
+    """Returns whether a value is of no installed package, as far as it has a module."""
+    module, path = getattr(value, "__module__", None), ""
+    if isinstance(value, FunctionType):
+        path = value.__code__.co_filename
+    elif isinstance(module, str) and module != "__main__":  # in another process that is another module
+        path = getattr(sys.modules.get(module), "__file__", None) or ""
+    return "/site-packages/" not in path and _package(value) not in {*sys.stdlib_module_names, "raytf"} - {"__main__"}
+
+
+def _codes(value: Any) -> list[CodeType]:
+    return list(codes_of(value.__code__)) if isinstance(value, FunctionType) else []
 
 
 def codes_of(code: CodeType) -> Iterator[CodeType]:
@@ -177,37 +288,5 @@ def _strings(constants: Any) -> Iterator[str]:
     for const in constants:
         if isinstance(const, str):
             yield const
-        elif isinstance(const, (tuple, frozenset)):
+        elif isinstance(const, tuple | frozenset):
             yield from _strings(const)
-
-
-_PLAIN = (ast.Assign, ast.AnnAssign, ast.Expr, ast.Return, ast.Import, ast.ImportFrom)
-# Nodes that evaluate parts later, or conditionally.
-_MAYBE = (ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp, ast.IfExp, ast.BoolOp)
-
-
-def required_keys(function: Callable) -> dict[str, int]:
-    """Returns the keys that a function of a config reads unconditionally at its beginning, and their lines.
-
-    It parses plain statements up to the first branch, or the first use of the config except `config[key]` and
-    `config.get`: later statements may have another config. Without a source it returns {}.
-    """
-    try:
-        lines, first = inspect.getsourcelines(function)
-        (tree,) = ast.parse(textwrap.dedent("".join(lines))).body
-        config = (tree.args.posonlyargs + tree.args.args)[0].arg
-    except (OSError, TypeError, SyntaxError, ValueError, AttributeError, IndexError):
-        return {}
-    lines_by_key: dict[str, int] = {}
-    for statement in tree.body:
-        nodes = list(ast.walk(statement))
-        reads = [node for node in nodes if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load)]
-        gets = [node for node in nodes if isinstance(node, ast.Attribute) and node.attr == "get"]
-        known = {id(node.value) for node in reads + gets}
-        other_uses = [n for n in nodes if isinstance(n, ast.Name) and n.id == config and id(n) not in known]
-        if other_uses or not isinstance(statement, _PLAIN) or any(isinstance(node, _MAYBE) for node in nodes):
-            break
-        for read in reads:
-            if isinstance(read.value, ast.Name) and read.value.id == config and isinstance(read.slice, ast.Constant):
-                lines_by_key.setdefault(str(read.slice.value), first + read.lineno - 1)
-    return lines_by_key

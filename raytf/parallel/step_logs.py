@@ -60,12 +60,16 @@ class Notes:
         traces: Traces of the train step (True) and the test step (False).
         last: Key in `traces` of the step that ran last.
         gathers: Whether a step gathers the rows of all replicas.
+        tested: Number of steps of the running evaluation so far.
+        predicted: Number of steps of the running prediction so far.
     """
 
     trials: dict = dataclasses.field(default_factory=dict)
     traces: dict[bool, StepTrace] = dataclasses.field(default_factory=dict)
     last: bool | None = None
     gathers: bool = False
+    tested: int = 0
+    predicted: int = 0
 
     @property
     def last_trace(self) -> StepTrace:

@@ -23,7 +23,7 @@ from raytf.compat import keras_objects, patching
 from raytf.compat.keras import backend_trainer, pythonify_logs
 from raytf.compat.patching import patch
 from raytf.compat.tensorflow import DistributedVariable, separate_function
-from raytf.errors import ConfigError, UnsupportedVersionError, with_cause
+from raytf.errors import ConfigError, UnsupportedVersionError
 from raytf.parallel import callbacks as callbacks_module
 from raytf.parallel import (
     compiled_update,
@@ -46,6 +46,7 @@ from raytf.parallel import (
     verbosity,
 )
 from raytf.parallel import step as step_module
+from raytf.parallel.step_errors import cause_first, progress_clause
 
 # Modules that replace functions of Keras, in addition to this one.
 REPLACING = (
@@ -158,8 +159,11 @@ def _track_activity(model, function: Callable, training: bool) -> Callable:
 
         def tested(iterator):
             notes.last = False
-            with activity_log.in_phase(activity.VALIDATION), _cause_first("in a step of a validation"):
-                return function(iterator)
+            location = f"{progress_clause(notes.tested, model.steps_per_execution)} of a validation"
+            with activity_log.in_phase(activity.VALIDATION), cause_first(location):
+                outputs = function(iterator)
+            notes.tested += model.steps_per_execution
+            return outputs
 
         return tested
 
@@ -170,7 +174,7 @@ def _track_activity(model, function: Callable, training: bool) -> Callable:
         try:
             with (
                 recovery_client.client.execution(),
-                _cause_first(_progress_clause(activity_log.step, model.steps_per_execution)),
+                cause_first(progress_clause(activity_log.step, model.steps_per_execution)),
             ):
                 outputs = function(iterator)
         except BaseException:  # also at the end of the data
@@ -180,38 +184,6 @@ def _track_activity(model, function: Callable, training: bool) -> Callable:
         return outputs
 
     return trained
-
-
-def _progress_clause(done: int, count: int) -> str:
-    """Returns the names of an execution's steps, after `done` steps since the start."""
-    return f"in step {done + 1}" if count == 1 else f"in one of the steps {done + 1} to {done + count}"
-
-
-# Errors at the end of data, or after the loss of another process: other code catches these types.
-_OF_OTHERS = (
-    tf.errors.OutOfRangeError,
-    tf.errors.AbortedError,
-    tf.errors.CancelledError,
-    tf.errors.DeadlineExceededError,
-    tf.errors.UnavailableError,
-)
-
-
-@contextlib.contextmanager
-def _cause_first(location: str):
-    """Puts the cause of a TensorFlow error first, which otherwise follows some 50 lines about the graph."""
-    try:
-        yield
-    except tf.errors.OpError as error:
-        text = str(error)
-        new_text = with_cause(text, location)
-        if isinstance(error, _OF_OTHERS) or new_text == text:
-            raise
-        try:
-            new_error = type(error)(error.node_def, error.op, new_text)
-        except TypeError:  # a class with other arguments
-            raise error from error.__cause__
-        raise new_error.with_traceback(error.__traceback__) from error.__cause__
 
 
 def _refuse_what_cannot_work(model, strategy):
@@ -293,6 +265,7 @@ def _evaluate(original, self, x=None, y=None, batch_size=None, verbose="auto", *
             if self.built:
                 metrics.synchronize(self)
         notes = step_logs.notes_of(self)
+        notes.tested = 0
         trained, last = notes.last, {k: v for k, v in self.__dict__.items() if k == "_raytf_last"}
         try:
             return original(self, x, y, batch_size, verbosity.for_call(verbose), *args, **kwargs)
@@ -305,6 +278,7 @@ def _evaluate(original, self, x=None, y=None, batch_size=None, verbose="auto", *
 @patch((backend_trainer.TensorFlowTrainer, "predict"))
 def _predict(original, self, x, batch_size=None, verbose="auto", *args, **kwargs):
     """Replaces `predict`: only the chief prints progress."""
+    step_logs.notes_of(self).predicted = 0
     return original(self, x, batch_size, verbosity.for_call(verbose), *args, **kwargs)
 
 
@@ -323,7 +297,24 @@ def _make_predict_function(original, self, force=False):
             return tree.map_structure(lambda t: t[:rows], outputs)
 
         self.__dict__["predict_step"] = padded
-    return original(self, force)
+    known = self.predict_function
+    original(self, force)
+    if self.predict_function is not known:
+        self.predict_function = _predicted(self, self.predict_function)
+    return self.predict_function
+
+
+def _predicted(model, function: Callable) -> Callable:
+    """Wraps an execution of prediction steps: its errors name the step."""
+    notes = step_logs.notes_of(model)
+
+    def predicted(data):
+        with cause_first(f"{progress_clause(notes.predicted, len(data))} of a prediction"):
+            outputs = function(data)
+        notes.predicted += len(data)
+        return outputs
+
+    return predicted
 
 
 @patch((backend_trainer.TensorFlowTrainer, "train_on_batch"), (backend_trainer.TensorFlowTrainer, "test_on_batch"))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import re
 import time
 import warnings
 from collections.abc import Sequence
@@ -21,9 +22,10 @@ import tensorflow as tf
 
 from raytf import logs
 from raytf.compat.keras import pythonify_logs
-from raytf.compat.tensorflow import separate_function
+from raytf.compat.tensorflow import failed_with, separate_function
 from raytf.data.feed import SUPERBATCH, Feed
 from raytf.parallel import callbacks as callbacks_module
+from raytf.parallel.step_errors import cause_first, progress_clause
 from raytf.parameter_server import rows
 from raytf.parameter_server.remote_model import RemoteModel
 from raytf.parameter_server.servers import ServerGroup, ServerLostError
@@ -153,7 +155,7 @@ class EpochRunner:
         if saver is not None:
             last = int(min(last, begin + saver.steps_to_next(position.step)))
         results, began = [], time.monotonic()
-        with self._lost_servers():
+        with self._lost_servers(), cause_first(lambda error: _location(error, results, position.step - begin)):
             initial = self.remote.steps()
             while first < last:
                 steps_made = self.remote.steps() - initial
@@ -180,7 +182,7 @@ class EpochRunner:
         """
         results, first, last = [], 0, self.steps("validation")
         self.model.reset_metrics()
-        with self._lost_servers():
+        with self._lost_servers(), cause_first(lambda error: _location(error, results, 0, " of a validation")):
             while first < last:
                 first = self._begin("validation", 0, first, last, results)
             totals = self._finish(results, None, 0, 0)
@@ -202,7 +204,7 @@ class EpochRunner:
         chunk = self._feeds[name].chunk_steps
         end = min(last, first + self._longest(name), (first // chunk + 1) * chunk)
         arguments = [tf.constant(value, tf.int64) for value in (epoch, first, end - first)]
-        results.append(self._coordinator.schedule(self._spans[name], args=tuple(arguments)))
+        results.append((first, end, self._coordinator.schedule(self._spans[name], args=tuple(arguments))))
         return end
 
     def _longest(self, name: str) -> int:
@@ -224,7 +226,7 @@ class EpochRunner:
         """Waits for all spans that have begun, and returns the metrics of each."""
         while not self._coordinator.done():
             self._poll(progress, begin, first_count)
-        return [[np.asarray(v) for v in result.fetch()] for result in results]
+        return [[np.asarray(v) for v in result.fetch()] for _, _, result in results]
 
     def _poll(self, progress, begin: int, first_count: int) -> None:
         self._servers.changed.wait(_POLL_INTERVAL)
@@ -245,6 +247,21 @@ class EpochRunner:
     def steps(self, name: str) -> int:
         """Returns the number of steps of an epoch; 0 without such a dataset."""
         return self._feeds[name].steps if name in self._feeds else 0
+
+
+def _location(error: tf.errors.OpError, results: list, before: int, more: str = "") -> str:
+    """Returns the steps and the worker in which an error occurred, as a clause.
+
+    Args:
+        error: The error.
+        results: (first step, step after the last one, its `RemoteValue`) of each span, from the first one on.
+        before: Number of steps before step 0 of the spans.
+        more: End of the clause's first part.
+    """
+    failed = [(first, end) for first, end, value in results if failed_with(value, error)]
+    first, end = failed[0] if failed else (results[0][0], results[-1][1])
+    worker = re.search(r"/job:worker/replica:\d+/task:(\d+)", str(error))
+    return f"{progress_clause(before + first, end - first)}{more}{f', on worker {worker[1]}' if worker else ''}"
 
 
 def train(task, session) -> dict[str, int] | None:

@@ -25,7 +25,7 @@ from raytf.data.record_files import RecordBlocks
 from raytf.data.sampling import Sampling
 from raytf.data.stored import StoredDataset
 from raytf.data.tf_data import PipelineFacts, TFData
-from raytf.errors import ConfigError, UnsupportedVersionError, user_line, without_escapes
+from raytf.errors import ConfigError, UnsupportedVersionError, tensorflow_line, user_line, without_escapes
 from raytf.identity import canonical, config_keys, fingerprint
 from raytf.identity.config_keys import AccessTrackingConfig
 from raytf.parallel import model_optimizers
@@ -108,7 +108,7 @@ def _tried(
         identity = _identity(model, noted, config, block, batch)
         functions = [build_model] if callbacks is None else [build_model, callbacks]
         unread = config_keys.unread_keys(names, noted, functions, references)
-        facts = None if rows is None else _facts(model, _feed(block, batch, rows))
+        facts = None if rows is None else _measured(model, _feed(block, batch, rows))
         return Tried(facts, identity, warning, unread, _logs(model), pipelines)
 
     return _in_a_copy(answer)
@@ -197,6 +197,20 @@ class ModelFacts:
     row_bytes: float
     step_seconds: float
     table_slot_bytes: int = 0
+
+
+def _measured(model, feed) -> ModelFacts:
+    """Returns `_facts`; raises ConfigError if a step fails."""
+    try:
+        return _facts(model, feed)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            "A training step on the first rows must work",
+            _error_with_line(error),
+            "Correct these rows, or change the model",
+        ) from error
 
 
 def _facts(model, feed) -> ModelFacts:
@@ -542,6 +556,8 @@ def _shape(spec) -> str:
 
 
 def _first_line(error: BaseException) -> str:
+    if known := tensorflow_line(error):
+        return known
     text = without_escapes(error).split("Arguments received by")[0]
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     useful = [line for line in lines if not line.startswith("Exception encountered")]
@@ -551,4 +567,4 @@ def _first_line(error: BaseException) -> str:
 
 
 def _error_with_line(error: BaseException) -> str:
-    return f"{_first_line(error)}{user_line(error)}"
+    return tensorflow_line(error) or f"{_first_line(error)}{user_line(error)}"

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from raytf import validation
+from raytf.console.progress import format_metric
 from raytf.errors import ConfigError
 from raytf.storage.run_folder import RunFolder
 from raytf.train import run_list
@@ -60,10 +61,10 @@ def summary(last: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> list[
     shown = [f"epoch {last['epoch']}"] if "epoch" in last else []
     for name, value in last.items():
         if isinstance(value, numbers.Real) and not isinstance(value, numbers.Integral):
-            shown.append(f"{name} {value:.4f}")
+            shown.append(f"{name} {format_metric(value)}")
     best = run_list.best_of(rows)
     if best is not None and len(rows) > 1 and best[2] != rows[-1].get("epoch"):
-        shown.append(f"(best {best[0]} {best[1]:.4f} in epoch {best[2]})")
+        shown.append(f"(best {best[0]} {format_metric(best[1])} in epoch {best[2]})")
     return [f"result  {'  '.join(shown)}"] if shown else []
 
 
@@ -89,7 +90,7 @@ def show_result(result: Result, console: Console | None = None) -> None:
     console.print("result of the last epoch")  # not as a title, which a narrow table would break
     table = Table("metric", "value")
     for name, value in (result.metrics or {}).items():
-        table.add_row(name, f"{value:.4f}" if isinstance(value, float) else str(value))
+        table.add_row(name, format_metric(value) if isinstance(value, float) else str(value))
     console.print(table)
     path = result.checkpoint.path if result.checkpoint else "none"
     console.print(f"checkpoint   {path}", soft_wrap=True, highlight=False)

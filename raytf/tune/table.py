@@ -17,6 +17,7 @@ from ray.tune.utils import flatten_dict
 
 from raytf import events, logs
 from raytf.console import phases
+from raytf.console.progress import format_time_left
 from raytf.errors import ResourceError, first_line
 from raytf.runtime import resources
 from raytf.tune.sweep_end import SweepStop
@@ -180,10 +181,7 @@ class SweepTable(tune.Callback):
         title = f"{len(self._spent)}/{self._total or '?'} trials ended, {running} running"
         if best is not None:
             title += f", best {self._metric} {_format_value(best[0])}"
-        remaining = self.seconds_left(running)
-        if remaining is not None:
-            title += f", {int(remaining) // 60}:{int(remaining) % 60:02d} left"
-        return title
+        return ", ".join([title, *format_time_left(self.seconds_left(running))])
 
     def _table(self):
         from rich.console import Group

@@ -74,7 +74,7 @@ def test_images_train(folder):
     assert "--features image --labels label, as no features are given" in out
     assert "1 image(s) cannot be decoded and are left out" in out and "images/cats/4.jpg" in out
     assert "train: 4 rows" in out and "epoch 1/1" in out and "val_loss" in out
-    trained = float(re.search(r"val_loss ([\d.]+)", out)[1])
+    trained = float(re.search(r"val_loss ([\d.e-]+)", out)[1])
     (folder / "new").mkdir()  # without folders for classes
     for i in range(3):
         (folder / "new" / f"{i}.png").write_bytes(image((9, 7), i))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from raytf.console import phases as phases_module
 from raytf.console.phases import Phases
-from raytf.console.progress import Board, BoardReader, Rate, describe
+from raytf.console.progress import Board, BoardReader, Rate, describe, format_metric
 from tests.waiting import until
 
 
@@ -166,8 +166,16 @@ def test_the_end_of_a_training_begins_the_last_phase_whatever_ends_it():
     assert len(lines) == 1 and running is None and phase == phases_module.ENDING
 
 
+def test_small_and_large_values_keep_their_digits():
+    values = {0.0: "0.0000", 1e-5: "1e-05", -3.14159e-3: "-0.003142", 0.25: "0.2500", 12.5: "12.5000", 1e9: "1e+09"}
+    assert [format_metric(value) for value in values] == list(values.values())
+    assert format_metric(float("nan")) == "nan" and format_metric(float("inf")) == "inf"
+    assert "  loss 3e-06  learning_rate 1e-05  " in describe(update(1, 1, loss=3e-6, learning_rate=1e-5), None, None)
+
+
 def test_no_time_is_left_when_the_last_epoch_has_ended():
     assert "left" not in describe(update(4, 10, ended=True), 10.0, 0.0)
+    assert "left" not in describe(update(4, 9), 10.0, 0.4)
     assert describe(update(2, 10, ended=True), 10.0, 20.0).endswith("0:20 left")
     assert describe(update(2, 10), 10.0, 7509.0).endswith("  2:05:09 left")
 

@@ -59,8 +59,10 @@ def test_a_run_ends_with_its_result_and_how_to_load_it():
 
 def test_the_table_of_a_result_has_a_whole_head():
     out = io.StringIO()
-    results.show_result(result([{"epoch": 1, "loss": 0.5}]), rich.console.Console(file=out, width=80))
-    assert out.getvalue().splitlines()[0] == "result of the last epoch"
+    rows = [{"epoch": 1, "loss": 0.5, "learning_rate": 1e-5}]
+    results.show_result(result(rows), rich.console.Console(file=out, width=80))
+    assert out.getvalue().splitlines()[0] == "result of the last epoch" and " 1e-05 " in out.getvalue()
+    assert results.summary(rows[0], rows) == ["result  epoch 1  loss 0.5000  learning_rate 1e-05"]
 
 
 def test_ended_run_is_reported_before_anything_starts(tmp_path, monkeypatch):

@@ -233,10 +233,14 @@ def test_the_live_table(tmp_path):
     console = Console(width=120, record=True)
     console.print(table._table())
     text = console.export_text()
-    assert "2/4 trials ended, 1 running, best loss 0.25" in text and "0:00 left" in text
+    assert "2/4 trials ended, 1 running, best loss 0.25" in text and "left" not in text
     rows = [line.split("│")[1:] for line in text.splitlines() if "│ " in line]
     assert [row[0].strip() for row in rows] == ["bbbbb", "aaaaa", "ddddd"]
     assert rows[0][4].strip() == "0.25 *" and "(16 a replica)" in rows[1][2]
+    for spent, title in (([3600.0] * 2, "best loss 0.25, 2:00:00 left"), ([30.0] * 4, "best loss 0.25\n")):
+        table._spent = spent
+        console.print(table._table())
+        assert title in console.export_text()
 
 
 def test_the_lines_before_the_first_trial_has_ended(monkeypatch):
