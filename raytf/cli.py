@@ -60,6 +60,11 @@ def _check_memory_every(text: str) -> None:
     checkpoint_every.parse_steps(text)
 
 
+def _ports(ctx: click.Context, param: click.Parameter, text: str) -> tuple[int, int]:
+    with wrong_options():
+        return parse_ports(text)
+
+
 _TRAINING = options(
     option(
         "--data",
@@ -157,6 +162,20 @@ _TRAINING = options(
         type=click.IntRange(min=-1),
         show_default=True,
         help="Failures (lost workers, restarts) that the run survives; -1 for no limit.",
+    ),
+    option(
+        "--ports",
+        receiver="tensorflow",
+        default="20000-31999",
+        callback=_ports,
+        show_default=True,
+        metavar="FIRST-LAST",
+        help="Where workers listen.",
+    ),
+    option(
+        "--network",
+        receiver="tensorflow",
+        help="Interface (eth1) or network (10.1.0.0/16) on which they listen.  [default: Ray's]",
     ),
 )
 
@@ -535,6 +554,7 @@ def _trainer(ctx: click.Context, largest=lambda: 1, space: Collection[str] | Non
         space: Additional keys of the config, or None if they are not known.
     """
     from raytf import cli_options
+    from raytf.runtime.settings import TensorflowConfig
 
     values = given_options(ctx)
     with wrong_options():
@@ -543,6 +563,7 @@ def _trainer(ctx: click.Context, largest=lambda: 1, space: Collection[str] | Non
         config |= parse_settings(ctx.params["settings"])
         paths = {name: path for name, path in values["datasets"].items() if path}
         cli_options.check_training(values, config, paths)
+        tensorflow_config = TensorflowConfig(**values["tensorflow"])
         build_model = cli_options.load_function(module, function)
         if space is not None:
             cli_options.check_config_keys(build_model, {*config, *space}, ctx.command.params)
@@ -585,6 +606,7 @@ def _trainer(ctx: click.Context, largest=lambda: 1, space: Collection[str] | Non
                 resources_per_worker={"CPU": cpus} | ({"GPU": gpus} if gpus else {}),
             ),
             run_config=run_config,
+            tensorflow_config=tensorflow_config,
             **(values["trainer"] | roles),
         )
 
