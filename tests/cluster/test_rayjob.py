@@ -51,16 +51,16 @@ def started(tmp_path, monkeypatch):
             namespaces.hosts(1 + len(cpus)) as hosts,
             local.local_cluster(nodes=1 + len(cpus), options=options, hosts=hosts) as cluster,
         ):
-            yield RayJob(spec, tmp_path, hosts, cluster)
+            yield RayJob(spec, hosts, cluster)
 
     return start
 
 
 class RayJob:
-    """The job of the file: its command, with the test's script and storage."""
+    """The job of the file: its command, with the test's script."""
 
-    def __init__(self, spec: dict, folder: pathlib.Path, hosts, cluster):
-        self.spec, self.folder, self.host, self.cluster = spec, folder, hosts[0], cluster
+    def __init__(self, spec: dict, hosts, cluster):
+        self.spec, self.host, self.cluster = spec, hosts[0], cluster
 
     def popen(self, command: list[str]) -> subprocess.Popen:
         environment = os.environ | self.cluster.environment | {"PYTHONPATH": str(ROOT)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 import pathlib
@@ -13,6 +14,7 @@ import sys
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
 from ray.scripts import scripts
 
 from raytf import cli
@@ -386,9 +388,27 @@ def test_a_pod_waits_until_its_ray_node_has_ended_or_its_time_is_over(tmp_path, 
 
 
 def test_the_image_installs_what_constraints_pin():
-    """Every file that the Dockerfile copies is there, and pip gets the constraints."""
+    """Every file that the Dockerfile copies is there, where the pods expect it, and pip gets the constraints."""
     text = (FOLDER / "Dockerfile").read_text()
-    copied = [line.split()[1:-1] for line in text.splitlines() if line.startswith("COPY")]
-    names = [name for words in copied for name in words if not name.startswith("--")]
-    assert names and all((checks.ROOT / name).exists() for name in names)
+    place, copied = pathlib.PurePosixPath("/"), {}
+    for instruction, *words in (line.split() for line in text.splitlines() if line.strip()):
+        if instruction == "WORKDIR":
+            place /= words[0]
+        elif instruction == "COPY":
+            *sources, target = [word for word in words if not word.startswith("--")]
+            copied |= {source: str(place / target) for source in sources}
+    assert all((checks.ROOT / source).exists() for source in copied)
+    assert copied["cluster/kubernetes/drain.sh"] == "/opt/raytf/drain.sh" and copied["jobs"] == "/opt/raytf/jobs"
     assert "--constraint constraints.txt" in text and text.index("COPY pyproject") < text.index("pip install")
+    (image,) = re.findall(r"^FROM (.*)", text, re.MULTILINE)
+    assert re.fullmatch(r"python:3\.11-slim-bookworm@sha256:[0-9a-f]{64}", image)
+
+
+def test_the_constraints_pin_what_cuda_and_google_take():
+    lines = (checks.ROOT / "constraints.txt").read_text().splitlines()
+    pinned = dict(line.split("==") for line in lines if "==" in line and not line.startswith("#"))
+    asked = [Requirement(text) for text in importlib.metadata.requires("tensorflow")]
+    of_cuda = [one for one in asked if one.marker and "and-cuda" in str(one.marker)]
+    assert of_cuda and all(one.specifier.contains(pinned[one.name]) for one in of_cuda)
+    (install,) = re.findall(r"pip install .*", (FOLDER.parent / "gcp.yaml").read_text())
+    assert {name for name in install.split() if name.startswith("google-")} <= pinned.keys()
