@@ -463,7 +463,7 @@ def _arguments_of_tfjob(ctx: click.Context, tfjob: str, script: str | None, argu
     given_here = {
         name for name in ctx.params if ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
     }
-    for name in ("num_workers", "num_ps", "chief", "evaluator", "module", "cpus_per_worker", "gpus_per_worker"):
+    for name in ("num_workers", "num_ps", "chief", "evaluator", "module"):
         if name in given_here:
             option = f"--{name.replace('_', '-')}"
             raise ConfigError("With --tfjob, the YAML sets what runs where", option, f"Leave {option} out")
@@ -472,7 +472,8 @@ def _arguments_of_tfjob(ctx: click.Context, tfjob: str, script: str | None, argu
         click.echo(f"raytf run: {sentence}", err=True)
     if "max_restarts" in given_here:
         del read_arguments["max_restarts"]
-    return read_arguments
+    own = {name: ctx.params[name] for name in ("cpus_per_worker", "gpus_per_worker") if name in given_here}
+    return reader.with_resources(read_arguments, **own)
 
 
 def _warn_of_late_options(arguments) -> None:

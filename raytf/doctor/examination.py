@@ -185,7 +185,7 @@ class _Cluster:
                 self.measurements.skew[name] = min(times[name] - asked_at, 0.0) + max(times[name] - answered_at, 0.0)
 
     def ask_dashboard(self) -> None:
-        """Connects to Ray's dashboard on the head, where others are to reach it; one for this host alone is left out."""
+        """Connects to Ray's dashboard on the head at the head's address; one for that host alone is left out."""
         given = ray_core.dashboard_address()
         host, port = split_address(given) if given else ("", 0)
         asked = {
