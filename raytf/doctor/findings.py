@@ -261,8 +261,8 @@ def _dashboard(measurements: Measurements) -> Iterator[Finding]:
             problem="jobs cannot be submitted: Ray's dashboard does not listen at the head's address",
             nodes=(node,),
             measured=error,
-            fix='Start the head with `--dashboard-host ""`, in a pod `rayStartParams: {dashboard-host: ""}`: it then listens '
-            "by IPv4 and IPv6 (0.0.0.0 by IPv4 alone, :: by IPv6 alone)",
+            fix='Start the head with `--dashboard-host ""`, in a pod `rayStartParams: {dashboard-host: ""}`: it then '
+            "listens by IPv4 and IPv6 (0.0.0.0 by IPv4 alone, :: by IPv6 alone)",
         )
 
 

@@ -12,6 +12,8 @@ import shutil
 import subprocess
 import sys
 
+import celpy
+import kubernetes_validate
 import pytest
 import yaml
 from packaging.requirements import Requirement
@@ -402,6 +404,24 @@ def test_the_image_installs_what_constraints_pin():
     assert "--constraint constraints.txt" in text and text.index("COPY pyproject") < text.index("pip install")
     (image,) = re.findall(r"^FROM (.*)", text, re.MULTILINE)
     assert re.fullmatch(r"python:3\.11-slim-bookworm@sha256:[0-9a-f]{64}", image)
+
+
+def test_the_policy_takes_the_pod_to_which_kuberay_adds_a_container():
+    """By KubeRay's name of it, once; what it sets is typed, and only Kubernetes evaluates it."""
+    policy, binding = documents("restricted.yaml")
+    for document in (policy, binding):
+        kubernetes_validate.validate(document, "1.36", strict=True)
+    with pytest.raises(kubernetes_validate.ValidationError, match="matchCondition"):
+        kubernetes_validate.validate(patched([policy], "0/spec/matchCondition", [])[0], "1.36", strict=True)
+    assert binding["spec"]["policyName"] == policy["metadata"]["name"]
+    (condition,) = policy["spec"]["matchConditions"]
+    environment = celpy.Environment()
+    program = environment.program(environment.compile(condition["expression"]))
+    head = checks.templates(documents("train.yaml")[0])["head"]
+    added, context = {"name": "ray-job-submitter"}, {"securityContext": {}}
+    for more, taken in (([], False), ([added], True), ([added | context], False)):
+        pod = {"metadata": head["metadata"], "spec": {"containers": [*head["spec"]["containers"], *more]}}
+        assert bool(program.evaluate({"object": celpy.json_to_cel(pod)})) == taken
 
 
 def test_the_constraints_pin_what_cuda_and_google_take():
