@@ -5,6 +5,7 @@
 #SBATCH --cpus-per-task=8
 #SBATCH --time=12:00:00
 #SBATCH --exclusive
+#SBATCH --mem=0
 #SBATCH --requeue
 #SBATCH --open-mode=append
 #SBATCH --signal=B:USR1@120
@@ -14,12 +15,14 @@
 #   sbatch --nodes 4 cluster/slurm.sh python jobs/digits.py --name digits --num-workers 32 --storage /shared/runs
 #
 # 120 s before the time limit Slurm signals this shell (at a preemption, too, where slurm.conf has
-# SlurmctldParameters=preempt_send_user_signal). The command gets SIGTERM, stops after its step and writes it; the job is
+# PreemptParameters=send_user_signal). The command gets SIGTERM, stops after its step and writes it; the job is
 # queued again, and the same command resumes at the next step. A job whose node fails is queued again by Slurm itself.
+# A step with its checkpoint must take less than these 120 s: Slurm ends a job at its limit, and does not queue it again.
 # A signal before Ray is up waits for the command for 60 s, and then ends the job: exit code 143.
 # After scancel --signal=TERM --batch JOB the command stops in the same way, and the job is not queued again. A plain
 # scancel ends all processes of Ray at once.
-# --exclusive, as `ray symmetric-run` ends with `ray stop`, which ends every Ray process of yours on a node.
+# --exclusive, as `ray symmetric-run` ends with `ray stop`, which ends every Ray process of yours on a node. It gives the
+# job all CPUs of a node, and its memory by --mem=0 alone.
 # Every node needs the same Python in PATH, and the same home, with Ray's token.
 # No Slurm has run this script: tests run it on network namespaces with srun and scontrol of their own.
 set -u

@@ -61,6 +61,11 @@ def _check_memory_every(text: str) -> None:
     checkpoint_every.parse_steps(text)
 
 
+def _ports(ctx: click.Context, param: click.Parameter, text: str) -> tuple[int, int]:
+    with wrong_options():
+        return parse_ports(text)
+
+
 _TRAINING = options(
     option(
         "--data",
@@ -166,6 +171,20 @@ _TRAINING = options(
         type=click.IntRange(min=-1),
         show_default=True,
         help="Failures (lost workers, restarts) that the run survives; -1 for no limit.",
+    ),
+    option(
+        "--ports",
+        receiver="tensorflow",
+        default="20000-31999",
+        callback=_ports,
+        show_default=True,
+        metavar="FIRST-LAST",
+        help="Where workers listen.",
+    ),
+    option(
+        "--network",
+        receiver="tensorflow",
+        help="Interface (eth1) or network (10.1.0.0/16) on which they listen.  [default: Ray's]",
     ),
 )
 
@@ -462,7 +481,7 @@ def _arguments_of_tfjob(ctx: click.Context, tfjob: str, script: str | None, argu
     given_here = {
         name for name in ctx.params if ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
     }
-    for name in ("num_workers", "num_ps", "chief", "evaluator", "module", "cpus_per_worker", "gpus_per_worker"):
+    for name in ("num_workers", "num_ps", "chief", "evaluator", "module"):
         if name in given_here:
             option = f"--{name.replace('_', '-')}"
             raise ConfigError("With --tfjob, the YAML sets what runs where", option, f"Leave {option} out")
@@ -471,7 +490,8 @@ def _arguments_of_tfjob(ctx: click.Context, tfjob: str, script: str | None, argu
         click.echo(f"raytf run: {sentence}", err=True)
     if "max_restarts" in given_here:
         del read_arguments["max_restarts"]
-    return read_arguments
+    own = {name: ctx.params[name] for name in ("cpus_per_worker", "gpus_per_worker") if name in given_here}
+    return reader.with_resources(read_arguments, **own)
 
 
 def _warn_of_late_options(arguments) -> None:
@@ -547,6 +567,7 @@ def _trainer(ctx: click.Context, largest=lambda: 1, space: Collection[str] | Non
     """
     from raytf import cli_options
     from raytf.console import phases
+    from raytf.runtime.settings import TensorflowConfig
 
     values = given_options(ctx)
     with wrong_options():
@@ -562,6 +583,7 @@ def _trainer(ctx: click.Context, largest=lambda: 1, space: Collection[str] | Non
             if space is not None:
                 cli_options.check_config_keys(build_model, {*config, *space}, ctx.command.params)
             most_workers = largest()
+            tensorflow_config = TensorflowConfig(**values["tensorflow"])
         shown.begin(phases.starting_phase())
 
         from ray.train import FailureConfig, RunConfig
@@ -586,6 +608,7 @@ def _trainer(ctx: click.Context, largest=lambda: 1, space: Collection[str] | Non
                 datasets=datasets,
                 scaling_config=scaling_config,
                 run_config=run_config,
+                tensorflow_config=tensorflow_config,
                 **(values["trainer"] | roles),
             )
 

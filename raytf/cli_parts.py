@@ -80,7 +80,7 @@ class Option(click.Option):
     Args:
         receiver: Receiver of the value, as an argument of the option's name. One of "config" (of the model function,
             only if the option is given), "datasets" (by name), "data" (of `formats.read`), "columns" (of
-            `formats.roles`), "trainer", "workers", "run" and "sweep".
+            `formats.roles`), "trainer", "tensorflow" (of `TensorflowConfig`), "workers", "run" and "sweep".
     """
 
     def __init__(self, *args, receiver: str, **settings):

@@ -53,9 +53,14 @@ def kv_put(key: str | bytes, value: str | bytes, overwrite: bool = True, namespa
 
 
 @uses_private("ray.experimental.internal_kv:_internal_kv_get")
-def kv_get(key: str) -> bytes | None:
-    """Reads a value of `kv_put`."""
-    return internal_kv._internal_kv_get(key)
+def kv_get(key: str, namespace: bytes | None = None) -> bytes | None:
+    """Reads a value of `kv_put`, or of a namespace of Ray's."""
+    return internal_kv._internal_kv_get(key, namespace=namespace)
+
+
+def dashboard_address() -> str | None:
+    """Returns HOST:PORT of the dashboard, where jobs are submitted, or None if it does not run."""
+    return (kv_get("webui:url", namespace=b"dashboard") or b"").decode() or None
 
 
 @uses_private("ray.experimental.internal_kv:_internal_kv_list")

@@ -16,7 +16,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raytf import timeouts
 from raytf.collectives import ring_token
-from raytf.compat import versions
+from raytf.compat import ray_core, versions
 from raytf.console.phases import Phases, starting_phase
 from raytf.doctor import probe
 from raytf.doctor.findings import Finding, Measurements, address_of, find_problems, hinders_training
@@ -25,6 +25,7 @@ from raytf.launch.runner import TaskRunner
 from raytf.launch.spec import LaunchSpec
 from raytf.runtime import networks, roles, shared_folders
 from raytf.runtime.connection import connect, resolve_address
+from raytf.runtime.ports import split_address
 from raytf.runtime.settings import PORTS, Listening, check_ports
 
 # Number of a node's links that are measured at a time.
@@ -98,9 +99,16 @@ def run_examination(
         shown.begin(f"starting a process on each of {len(cluster.measurements.nodes)} node(s), and looking at it")
         cluster.ask_facts()
         cluster.ask_clocks()
+        cluster.ask_dashboard()
         shown.begin("measuring the network")
         cluster.measure_network()
         left_out = []
+        facts = cluster.measurements.facts
+        if untraced := [name for name, of_node in facts.items() if of_node["container"]["traces"] is None]:
+            left_out.append(
+                f"The stack of a worker that hangs is not shown on {', '.join(untraced)}: the containers have no "
+                "capabilities, as the Pod Security Standard restricted wants it"
+            )
         nodes, links = len(cluster.measurements.nodes), len(cluster.measurements.links)
         if links < nodes * (nodes - 1) and nodes > _ALL_LINKS_NODES:
             left_out.append(f"{links} of {nodes * (nodes - 1)} links were measured, those of each node to some others")
@@ -140,7 +148,7 @@ class _Cluster:
     def __init__(self, listening: Listening, deadline: float):
         self._listening, self._deadline = listening, deadline
         nodes = _nodes()
-        counted = {node["NodeID"]: node["Resources"].get("CPU", 0) for node in ray.nodes()}
+        counted = {node["NodeID"]: node["Resources"] for node in ray.nodes()}
         self.measurements = Measurements(
             nodes=list(nodes),
             tested=versions.TESTED,
@@ -184,6 +192,18 @@ class _Cluster:
             if name in times:
                 answered_at = time.time()
                 self.measurements.skew[name] = min(times[name] - asked_at, 0.0) + max(times[name] - answered_at, 0.0)
+
+    def ask_dashboard(self) -> None:
+        """Connects to Ray's dashboard on the head at the head's address; one for that host alone is left out."""
+        given = ray_core.dashboard_address()
+        host, port = split_address(given) if given else ("", 0)
+        asked = {
+            name: self._actors[name].connect_error.remote(host, port)
+            for name in self._answering_nodes()
+            if address_of(name) == host
+        }
+        refused, _ = self._gather(dict(list(asked.items())[:1]), timeouts.get().doctor_facts)
+        self.measurements.dashboard = {name: f"{given}: {error}" for name, error in refused.items() if error}
 
     def measure_network(self) -> None:
         """Measures links, see `choose_links`, and the rate to the next node, as in the ring of a training."""

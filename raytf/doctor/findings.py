@@ -57,7 +57,8 @@ class Measurements:
         nodes: Names of all living nodes.
         silent: What a silent node was waited for, by node.
         facts: Results of `Probe.facts`, by node.
-        counted: CPUs that Ray counts, by node.
+        counted: Resources that Ray counts, by node.
+        dashboard: Why Ray's dashboard does not answer at the head's address, by the head.
         skew: Least difference of a node's clock from the driver's in seconds, by node.
         links: Results of `Probe.reach` and `Probe.bandwidth` combined, by (from, to).
         storage: Errors of the shared storage by (writer, reader); both are the same node if it cannot write.
@@ -71,7 +72,8 @@ class Measurements:
     nodes: list[str]
     silent: dict[str, str] = dataclasses.field(default_factory=dict)
     facts: dict[str, dict] = dataclasses.field(default_factory=dict)
-    counted: dict[str, float] = dataclasses.field(default_factory=dict)
+    counted: dict[str, Mapping[str, float]] = dataclasses.field(default_factory=dict)
+    dashboard: dict[str, str] = dataclasses.field(default_factory=dict)
     skew: dict[str, float] = dataclasses.field(default_factory=dict)
     links: dict[tuple[str, str], dict] = dataclasses.field(default_factory=dict)
     storage: dict[tuple[str, str], str] = dataclasses.field(default_factory=dict)
@@ -85,7 +87,7 @@ class Measurements:
 def find_problems(measurements: Measurements) -> list[Finding]:
     """Returns all findings, in the order in which to fix them."""
     judges = (_silent, _versions, _limits, _containers, _space, _names, _tokens, _clocks)
-    judges += (_networks, _links, _storage, _training)
+    judges += (_networks, _dashboard, _links, _storage, _training)
     return [finding for judge in judges for finding in judge(measurements)]
 
 
@@ -156,7 +158,8 @@ def _limits(measurements: Measurements) -> Iterator[Finding]:
 
 def _containers(measurements: Measurements) -> Iterator[Finding]:
     for node, facts in measurements.facts.items():
-        box, counted = facts["container"], measurements.counted.get(node, 0)
+        box, resources = facts["container"], measurements.counted.get(node, {})
+        counted, memory = resources.get("CPU", 0), resources.get("memory", 0)
         whole = math.floor(box["cpus"] or 0)
         if box["cpus"] is not None and counted > box["cpus"] + 0.01:
             yield Finding(
@@ -175,7 +178,16 @@ def _containers(measurements: Measurements) -> Iterator[Finding]:
                 measured=f"{box['memory'] / _GIB:.2f} GiB, wanted {MIN_MEMORY / _GIB:.0f}",
                 fix="In the pod set `resources: {limits: {memory: 4Gi}}` (docker run --memory)",
             )
-        if not box["traces"]:
+        elif box["memory"] is not None and memory > box["memory"] * 1.01:
+            yield Finding(
+                check="memory",
+                problem="Ray counts more memory than the container may use",
+                nodes=(node,),
+                measured=f"{memory / _GIB:.2f} GiB counted, {box['memory'] / _GIB:.2f} allowed",
+                fix=f"In the pod set `resources: {{limits: {{memory: {math.ceil(memory / _GIB)}Gi}}}}` (docker run "
+                "--memory, sbatch --mem=0), or start Ray with less (--memory)",
+            )
+        if box["traces"] is False:
             yield Finding(
                 check="stacks",
                 problem="the stack of a worker that hangs cannot be shown",
@@ -188,12 +200,15 @@ def _containers(measurements: Measurements) -> Iterator[Finding]:
 
 def _space(measurements: Measurements) -> Iterator[Finding]:
     for node, facts in measurements.facts.items():
-        if facts["shm"] is not None and facts["shm"][0] < MIN_SHM:
+        # What is full of Ray's own objects is not too small.
+        store = measurements.counted.get(node, {}).get("object_store_memory", 0)
+        free, total = facts["shm"] or (MIN_SHM, MIN_SHM)
+        if total < MIN_SHM or (free < MIN_SHM and total - free > store):
             yield Finding(
                 check="shm",
                 problem="/dev/shm is too small for Ray's objects",
                 nodes=(node,),
-                measured=f"{facts['shm'][0] / _MIB:.0f} MiB free of {facts['shm'][1] / _MIB:.0f}",
+                measured=f"{free / _MIB:.0f} MiB free of {total / _MIB:.0f}",
                 fix="In the pod mount `emptyDir: {medium: Memory, sizeLimit: 4Gi}` at /dev/shm (docker run "
                 "--shm-size=4g), or remove files there",
             )
@@ -216,7 +231,7 @@ def _names(measurements: Measurements) -> Iterator[Finding]:
         host, addresses = facts["name"]["host"], facts["name"]["found"]
         if isinstance(addresses, str):
             problem, measured = "the host's own name does not resolve", f"{host}: {addresses}"
-            pod = f'`hostAliases: [{{ip: "{address_of(node)}", hostnames: ["{host}"]}}]`'
+            pod = "`hostNetwork: false`, and mount nothing at /etc/hosts, into which Kubernetes writes the name"
         elif looped := [a for a in addresses if ipaddress.ip_address(a.partition("%")[0]).is_loopback]:
             problem, measured = "the host's own name is a loopback address", f"{host} is {', '.join(looped)}"
             pod = "`hostNetwork: false`, which gives it a name of its own"
@@ -237,6 +252,18 @@ def _networks(measurements: Measurements) -> Iterator[Finding]:
                 measured=f"it has {networks.describe_interfaces(measurements.facts[node]['interfaces'])}",
                 fix='Name an interface that all nodes have, or a network of their addresses ("10.1.0.0/16")',
             )
+
+
+def _dashboard(measurements: Measurements) -> Iterator[Finding]:
+    for node, error in measurements.dashboard.items():
+        yield Finding(
+            check="dashboard",
+            problem="jobs cannot be submitted: Ray's dashboard does not listen at the head's address",
+            nodes=(node,),
+            measured=error,
+            fix='Start the head with `--dashboard-host ""`, in a pod `rayStartParams: {dashboard-host: ""}`: it then '
+            "listens by IPv4 and IPv6 (0.0.0.0 by IPv4 alone, :: by IPv6 alone)",
+        )
 
 
 def _tokens(measurements: Measurements) -> Iterator[Finding]:

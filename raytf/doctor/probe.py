@@ -35,8 +35,12 @@ BULK_BYTES, CHUNK = 8 * 2**20, bytes(2**16)
 _SERVED = 256
 _MAC, _NONCE = 32, 16
 # From Linux' linux/in.h.
-_MTU_DISCOVER, _PROBE, _MTU = 10, 3, 14
-_IP_UDP_HEADERS = 28
+_PROBE = 3
+# Level and options (MTU_DISCOVER, MTU) of a family, from linux/in.h and in6.h; bytes of the headers of IP and UDP.
+_MTU_OPTIONS = {
+    socket.AF_INET: (socket.IPPROTO_IP, 10, 14, 28),
+    socket.AF_INET6: (socket.IPPROTO_IPV6, 23, 24, 48),
+}
 # From Linux' linux/capability.h; and the value from which version 1 of control groups means no limit.
 _NO_MEMORY_LIMIT = 2**60
 
@@ -103,6 +107,14 @@ class Probe:
         except (OSError, ValueError) as error:
             return {"error": f"{type(error).__name__}: {error}"}
         return result | self._datagrams(address, ports[1])
+
+    def connect_error(self, address: str, port: int) -> str | None:
+        """Returns why nothing listens at an address, or None."""
+        try:
+            socket.create_connection((address, port), self._step).close()
+        except OSError as error:
+            return f"{type(error).__name__}: {error}"
+        return None
 
     def bandwidth(self, address: str, port: int) -> dict:
         """Measures the rate to the other node: "error", or "rate" in bytes per second."""
@@ -222,13 +234,11 @@ class Probe:
             if answered < DATAGRAMS:  # a busy host may miss some; a bad link loses some in a second trial, too
                 answered = max(answered, self._count_answers(udp_socket, range(DATAGRAMS, 2 * DATAGRAMS), 0))
             result = {"loss": 1 - answered / DATAGRAMS}
-            if family == socket.AF_INET:
-                udp_socket.setsockopt(socket.IPPROTO_IP, _MTU_DISCOVER, _PROBE)
-                result["mtu"] = min(udp_socket.getsockopt(socket.IPPROTO_IP, _MTU), 9000)
-                size = result["mtu"] - _IP_UDP_HEADERS - 4 - _MAC
-                result["large"] = (
-                    self._count_answers(udp_socket, range(2 * DATAGRAMS, 2 * DATAGRAMS + LARGE), size) / LARGE
-                )
+            level, discover, mtu, headers = _MTU_OPTIONS[family]
+            udp_socket.setsockopt(level, discover, _PROBE)
+            result["mtu"] = min(udp_socket.getsockopt(level, mtu), 9000)
+            size = result["mtu"] - headers - 4 - _MAC
+            result["large"] = self._count_answers(udp_socket, range(2 * DATAGRAMS, 2 * DATAGRAMS + LARGE), size) / LARGE
             return result
         return {}
 
@@ -390,10 +400,11 @@ def _numbers(file: pathlib.Path) -> list[int]:
         return []
 
 
-def _traces() -> bool:
+def _traces() -> bool | None:
     """Returns whether a process may read another one of its user, as py-spy does; False only in a container.
 
-    A container has a part of the capabilities; one that is added to a pod is effective for root alone.
+    A container has a part of the capabilities; one that is added to a pod is effective for root alone. None means that
+    the container has none at all, as the Pod Security Standard "restricted" wants it.
     """
     try:
         status = pathlib.Path("/proc/self/status").read_text()
@@ -404,6 +415,8 @@ def _traces() -> bool:
         return True
     vector = (ctypes.c_size_t * 2)(1, 1)  # an invalid address: EFAULT if reading is allowed
     refused = read(os.getppid(), vector, 1, vector, 1, 0) < 0 and ctypes.get_errno() == errno.EPERM
+    if refused and not allowed:
+        return None
     return not refused or allowed == (1 << last + 1) - 1
 
 

@@ -174,12 +174,11 @@ class ScriptCluster:
             self._token = ring_token.new_token()
             self._report_folders(folder.path)
         script = self._script
-        path = script.script if script.module else self._path()
         frozen_s = script.frozen_after or math.inf
         refs = [
             self._runners[task].start.remote(
-                [path, *script.arguments_of(task)],
-                script.module,
+                [_path(*script.script_of(task)), *script.arguments_of(task)],
+                script.script_of(task)[1],
                 {"TF_CONFIG": self._configs[task]} | script.variables(task),
                 self._token,
                 frozen_s,
@@ -221,11 +220,6 @@ class ScriptCluster:
                     f"{task.host} does not see the current folder; the script runs there in a copy, {task.folder}, "
                     "and what it writes into it stays there"
                 )
-
-    def _path(self) -> str:
-        """Returns the script's path on all nodes: relative to the current folder, which is copied, or absolute."""
-        path = os.path.relpath(self._script.script)
-        return os.path.abspath(self._script.script) if path.startswith(os.pardir) else path
 
     @contextlib.contextmanager
     def _hang_detection(self) -> Iterator[None]:
@@ -424,6 +418,12 @@ class ScriptCluster:
         if self._group is not None:
             remove_placement_group(self._group)
             self._group = None
+
+
+def _path(script: str, module: bool) -> str:
+    """Returns a script's path on all nodes: relative to the current folder, which is copied, or absolute."""
+    path = os.path.relpath(script)
+    return script if module else os.path.abspath(script) if path.startswith(os.pardir) else path
 
 
 def _print(text: str) -> None:

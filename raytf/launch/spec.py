@@ -26,14 +26,20 @@ class RoleSpec:
     Args:
         arguments: Arguments of the script, instead of those of `LaunchSpec`.
         environment: Environment variables of the processes; those of `LaunchSpec` override them.
-        cpus: CPUs of each process, more than 0.
+        cpus: CPUs of each process, more than 0, for which Ray places it.
         gpus: GPUs of each process.
+        threads: Cores that each process may use, if these are more.
+        script: Script of the tasks, instead of that of `LaunchSpec`; None for that one.
+        module: Whether that script is a module.
     """
 
     arguments: Sequence[str]
     environment: Mapping[str, str]
     cpus: float
     gpus: int
+    threads: float = 0
+    script: str | None = None
+    module: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -100,11 +106,8 @@ class LaunchSpec:
             raise ConfigError("frozen_after must be at least 0 seconds", self.frozen_after, "Use 0 to wait for ever")
         if not (self.hang_timeout == 0 or 2 <= self.hang_timeout < math.inf):
             raise ConfigError("hang_timeout must be at least 2 seconds, or 0", self.hang_timeout, "Use 0 for none")
-        if self.module:
-            _check_module(self.script)
-        elif not os.path.isfile(self.script):
-            problem = "a folder" if os.path.isdir(self.script) else "no such file"
-            raise ConfigError("The script must be a file that exists", f"{self.script!r} ({problem})", "Check the path")
+        for script, module in {self.script_of(task) for task in self.tasks()}:
+            _check_script(script, module)
         if self.legacy_keras or legacy_keras.is_enabled(self.environment):
             legacy_keras.check_installed("--legacy-keras" if self.legacy_keras else f"--env {legacy_keras.VARIABLE}=1")
 
@@ -125,6 +128,13 @@ class LaunchSpec:
         role_spec = self.of_roles.get(task.role)
         return self.arguments if role_spec is None else role_spec.arguments
 
+    def script_of(self, task: Task) -> tuple[str, bool]:
+        """Returns the script of a task's process, and whether it is a module."""
+        role_spec = self.of_roles.get(task.role)
+        if role_spec is None or role_spec.script is None:
+            return self.script, self.module
+        return role_spec.script, role_spec.module
+
     def listening(self) -> settings.Listening:
         """Returns where tasks listen."""
         return settings.Listening(self.ports, self.network)
@@ -136,7 +146,7 @@ class LaunchSpec:
     def variables(self, task: Task) -> dict[str, str]:
         """Returns the environment of a task's process, without TF_CONFIG; the user's variables override it."""
         role_spec = self.of_roles.get(task.role)
-        cpus = max(1, int(self.bundle(task)["CPU"]))
+        cpus = max(1, int(max(self.bundle(task)["CPU"], role_spec.threads if role_spec else 0)))
         defaults = allocator(cpus) | {
             "OMP_NUM_THREADS": str(cpus),
             **settings.variables(cpus, max(settings.SERVER_THREADS if self.num_ps else 2, cpus)),
@@ -147,6 +157,14 @@ class LaunchSpec:
         if self.legacy_keras:
             defaults |= legacy_keras.VARIABLES
         return defaults | dict(role_spec.environment if role_spec else {}) | dict(self.environment)
+
+
+def _check_script(script: str, module: bool) -> None:
+    if module:
+        _check_module(script)
+    elif not os.path.isfile(script):
+        problem = "a folder" if os.path.isdir(script) else "no such file"
+        raise ConfigError("The script must be a file that exists", f"{script!r} ({problem})", "Check the path")
 
 
 def _check_module(name: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import math
 import os
 import re
@@ -34,8 +35,28 @@ _UNBUFFERED, _WITH_WORD = "-u", ("-W", "-X")
 # values, patterns, comments, home folders, lists in braces.
 _QUOTED = re.compile(r"""'[^']*'|"(?:[^"\\$`]|\\[^$`\n])*"|\\[^\n]""")
 _OF_SHELL = re.compile(r"[;&|<>()$`*?\n]|\[\S+\]|(^|\s)#|(^|[\s=:])~|\{\S*(,|\.\.)\S*\}")
+# Parts of a shell's text: quoted, escaped, or a variable outside of quotes; and a variable in double quotes.
+_PARTS = re.compile(r"""'[^']*'|"(?:[^"\\]|\\.)*"|\\.|\$(?:\{[A-Za-z_]\w*\}|[A-Za-z_]\w*)""", re.DOTALL)
+_VARIABLE = re.compile(r"\\.|\$(?:\{([A-Za-z_]\w*)\}|([A-Za-z_]\w*))", re.DOTALL)
+# A value that a shell leaves as it is without quotes.
+_PLAIN = re.compile(r"[\w@%+=:,./-]+")
+# What may precede a command: `set` with options, a folder, and variables of the command.
+_WORD = r"""(?:[^\s'"\\;&|<>()$`*?#~]|'[^']*'|"[^"\\$`]*")+"""
+_SETS = re.compile(r"\s*set((?:\s+[-+]\w+|\s+pipefail)+)\s*(?:;|&&|\n)")
+_FOLDER = re.compile(rf"\s*cd\s+({_WORD})\s*(?:;|&&|\n)")
+_ASSIGNED = re.compile(rf"\s*([A-Za-z_]\w*)=({_WORD}|)(?=\s)")
 # Parts of a shell's text in which a backslash at a line end joins lines, or (in single quotes) does not.
 _CONTINUED = re.compile(r"""'[^']*'|\\\n|"(?:[^"\\]|\\.)*"|\\.""", re.DOTALL)
+# What the public images of the training operator run, by image: their ENTRYPOINT, and whether they have Keras 2.
+_IMAGES = {
+    "kubeflow/tf-mnist-with-summaries": ("python /var/tf_mnist/mnist_with_summaries.py", False),
+    "kubeflow/tf-dist-mnist-test": ("python /var/tf_dist_mnist/dist_mnist.py", True),
+    "kubeflow/tf-multi-worker-strategy": (
+        "python /multi_worker_strategy-with-keras.py --saved_model_dir /train/saved_model/ "
+        "--checkpoint_dir /train/checkpoint",
+        True,
+    ),
+}
 # Fields that are read; a line reports each other one as not honoured, and why.
 _READ = {
     "spec": {"tfReplicaSpecs", "runPolicy", "successPolicy", "backoffLimit"},
@@ -104,16 +125,20 @@ def read_tfjob(
         counts["worker"] -= 1
     cluster = _cluster(counts)
     _note_success(spec, bool(cluster["num_ps"]), unread)
-    specs, scripts = {}, {}
+    specs, scripts, keras_2 = {}, {}, False
     for role, replica in replicas.items():
         container = _container(role, replica, unread)
+        keras_2 |= _of_image(container)[1]
         scripts[role], specs[role] = _role(role, container, script, arguments, variables or {}, unread)
-    if len(different := set(scripts.values())) > 1:
-        scripts_text = "; ".join(f"{role}: {name}" for role, (name, _) in scripts.items())
-        raise _config_error("All replicas run one script", scripts_text, f"Name the one to run: --tfjob {path} SCRIPT")
-    ((name, module),) = different
-    if script is None and not module and not os.path.isfile(name):
-        raise _config_error("The script of the command must be here", name, f"Name it here: --tfjob {path} SCRIPT")
+    for name, module in scripts.values():
+        if script is None and not module and not os.path.isfile(name):
+            raise _config_error(
+                "The script of the command must be here",
+                name,
+                f"Name it here, --tfjob {path} SCRIPT, or run the command where it is, by `ray job submit`",
+            )
+    first = next(role for role in ("chief", "worker") if role in scripts)
+    name, module = scripts[first]
     options = {
         "script": name,
         "module": module,
@@ -122,7 +147,31 @@ def read_tfjob(
         "cpus_per_worker": specs["worker" if "worker" in specs else "chief"].cpus,
         "of_roles": specs,
     }
+    if keras_2:
+        options["legacy_keras"] = True
     return options, unread.sentences()
+
+
+def with_resources(
+    options: Mapping[str, Any], cpus_per_worker: float | None = None, gpus_per_worker: int | None = None
+) -> dict[str, Any]:
+    """Returns arguments of `LaunchSpec` with other resources than the TFJob's, as to try a job of GPUs on CPUs.
+
+    Args:
+        options: Those of `read_tfjob`.
+        cpus_per_worker: CPUs of each process; None keeps the TFJob's.
+        gpus_per_worker: GPUs of each process that trains or evaluates; None keeps the TFJob's.
+    """
+    changed = {}
+    for role, spec in options["of_roles"].items():
+        own: dict[str, Any] = {}
+        if cpus_per_worker is not None:
+            own |= {"cpus": cpus_per_worker, "threads": 0}
+        if gpus_per_worker is not None:
+            own["gpus"] = gpus_per_worker if role in ("worker", "evaluator") or not options["num_ps"] else 0
+        changed[role] = dataclasses.replace(spec, **own)
+    cpus = options["cpus_per_worker"] if cpus_per_worker is None else cpus_per_worker
+    return {**options, "cpus_per_worker": cpus, "of_roles": changed}
 
 
 # ----------------------------------------------------------------------------------------------------- the job
@@ -302,10 +351,19 @@ def _role(
     known = {**environment, **variables}
     command, more = (_command_words(container, key, role, known) for key in ("command", "args"))
     chosen, module, role_arguments = script, False, []
+    entrypoint, legacy = _of_image(container)
+    if entrypoint and not command and not (more and _PYTHON.fullmatch(more[0])):
+        unread.remark(f"its image runs {entrypoint}{', with Keras 2' if legacy else ''}")
+        command = entrypoint.split()
     if command or (more and _PYTHON.fullmatch(more[0])):  # an image without an entrypoint runs args
-        words = _unwrapped([*command, *more])
+        words, assigned, folder = _unwrapped([*command, *more], known)
+        environment |= {name: value for name, value in assigned.items() if name not in variables}
         try:
             chosen, module, role_arguments = _of_python(role, words, unread)
+            if folder:
+                unread.add(f"cd {folder}", role, _WHY["workingDir"])
+                there = os.path.join(folder, chosen)
+                chosen = there if not module and not os.path.isfile(chosen) and os.path.isfile(there) else chosen
         except ConfigError:
             if script is None:
                 raise
@@ -321,7 +379,11 @@ def _role(
     if script is not None:
         chosen, module = script, False
     return (chosen, module), RoleSpec(
-        arguments=(*arguments, *role_arguments), environment=environment, **_resources(role, container, unread)
+        arguments=(*arguments, *role_arguments),
+        environment=environment,
+        script=chosen,
+        module=module,
+        **_resources(role, container, unread),
     )
 
 
@@ -343,17 +405,68 @@ def _filled(text: str, environment: Mapping[str, str]) -> str:
     return re.sub(r"\$?\$\(([-._a-zA-Z0-9]+)\)", value, text)
 
 
-def _unwrapped(words: list[str]) -> list[str]:
-    """Returns the command inside `sh -c`, if it needs no feature of a shell; otherwise the words as they are."""
-    shell = len(words) == 3 and os.path.basename(words[0]) in ("sh", "bash") and words[1].strip("-lex") == "c"
-    text = _CONTINUED.sub(_join_lines, words[2]) if shell else ""
-    if not shell or _OF_SHELL.search(_QUOTED.sub("quoted", text.strip())):
-        return words
+def _unwrapped(words: list[str], known: Mapping[str, str]) -> tuple[list[str], dict[str, str], str]:
+    """Returns the command inside `sh -c`, if it needs no feature of a shell, its own variables, and its folder.
+
+    Otherwise the words are returned as they are.
+
+    Args:
+        words: The command.
+        known: Variables of the process, which the shell fills in.
+    """
+    as_it_is: tuple[list[str], dict[str, str], str] = words, {}, ""
+    if (given := _text_of_shell(words)) is None:
+        return as_it_is
+    text, folder, assigned = _PARTS.sub(lambda part: _with_values(part[0], known), given), "", {}
+    while match := _SETS.match(text) or _FOLDER.match(text):
+        if match.re is _FOLDER:
+            folder = os.path.join(folder, *shlex.split(match[1]))
+        text = text[match.end() :]
+    while match := _ASSIGNED.match(text):
+        assigned[match[1]] = "".join(shlex.split(match[2]))
+        text = text[match.end() :]
+    if _OF_SHELL.search(_QUOTED.sub("quoted", text.strip())):
+        return as_it_is
     try:
         inner = shlex.split(text)
     except ValueError:  # a quote without its end
-        return words
-    return (inner[1:] if inner[:1] == ["exec"] else inner) or words
+        return as_it_is
+    inner = inner[1:] if inner[:1] == ["exec"] else inner
+    return (inner, assigned, folder) if inner else as_it_is
+
+
+def _text_of_shell(words: list[str]) -> str | None:
+    """Returns the text that a command gives to a shell by `-c`, with lines joined; None for other commands."""
+    if os.path.basename(words[0]) not in ("sh", "bash"):
+        return None
+    rest, flags = words[1:], ""
+    while rest and re.fullmatch(r"-[celuxo]+", rest[0]):
+        flags += (last := rest.pop(0))
+        if "o" in last and rest:
+            rest.pop(0)  # its word: pipefail
+    return _CONTINUED.sub(_join_lines, rest[0]) if "c" in flags and len(rest) == 1 else None
+
+
+def _with_values(part: str, known: Mapping[str, str]) -> str:
+    """Returns a part of a shell's text with the values of its variables.
+
+    Unknown ones stay, and values that a shell would change.
+    """
+
+    def value(match: re.Match) -> str:
+        found = known.get(match[1] or match[2] or "")
+        if found is None or (not quoted and not _PLAIN.fullmatch(found)) or re.search(r"[$`\n]", found):
+            return match[0]
+        return found.replace("\\", "\\\\").replace('"', '\\"') if quoted else found
+
+    quoted = part.startswith('"')
+    return _VARIABLE.sub(value, part) if quoted or part.startswith("$") else part
+
+
+def _of_image(container: Mapping) -> tuple[str, bool]:
+    """Returns what a container's image runs, if that is known, and whether it has Keras 2."""
+    name = re.sub(r":[^/]*$", "", str(container.get("image") or "").partition("@")[0])  # without tag and digest
+    return _IMAGES.get(name.removeprefix("docker.io/"), ("", False))
 
 
 def _join_lines(match: re.Match) -> str:
@@ -411,7 +524,8 @@ def _environment(role: str, container: Mapping, variables: Mapping[str, str], un
 
 def _resources(role: str, container: Mapping, unread: _UnreadFields) -> dict[str, Any]:
     resources = _require_map(container, "resources", role, {})
-    amounts = {**_require_map(resources, "requests", role, {}), **_require_map(resources, "limits", role, {})}
+    requests, limits = (_require_map(resources, part, role, {}) for part in ("requests", "limits"))
+    amounts = {**requests, **{name: amount for name, amount in limits.items() if amount is not None}}
     quantities = {name: _quantity(role, name, amount) for name, amount in amounts.items() if amount is not None}
     for name, quantity in quantities.items():
         if "/" not in name:
@@ -426,11 +540,17 @@ def _resources(role: str, container: Mapping, unread: _UnreadFields) -> dict[str
             )
         elif quantity and name not in _GPUS:
             unread.add(name, role, "Ray's nodes must have it")
-    if quantities.get("cpu") == 0:
+    # Kubernetes places by requests, which are the limits where there are none.
+    requested = requests.get("cpu")
+    asked = quantities.get("cpu", 0) if requested is None else _quantity(role, "cpu", requested)
+    if asked == 0 and "cpu" in quantities:
         unread.add("cpu 0", role, "a process has 1 CPU")
-    thousandths = math.ceil(round(quantities.get("cpu", 0) * 1000, 6))  # as Kubernetes rounds up
-    cpus = thousandths / 1000 or 1.0
-    return {"cpus": cpus, "gpus": sum(int(quantities.get(name, 0)) for name in _GPUS)}
+    cpus = math.ceil(round(asked * 1000, 6)) / 1000 or 1.0  # as Kubernetes rounds up
+    return {
+        "cpus": cpus,
+        "threads": max(cpus, quantities.get("cpu", 0)),
+        "gpus": sum(int(quantities.get(name, 0)) for name in _GPUS),
+    }
 
 
 def _quantity(role: str, name: str, amount) -> float:
@@ -468,7 +588,8 @@ class _UnreadFields:
 
     def remark(self, text: str) -> None:
         """Records how a field is read, where that is not obvious."""
-        self._remarks.append(f"--tfjob: {text}")
+        if (remark := f"--tfjob: {text}") not in self._remarks:
+            self._remarks.append(remark)
 
     def sentences(self) -> list[str]:
         """Returns the remarks, and a sentence for each field."""

@@ -42,7 +42,7 @@ def started(tmp_path, monkeypatch):
     @contextlib.contextmanager
     def start(cpus: list[int], of_each: str):
         (container,) = spec["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]["containers"]
-        for name, value in {"WORKERS": "2", "CPUS": of_each}.items():
+        for name, value in {"WORKERS": "2", "CPUS": of_each, "RUNS": str(tmp_path)}.items():
             assert name in [variable["name"] for variable in container["env"]]
             monkeypatch.setenv(name, value)
         head = spec["rayClusterSpec"]["headGroupSpec"]["rayStartParams"]
@@ -51,20 +51,20 @@ def started(tmp_path, monkeypatch):
             namespaces.hosts(1 + len(cpus)) as hosts,
             local.local_cluster(nodes=1 + len(cpus), options=options, hosts=hosts) as cluster,
         ):
-            yield RayJob(spec, tmp_path, hosts, cluster)
+            yield RayJob(spec, hosts, cluster)
 
     return start
 
 
 class RayJob:
-    """The job of the file: its command, with the test's script and storage."""
+    """The job of the file: its command, with the test's script."""
 
-    def __init__(self, spec: dict, folder: pathlib.Path, hosts, cluster):
-        self.spec, self.folder, self.host, self.cluster = spec, folder, hosts[0], cluster
+    def __init__(self, spec: dict, hosts, cluster):
+        self.spec, self.host, self.cluster = spec, hosts[0], cluster
 
     def popen(self, command: list[str]) -> subprocess.Popen:
         environment = os.environ | self.cluster.environment | {"PYTHONPATH": str(ROOT)}
-        for name in ("WORKERS", "CPUS"):  # of the head's container alone
+        for name in ("WORKERS", "CPUS", "RUNS"):  # of the head's container alone
             del environment[name]
         return subprocess.Popen(
             self.host.command(command), env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -73,11 +73,7 @@ class RayJob:
     def submit(self, name: str) -> subprocess.Popen:
         """Submits it, as KubeRay's submitter does, by a line of bash; what that prints is the job's output."""
         entrypoint = self.spec["entrypoint"]
-        for old, new in {
-            "/opt/raytf/jobs/digits.py": JOB,
-            "--name digits": f"--name {name}",
-            "/shared/runs": self.folder,
-        }.items():
+        for old, new in {"/opt/raytf/jobs/digits.py": JOB, "--name digits": f"--name {name}"}.items():
             assert old in entrypoint
             entrypoint = entrypoint.replace(old, str(new))
         environment = yaml.safe_load(self.spec["runtimeEnvYAML"])

@@ -18,15 +18,17 @@ from tests.jobs.tfjobs import REPLICA, TFJOB
 ROOT = pathlib.Path(__file__).parents[2]
 SCRIPTS = pathlib.Path(__file__).parent / "scripts" / "tfjob"
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
-WITH_SUMMARIES = """
+SIMPLE = """
               command:
                 - "python"
                 - "/var/tf_mnist/mnist_with_summaries.py"
+"""
+WITH_SUMMARIES = f"""{SIMPLE.rstrip()}
                 - "--log_dir=/train/logs"
                 - "--learning_rate=0.01"
                 - "--batch_size=150"
-              volumeMounts: [{mountPath: /train, name: training}]
-          volumes: [{name: training, persistentVolumeClaim: {claimName: tfevent-volume}}]
+              volumeMounts: [{{mountPath: /train, name: training}}]
+          volumes: [{{name: training, persistentVolumeClaim: {{claimName: tfevent-volume}}}}]
 """
 # A host with the script where the image has it, and the volume where the pod mounts it.
 HOST = """
@@ -36,13 +38,13 @@ mount -t tmpfs none /train
 mkdir /var/tf_mnist
 cp {scripts}/mnist*.py /var/tf_mnist
 "$@"
-find /train/logs -name 'events.out.tfevents.*'
+find /train -name 'events.out.tfevents.*'
 """
 
 
-def raytf(job: pathlib.Path, *options: str) -> list[str]:
+def raytf(job: pathlib.Path) -> list[str]:
     """The command that runs a job."""
-    return [sys.executable, "-m", "raytf.cli", "run", *options, "--tfjob", str(job)]
+    return [sys.executable, "-m", "raytf.cli", "run", "--tfjob", str(job)]
 
 
 def done(command: list[str], environment, folder: pathlib.Path) -> tuple[int, str, str]:
@@ -64,15 +66,19 @@ def volume():
         path.rmdir()
 
 
-def test_the_command_of_mnist_with_summaries(tmp_path, volume):
-    """Nothing but the YAML is named; the events are where its volume is."""
-    (tmp_path / "job.yaml").write_text(TFJOB + REPLICA % ("Worker", 1) + WITH_SUMMARIES)
+@pytest.mark.parametrize(
+    "workers, command, rate", [(1, WITH_SUMMARIES, "0.01"), (2, SIMPLE, "0.001")], ids=["with summaries", "simple"]
+)
+def test_the_commands_of_mnist(tmp_path, volume, workers, command, rate):
+    """Nothing but the YAML is named; the events are where its volume is, if it has one."""
+    (tmp_path / "job.yaml").write_text(TFJOB + REPLICA % ("Worker", workers) + command)
     host = ["unshare", "-m", "sh", "-c", HOST.format(scripts=SCRIPTS), "sh"]
     token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     code, out, err = done([*host, *raytf(tmp_path / "job.yaml")], {"RAY_ADDRESS": "local"} | token, tmp_path)
     assert code == 0, out + err[-6000:]
-    assert "learning rate 0.01 fell True" in out
-    assert {path.split("/")[3] for path in out.splitlines() if path.startswith("/train")} == {"train", "validation"}
+    assert out.count(f"learning rate {rate} fell True") == workers
+    events = {path.split("/")[3] for path in out.splitlines() if path.startswith("/train")}
+    assert events == ({"train", "validation"} if command == WITH_SUMMARIES else set())
 
 
 @pytest.fixture(scope="module")
@@ -82,14 +88,15 @@ def cluster():
 
 
 @pytest.mark.skipif(importlib.util.find_spec("tf_keras") is None, reason="tf_keras is not installed")
-@pytest.mark.parametrize("options", [["--legacy-keras"], []])
-def test_the_parameter_servers_of_dist_mnist(tmp_path, cluster, options):
-    """On two nodes, by the line of the page; and the error of Keras 3, which the page has, too."""
+@pytest.mark.parametrize("image", ["tf-dist-mnist-test", "sample"])
+def test_the_parameter_servers_of_dist_mnist(tmp_path, cluster, image):
+    """On two nodes, by the line of the page, with Keras 2 as its image has it; and the error of Keras 3 with another."""
     replicas = {"Chief": 1, "PS": 1, "Worker": 2}
-    (tmp_path / "job.yaml").write_text(TFJOB + "".join(REPLICA % (role, count) for role, count in replicas.items()))
-    command = [*raytf(tmp_path / "job.yaml", *options), "dist_mnist.py"]
+    text = TFJOB + "".join(REPLICA % (role, count) for role, count in replicas.items())
+    (tmp_path / "job.yaml").write_text(text.replace("kubeflow/sample", f"kubeflow/{image}"))
+    command = [*raytf(tmp_path / "job.yaml"), "dist_mnist.py"]
     code, out, err = done(command, cluster.environment | {"RAY_ADDRESS": cluster.address}, SCRIPTS)
-    if options:
+    if image != "sample":
         assert code == 0, out + err[-6000:]
         assert len(re.findall(r"^\[(?:ps 0|worker [01])\] +serving", out, re.MULTILINE)) == 3
         assert re.search(r"\[chief 0\] +loss fell True on /job:ps", out)

@@ -16,12 +16,13 @@ import kubernetes_validate
 import pytest
 import yaml
 from click.testing import CliRunner
+from ray.scripts import scripts as ray_scripts
 
 from raytf import cli
 from raytf.doctor import examination, probe
 from raytf.doctor.findings import Finding, Measurements, find_problems, hinders_training
 from raytf.errors import ConfigError
-from raytf.runtime import connection
+from raytf.runtime import connection, networks
 
 A, B, C = "10.0.0.1", "10.0.0.2", "10.0.0.3"
 VERSIONS = {"python": "3.11.9", "ray": "2.60.0", "tensorflow": "2.21.0", "keras": "3.15.1", "raytf": "0.1.0"}
@@ -46,7 +47,7 @@ def healthy() -> Measurements:
     return Measurements(
         nodes=[A, B, C],
         facts=facts,
-        counted=dict.fromkeys((A, B, C), 4.0),
+        counted={node: {"CPU": 4.0, "memory": 8 * GIB, "object_store_memory": 2 * GIB} for node in (A, B, C)},
         skew=dict.fromkeys((A, B, C), 0.01),
         links={(one, other): dict(link) for one in (A, B, C) for other in (A, B, C) if one != other},
         training={},
@@ -74,10 +75,13 @@ FAULTS = [
     (change("facts", B, "versions", "raytf", to=None), "versions", (B,), "not installed"),
     (change("facts", C, "files", to=1024), "files", (C,), "at most 1024"),
     (change("facts", B, "shm", to=(60 * 2**20, 64 * 2**20)), "shm", (B,), "60 MiB free of 64"),
+    (change("facts", B, "shm", to=(2**20, 4 * GIB)), "shm", (B,), "1 MiB free of 4096"),
     (change("facts", B, "container", "cpus", to=0.5), "cpu", (B,), "4 counted, 0.5 allowed"),
     (change("facts", A, "container", "memory", to=GIB), "memory", (A,), "1.00 GiB, wanted 2"),
+    (change("facts", A, "container", "memory", to=4 * GIB), "memory", (A,), "8.00 GiB counted, 4.00 allowed"),
     (change("facts", C, "container", "traces", to=False), "stacks", (C,), "lacks the capability SYS_PTRACE"),
     (change("places", B, to=(None, None)), "network", (B,), "it has eth0 (10.0.0.2)"),
+    (change("dashboard", A, to="[fd00::1]:8265: refused"), "dashboard", (A,), "[fd00::1]:8265: refused"),
     (change("facts", A, "disks", "/tmp", to=(GIB, 100 * GIB)), "disk", (A,), "1.00 GiB free"),
     (change("facts", A, "disks", "/tmp", to=(4 * GIB, 100 * GIB)), "disk", (A,), "4.00 GiB free of 100.00"),
     (change("facts", B, "name", to={"host": "b", "found": ["127.0.1.1"]}), "name", (B,), "b is 127.0.1.1"),
@@ -102,7 +106,8 @@ FAULTS = [
 YAML = {
     "shm": ("emptyDir: {medium: Memory, sizeLimit: 4Gi}", "volume"),
     "cpu": ('resources: {limits: {cpu: "4"}}', "container"),
-    "memory": ("resources: {limits: {memory: 4Gi}}", "container"),
+    "1.00 GiB, wanted 2": ("resources: {limits: {memory: 4Gi}}", "container"),
+    "8.00 GiB counted, 4.00 allowed": ("resources: {limits: {memory: 8Gi}}", "container"),
     "stacks": (
         "securityContext: {runAsUser: 0, runAsNonRoot: false, capabilities: {add: [SYS_PTRACE]}}",
         "container",
@@ -113,7 +118,8 @@ YAML = {
         "volume",
     ),
     "b is 127.0.1.1": ("hostNetwork: false", "pod"),
-    "b: not known": ('hostAliases: [{ip: "10.0.0.2", hostnames: ["b"]}]', "pod"),
+    "b: not known": ("hostNetwork: false", "pod"),
+    "[fd00::1]:8265: refused": ('rayStartParams: {dashboard-host: ""}', "group"),
 }
 LACKS = [
     (plant, YAML.get(check) or YAML[measured]) for plant, check, _, measured in FAULTS if {check, measured} & {*YAML}
@@ -128,10 +134,29 @@ def test_what_a_pod_lacks_is_reported_with_the_line_of_yaml_that_fixes_it(plant,
     assert "num-cpus" not in finding.fix  # half a CPU is no whole one that Ray could count
     text, at = line
     assert f"`{text}`" in finding.fix
+    if at == "group":
+        assert yaml.safe_load(text)["rayStartParams"].keys() <= {
+            p.opts[0].lstrip("-") for p in ray_scripts.start.params
+        }
+        return
     container, volume, pod = ({**yaml.safe_load(text)} if at == part else {} for part in ("container", "volume", "pod"))
     pod |= {"containers": [{"name": "ray", **container}], "volumes": [{"name": "x", **(volume or {"emptyDir": {}})}]}
     manifest = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "x"}, "spec": pod}
     kubernetes_validate.validate(manifest, "1.32", strict=True)
+
+
+@pytest.mark.parametrize(
+    "plant",
+    [
+        change("facts", B, "shm", to=(2**20, 2 * GIB)),  # full of Ray's own objects
+        change("facts", B, "container", "memory", to=8 * GIB),
+        change("facts", B, "container", "traces", to=None),  # as raytf's own pods have it
+    ],
+)
+def test_what_is_meant_so_is_no_finding(plant):
+    found = healthy()
+    plant(found)
+    assert find_problems(found) == []
 
 
 def test_ray_may_count_the_whole_cpus_of_a_limit():
@@ -181,7 +206,7 @@ def test_limits_of_control_groups(tmp_path, files, cpus, memory):
 
 
 @pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("setpriv"), reason="capabilities are dropped by root")
-@pytest.mark.parametrize("dropped, traces", [("-sys_ptrace", "False"), ("-net_raw", "True")])
+@pytest.mark.parametrize("dropped, traces", [("-sys_ptrace", "False"), ("-net_raw", "True"), ("-all", "None")])
 def test_a_process_without_the_capability_may_not_look_at_others(dropped, traces):
     """Its parent has the capability, and may not be looked at by one that has it not."""
     code = "from raytf.doctor import probe; print(probe._traces())"
@@ -248,11 +273,21 @@ def probes():
         one.close()
 
 
-def test_a_probe_reaches_another_and_measures(probes):
-    at = probes[0].listen(LOOPBACK)
-    seen = probes[1].reach(LOOPBACK, at)
+@pytest.mark.parametrize("address", [LOOPBACK, "::1"])
+def test_a_probe_reaches_another_and_measures(probes, address):
+    if address not in networks.interfaces().get("lo", ()):
+        pytest.skip(f"this host has no {address}")
+    at = probes[0].listen(address)
+    seen = probes[1].reach(address, at)
     assert seen["error"] is None and seen["rtt"] < 1 and seen["large"] > 0.5 and seen["loss"] < 0.5
-    assert probes[1].bandwidth(LOOPBACK, at[0])["rate"] > 1e6
+    assert probes[1].bandwidth(address, at[0])["rate"] > 1e6
+
+
+def test_a_server_at_all_addresses_of_ipv4_is_none_of_ipv6(probes):
+    with socket.create_server(("0.0.0.0", 0)) as server:
+        port = server.getsockname()[1]
+        assert probes[0].connect_error(LOOPBACK, port) is None
+        assert "Error" in probes[0].connect_error("::1", port)
 
 
 class Missing:

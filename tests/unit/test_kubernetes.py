@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 import pathlib
@@ -11,8 +12,11 @@ import shutil
 import subprocess
 import sys
 
+import celpy
+import kubernetes_validate
 import pytest
 import yaml
+from packaging.requirements import Requirement
 from ray.scripts import scripts
 
 from raytf import cli
@@ -145,7 +149,8 @@ WRONG = [
         "NoSchedul",
         "a toleration has the effect 'NoSchedul', which no taint has",
     ),
-    ("train", f"{RAY}/image", "raytf:latest", "raytf:latest, is none that kustomization.yaml sets"),
+    ("train", f"{RAY}/image", "raytf:latest", "raytf:latest, is none that settings.yaml sets"),
+    ("train", f"{POD}/securityContext/fsGroupChangePolicy", GONE, "workers walks its volumes at each start"),
     ("train", f"{POD}/terminationGracePeriodSeconds", 30, "workers must be drained before it ends"),
     ("train", f"{POD}/volumes/2/emptyDir/sizeLimit", "64Mi", "workers needs a /dev/shm in memory of 256 MiB or more"),
     ("train", "0/spec/entrypoint", f"{COMMAND} --max-failure 3", "has not: --max-failure"),
@@ -206,8 +211,8 @@ def render(folder: pathlib.Path) -> list[dict]:
 
 
 def rendered_refusals(folder: pathlib.Path) -> list[str]:
-    made = yaml.safe_load((folder / "kustomization.yaml").read_text())["images"]
-    return checks.refusals(render(folder), {image["name"]: f"{image['newName']}:{image['newTag']}" for image in made})
+    made = yaml.safe_load((folder / "settings.yaml").read_text())["data"]
+    return checks.refusals(render(folder), {"raytf": made["image"], "raytf-cuda": made["cuda-image"]})
 
 
 @pytest.fixture
@@ -232,6 +237,8 @@ def test_settings_reach_every_file(changed):
     """All of what `kubectl apply -k` sends with other settings is what Kubernetes and KubeRay take."""
     own = {"storage": "7Gi", "storage_class": "nfs", "workers": "2", "pods": "3", "cpu": "5", "memory": "9Gi"}
     own |= {"gpu_pods": "1", "nightly_pods": "2", "most_workers": "6", "most_gpu_workers": "7", "queue": "nights"}
+    own |= {"image": "own.example/a:1", "cuda_image": "own.example/b:2", "runs": "/shared/own", "nightly_workers": "1"}
+    own |= {"head_cpu": "3", "head_memory": "6Gi", "shm": "2Gi"}
     folder = changed(**own)
     assert rendered_refusals(folder) == []
     made = {(one["kind"], one["metadata"]["name"]): one for one in render(folder)}
@@ -239,16 +246,25 @@ def test_settings_reach_every_file(changed):
     claim, job = made["PersistentVolumeClaim", "raytf-storage"], made["RayJob", "raytf-train"]
     assert claim["spec"]["resources"]["requests"]["storage"] == "7Gi" and claim["spec"]["storageClassName"] == "nfs"
     words = checks.words_of(job["spec"]["entrypoint"], checks.clusters(job))
-    assert "--num-workers 2 --cpus-per-worker 5 --name" in " ".join(words)
+    assert "--num-workers 2 --cpus-per-worker 5 --name" in " ".join(words) and words[-1] == "/shared/own"
+    sweep = made["RayCronJob", "raytf-nightly"]["spec"]["jobTemplate"]
+    words = checks.words_of(sweep["entrypoint"], sweep["rayClusterSpec"])
+    assert words[2:4] == ["--num-workers", "1"] and words[-1] == "/shared/own"
+    (submitter,) = sweep["submitterPodTemplate"]["spec"]["containers"]
+    assert submitter["image"] == own["image"]
     assert job["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "nights"
     most = {}
     for document in filter(checks.clusters, made.values()):
         for name, group in checks.groups(checks.clusters(document)).items():
-            if name != "head":
+            pod = group["template"]["spec"]
+            ((container,), resources), head = (pod["containers"], pod["containers"][0]["resources"]), name == "head"
+            assert resources["limits"]["cpu"] == resources["requests"]["cpu"] == ("3" if head else "5"), name
+            assert resources["limits"]["memory"] == resources["requests"]["memory"] == ("6Gi" if head else "9Gi"), name
+            assert container["image"] == own["cuda_image" if name == "gpu" else "image"], name
+            (shm,) = (volume for volume in pod["volumes"] if volume["name"] == "shm")
+            assert shm["emptyDir"]["sizeLimit"] == "2Gi", name
+            if not head:
                 most[document["kind"], name] = group["maxReplicas"]
-                container = group["template"]["spec"]["containers"][0]
-                assert container["resources"]["limits"]["cpu"] == "5", name
-                assert container["resources"]["requests"]["memory"] == "9Gi", name
     assert most == {
         ("RayJob", "workers"): 3,
         ("RayJob", "gpu"): 1,
@@ -256,6 +272,24 @@ def test_settings_reach_every_file(changed):
         ("RayCluster", "gpu"): 7,
         ("RayCronJob", "workers"): 2,
     }
+
+
+def test_a_second_training_is_a_copy_with_names_of_its_own(tmp_path):
+    folder = shutil.copytree(FOLDER, tmp_path / "cluster" / "kubernetes")
+    subprocess.run(["sh", "-ec", blocks.named("docs/guides/kubernetes.md", "second").text], cwd=tmp_path, check=True)
+    assert rendered_refusals(folder) == []
+    jobs = {one["metadata"]["name"]: one for one in render(folder) if one["kind"] == "RayJob"}
+    assert jobs.keys() == {"raytf-train", "raytf-mine"}
+    words = [checks.words_of(job["spec"]["entrypoint"], checks.clusters(job)) for job in jobs.values()]
+    assert {given[given.index("--name") + 1] for given in words} == {"digits", "mine"}
+    labels = [
+        {
+            group["template"]["metadata"]["labels"]["raytf-cluster"]
+            for group in checks.groups(checks.clusters(job)).values()
+        }
+        for job in jobs.values()
+    ]
+    assert sorted(labels, key=str) == [{"mine"}, {"train"}]  # so that neither reaches the other's ports
 
 
 def test_training_on_gpus_leaves_the_nightly_sweep_its_pods(changed):
@@ -275,7 +309,9 @@ def test_another_entrypoint_stays_as_it_is(changed):
 @pytest.mark.parametrize(
     "change, message",
     [
-        (("kustomization.yaml", "name: raytf\n", "name: ratf\n"), "image of head, raytf, is none that kustomization"),
+        ({"runs": "/data"}, "--storage /data is on no volume that all pods mount"),
+        ({"shm": "64Mi"}, "head needs a /dev/shm in memory of 256 MiB or more"),
+        ({"nightly_workers": "5"}, "raytf-nightly: --num-workers 5 is more than the 4 pods for them"),
         (("train.yaml", "$WORKERS", "$WORKER"), "the head's container has no variable WORKER"),
         ({"workers": "9"}, "--num-workers 9 is more than the 4 pods for them"),
         ({"pods": "0", "gpu_pods": "4"}, "--num-workers 4 is more than the 0 pods for them"),
@@ -295,11 +331,6 @@ def test_a_wrong_folder_is_refused(changed, change, message):
     "old, new, messages",
     [
         ("", "", []),
-        (
-            "- name: raytf\n",
-            "- name: ratf\n",
-            ["kustomization.yaml does not set the image raytf", "no pod has the image ratf"],
-        ),
         ("data.nightly-pods", "data.pods", ["nightly-pods is a setting on one side alone"]),
         (
             "data.queue",
@@ -359,9 +390,45 @@ def test_a_pod_waits_until_its_ray_node_has_ended_or_its_time_is_over(tmp_path, 
 
 
 def test_the_image_installs_what_constraints_pin():
-    """Every file that the Dockerfile copies is there, and pip gets the constraints."""
+    """Every file that the Dockerfile copies is there, where the pods expect it, and pip gets the constraints."""
     text = (FOLDER / "Dockerfile").read_text()
-    copied = [line.split()[1:-1] for line in text.splitlines() if line.startswith("COPY")]
-    names = [name for words in copied for name in words if not name.startswith("--")]
-    assert names and all((checks.ROOT / name).exists() for name in names)
+    place, copied = pathlib.PurePosixPath("/"), {}
+    for instruction, *words in (line.split() for line in text.splitlines() if line.strip()):
+        if instruction == "WORKDIR":
+            place /= words[0]
+        elif instruction == "COPY":
+            *sources, target = [word for word in words if not word.startswith("--")]
+            copied |= {source: str(place / target) for source in sources}
+    assert all((checks.ROOT / source).exists() for source in copied)
+    assert copied["cluster/kubernetes/drain.sh"] == "/opt/raytf/drain.sh" and copied["jobs"] == "/opt/raytf/jobs"
     assert "--constraint constraints.txt" in text and text.index("COPY pyproject") < text.index("pip install")
+    (image,) = re.findall(r"^FROM (.*)", text, re.MULTILINE)
+    assert re.fullmatch(r"python:3\.11-slim-bookworm@sha256:[0-9a-f]{64}", image)
+
+
+def test_the_policy_takes_the_pod_to_which_kuberay_adds_a_container():
+    """By KubeRay's name of it, once; what it sets is typed, and only Kubernetes evaluates it."""
+    policy, binding = documents("restricted.yaml")
+    for document in (policy, binding):
+        kubernetes_validate.validate(document, "1.36", strict=True)
+    with pytest.raises(kubernetes_validate.ValidationError, match="matchCondition"):
+        kubernetes_validate.validate(patched([policy], "0/spec/matchCondition", [])[0], "1.36", strict=True)
+    assert binding["spec"]["policyName"] == policy["metadata"]["name"]
+    (condition,) = policy["spec"]["matchConditions"]
+    environment = celpy.Environment()
+    program = environment.program(environment.compile(condition["expression"]))
+    head = checks.templates(documents("train.yaml")[0])["head"]
+    added, context = {"name": "ray-job-submitter"}, {"securityContext": {}}
+    for more, taken in (([], False), ([added], True), ([added | context], False)):
+        pod = {"metadata": head["metadata"], "spec": {"containers": [*head["spec"]["containers"], *more]}}
+        assert bool(program.evaluate({"object": celpy.json_to_cel(pod)})) == taken
+
+
+def test_the_constraints_pin_what_cuda_and_google_take():
+    lines = (checks.ROOT / "constraints.txt").read_text().splitlines()
+    pinned = dict(line.split("==") for line in lines if "==" in line and not line.startswith("#"))
+    asked = [Requirement(text) for text in importlib.metadata.requires("tensorflow")]
+    of_cuda = [one for one in asked if one.marker and "and-cuda" in str(one.marker)]
+    assert of_cuda and all(one.specifier.contains(pinned[one.name]) for one in of_cuda)
+    (install,) = re.findall(r"pip install .*", (FOLDER.parent / "gcp.yaml").read_text())
+    assert {name for name in install.split() if name.startswith("google-")} <= pinned.keys()

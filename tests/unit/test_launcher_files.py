@@ -119,6 +119,12 @@ def start(tmp_path, environment):
     return starting
 
 
+def test_a_job_of_whole_nodes_has_all_their_memory():
+    """Slurm gives it the partition's default otherwise, and Ray counts the host's."""
+    options = {line.split()[1] for line in (ROOT / "cluster" / "slurm.sh").open() if line.startswith("#SBATCH")}
+    assert {"--exclusive", "--mem=0"} <= options
+
+
 @pytest.mark.parametrize("head", ["10.1.2.3", "fd00::1"])
 @pytest.mark.parametrize("script", ["ssh.sh", "slurm.sh"])
 def test_the_head_may_have_an_ipv6_address(start, script, head):

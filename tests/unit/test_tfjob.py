@@ -6,6 +6,9 @@ import copy
 import json
 import pathlib
 import re
+import shlex
+import subprocess
+import sys
 from fractions import Fraction
 
 import pytest
@@ -392,11 +395,11 @@ WRONG = [
     (f"{CONTAINER}/0/name", "main", "One container of worker has the name tensorflow; received: ['main']"),
     (f"{CONTAINER}/0/command", "python mnist.py", "command of worker is a list of texts; received: 'python mnist.py'"),
     (f"{CONTAINER}/0/command", ["./train"], "starts a Python script or module; received: ./train. Name the script"),
-    (f"{CONTAINER}/0/command", ["sh", "-c", "cd /x && python a.py"], "received: sh -c 'cd /x && python a.py'"),
+    (f"{CONTAINER}/0/command", ["sh", "-c", "cd /x && python a.py"], "must be here; received: a.py. Name it here"),
     (
         f"{CONTAINER}/0/command",
         ["python", "/gone.py"],
-        "must be here; received: /gone.py. Name it here: --tfjob job.yaml",
+        "/gone.py. Name it here, --tfjob job.yaml SCRIPT, or run the command where it is, by `ray job submit`",
     ),
     *(
         (f"{CONTAINER}/0/command", ["sh", "-c", text], "starts a Python script or module; received: sh -c")
@@ -433,9 +436,113 @@ def test_wrong_files_are_refused(read, path, value, message):
     assert message in str(raised.value)
 
 
-def test_replicas_that_run_different_scripts_are_refused(read):
-    with pytest.raises(ConfigError, match="All replicas run one script; received: chief: mnist.py; worker: other.py"):
-        read(job(Chief=replica(command=COMMAND), Worker=replica(command=["python", "other.py"])))
+def test_roles_may_have_scripts_of_their_own(read):
+    evaluator = replica(command=["python", "other.py", "--steps=1"])
+    spec, _ = read(job(Worker=replica(2, command=COMMAND), Evaluator=evaluator))
+    assert {str(task): spec.script_of(task) for task in spec.tasks()} == {
+        "worker 0": ("mnist.py", False),
+        "worker 1": ("mnist.py", False),
+        "evaluator 0": ("other.py", False),
+    }
+    with pytest.raises(ConfigError, match="must be here; received: gone.py"):
+        read(job(Worker=replica(command=COMMAND), Evaluator=replica(command=["python", "gone.py"])))
+
+
+VALUES = [{"name": "DIR", "value": "/data"}, {"name": "TEXT", "value": 'a "b" \\ c'}]
+SHELL = [
+    ("python mnist.py --dir=$DIR/x", ("--dir=/data/x",), {}),
+    ('python mnist.py "${DIR} $TEXT"', ('/data a "b" \\ c',), {}),
+    ("python mnist.py '$DIR' \\$DIR", ("$DIR", "$DIR"), {}),
+    ("set -ex\npython mnist.py -x\n", ("-x",), {}),
+    ("set -e -o pipefail; set -u && python mnist.py", (), {}),
+    ("A=1 B='x y' C= exec python mnist.py a=b", ("a=b",), {"A": "1", "B": "x y", "C": ""}),
+    ("cd /app && python mnist.py -x", ("-x",), {}),
+]
+
+
+@pytest.mark.parametrize("text, arguments, variables", SHELL, ids=[text for text, *_ in SHELL])
+def test_what_a_shell_does_before_a_command(read, text, arguments, variables):
+    """Read as `sh` runs it: the same words and variables."""
+    spec, messages = read(job(Worker=replica(command=["sh", "-c", text], env=VALUES)))
+    (task,) = spec.tasks()
+    assert spec.script == "mnist.py" and spec.arguments_of(task) == arguments
+    assert variables.items() <= spec.variables(task).items()
+    folder = "--tfjob: cd /app of worker is not honoured: the script runs in the current folder"
+    assert (folder in messages) == text.startswith("cd")
+    shown = "import os, sys; print([*sys.argv[2:], *(os.environ[name] for name in sys.argv[1].split())])"
+    started = f"{shlex.quote(sys.executable)} -c {shlex.quote(shown)} '{' '.join(variables)}'"
+    given = text.replace("python mnist.py", started).replace("cd /app", "cd /").replace("set -e -o pipefail", "set -e")
+    values = {entry["name"]: entry["value"] for entry in VALUES}
+    out = subprocess.run(["sh", "-c", given], env=values, capture_output=True, text=True, check=True).stdout
+    assert out == f"{[*arguments, *variables.values()]}\n"
+
+
+@pytest.mark.parametrize("text", ["python mnist.py $TEXT", "python mnist.py $HOME", "python mnist.py ${DIR:-x}"])
+def test_a_variable_that_is_not_known_or_several_words_is_refused(read, text):
+    with pytest.raises(ConfigError, match="starts a Python script or module"):
+        read(job(Worker=replica(command=["sh", "-c", text], env=VALUES)))
+
+
+@pytest.mark.parametrize("options", [["-euxo", "pipefail", "-c"], ["-e", "-c"], ["-lc"]])
+def test_options_of_a_shell(read, options):
+    spec, _ = read(job(Worker=replica(command=["bash", *options, "python mnist.py -x"])))
+    assert spec.arguments_of(spec.tasks()[0]) == ("-x",)
+
+
+def test_a_script_of_the_folder_to_which_the_command_changes(read, tmp_path):
+    (tmp_path / "app").mkdir()
+    (tmp_path / "app" / "train.py").touch()
+    spec, _ = read(job(Worker=replica(command=["sh", "-c", f"cd {tmp_path}/app && python train.py"])))
+    assert spec.script == f"{tmp_path}/app/train.py"
+
+
+def test_ray_places_by_requests_and_threads_follow_limits(read):
+    resources = {"requests": {"cpu": "500m", "nvidia.com/gpu": 1}, "limits": {"cpu": 8, "nvidia.com/gpu": 1}}
+    spec, _ = read(job(Worker=replica(command=COMMAND, resources=resources)))
+    (task,) = spec.tasks()
+    assert spec.bundle(task) == {"CPU": 0.5, "GPU": 1} and spec.variables(task)["OMP_NUM_THREADS"] == "8"
+
+
+IMAGES = [
+    ("kubeflow/tf-mnist-with-summaries:latest", "mnist_with_summaries.py", (), False),
+    ("docker.io/kubeflow/tf-dist-mnist-test@sha256:12", "dist_mnist.py", (), True),
+    (
+        "kubeflow/tf-multi-worker-strategy:latest",
+        "multi_worker_strategy-with-keras.py",
+        ("--saved_model_dir", "/train/saved_model/", "--checkpoint_dir", "/train/checkpoint"),
+        True,
+    ),
+]
+
+
+@pytest.mark.parametrize("image, script, arguments, keras_2", IMAGES, ids=[image for image, *_ in IMAGES])
+def test_the_public_images_are_known(read, monkeypatch, image, script, arguments, keras_2):
+    made = job(Worker=replica(2, image=image, args=["--epochs=1"]))
+    with pytest.raises(ConfigError, match=rf"must be here; received: /\S*{script}"):
+        read(made)
+    monkeypatch.setattr("raytf.launch.spec.legacy_keras.check_installed", lambda *_: None)
+    spec, messages = read(made, "mnist.py")
+    assert spec.arguments_of(spec.tasks()[0]) == (*arguments, "--epochs=1") and spec.legacy_keras == keras_2
+    assert sum(f"{script}" in text for text in messages) == 1
+
+
+@pytest.mark.parametrize("options, bundle", [([], {"CPU": 2, "GPU": 1}), (["--gpus-per-worker", "0"], {"CPU": 2})])
+def test_a_job_of_gpus_is_tried_on_cpus(read, monkeypatch, options, bundle):
+    resources = {"limits": {"cpu": 2, "nvidia.com/gpu": 1}}
+    read(
+        job(
+            Chief=replica(command=COMMAND),
+            PS=replica(command=COMMAND),
+            Worker=replica(command=COMMAND, resources=resources),
+        )
+    )
+    given = []
+    monkeypatch.setattr("raytf.launch.launcher.launch_script", lambda spec, _: given.append(spec))
+    CliRunner().invoke(main, ["run", "--tfjob", "job.yaml", *options])
+    CliRunner().invoke(main, ["run", "--tfjob", "job.yaml", *options, "--cpus-per-worker", "0.5"])
+    by_role = [{task.role: spec.bundle(task) for task in spec.tasks()} for spec in given]
+    assert by_role[0] == {"chief": {"CPU": 1}, "ps": {"CPU": 1}, "worker": bundle}
+    assert by_role[1] == {"chief": {"CPU": 0.5}, "ps": {"CPU": 0.5}, "worker": bundle | {"CPU": 0.5}}
 
 
 TWICE = """apiVersion: kubeflow.org/v1
