@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from raytf import validation
+from raytf import logs, validation
 from raytf.cli_parts import (
     COUNT,
     DATA,
@@ -23,6 +23,8 @@ from raytf.cli_parts import (
     path,
     wrong_options,
 )
+
+logger = logs.get_logger(__name__)
 
 _RUN = click.argument("run", metavar="RUN")
 _CHECKPOINT = click.option(
@@ -86,10 +88,10 @@ def runs(folder, metric, mode):
 
         listed = run_list.listed(folder, metric, mode)
     if not listed:
-        click.echo(f"no runs in {folder}: name the folder given as --storage, or in RunConfig(storage_path=)", err=True)
+        logger.warning(f"no runs in {folder}: name the folder given as --storage, or in RunConfig(storage_path=)")
         return
     if metric is not None and all(run.best is None for run in listed):
-        click.echo(f"no run in {folder} has the metric {metric!r}", err=True)
+        logger.warning(f"no run in {folder} has the metric {metric!r}: correct --metric")
     names = ("name", "state", "epochs", "best", "when")
     if not sys.stdout.isatty():
         for cells in (names, *(run.cells() for run in listed)):

@@ -15,8 +15,8 @@ _WORTH_A_LINE = 1.0
 _FRAMES, _PLAIN_FRAMES, _FRAMES_A_SECOND = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏", "|/-\\", 5
 # The phases before a run's first step, and after its last epoch.
 READING, TRYING, WORKERS = "reading data", "trying the model", "starting workers"
-FIRST_STEP, ENDING = "compiling and making the first step", "keeping the last checkpoint and ending workers"
-COMPARING = "comparing the run, which has ended, with what is asked for"
+FIRST_STEP, ENDING = "compiling and making the first step", "saving the last checkpoint and ending workers"
+COMPARING = "comparing the finished run with the requested one"
 
 
 def starting_phase(finished: str | None = None) -> str:

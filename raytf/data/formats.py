@@ -137,7 +137,10 @@ def roles(files: OpenedFiles, given: Mapping[str, Any], image: tuple[int, int, i
         known = [name for name in files.schema.names if name in LABELS]
         labels = known[0] if labels is None and len(known) == 1 else labels
         features = "image" if images else _features(files.schema, [labels, given["sample_weights"]])
-        logger.info(f"--features {_names(features)} --labels {_names(labels)}, as no features are given")
+        logger.info(
+            f"no --features are given: --features {_names(features)} --labels {_names(labels)} are used. Pass others "
+            "to change that"
+        )
     if image and not isinstance(features, str):
         raise ConfigError("--image-size is for a single feature", _names(features), "Name one by --features")
     if image or (images and features == "image"):

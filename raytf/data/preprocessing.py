@@ -55,7 +55,7 @@ def adapt(layer: keras.layers.Layer, dataset: Dataset, column: ColumnSpec | None
         raise ConfigError(
             "raytf.adapt takes one of Keras' preprocessing layers with adapt(), or a FeatureSpace",
             type(layer).__name__,
-            "Pass such a layer",
+            "Pass a layer such as keras.layers.Normalization",
         )
     if space != (column is None):
         raise ConfigError(

@@ -12,7 +12,6 @@ import contextlib
 import dataclasses
 import math
 import time
-import warnings
 from collections.abc import Sequence
 
 import keras
@@ -23,6 +22,7 @@ from raytf import logs
 from raytf.compat.keras import pythonify_logs
 from raytf.compat.tensorflow import separate_function
 from raytf.data.feed import SUPERBATCH, Feed
+from raytf.logs import warn_user
 from raytf.parallel import callbacks as callbacks_module
 from raytf.parameter_server import rows
 from raytf.parameter_server.remote_model import RemoteModel
@@ -368,7 +368,7 @@ def _restored_from(position: StepCounter, saver: StepCheckpointCallback | None) 
 def _warn_of_batches(users: list) -> None:
     names = sorted({type(c).__name__ for c in users if callbacks_module.reads_batches(c)})
     if names:
-        warnings.warn(
+        warn_user(
             f"With parameter servers workers make steps by themselves, and callbacks are called at epochs only: "
             f"{', '.join(names)} will see no batches",
             stacklevel=2,

@@ -282,7 +282,7 @@ def check_sparse(config: TensorflowConfig | None, strategy: str, scaling_config:
         raise ConfigError(
             "sparse_updates is for workers that train in step, on CPUs or GPUs",
             f"sparse_updates={config.sparse_updates!r} with strategy={strategy!r}, use_tpu={scaling_config.use_tpu}",
-            "Leave it out",
+            "Leave sparse_updates out",
         )
 
 
@@ -301,7 +301,7 @@ def check_sharded(
         raise ConfigError(
             "shard_optimizer is for a KerasTrainer whose workers train in step, on CPUs",
             f"shard_optimizer=True with {received}",
-            "Leave it out",
+            "Leave shard_optimizer out",
         )
 
 
@@ -310,7 +310,9 @@ def check_servers(strategy: str, num_ps: int, scaling_config: ScalingConfig) -> 
     validation.check_num_ps(strategy, num_ps)
     if strategy == "parameter_server" and not isinstance(scaling_config.num_workers, int):
         raise ConfigError(
-            "A cluster with parameter servers has a fixed number of workers", scaling_config.num_workers, "Choose one"
+            "A cluster with parameter servers has a fixed number of workers",
+            scaling_config.num_workers,
+            "Pass one integer",
         )
     if strategy == "parameter_server" and isinstance(scaling_config.label_selector, list):
         raise ConfigError(

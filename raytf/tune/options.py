@@ -48,7 +48,7 @@ class SweepOptions:
         for name in ("max_concurrent_trials", "report_every_steps"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise ConfigError(f"{name} must be at least 1, or None", value, "Raise it")
+                raise ConfigError(f"{name} must be at least 1, or None", value, "Pass 1 or more, or None")
 
     def content(self) -> dict[str, Any]:
         """Returns the record for the sweep's folder, without values of `sample` that JSON lacks."""

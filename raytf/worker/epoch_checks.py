@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 import zlib
 from collections.abc import Sequence
 
@@ -13,6 +12,7 @@ import tensorflow as tf
 
 from raytf.collectives import communicator
 from raytf.collectives.communicator import spans_workers
+from raytf.logs import warn_user
 from raytf.parallel import local_sgd, model_optimizers, own_state
 from raytf.parallel.callbacks import settable_rate
 from raytf.worker.part import Training, TrainingPart
@@ -92,7 +92,7 @@ class EpochChecks(TrainingPart):
                 self.model.stop_training = True
             if self._rank == 0:
                 consequence = "The training stops because of nan='stop'. " if self._nan == "stop" else ""
-                warnings.warn(
+                warn_user(
                     f"{variable.path} has weights that are NaN or infinite at the end of epoch {self._epoch + 1}, "
                     f"though the loss is finite. {consequence}Look for rows that are NaN or infinite.",
                     stacklevel=2,
@@ -124,7 +124,7 @@ class EpochChecks(TrainingPart):
         if bad and not self._warned:
             self._warned = True
             if self._rank == 0:
-                warnings.warn(self._of_nan(bad), stacklevel=2)
+                warn_user(self._of_nan(bad), stacklevel=2)
         if bad and self._nan == "stop":
             self.model.stop_training = True
         if end and not self._warned_of_divergence and (rows[:, 1:] != rows[0, 1:]).any():
@@ -172,7 +172,7 @@ class EpochChecks(TrainingPart):
         if self._rank != 0:
             return
         text = f"{paths[0]}" + (f" and {len(paths) - 1} more" if len(paths) > 1 else "") if paths else "learning rates"
-        warnings.warn(
+        warn_user(
             f"Worker{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} and worker 0 have other weights or rates "
             f"than each other at the end of epoch {self._epoch + 1}: {text}. Something changes them on each worker for "
             "itself, as a callback or a step does that draws a number or reads a clock. Draw from a seed that all "
