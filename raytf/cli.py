@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from raytf import __version__, cli_runs, validation
+from raytf import __version__, cli_runs, logs, validation
 from raytf.cli_parts import (
     COUNT,
     DATA,
@@ -30,6 +30,8 @@ from raytf.cli_parts import (
     wrong_options,
 )
 from raytf.runtime.topology import STRATEGIES
+
+logger = logs.get_logger(__name__)
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -487,7 +489,7 @@ def _arguments_of_tfjob(ctx: click.Context, tfjob: str, script: str | None, argu
             raise ConfigError("With --tfjob, the YAML sets what runs where", option, f"Leave {option} out")
     read_arguments, not_honoured = reader.read_tfjob(tfjob, script, arguments, variables)
     for sentence in not_honoured:
-        click.echo(f"raytf run: {sentence}", err=True)
+        logger.warning(sentence)
     if "max_restarts" in given_here:
         del read_arguments["max_restarts"]
     own = {name: ctx.params[name] for name in ("cpus_per_worker", "gpus_per_worker") if name in given_here}
@@ -499,8 +501,9 @@ def _warn_of_late_options(arguments) -> None:
     names = {name for option in run.params for name in (*option.opts, *option.secondary_opts)}
     long_names = {name for name in names if name.startswith("--")}
     if misplaced := sorted(long_names & {word.partition("=")[0] for word in arguments}):
-        text = f"raytf: {', '.join(misplaced)} after the script: given to it. Put options of raytf before the script"
-        click.echo(text, err=True)
+        logger.warning(
+            f"{', '.join(misplaced)} after the script: the script receives them. Put options of raytf before the script"
+        )
 
 
 @main.command(short_help="Examine a running Ray cluster.")

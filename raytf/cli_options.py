@@ -67,7 +67,9 @@ def load_function(module: str, function: str):
             "Run the command in the module's folder, and name it without .py",
         ) from error
     if not callable(getattr(loaded, function, None)):
-        raise ConfigError("FUNCTION must be a function of MODULE", f"{module}:{function}", "Check its name")
+        raise ConfigError(
+            "FUNCTION must be a function of MODULE", f"{module}:{function}", "Check the name of the function"
+        )
     return getattr(loaded, function)
 
 

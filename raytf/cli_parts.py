@@ -15,8 +15,10 @@ from typing import Any
 
 import click
 
-from raytf import validation
+from raytf import logs, validation
 from raytf.errors import ConfigError, RaytfError, StoppedError
+
+logger = logs.get_logger(__name__)
 
 
 class _Positive(click.FloatRange):
@@ -41,7 +43,7 @@ class Commands(click.Group):
         except StoppedError:
             raise  # it is logged already, and has its own exit code
         except KeyboardInterrupt:  # click would exit with 1
-            click.echo("raytf: SIGINT: ended", err=True)
+            logger.info("SIGINT: ended")
             ctx.exit(128 + signal.SIGINT)
         except RaytfError as error:
             raise click.ClickException(str(error)) from error

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from raytf import validation
+from raytf import logs, validation
 from raytf.cli_parts import (
     COUNT,
     DATA,
@@ -28,6 +28,7 @@ from raytf.cli_parts import (
 
 if TYPE_CHECKING:
     from ray.train import ScalingConfig
+logger = logs.get_logger(__name__)
 
 _RUN = click.argument("run", metavar="RUN")
 _CHECKPOINT = click.option(
@@ -92,14 +93,14 @@ def runs(folder, metric, mode):
         listed = run_list.listed(folder, metric, mode)
         has_other = all(run.best is None for run in listed) and any(run.best for run in run_list.listed(folder))
     if not listed:
-        click.echo(f"no runs in {folder}: name the folder given as --storage, or in RunConfig(storage_path=)", err=True)
+        logger.warning(f"no runs in {folder}: name the folder given as --storage, or in RunConfig(storage_path=)")
         return
     _print_runs([run.cells() for run in listed])
     if metric is not None and all(run.best is None for run in listed):
         sentence = f"no run in {folder} has the metric {metric!r}"
         if has_other:
             raise click.UsageError(sentence)
-        click.echo(sentence, err=True)
+        logger.warning(sentence)
 
 
 def _print_runs(rows) -> None:

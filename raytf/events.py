@@ -163,33 +163,42 @@ _TEXTS: dict[Kind, Callable[[RunEvent], str]] = {
     ),
     Kind.RESIZED: lambda event: f"scaling from {event.before} to {event.workers} workers after the current step",
     Kind.RESIZE_DELAYED: lambda event: (
-        f"scaling to {event.workers} workers is delayed and retried, as their processes are not ready: {event.why}"
+        f"scaling to {event.workers} workers is delayed, as their processes are not ready: {event.why}. The run "
+        "continues with the workers that it has, and retries. Examine the new nodes: raytf doctor"
     ),
     Kind.STEPS_REPEATED: lambda event: (
-        f"the run resumes from step {event.step}; at least {event.steps} step(s) made since are repeated"
+        f"the run resumes from step {event.step}; at least {event.steps} step(s) made since are repeated. More "
+        "frequent checkpoints (checkpoint_every=, memory_every=) repeat fewer"
     ),
     Kind.NODE_DRAINED: lambda event: f"node {event.node[:8]} is drained",
     Kind.ENDED_AFTER_STEP: lambda event: event.why,
     Kind.STOP_NOT_DELIVERED: lambda event: (
-        f"{event.more}, and the request to stop did not reach all workers; they continue: {event.why}"
+        f"{event.more}, and the request to stop did not reach all workers: {event.why}. They continue, and recover if "
+        "a worker is lost. Ctrl-C stops the run instead"
     ),
     Kind.STOP_REQUESTED: lambda event: f"{event.why}: {event.more}",
     Kind.STOPPED: lambda event: f"{event.why}: {event.more}",
     Kind.STANDBY_STARTED: lambda event: f"a standby worker starts on node {event.node[:8]}",
     Kind.STANDBY_LOST: lambda event: f"the standby worker on node {event.node[:8]} cannot be used: {event.why}",
     Kind.STANDBY_LIMITED: lambda event: (
-        f"standby workers only import TensorFlow, as the warm-up step failed in one: {event.why}"
+        f"the warm-up step of a standby worker failed: {event.why}. Standby workers only import TensorFlow, and "
+        "replacing a lost worker takes longer, until the cause is mended"
     ),
     Kind.STANDBY_GIVEN_UP: lambda event: (
-        f"no standby worker can be kept on node {event.node[:8]}; a replacement there starts when it is "
-        f"needed: {event.why}"
+        f"no standby worker starts on node {event.node[:8]}: {event.why}. A replacement there starts when a worker is "
+        "lost, which takes longer. Mend the cause, often memory, or set spares=0"
     ),
     Kind.WORKER_HUNG: lambda event: (
-        f"Hang: the other workers wait for {_subject(event)}: {event.why}. If that lasts, its process is ended"
+        f"Hang: the other workers wait for {_subject(event)}: {event.why}. If that lasts, its process is ended, and is "
+        "replaced or restarted where failures are allowed. Raise the hang timeout (hang_timeout_s=, --hang-timeout) if "
+        "it is that slow by intent"
         f"\n{event.more}"
     ).rstrip(),
     Kind.WORKER_CONTINUED: lambda event: f"Hang resolved: {_subject(event)} continues",
-    Kind.STRAGGLER: lambda event: f"Straggler: {_subject(event)} on {event.node} is {event.why}",
+    Kind.STRAGGLER: lambda event: (
+        f"Straggler: {_subject(event)} on {event.node} is {event.why}. Training continues at its pace. Look at that "
+        "host: other load, a slow disk, a slow CPU"
+    ),
     Kind.WORKERS_RENEWED: lambda event: f"{event.why}: new workers {event.more}",
     Kind.LOSS_NOT_FINITE: _loss_not_finite,
     Kind.VALIDATION_NOT_FINITE: lambda event: (
@@ -290,7 +299,10 @@ class Recorder:
                 file.write(json.dumps(dataclasses.asdict(event)).encode())
         except OSError as error:
             self._failed = True
-            logger.warning(f"Events for `raytf report` end here, as they cannot be written: {first_line(error)}")
+            logger.warning(
+                f"Events for `raytf report` end here, as they cannot be written: {first_line(error)}. Training "
+                "continues without them. Mend the storage; a restart of the run writes them again"
+            )
 
 
 def run_events(run: Any) -> list[RunEvent]:

@@ -1,14 +1,17 @@
 """What raytf reports, through `logging`: the loggers are named as the modules are, such as `raytf.train.engine`.
 
-A process that has set up none of them shows messages from INFO upwards on stderr, each begins with `raytf: `.
+A process that has set up none of them shows messages from INFO upwards on stderr, each begins with `raytf: `. Doubts
+about the user's code are warnings of Python, too, see `warn_user`.
 """
 
 from __future__ import annotations
 
 import logging
 import sys
+import warnings
 
 NAME = "raytf"
+_WARNINGS = f"{NAME}.warnings"
 
 
 class _StderrHandler(logging.Handler):
@@ -38,9 +41,24 @@ def get_logger(name: str) -> logging.Logger:
     if not top.handlers:
         handler = _StderrHandler()
         handler.setFormatter(logging.Formatter("raytf: %(message)s"))
+        handler.addFilter(lambda record: record.name != _WARNINGS)  # Python shows it
         top.addHandler(handler)
         # TensorFlow's absl gives the root logger a handler, which would show each message again
         top.propagate = False
     if top.level == logging.NOTSET:
         top.setLevel(logging.INFO)
     return logging.getLogger(name)
+
+
+def warn_user(message: str, stacklevel: int = 1) -> None:
+    """Emits a warning of Python about the user's code or arguments, and logs it.
+
+    Python shows it, and the user's filters of warnings apply. Handlers that the user has added to the logger "raytf"
+    get it as well, with level WARNING.
+
+    Args:
+        message: Text of the warning.
+        stacklevel: As of `warnings.warn`, at least 1.
+    """
+    warnings.warn(message, stacklevel=stacklevel + 1)
+    get_logger(_WARNINGS).warning(message)

@@ -19,13 +19,13 @@ import socket
 import sys
 import threading
 import time
-import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, ClassVar
 
 from raytf import timeouts, validation
 from raytf.collectives import ring
 from raytf.errors import ConfigError
+from raytf.logs import warn_user
 from raytf.runtime import packet_filter
 from raytf.storage import injected_faults, stored_json
 
@@ -256,7 +256,7 @@ class FillDisk(Fault):
     def __post_init__(self):
         super().__post_init__()
         if not isinstance(self.folder, str | os.PathLike) or not os.fspath(self.folder):
-            raise ConfigError("folder of a fault must be a path", repr(self.folder), "Change it")
+            raise ConfigError("folder of a fault must be a path", repr(self.folder), "Pass a path")
         object.__setattr__(self, "folder", os.fspath(self.folder))
         for name in ("size", "steps"):
             if getattr(self, name) is not None:
@@ -316,7 +316,9 @@ class FailWrite(Fault):
             raise ConfigError(rule, repr(self.number), "Give errno.EIO, for example")
         validation.check_whole("times of a fault", self.times, 1)
         if self.times > _MOST_TIMES:
-            raise ConfigError(f"times of a fault must be at most {_MOST_TIMES}", repr(self.times), "Change it")
+            raise ConfigError(
+                f"times of a fault must be at most {_MOST_TIMES}", repr(self.times), f"Pass {_MOST_TIMES} or less"
+            )
 
     def happen(self) -> None:
         injected_faults.plan_faults(self.number, self.times)
@@ -330,7 +332,7 @@ _FIRST_BLOCK = 1 << 30
 
 def _check_seconds(seconds: Any) -> None:
     if isinstance(seconds, bool) or not (isinstance(seconds, int | float) and 0 < seconds < 1e6):
-        raise ConfigError("seconds of a fault must be a number above 0", repr(seconds), "Change it")
+        raise ConfigError("seconds of a fault must be a number above 0", repr(seconds), "Pass a number above 0")
 
 
 def _fill(descriptor: int, size: int | None) -> None:
@@ -502,7 +504,7 @@ class FaultPlan:
                 self._full.end()
                 if injected_faults.take_faults():
                     text = "No checkpoint was handed to raytf's writer after a FailWrite, which did nothing"
-                    warnings.warn(f"{text}: inject it earlier, or have checkpoints", stacklevel=2)
+                    warn_user(f"{text}: inject it earlier, or have checkpoints", stacklevel=2)
 
         plan, folder = self, os.fspath(folder)
         return Planted()

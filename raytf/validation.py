@@ -34,7 +34,7 @@ def is_callback(value: Any) -> bool:
 def check_whole(name: str, value: Any, least: int) -> None:
     """Raises ConfigError unless `value` is an integer of at least `least` and no bool."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < least:
-        raise ConfigError(f"{name} must be an integer of at least {least}", repr(value), "Change it")
+        raise ConfigError(f"{name} must be an integer of at least {least}", repr(value), f"Pass {least} or more")
 
 
 def is_number(value: Any) -> bool:
@@ -138,13 +138,17 @@ def check_config(config: Mapping[str, Any]) -> None:
         check_whole(f"config[{name!r}]", config[name], 1)
     rate = config.get("learning_rate")
     if isinstance(rate, numbers.Real) and not (math.isfinite(rate) and rate > 0):
-        raise ConfigError("config['learning_rate'] must be a finite number above 0", repr(rate), "Change it")
+        raise ConfigError(
+            "config['learning_rate'] must be a finite number above 0",
+            repr(rate),
+            "Pass a number above 0, such as 0.001",
+        )
 
 
 def check_seed(seed: Any) -> None:
     """Raises ConfigError unless `seed` is an integer from 0 to 2**63 - 1."""
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
-        raise ConfigError("seed must be an integer from 0 to 2**63 - 1", repr(seed), "Choose such a seed")
+        raise ConfigError("seed must be an integer from 0 to 2**63 - 1", repr(seed), "Pass such an integer, as 0")
 
 
 def check_num_ps(strategy: str, num_ps: Any) -> None:

@@ -166,7 +166,7 @@ class FailureNotifier:
             return False
         if not came:
             if number not in self._departed:
-                self.notify(Cause(neighbour, self._rank, "is lost: its process has ended without a word"))
+                self.notify(Cause(neighbour, self._rank, "is lost: its process closed the connection"))
             return False
         self._received[number] += came
         if len(self._received[number]) < _MESSAGE.size:

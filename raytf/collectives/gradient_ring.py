@@ -14,7 +14,6 @@ import functools
 import itertools
 import math
 import time
-import warnings
 import weakref
 from collections.abc import Callable, Sequence
 
@@ -30,6 +29,7 @@ from raytf.collectives.ring import Ring, ignoring_overflow
 from raytf.collectives.ring_listener import Listener
 from raytf.compat.tensorflow import releasing_functions
 from raytf.errors import ConfigError, PeerLostError
+from raytf.logs import warn_user
 from raytf.runtime import ports
 
 # Bytes of a pack: large enough for the sockets' full rate, small enough to overlap with the backward pass.
@@ -486,7 +486,7 @@ def check_without(wire_dtype: str | None) -> None:
             f"gradient_dtype={wire_dtype!r} without a token",
             "Start the workers with a trainer of raytf or `raytf run`",
         )
-    warnings.warn(
+    warn_user(
         "these processes have no token for raytf's ring: TensorFlow's collectives sum gradients, which is slower on "
         "CPUs. Start them with a trainer of raytf or `raytf run`",
         stacklevel=2,

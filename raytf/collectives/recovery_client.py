@@ -420,7 +420,7 @@ class RecoveryClient:
     def _recover_exchange(self, holder, error: PeerLostError) -> None:
         if not self._open or not self.armed:
             if self.armed:
-                self._refuse("it met the others between two steps, as in a checkpoint or in a callback")
+                self._refuse("the loss came in an exchange between two steps, as in a checkpoint or in a callback")
             raise error
         if holder.completed != self._completed:
             self._refuse("a part of the step's updates was applied")
@@ -429,11 +429,11 @@ class RecoveryClient:
             self._rejoin(holder, error)
             try:
                 if not all(made.repeat() for made in self._repeatable):
-                    self._refuse("what followed the last step, made again, came to something else")
+                    self._refuse("repeating the exchanges after the last step gave another result")
                     logger.warning(
-                        "A replacement worker has repeated what followed the last step with another result, as a "
-                        "callback that draws or measures has. All workers restart from the last checkpoint. Let the "
-                        "chief alone decide, or draw from a seed"
+                        "A callback is not deterministic: a replacement worker has repeated the exchanges after the "
+                        "last step with another result. All workers restart from the last checkpoint. Let the chief "
+                        "alone decide (raytf.on_chief), or draw from a seed"
                     )
                     raise error
                 return
@@ -488,7 +488,7 @@ class RecoveryClient:
                     command = f"timeout after {seconds:.0f} s: the driver sent nothing"
                 self._waiting = None
                 if not isinstance(command, RingConfig):
-                    raise error or PeerLostError(old.rank, f"took no place of a lost worker: {command}", None)
+                    raise error or PeerLostError(old.rank, f"did not join the next ring: {command}", None)
                 ring = self._join(listener, old, command)
         finally:
             listener.close()
@@ -553,7 +553,7 @@ class RecoveryClient:
             RaytfError: This worker does not wait, or cannot save one.
         """
         if self._waiting is None or self._keep is None:
-            raise RaytfError("a worker that was to keep a checkpoint cannot, or does not wait any more")
+            raise RaytfError("this worker cannot save a checkpoint, or waits no more")
         if not self._executes and (self._callbacks_called or (self._boundary is not None and not self.at_end)):
             raise RaytfError("callbacks may have been called after the step, and may have changed their state")
         return self._keep(owned, older)

@@ -148,7 +148,8 @@ class Ring:
                 except OSError as error:
                     self._may_show = False
                     logger.warning(
-                        f"workers of this host exchange through sockets, as they cannot share memory: {error}"
+                        f"workers of this host cannot share memory: {error}. They exchange through sockets, which is "
+                        "slower, with equal results. Mend the cause for full speed"
                     )
             return self._memory
 
@@ -431,8 +432,8 @@ class Ring:
             if answer == _NO:
                 self._memory, self._may_show = None, False
                 logger.warning(
-                    f"workers of this host exchange through sockets, as worker {(self.rank + 1) % self.size} cannot "
-                    "read the memory of others"
+                    f"worker {(self.rank + 1) % self.size} cannot read the memory of others. Workers of this host "
+                    "exchange through sockets, which is slower, with equal results"
                 )
 
     def _have_read(self, shows: bool, neighbour: np.ndarray | None) -> bool:

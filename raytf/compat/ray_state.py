@@ -29,7 +29,10 @@ def _softly() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        logger.warning(f"the run continues, and is missing in the dashboard's Train tab: {one_line(error)}")
+        logger.warning(
+            f"the run cannot be shown in the Train tab of Ray's dashboard: {one_line(error)}. It continues, and there "
+            "is nothing to do"
+        )
 
 
 @uses_private("ray.train.v2._internal.state.state_manager:TrainStateManager._runs")

@@ -176,7 +176,8 @@ def tolerate_full_storage(manager) -> Callable[[], None]:
             if not was_unwritten:
                 logger.warning(
                     f"{CHECKPOINT_MANAGER_SNAPSHOT_FILENAME}, Ray's list of the run's checkpoints, could not be "
-                    f"written, and is retried: {one_line(error)}"
+                    f"written: {one_line(error)}. It is retried, and training continues. Free space on the storage, or "
+                    "mend it"
                 )
 
     manager._write_state_to_storage = tried

@@ -14,9 +14,12 @@ import time
 _WORTH_A_LINE = 1.0
 _FRAMES, _PLAIN_FRAMES, _FRAMES_A_SECOND = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏", "|/-\\", 5
 # The phases before a run's first step, and after its last epoch.
-READING, TRYING, WORKERS = "reading data", "trying the model", "starting workers"
-FIRST_STEP, ENDING = "compiling and making the first step", "keeping the last checkpoint and ending workers"
-COMPARING = "comparing the run, which has ended, with what is asked for"
+READING = "reading data"
+TRYING = "trying the model"
+WORKERS = "starting workers"
+FIRST_STEP = "compiling and making the first step"
+ENDING = "saving the last checkpoint and ending workers"
+COMPARING = "comparing the finished run with the requested one"
 
 
 def importing_phase(module: str) -> str:

@@ -41,7 +41,7 @@ class BatchSpec:
             raise ConfigError(
                 "One column at most can say which rows share a batch",
                 f"bucket=True for {', '.join(self.columns[i].names[0] for i in self._buckets)}",
-                "Leave it for one",
+                "Set bucket=True for one column",
             )
 
     @classmethod

@@ -161,7 +161,10 @@ def roles(
         found = [name for name in files.schema.names if name in LABELS]
         labels = found[0] if labels is None and len(found) == 1 else labels
         features = "image" if images else _features(files.schema, [labels, weights], labelled)
-        logger.info(f"--features {_names(features)} --labels {_names(labels)}, as no features are given")
+        logger.info(
+            f"no --features are given: --features {_names(features)} --labels {_names(labels)} are used. Pass others "
+            "to change that"
+        )
     chosen = {"features": features, "labels": labels, "sample_weights": weights}
     if taken := [role for role in _ROLES if given[role] is None and chosen[role] is not None and role in known]:
         shown = " ".join(f"{_option(role)} {_names(chosen[role])}" for role in taken)

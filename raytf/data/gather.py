@@ -114,7 +114,9 @@ class Dense(ColumnSource):
         shapes = {(a.shape[1:], np.dtype(column.dtype or a.dtype)) for a in arrays}
         if len(shapes) > 1:
             raise ConfigError(
-                "All rows of a column need one shape and dtype", f"{shapes} in {column.name!r}", "Convert it"
+                "All rows of a column need one shape and dtype",
+                f"{shapes} in {column.name!r}",
+                "Convert the rows to one shape and dtype",
             )
         ((self.shape, self.dtype),) = shapes
         self.row_bytes = max(1, int(np.prod(self.shape))) * self.dtype.itemsize
@@ -266,13 +268,15 @@ class Lists(ColumnSource):
             array = _in_one(filled(table, column))
             if not (pa.types.is_list(array.type) or pa.types.is_large_list(array.type)):
                 raise ConfigError(
-                    "ragged and pad are for columns of lists", f"{column.name!r} of type {array.type}", "Leave it out"
+                    "ragged and pad are for columns of lists",
+                    f"{column.name!r} of type {array.type}",
+                    "Leave ragged and pad out",
                 )
             if not (pa.types.is_integer(array.type.value_type) or pa.types.is_floating(array.type.value_type)):
                 raise ConfigError(
                     "Lists of different lengths must hold numbers",
                     f"{column.name!r} of type {array.type}",
-                    "Convert them",
+                    "Convert the lists to numbers",
                 )
             offsets = array.offsets.to_numpy()
             # `flatten` excludes values outside of a sliced array, which may be nulls

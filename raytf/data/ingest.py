@@ -127,8 +127,9 @@ def _to_stream(name: str, dataset, materialize: bool | str) -> tuple[Partitions,
         if size is None or _PARQUET_EXPANSION * size > limit:
             about = "of unknown size" if size is None else f"of {_gib(size)} or more"
             logger.info(
-                f"{name!r}, {about}, is kept in the object store of {_gib(room)} a node, which goes to disk when it is "
-                f"full, as {error.received} cannot be streamed"
+                f"{name!r}, {about}, is kept in the object store of {_gib(room)} a node, as {error.received} cannot be "
+                "streamed. Ray spills it to disk when the store is full. Write it as Parquet, and read that, to stream "
+                "it"
             )
         return None
     blocks = _first(pieces)

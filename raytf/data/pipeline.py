@@ -148,8 +148,8 @@ class PipelineFeed:
                 )
             if self._shard.index == 0:
                 logger.info(
-                    f"the shards of {self._name!r} have {shown} batches: workers make the steps that theirs lack "
-                    "without rows, which count nothing"
+                    f"the shards of {self._name!r} have {shown} batches: workers with fewer make steps without rows, "
+                    "which count nothing. Cut the data evenly to use all workers, or refuse it by uneven='error'"
                 )
         return self
 

@@ -56,7 +56,7 @@ def adapt(layer: keras.layers.Layer, dataset: Dataset, column: ColumnSpec | None
         raise ConfigError(
             "raytf.adapt takes one of Keras' preprocessing layers with adapt(), or a FeatureSpace",
             type(layer).__name__,
-            "Pass such a layer",
+            "Pass a layer such as keras.layers.Normalization",
         )
     fix = "Make one, as ray.data.from_items(rows) does"
     validation.check_kind("dataset", dataset, Dataset, "a ray.data.Dataset", fix, optional=False)

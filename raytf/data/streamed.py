@@ -302,7 +302,10 @@ class EpochRead:
         if quiet > _REPORT_INTERVAL:
             self._came = time.monotonic()
             usage = resources.held_by_others()
-            logger.warning(f"no rows of {self._name!r} have come for {quiet:.0f} s, reading continues; {usage}")
+            logger.warning(
+                f"no rows of {self._name!r} have come for {quiet:.0f} s; {usage}. Reading continues. Free CPUs for Ray "
+                "Data, or look at the source of the rows"
+            )
 
     def let_go(self, start: int) -> None:
         with self._changed:
@@ -374,7 +377,8 @@ def watched(name: str):
         while not ended.wait(pause):
             seconds = time.monotonic() - began
             logger.warning(
-                f"{name!r} is not read after {seconds:.0f} s, reading continues; {resources.held_by_others()}"
+                f"{name!r} is not read after {seconds:.0f} s; {resources.held_by_others()}. Reading continues. Free "
+                "CPUs for Ray Data, or look at the source of the rows"
             )
             pause *= 2
 

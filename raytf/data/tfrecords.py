@@ -173,7 +173,7 @@ def _feature(name: str, spec: Any, sequence: bool) -> Feature:
             f"A feature of {'sequence_schema' if sequence else 'schema'} must be one of {', '.join(known)} of tf.io, "
             "without partitions, of int64, float32 or string",
             f"{name!r}: {spec!r}",
-            "Change it",
+            "Pass one of these, such as tf.io.FixedLenFeature([], tf.int64)",
         )
     key = getattr(spec, "value_key", None) or name
     if kind in ("VarLenFeature", "RaggedFeature"):

@@ -83,7 +83,9 @@ def run_examination(
     check_ports(ports)
     networks.check_network(network)
     if not seconds >= LEAST_TIME:
-        raise ConfigError(f"An examination takes at least {LEAST_TIME:g} seconds", seconds, "Give it more")
+        raise ConfigError(
+            f"An examination takes at least {LEAST_TIME:g} seconds", seconds, f"Pass {LEAST_TIME:g} or more"
+        )
     if storage is not None and "://" not in storage and not os.path.isabs(storage):
         raise ConfigError("The storage is an absolute path or a URI", repr(storage), "Write it from the root")
     if resolve_address(address) is None and "local" not in (address, os.environ.get("RAY_ADDRESS")):

@@ -99,7 +99,7 @@ def is_arrays(x) -> bool:
 def _pipeline(x: TFData, y, sample_weight, class_weight, features, labels, name: str) -> RowData:
     other_arguments = {"y": y, "sample_weight": sample_weight, "features": features, "labels": labels}
     if given := [argument for argument, value in other_arguments.items() if value is not None]:
-        raise ConfigError(f"{name} is a raytf.TFData, which defines these", ", ".join(given), "Leave it out")
+        raise ConfigError(f"{name} is a raytf.TFData, which defines these", ", ".join(given), "Leave them out")
     x.check_pickles()
     x = x if class_weight is None else dataclasses.replace(x, class_weight=class_weight)
     return RowData(x, None, BatchSpec(None))
@@ -272,7 +272,9 @@ def _as_array(value, name: str):
         array = np.asarray(array_slicing.convert_to_sliceable(value, target_backend="tensorflow"))
     except (TypeError, ValueError) as error:
         raise ConfigError(
-            f"{name} must be an array of numbers or texts", f"a {type(value).__name__}: {error}", "Convert it"
+            f"{name} must be an array of numbers or texts",
+            f"a {type(value).__name__}: {error}",
+            "Convert it by np.asarray",
         ) from error
     return array
 

@@ -12,7 +12,6 @@ import hashlib
 import os
 import signal
 import sys
-import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -28,6 +27,7 @@ from raytf.compat import keras_objects
 from raytf.compat.keras import compute_output_spec
 from raytf.console import phases as phases_module
 from raytf.console import progress
+from raytf.console.lines import print_line
 from raytf.console.output import Output
 from raytf.data import ingest, streamed
 from raytf.data.columns import of_dataset
@@ -40,6 +40,7 @@ from raytf.errors import ConfigError, StoppedCallError, StoppedError, TrainingEr
 from raytf.fitting import arrays, fit_training, fit_worker, transport, warm
 from raytf.fitting.named_checkpoints import NamedFitCheckpoints, training_identity
 from raytf.fitting.proving import BackgroundVerification
+from raytf.logs import warn_user
 from raytf.parallel import model_optimizers
 from raytf.runtime import answers, resources
 from raytf.runtime.processes import worker_environment
@@ -251,7 +252,7 @@ class Call:
             name: 0 if isinstance(dataset, TFData) else sum(dataset.rows) for name, dataset in self._resume_from.items()
         }
         if shown:
-            print(f"run     {self._checkpoints.user_path}", flush=True)
+            print_line(f"run     {self._checkpoints.user_path}")
         run_identity = training_identity(self._model, self._parts, rows, batch, arguments)
         self._files, state = self._checkpoints.newest(run_identity)
         return (seed if state is None else state.seed), {
@@ -414,8 +415,8 @@ class Call:
             self._checkpoints.forget()
             if verbose:
                 for line in results.summary(*_rows(history)):
-                    print(line, flush=True)
-                print("model   has the trained weights; the checkpoints of the run, which has ended, are removed")
+                    print_line(line)
+                print_line("model   has the trained weights; the checkpoints of the run, which has ended, are removed")
         return history
 
     def _show_progress(self, work: dict, board):
@@ -433,15 +434,13 @@ class Call:
         for name, (kind, trained, values) in report["built"].items():
             optimizer = optimizers.get(name)
             if optimizer is None or None in trained:
-                warnings.warn(
-                    f"The state of {name} stays on the workers: it trains what is not the model's", stacklevel=5
-                )
+                warn_user(f"The state of {name} stays on the workers: it trains what is not the model's", stacklevel=5)
                 continue
             alike = type(optimizer).__name__ == kind
             if alike and not optimizer.built:
                 optimizer.build([self.objects.objects[i] for i in trained])
             if not alike or [tuple(v.shape) for v in optimizer.variables] != [np.shape(v) for v in values]:
-                warnings.warn(  # a callback has recompiled the model
+                warn_user(  # a callback has recompiled the model
                     f"The state of {name} stays on the workers: a callback has compiled the model with another "
                     f"{kind}. Compile it likewise here before it is trained further",
                     stacklevel=5,
@@ -452,7 +451,7 @@ class Call:
         if "callbacks" in report:
             transport.apply_attributes(users, report["callbacks"], self.objects)
             if lost := [name for name in report["lost"] if not name.split(".", 1)[1].startswith("_")]:
-                warnings.warn(f"What does not pickle stays on the workers: {', '.join(lost)}", stacklevel=5)
+                warn_user(f"What does not pickle stays on the workers: {', '.join(lost)}", stacklevel=5)
         for callback in users:
             vars(callback)["_model"] = self._model
         vars(history).update(_model=self._model, params=report.get("params"))

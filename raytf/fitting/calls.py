@@ -23,6 +23,7 @@ from raytf import logs, validation
 from raytf.compat import keras_objects
 from raytf.compat.keras import make_default_seed
 from raytf.compat.ray_configs import resources_per_worker
+from raytf.console.lines import print_line
 from raytf.console.phases import READING, show_phases
 from raytf.data import ingest, pipeline, sampling
 from raytf.data.columns import ColumnSpecs
@@ -473,7 +474,7 @@ def _check_fit(epochs, initial_epoch, shuffle, verbose, validation_split, valida
     is_share = isinstance(validation_split, (int, float, np.number)) and 0 <= validation_split < 1
     if validation_split is not None and not is_share:
         rule = "validation_split must be a number of at least 0 and less than 1"
-        raise ConfigError(rule, repr(validation_split), "Change it, or leave it out")
+        raise ConfigError(rule, repr(validation_split), "Pass 0.1, for example, or leave it out")
     if validation_steps is not None:
         validation.check_whole("validation_steps", validation_steps, 1)
 
@@ -545,7 +546,7 @@ def _inspected(data: arrays_module.RowData, batch: int, name: str, verbose: str 
         return data
     source = source.with_facts(pipeline.inspect(source, Sampling(global_batch=batch), name))
     if verbose:
-        print(ingest.describe(name, source, "none"))
+        print_line(ingest.describe(name, source, "none"))
     return dataclasses.replace(data, dataset=source)
 
 
@@ -553,7 +554,9 @@ def _validation(given, sample_weight, features, labels) -> arrays_module.RowData
     if isinstance(given, (tuple, list)) and features is None:
         if not 1 <= len(given) <= 3:
             raise ConfigError(
-                "validation_data must be (x, y) or (x, y, sample_weight)", f"{len(given)} parts", "Pass such"
+                "validation_data must be (x, y) or (x, y, sample_weight)",
+                f"{len(given)} parts",
+                "Pass a tuple of two or three",
             )
         x, y, weights = (*given, None, None)[:3]
         return arrays_module.check_rows(x, y, weights, None, None, None, "validation_data")

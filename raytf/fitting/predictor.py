@@ -6,7 +6,6 @@ import functools
 import os
 import sys
 import uuid
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +19,7 @@ from raytf.data.columns import ColumnSpecs
 from raytf.data.sampling import Sampling
 from raytf.data.stored import StoredDataset, as_table
 from raytf.errors import ConfigError
+from raytf.logs import warn_user
 from raytf.worker import model_loading, model_source
 from raytf.worker.checkpoint_selector import CheckpointSelector
 
@@ -270,7 +270,7 @@ class _Loaded:
         trained_columns = model_loading.columns_of(self._model)
         if trained_columns is not None:
             if trained_columns.get("map") is not None:
-                warnings.warn(
+                warn_user(
                     "The run was trained with map=..., which raytf.Predictor does not apply; do so in the dataset, and "
                     "pass features=...",
                     stacklevel=2,

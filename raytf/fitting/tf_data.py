@@ -57,7 +57,7 @@ def rows_of(dataset: tf.data.Dataset, name: str, others: Mapping[str, Any], read
         ConfigError: It is infinite, gives other rows each time, or holds types without array form.
     """
     if given := [argument for argument, value in others.items() if value is not None]:
-        raise ConfigError(f"{name} is a tf.data.Dataset, which defines these", ", ".join(given), "Leave it out")
+        raise ConfigError(f"{name} is a tf.data.Dataset, which defines these", ", ".join(given), "Leave them out")
     shuffles = not reads_once and _check_same(dataset, name)
     dataset, drops = _with_last_batch(dataset) if shuffles else (dataset, None)
     if int(dataset.cardinality()) == tf.data.INFINITE_CARDINALITY:

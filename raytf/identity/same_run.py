@@ -8,11 +8,11 @@ differences are listed, and the user decides.
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from raytf.errors import ConfigError
+from raytf.logs import warn_user
 
 VERSION = 3
 _SHOWN = 6
@@ -54,7 +54,7 @@ def check_same_run(was: Mapping[str, Any], now: Mapping[str, Any], resume: str |
         ConfigError: A difference prevents the run from resuming.
     """
     if was.get("version") != now.get("version"):
-        warnings.warn(
+        warn_user(
             f"{name}: its checkpoints are of another version of raytf. It resumes after a comparison of layers, "
             "weights, optimizer, columns, seed, batch size and number of rows. Check that code and data are the same",
             stacklevel=3,
@@ -76,7 +76,7 @@ def check_same_run(was: Mapping[str, Any], now: Mapping[str, Any], resume: str |
             "Use resume=True (--resume true) to resume with what is new, resume=False to start from scratch, or "
             "another name",
         )
-    warnings.warn(f"{name}: resumes with {describe_differences(differences)}", stacklevel=3)
+    warn_user(f"{name}: resumes with {describe_differences(differences)}", stacklevel=3)
 
 
 def describe_differences(differences: list[Difference]) -> str:

@@ -16,7 +16,7 @@ import ray
 from ray.exceptions import RayActorError
 from ray.util.placement_group import placement_group, remove_placement_group
 
-from raytf import activity, timeouts
+from raytf import activity, logs, timeouts
 from raytf.collectives import ring_token
 from raytf.errors import RaytfError, first_line, one_line
 from raytf.launch.runner import BEAT_INTERVAL, TaskLocation, TaskRunner
@@ -26,6 +26,8 @@ from raytf.runtime.answers import NoAnswerError, collect_answers, in_completion_
 from raytf.runtime.connection import connect, resolve_address
 from raytf.runtime.hang_watch import HangMonitor
 from raytf.runtime.roles import Task, TaskExit
+
+logger = logs.get_logger(__name__)
 
 # Seconds between two checks for silent tasks. The pause of a driver that was itself stopped counts no more than twice
 # that.
@@ -68,7 +70,8 @@ def launch_script(
             return cluster.run()
         except KeyboardInterrupt:
             number = signals[0] if signals else signal.SIGINT
-            _print(f"stopped by {signal.Signals(number).name}; all processes are ended")
+            name = signal.Signals(number).name
+            logger.info(f"stopped by {name}; all processes are ended. The same command starts the script again")
             return 128 + number
         finally:
             cluster.close()
@@ -135,7 +138,8 @@ class ScriptCluster:
             if self._restarts == self._script.max_restarts:
                 return exits[first].status
             self._restarts += 1
-            _print(f"restart {self._restarts} of {self._script.max_restarts}: all tasks start again, as {first} failed")
+            count = f"restart {self._restarts} of {self._script.max_restarts}"
+            logger.warning(f"{count}: all tasks start again, as {first} failed")
             if lost:
                 self.close()
             else:
@@ -216,9 +220,9 @@ class ScriptCluster:
         for task in self._locations.values():
             if task.folder != folder and task.host not in self._reported_folders:
                 self._reported_folders.add(task.host)
-                _print(
+                logger.warning(
                     f"{task.host} does not see the current folder; the script runs there in a copy, {task.folder}, "
-                    "and what it writes into it stays there"
+                    "and what it writes into it stays there. Start from a folder that all nodes see to get that back"
                 )
 
     @contextlib.contextmanager
@@ -229,9 +233,7 @@ class ScriptCluster:
             yield
             return
         refs = [self._runners[task].process.remote() for task in tasks]
-        places = dict(
-            enumerate(self._answers(tasks, refs, timeouts.get().script_start, "where its script's process is"))
-        )
+        places = dict(enumerate(self._answers(tasks, refs, timeouts.get().script_start, "the process of its script")))
         runners = [self._runners[task] for task in tasks]
 
         def execute(rank, function):
@@ -241,9 +243,7 @@ class ScriptCluster:
         first = max(limit, settings.FIRST_STEP_TIMEOUT)
         self._ranks = dict(enumerate(tasks))
         names = {rank: str(task) for rank, task in self._ranks.items()}
-        self._hangs = HangMonitor(
-            execute, places, limit, first, lambda event: _print(str(event)), names, through_others=True
-        )
+        self._hangs = HangMonitor(execute, places, limit, first, names=names, through_others=True)
         try:
             yield
         finally:
@@ -298,7 +298,7 @@ class ScriptCluster:
             return False
         self._restarts += 1
         number = f"restart {self._restarts} of {self._script.max_restarts}"
-        _print(f"{task} failed ({end.reason()}); {number}: it starts again alone")
+        logger.warning(f"{task} failed ({end.reason()}); {number}: it starts again alone")
         return True
 
     def _request(self, task: Task) -> None:
@@ -354,9 +354,7 @@ class ScriptCluster:
         tasks = [task for task in self._tasks if task not in exits]
         exits_of = {}
         with contextlib.suppress(NoAnswerError):
-            for index, ref in in_completion_order(
-                refs, timeouts.get().task_cause, "whether their processes are stopped"
-            ):
+            for index, ref in in_completion_order(refs, timeouts.get().task_cause, "the state of its process"):
                 with contextlib.suppress(RayActorError):
                     if (end := ray.get(ref)) is not None:
                         exits_of[tasks[index]] = end
@@ -364,13 +362,16 @@ class ScriptCluster:
 
     def _describe_failure(self, first: Task, exits: Mapping[Task, TaskExit]) -> None:
         ended = [str(task) for task, end in exits.items() if not end.code]
+        limit = self._script.max_restarts
+        is_last = self._restarts == limit
+        fate = f". All processes are ended, as --max-restarts {limit} allows no restart" if is_last else ""
         if exits[first].is_consequence() and ended:
-            _print(
+            logger.warning(
                 f"{', '.join(ended)} ended while others continued; every worker must make the same number of steps. "
-                f"{first} then failed: {exits[first].reason()}"
+                f"{first} then failed: {exits[first].reason()}{fate}"
             )
         else:
-            _print(f"{first} failed first: {exits[first].reason()}")
+            logger.warning(f"{first} failed first: {exits[first].reason()}{fate}")
         if self._script.quiet and first != self._tasks[0] and exits[first].error:
             click.echo(exits[first].error, err=True)
 
@@ -381,10 +382,10 @@ class ScriptCluster:
         self._request_stop(waiting - evaluators)
         for task, end in self._drain(evaluators, timeouts.get().last_evaluation).items():
             if end.code:
-                _print(f"{task} failed after the end of the training: {end.reason()}")
+                logger.warning(f"{task} failed after the end of the training: {end.reason()}")
             evaluators.discard(task)
         for task in evaluators:
-            _print(f"timeout: {task} is ended, {timeouts.get().last_evaluation:g} s after the training")
+            logger.warning(f"timeout: {task} is ended, {timeouts.get().last_evaluation:g} s after the training")
         self._request_stop(evaluators)
         self._drain(waiting, 2 * timeouts.get().script_grace)
 
@@ -403,7 +404,7 @@ class ScriptCluster:
     def _stop(self, tasks: Iterable[Task]) -> None:
         with contextlib.suppress(NoAnswerError):  # Ray kills tasks that do not answer, or they are lost
             for _ in in_completion_order(
-                self._request_stop(tasks), 4 * timeouts.get().script_grace, "the ends of their scripts"
+                self._request_stop(tasks), 4 * timeouts.get().script_grace, "the end of its script"
             ):
                 pass
 
@@ -426,10 +427,6 @@ def _path(script: str, module: bool) -> str:
     return script if module else os.path.abspath(script) if path.startswith(os.pardir) else path
 
 
-def _print(text: str) -> None:
-    click.echo(f"raytf run: {text}", err=True)
-
-
 def _wait_reporter(text: Callable[[], str], patience_s: float = _PATIENCE_INTERVAL) -> Callable[[], bool]:
     """Returns a function to call during a wait: it reports the wait at intervals, and returns whether it did."""
     due = [time.monotonic() + patience_s]
@@ -438,7 +435,7 @@ def _wait_reporter(text: Callable[[], str], patience_s: float = _PATIENCE_INTERV
         if time.monotonic() < due[0]:
             return False
         due[0] = time.monotonic() + _AGAIN_INTERVAL
-        _print(text())
+        logger.info(text())
         return True
 
     return maybe

@@ -101,7 +101,7 @@ class LaunchSpec:
         networks.check_network(self.network)
         for cpus in (self.cpus_per_worker, *(role.cpus for role in self.of_roles.values())):
             if not 0 < cpus < math.inf:
-                raise ConfigError("cpus_per_worker must be more than 0", cpus, "Raise it")
+                raise ConfigError("cpus_per_worker must be more than 0", cpus, "Pass more than 0")
         if not 0 <= self.frozen_after < math.inf:
             raise ConfigError("frozen_after must be at least 0 seconds", self.frozen_after, "Use 0 to wait for ever")
         if not (self.hang_timeout == 0 or 2 <= self.hang_timeout < math.inf):

@@ -229,7 +229,7 @@ def _document(path: str) -> dict:
         with open(path) as file:
             documents = [document for document in yaml.load_all(file, _Loader) if document is not None]
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise _config_error("--tfjob takes a YAML file", " ".join(str(error).split()), "Correct it") from error
+        raise _config_error("--tfjob takes a YAML file", " ".join(str(error).split()), "Correct the file") from error
     jobs = [document for document in documents if isinstance(document, dict) and document.get("kind") == "TFJob"]
     if len(jobs) != 1:
         kinds = [
@@ -238,7 +238,7 @@ def _document(path: str) -> dict:
         raise _config_error("--tfjob takes a file with one TFJob", f"{path} with {kinds}", "Give the TFJob alone")
     version = str(jobs[0].get("apiVersion"))
     if not version.startswith("kubeflow.org/"):
-        raise _config_error("apiVersion of a TFJob is kubeflow.org/v1", repr(version), "Correct it")
+        raise _config_error("apiVersion of a TFJob is kubeflow.org/v1", repr(version), "Set kubeflow.org/v1")
     return jobs[0]
 
 
@@ -263,7 +263,7 @@ def _replicas(spec: Mapping) -> dict[str, dict]:
 def _count(role: str, replica: Mapping) -> int:
     count = 1 if replica.get("replicas") is None else replica["replicas"]
     if isinstance(count, bool) or not isinstance(count, int) or count < 0:
-        raise _config_error(f"replicas of {role} is an integer of at least 0", repr(count), "Correct it")
+        raise _config_error(f"replicas of {role} is an integer of at least 0", repr(count), "Set 0 or more")
     if role in ("chief", "evaluator") and count > 1:
         raise _config_error(f"There is one {role} at most", count, "Set its replicas to 1")
     return count
@@ -288,7 +288,7 @@ def _cluster(counts: Mapping[str, int]) -> dict[str, Any]:
 def _note_success(spec: Mapping, has_servers: bool, unread: _UnreadFields) -> None:
     policy = spec.get("successPolicy") or ""
     if policy not in ("", "AllWorkers"):
-        raise _config_error("successPolicy is AllWorkers, or absent", repr(policy), "Correct it")
+        raise _config_error("successPolicy is AllWorkers, or absent", repr(policy), "Set AllWorkers, or leave it out")
     if policy and has_servers:
         unread.add("successPolicy AllWorkers", "", "with parameter servers the run ends with the chief")
 
@@ -298,11 +298,11 @@ def _restarts(replicas: Mapping[str, Mapping], policy: Mapping, unread: _UnreadF
     policies = set(of_roles.values())
     if unknown := policies - {"Never", "OnFailure", "Always", "ExitCode"}:
         raise _config_error(
-            "restartPolicy is Never, OnFailure, Always or ExitCode", ", ".join(sorted(unknown)), "Correct it"
+            "restartPolicy is Never, OnFailure, Always or ExitCode", ", ".join(sorted(unknown)), "Set one of these"
         )
     limit = policy.get("backoffLimit")
     if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 0):
-        raise _config_error("backoffLimit is an integer of at least 0", repr(limit), "Correct it")
+        raise _config_error("backoffLimit is an integer of at least 0", repr(limit), "Set 0 or more")
     if policies == {"Never"}:
         return 0
     for role, name in of_roles.items():
@@ -327,7 +327,7 @@ def _container(role: str, replica: Mapping, unread: _UnreadFields) -> dict:
     unread.note("pod", pod, role)
     containers = pod.get("containers")
     if not isinstance(containers, list) or not all(isinstance(entry, dict) for entry in containers):
-        raise _config_error(f"containers of {role} is a list of maps", repr(containers), "Correct it")
+        raise _config_error(f"containers of {role} is a list of maps", repr(containers), "Write it as a list of maps")
     named = [entry for entry in containers if entry.get("name") == _CONTAINER]
     if len(named) != 1:
         names = [entry.get("name") for entry in containers]
@@ -504,7 +504,9 @@ def _environment(role: str, container: Mapping, variables: Mapping[str, str], un
         isinstance(item, dict) and isinstance(item.get("name"), str) for item in entries
     ):
         raise _config_error(
-            f"env of {role} is a list of names and values, each name a text", repr(entries), "Correct it"
+            f"env of {role} is a list of names and values, each name a text",
+            repr(entries),
+            "Write entries such as {name: A, value: b}",
         )
     for entry in entries:
         value = "" if entry.get("value") is None else entry["value"]
@@ -531,7 +533,7 @@ def _resources(role: str, container: Mapping, unread: _UnreadFields) -> dict[str
         if "/" not in name:
             unread.note("resources", {name: quantity}, role)
         elif name in _GPUS and quantity != int(quantity):
-            raise _config_error(f"{name} of {role} is a whole number", repr(amounts[name]), "Correct it")
+            raise _config_error(f"{name} of {role} is a whole number", repr(amounts[name]), "Set a whole number")
         elif quantity and name not in _GPUS and not _OF_NETWORK.search(name):
             raise _config_error(
                 f"A device that raytf run places is {' or '.join(_GPUS)}, Ray's GPU",
@@ -558,9 +560,13 @@ def _quantity(role: str, name: str, amount) -> float:
     power = (match[4] or _POWERS.get(match[3], 0)) if match else 0
     value = float(f"{match[1]}{match[2]}e{power}") * 1024 ** _POWERS_OF_1024.get(match[3], 0) if match else math.inf
     if math.isinf(value):
-        raise _config_error(f"{name} of {role} is a quantity such as 2 or 500m", repr(amount), "Correct it")
+        raise _config_error(
+            f"{name} of {role} is a quantity such as 2 or 500m",
+            repr(amount),
+            "Set a number, or one with a unit (m, k, M, G, Ki, Mi, Gi)",
+        )
     if value < 0:
-        raise _config_error(f"{name} of {role} is at least 0", repr(amount), "Correct it")
+        raise _config_error(f"{name} of {role} is at least 0", repr(amount), "Set 0 or more")
     return value
 
 

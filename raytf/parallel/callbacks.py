@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import warnings
 from collections.abc import Callable
 
 import keras
@@ -23,6 +22,7 @@ from keras.callbacks import (
 from raytf.collectives import communicator, exchange, recovery_client
 from raytf.compat import keras_objects
 from raytf.compat.versions import at_least
+from raytf.logs import warn_user
 from raytf.parallel import assigned, chief_callbacks, double_writes, model_optimizers
 from raytf.storage import scratch
 
@@ -237,7 +237,7 @@ def _warn_of_test_batches(callbacks: list) -> None:
         return has_own_hook and not local
 
     if names := sorted({type(c).__name__ for c in callbacks if takes(c)}):
-        warnings.warn(
+        warn_user(
             f"The logs of on_test_batch_end are those of a worker's own rows ({', '.join(names)}): use on_test_end or "
             "on_epoch_end, whose logs are those of all rows",
             stacklevel=2,

@@ -9,13 +9,14 @@ from __future__ import annotations
 import os
 import socket
 import sys
-import warnings
 import weakref
 import zlib
 from collections.abc import Callable
 
 import keras
 import numpy as np
+
+from raytf.logs import warn_user
 
 # Number of counters; each file uses one. Two of a few files rarely share one.
 _PLACES = 1 << 14
@@ -93,7 +94,7 @@ class WriteComparison(keras.callbacks.Callback):
         everyones = self._total(written)
         shared = [path for index, path in paths.items() if everyones[index] > 1 and os.path.isfile(path)]
         if shared and self._chief:
-            warnings.warn(
+            warn_user(
                 f"Callbacks of several workers write {', '.join(shared)}: keep the one that does (of "
                 f"{', '.join(self._names)}) to the chief with raytf.on_chief(callback), or give each worker a file of "
                 "its own",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable
 
@@ -16,6 +15,7 @@ from raytf.compat.keras import EpochIterator, backend_trainer
 from raytf.compat.patching import overrides, patch
 from raytf.compat.tensorflow import rank, replica_spec
 from raytf.data import worker_part
+from raytf.logs import warn_user
 from raytf.parallel import model_optimizers
 
 
@@ -132,7 +132,7 @@ def _example_batch(iterator, strategy, eager: bool):
     first = keras_objects.first_batch(iterator.data_adapter)
     if first is not None:
         return first
-    warnings.warn(
+    warn_user(
         "The shapes of the data are unknown, so one batch is read to learn them, which a generator would not give "
         "again. Name the shapes: from_generator(..., output_signature=...), or tensor.set_shape(...) in map.",
         stacklevel=2,

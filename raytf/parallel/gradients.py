@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import math
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,6 +21,7 @@ from raytf.collectives.communicator import all_sum, local_replicas, of_first, wi
 from raytf.compat import keras_objects
 from raytf.compat.patching import patch
 from raytf.compat.tensorflow import may_record
+from raytf.logs import warn_user
 from raytf.parallel import halves, local_sgd, own_loops, shards, sparse_rows, step_logs
 from raytf.parallel import step as step_module
 
@@ -90,7 +90,7 @@ def _summing_step() -> step_module.Step | None:
     if local_sgd.averaging_interval(strategy) > 1:
         return None
     if step.is_nested() and local_replicas(strategy) > 1:  # a collective of several devices cannot be nested there
-        warnings.warn(
+        warn_user(
             "A tape in a tf.function, tf.cond or tf.while_loop of a step gives each device's own gradients where one "
             "process has several devices; an optimizer sums them, and what is done to them before, such as clipping, "
             "is done to each device's own. Take the tape out, or start one worker for each device",

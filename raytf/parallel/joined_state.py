@@ -8,8 +8,6 @@ names each such variable once if it depends on a batch's rows.
 
 from __future__ import annotations
 
-import warnings
-
 import keras
 import tensorflow as tf
 
@@ -17,6 +15,7 @@ from raytf import logs
 from raytf.collectives import communicator
 from raytf.collectives.communicator import all_sum, local_replicas
 from raytf.compat import keras_objects
+from raytf.logs import warn_user
 from raytf.parallel import gradients
 from raytf.parallel import step as step_module
 
@@ -155,7 +154,7 @@ class States:
         if not communicator.is_chief(tf.distribute.get_strategy()):
             return
         owner = "the mean of all workers'" if keras.backend.is_float_dtype(variable.dtype) else "the chief's"
-        warnings.warn(
+        warn_user(
             f"{type(layer).__name__} {layer.name!r} keeps {variable.path!r}, which follows the rows of a batch: each "
             f"worker has its own, of its rows, and {owner} after each epoch, which is not what one process would have. "
             'Set it in add_weight: aggregation="sum" adds up what each worker adds to it, "mean" '

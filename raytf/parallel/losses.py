@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +14,7 @@ from raytf.collectives.communicator import all_sum
 from raytf.compat import keras_objects
 from raytf.compat.keras import added_to_masks, compile_utils, loss_module
 from raytf.compat.patching import patch
+from raytf.logs import warn_user
 from raytf.parallel import compiled_call, halves, step_logs, whole_batch
 from raytf.parallel import step as step_module
 
@@ -91,10 +91,10 @@ def _tried(step: step_module.Step, loss, y_true, y_pred) -> halves.Outcome:
 
 def _warn_if_unknown(outcome: halves.Outcome, subject: str) -> None:
     if outcome.why:
-        warnings.warn(
-            f"{subject} could not be tried on rows that are made up ({outcome.why}), so that it is not known whether "
-            "it compares rows: then a worker would compare its own rows alone. Let it end with a mean "
-            "(keras.ops.mean), and it is computed on the rows of all workers",
+        warn_user(
+            f"{subject} could not be tried with synthetic rows ({outcome.why}), so that it is not known whether it "
+            "compares rows. Each worker computes it from its own rows. Let it end with a mean (keras.ops.mean), and it "
+            "is computed on the rows of all workers",
             stacklevel=2,
         )
 
@@ -186,10 +186,10 @@ def compute_loss(model, original: Callable, *args, **kwargs) -> Any:
     if halves.MEAN not in result.ways and not result.rows and not result.unknown:
         return whole_batch.computed(step, call, _needed(original, call, given, rows), rows)
     if result.why:
-        warnings.warn(
-            f"{type(model).__name__}.compute_loss could not be tried on rows that are made up ({result.why}): it is "
-            "taken for a mean over rows. If it is something else, compute it from the arguments of compute_loss alone, "
-            "and it is computed on the rows of all workers",
+        warn_user(
+            f"{type(model).__name__}.compute_loss could not be tried with synthetic rows ({result.why}), and is "
+            "treated as a mean over rows. If it is something else, compute it from the arguments of compute_loss "
+            "alone, and it is computed on the rows of all workers",
             stacklevel=2,
         )
     return original(*args, **kwargs)
@@ -297,10 +297,8 @@ def _added(step: step_module.Step, call: _LayerCall, loss: tf.Tensor) -> tf.Tens
         return loss
     if halves.SUM in result.ways:
         return keras.ops.sum(loss) * step.upscale(loss.dtype)
-    fault = (
-        f"could not be tried on rows that are made up ({result.why})" if result.why else "is neither a mean nor a sum"
-    )
-    warnings.warn(
+    fault = f"could not be tried with synthetic rows ({result.why})" if result.why else "is neither a mean nor a sum"
+    warn_user(
         f"A loss that the layer {call.layer.name!r} adds {fault}: each worker computes it from its own rows, and their "
         "mean is taken. Add a mean or a sum over rows, or compute it in compute_loss, from y_pred",
         stacklevel=2,

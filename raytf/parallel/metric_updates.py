@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 
 import keras
@@ -12,6 +11,7 @@ from keras import tree
 
 from raytf.collectives import exchange
 from raytf.collectives.communicator import all_sum
+from raytf.logs import warn_user
 from raytf.parallel import halves, whole_batch
 from raytf.parallel import step as step_module
 
@@ -47,9 +47,10 @@ def update_state(metric, original, *args, **kwargs):
     outcome = halves.known(step, metric, added, given, rows)
     if halves.SUM in outcome.ways or outcome.unknown:
         if outcome.why:
-            warnings.warn(
-                f"The metric {metric.name!r} could not be tried on rows that are made up ({outcome.why}): it is taken "
-                "for one that sums over rows. If it does not, each worker's rows count for themselves",
+            warn_user(
+                f"The metric {metric.name!r} could not be tried with synthetic rows ({outcome.why}), and is treated as "
+                "one that sums over rows. Otherwise its value is of each worker's own rows: let its variables be sums "
+                "over rows",
                 stacklevel=2,
             )
         return original(*args, **kwargs)

@@ -227,7 +227,7 @@ def last_logs(model, last: tuple) -> tuple[dict[str, float], int]:
         names = list(model.get_metrics_result())
         trace, variables = step_logs.notes_of(model).last_trace, _variables_of_names(model)
     if not isinstance(logs, dict) or step_logs.by_metrics(trace, logs, variables) != set(names):
-        raise RaytfError("the logs of its last step were its own")
+        raise RaytfError("the logs of the last step are no metrics: each worker has its own")
     return dict.fromkeys(names, 0.0), int(rows)
 
 

@@ -7,7 +7,6 @@ not summed again.
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Sequence
 
@@ -15,6 +14,7 @@ import tensorflow as tf
 
 from raytf.collectives import communicator
 from raytf.compat.patching import patch
+from raytf.logs import warn_user
 from raytf.parallel import step as step_module
 
 # Operations that read a variable, without another effect.
@@ -104,7 +104,7 @@ def for_optimizer(grads: Sequence, total) -> list:
     liftable = all(ways[i].liftable and isinstance(grads[i], tf.Tensor) for i in changed)
     if changed and not liftable and not loop.warned:
         loop.warned = True
-        warnings.warn(
+        warn_user(
             "What this loop does to gradients before the optimizer sums them is done to each worker's own. "
             + (
                 "Compile its step by tf.function, and it is done to the sums"

@@ -6,13 +6,13 @@ rows, so the gradient differs from that of one process.
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 from raytf.errors import definition_line
+from raytf.logs import warn_user
 from raytf.parallel import step as step_module
 
 _PASSED = ("Identity", "Cast", "Neg", "AddV2", "Add", "AddN", "Sub", "Reshape", "Squeeze")
@@ -68,7 +68,7 @@ class RowSums:
 
     def _warn(self, fault: str) -> None:
         self._named.add(self._method)
-        warnings.warn(
+        warn_user(
             f"train_step ({definition_line(self._method)}): its loss {fault}, and each worker has its own rows, so "
             "that weights differ from those of one process. Take a mean over all rows of the batch, or compute the "
             "loss in compute_loss or in a keras.losses.Loss, which have the rows of all workers",

@@ -13,7 +13,6 @@ import dataclasses
 import math
 import re
 import time
-import warnings
 from collections.abc import Sequence
 
 import keras
@@ -24,6 +23,7 @@ from raytf import logs
 from raytf.compat.keras import pythonify_logs
 from raytf.compat.tensorflow import failed_with, separate_function
 from raytf.data.feed import SUPERBATCH, Feed
+from raytf.logs import warn_user
 from raytf.parallel import callbacks as callbacks_module
 from raytf.parallel.step_errors import cause_first, progress_clause
 from raytf.parameter_server import rows
@@ -385,7 +385,7 @@ def _restored_from(position: StepCounter, saver: StepCheckpointCallback | None) 
 def _warn_of_batches(users: list) -> None:
     names = sorted({type(c).__name__ for c in users if callbacks_module.reads_batches(c)})
     if names:
-        warnings.warn(
+        warn_user(
             f"With parameter servers workers make steps by themselves, and callbacks are called at epochs only: "
             f"{', '.join(names)} will see no batches",
             stacklevel=2,

@@ -223,7 +223,7 @@ def check_model(model) -> None:
             "Write a TensorflowTrainer loop for it",
         ),
         (hasattr(optimizer, "inner_optimizer"), "a LossScaleOptimizer", "Train in float32 or mixed_bfloat16"),
-        (optimizer.use_ema, "use_ema=True", "Leave it out"),
+        (optimizer.use_ema, "use_ema=True", "Leave use_ema out"),
         (optimizer.gradient_accumulation_steps, "gradient_accumulation_steps", "Use a larger batch_size"),
     ):
         if wrong:

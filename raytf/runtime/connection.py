@@ -111,7 +111,7 @@ def resolve_address(address: str | None = None) -> str | None:
         raise ConfigError(
             "The address of a Ray cluster is HOST:PORT, local or auto",
             f"{_parse_address(address)!r} ({error})",
-            "Correct it",
+            "Pass one of these, such as 10.0.0.1:6379",
         ) from error
 
 
@@ -191,4 +191,4 @@ def _has_token() -> bool:
 def _refused_error(location: str) -> ConfigError:
     from_variable, path = os.environ.get("RAY_AUTH_TOKEN"), os.environ.get("RAY_AUTH_TOKEN_PATH")
     source = "RAY_AUTH_TOKEN" if from_variable else path or os.path.join("~", ".ray", "auth_token")
-    return ConfigError(f"The cluster at {location} lets in who has its token", f"another one, of {source}", _NO_TOKEN)
+    return ConfigError(f"The cluster at {location} requires its token", f"another one, of {source}", _NO_TOKEN)

@@ -96,7 +96,7 @@ class WarmPool:
                 ray.get(ready)
                 call = self._ready[ready].execute.remote(timeouts.call_with, timeouts.get(), function, *arguments)
                 (answer,) = collect_answers(
-                    [call], timeouts.get().model_answer, "what it finds out about the model", names=["a process"]
+                    [call], timeouts.get().model_answer, "the facts of the model", names=["a process"]
                 )
             except (RayActorError, ActorUnschedulableError, RuntimeEnvSetupError) as error:
                 failed = error

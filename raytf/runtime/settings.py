@@ -138,7 +138,9 @@ class TensorflowConfig:
                 'Use communication="auto"',
             )
         if isinstance(self.sync_every, bool) or not isinstance(self.sync_every, int) or self.sync_every < 1:
-            raise ConfigError("sync_every must be a number of steps, at least 1", repr(self.sync_every), "Raise it")
+            raise ConfigError(
+                "sync_every must be a number of steps, at least 1", repr(self.sync_every), "Pass 1 or more"
+            )
         if self.sync_every > 1 and self.gradient_dtype is not None:
             raise ConfigError(
                 "gradient_dtype is for gradients that travel, and with sync_every parameters do",
@@ -167,19 +169,20 @@ class TensorflowConfig:
                 "Leave them out, or use Keras 3",
             )
         if self.timeout_s is not None and not (is_number(self.timeout_s) and self.timeout_s > 0):
-            raise ConfigError("timeout_s must be more than 0 seconds, or None", repr(self.timeout_s), "Raise it")
+            rule = "timeout_s must be more than 0 seconds, or None"
+            raise ConfigError(rule, repr(self.timeout_s), "Pass more than 0, or None")
         if self.hang_timeout_s is not None and not (is_number(self.hang_timeout_s) and self.hang_timeout_s >= 2):
             rule = "hang_timeout_s must be at least 2 seconds, or None"
-            raise ConfigError(rule, repr(self.hang_timeout_s), "Raise it")
+            raise ConfigError(rule, repr(self.hang_timeout_s), "Pass 2 or more, or None")
         first = self.first_step_timeout_s
         if not (is_number(first) and first >= (self.hang_timeout_s or 2)):
             raise ConfigError(
                 "first_step_timeout_s must be at least hang_timeout_s, as graphs are compiled in the first step",
                 repr(first),
-                "Raise it",
+                f"Pass {self.hang_timeout_s or 2:g} or more",
             )
         if isinstance(self.spares, bool) or not isinstance(self.spares, int) or self.spares < 0:
-            raise ConfigError("spares must be a number of processes, at least 0", repr(self.spares), "Use such a one")
+            raise ConfigError("spares must be a number of processes, at least 0", repr(self.spares), "Pass 0 or more")
         if self.spares and (not self.heal or self.communication != "auto" or self.sync_every > 1):
             raise ConfigError(
                 "spares replace lost workers in place, which needs heal=True",
@@ -193,7 +196,7 @@ class TensorflowConfig:
             raise ConfigError("bytes_per_pack must be at least 0", repr(self.bytes_per_pack), "Use 0 for one pack")
         if self.renew_worker_mb is not None and not (is_number(self.renew_worker_mb) and self.renew_worker_mb >= 1):
             rule = "renew_worker_mb must be at least 1 megabyte, or None"
-            raise ConfigError(rule, repr(self.renew_worker_mb), "Raise it")
+            raise ConfigError(rule, repr(self.renew_worker_mb), "Pass 1 or more, or None")
         check_ports(self.ports)
         networks.check_network(self.network)
         for name in ("intra_op_threads", "inter_op_threads"):

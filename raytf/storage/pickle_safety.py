@@ -6,9 +6,9 @@ import grp
 import os
 import pwd
 import stat
-import warnings
 
 from raytf.errors import ConfigError
+from raytf.logs import warn_user
 
 
 def check_owner(folder: str) -> None:
@@ -25,7 +25,7 @@ def check_owner(folder: str) -> None:
         ConfigError: Another user can write there.
     """
     if "://" in folder:
-        warnings.warn(
+        warn_user(
             f"A sweep's state is read as pickles from {folder!r}: anyone who can write there can run code in this "
             "process. Resume only from a folder that you trust",
             stacklevel=3,

@@ -157,7 +157,10 @@ class RunFolder:
         elif refused:
             raise self._none_whole(f"none is whole: {'; '.join(damaged)}")
         elif damaged:
-            logger.warning(f"{self.name}: none of its checkpoints is whole ({'; '.join(damaged)}); starts from scratch")
+            logger.warning(
+                f"{self.name}: none of its checkpoints is whole ({'; '.join(damaged)}). The run starts from scratch. "
+                "Stop it, and bring back a copy of its folder, if you need its state"
+            )
         return chosen
 
     def _none_whole(self, why: str) -> DamagedCheckpointError:
@@ -254,7 +257,10 @@ class RunFolder:
                 "Move what is there away, or use resume=False to start from scratch",
             ) from error
         file = CHECKPOINT_MANAGER_SNAPSHOT_FILENAME + (f", which {list_error}," if list_error else "")
-        logger.warning(f"{self.name}: {file} is rebuilt, and now lists its {len(entries)} whole checkpoint(s)")
+        logger.warning(
+            f"{self.name}: {file} is rebuilt from the folders, and lists {len(entries)} whole checkpoint(s) now. "
+            "Nothing to do"
+        )
 
     def check_list(self) -> None:
         """Raises ConfigError if Ray's list of the checkpoints is unusable or lost."""

@@ -143,7 +143,11 @@ class RunLock:
                 self._file.delete()
                 self._remove_folder()
         except Exception as error:  # the training's results remain; the next driver sees that this one has died
-            logger.warning(f"{self._folder}: its lock could not be released; the next run waits: {one_line(error)}")
+            logger.warning(
+                f"{self._folder}: its lock could not be released: {one_line(error)}. It lapses after "
+                f"{timeouts.get().lock_silent:g} s; until then a start from another host is refused. Remove {LOCK} "
+                "there to start sooner"
+            )
         finally:
             self._file.close()
 
@@ -205,8 +209,10 @@ class RunLock:
             except Exception as error:  # the storage may recover; until then others see an old heartbeat
                 if failed is None:
                     failed = one_line(error)
-                    text = "the heartbeat of its lock cannot be written, and is retried; another driver may take over"
-                    logger.warning(f"{self._folder}: {text}: {failed}")
+                    logger.warning(
+                        f"{self._folder}: the heartbeat of its lock cannot be written: {failed}. It is retried; "
+                        "another driver may take over after a timeout. Mend the storage"
+                    )
 
     def _lose(self) -> None:
         with contextlib.suppress(Exception):  # it only adds the name

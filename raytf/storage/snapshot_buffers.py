@@ -104,7 +104,7 @@ class SnapshotLayout:
     def _part(self, file: str, part: Part) -> dict:
         snapshot_store.check_name(file)
         if file == MANIFEST:
-            raise ConfigError("The manifest of a snapshot is written by its writer", file, "Leave it out")
+            raise ConfigError("The manifest of a snapshot is written by its writer", file, "Leave the manifest out")
         if isinstance(part, (ZipTemplate, TemplatePart)):
             regions = [(offset, size) for offset, size in part.image.places]
             if [value.nbytes for value in part.values] != [size for _, size in regions]:

@@ -477,7 +477,11 @@ class SnapshotWriter:
             self._begun = number
         elif kind == "failed":
             self._failed = event["why"]
-            self._log(event["why"], f"The checkpoint {name} could not be written, and is retried: {event['why']}")
+            self._log(
+                event["why"],
+                f"The checkpoint {name} could not be written: {event['why']}. It is retried, and training continues. "
+                "Free space on the storage, or mend it",
+            )
         elif name is not None:  # else it was left out before the other side received that
             self._end(number)
             self._update_priority()
@@ -489,7 +493,11 @@ class SnapshotWriter:
                 self.written = [*self.written[1 - _MOST_EVENTS :], event]
                 if event["unremoved"]:
                     why = event["unremoved"]
-                    self._log(why, f"Checkpoints before {name} could not be removed, and stay: {why}")
+                    self._log(
+                        why,
+                        f"Checkpoints before {name} could not be removed, and stay: {why}. The next checkpoint "
+                        "retries. Remove them by hand if that fails, too",
+                    )
 
     def _handle_parts(self, name: str, event: dict) -> None:
         late, unequal = event.get("late", []), event.get("others", [])
@@ -497,14 +505,16 @@ class SnapshotWriter:
         if unequal:
             self._log(
                 "others",
-                f"Workers {unequal} have written other weights of {name} than the chief has, which are not used: their "
-                "models are no longer alike",
+                f"Workers {unequal} have written other weights of {name} than the chief has: their models are no "
+                "longer alike. The chief's are saved, and training continues. Find the callback or step that changes "
+                "weights on one worker only",
             )
         elif late:
             self._log(
                 "late",
                 f"Workers {late} had not written their parts of {name} in time, and the chief has: they are slow, or "
-                f"{self._folder!r} is not the same folder for all workers",
+                f"{self._folder!r} is not the same folder for all workers. The checkpoint is whole. Examine the "
+                "storage: raytf doctor --storage PATH",
             )
 
     @property

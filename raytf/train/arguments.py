@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import warnings
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -18,6 +17,7 @@ from raytf.compat.ray_configs import resources_per_worker
 from raytf.data.tf_data import TFData
 from raytf.errors import ConfigError
 from raytf.identity import same_run
+from raytf.logs import warn_user
 from raytf.parameter_server.servers import ServerSpec
 from raytf.runtime.resources import fewest_workers, most_workers
 from raytf.runtime.settings import TensorflowConfig
@@ -251,7 +251,7 @@ def check_batch(batch_size: object, scaling_config: ScalingConfig, num_ps: int, 
 def warn_of_score(run_config: RunConfig | None) -> None:
     """Warns if a trainer keeps the worst checkpoints by its metric's name: Ray's default order is "max"."""
     if doubt := validation.score_warning(getattr(run_config, "checkpoint_config", None)):
-        warnings.warn(doubt, stacklevel=5)
+        warn_user(doubt, stacklevel=5)
 
 
 def check_score(checkpoint_config: Any, logs: Collection[str] | None, validates: bool, has_others: bool) -> None:
@@ -270,7 +270,7 @@ def check_score(checkpoint_config: Any, logs: Collection[str] | None, validates:
     if not has_others:
         rule = "checkpoint_score_attribute must be a metric that the run reports"
         raise ConfigError(rule, f"{attribute!r} of {known}", fix)
-    warnings.warn(
+    warn_user(
         f"The model reports no {attribute!r}, by which checkpoints are kept, so that a callback or an evaluation must "
         f"add it. {fix}",
         stacklevel=5,
@@ -329,7 +329,7 @@ def check_sparse(config: TensorflowConfig | None, strategy: str, scaling_config:
         raise ConfigError(
             "sparse_updates is for workers that train in step, on CPUs or GPUs",
             f"sparse_updates={config.sparse_updates!r} with strategy={strategy!r}, use_tpu={scaling_config.use_tpu}",
-            "Leave it out",
+            "Leave sparse_updates out",
         )
 
 
@@ -348,7 +348,7 @@ def check_sharded(
         raise ConfigError(
             "shard_optimizer is for a KerasTrainer whose workers train in step, on CPUs",
             f"shard_optimizer=True with {received}",
-            "Leave it out",
+            "Leave shard_optimizer out",
         )
 
 
@@ -357,7 +357,9 @@ def check_servers(strategy: str, num_ps: int, scaling_config: ScalingConfig) -> 
     validation.check_num_ps(strategy, num_ps)
     if strategy == "parameter_server" and not isinstance(scaling_config.num_workers, int):
         raise ConfigError(
-            "A cluster with parameter servers has a fixed number of workers", scaling_config.num_workers, "Choose one"
+            "A cluster with parameter servers has a fixed number of workers",
+            scaling_config.num_workers,
+            "Pass one integer",
         )
     if strategy == "parameter_server" and isinstance(scaling_config.label_selector, list):
         raise ConfigError(

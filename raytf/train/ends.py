@@ -48,9 +48,9 @@ def agree(workers: Sequence, why: str) -> bool:
     """
     requests = [worker.execute.remote(stop.request_stop, why) for worker in workers]
     seconds = timeouts.get().stop_answer
-    begun = max(answers.collect_answers(requests, seconds, "how far a worker is, to end after the same step as others"))
+    begun = max(answers.collect_answers(requests, seconds, "the current step of each worker"))
     commands = [worker.execute.remote(stop.stop_after, begun) for worker in workers]
-    answers.collect_answers(commands, seconds, "that a worker has heard after which step to end")
+    answers.collect_answers(commands, seconds, "the confirmation of the last step")
     return begun > 0
 
 
@@ -58,7 +58,7 @@ def _seconds_to_end(workers: Sequence) -> float:
     """Returns the seconds that a step may take to end, with its checkpoint; see `agree`."""
     refs = [worker.execute.remote(recovery_client.pace) for worker in workers]
     limits = timeouts.get()
-    paces = answers.collect_answers(refs, limits.stop_answer, "how large a worker's training is")
+    paces = answers.collect_answers(refs, limits.stop_answer, "the size of the training's state")
     return timeouts.Pace.slowest(paces).deadline(limits.run_end, copies=1) if paces else limits.run_end
 
 

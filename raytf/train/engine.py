@@ -255,7 +255,10 @@ class Engine:
                 self._tab.ended(one_line(user_error(next(iter(failed.values())))))
                 raise failures.first_cause(failed)
             if any(seen(error) is WorkerState.FAILED for error in failed.values()):
-                logger.warning(f"all workers restart from the last checkpoint, as {failures.first_cause(failed)}")
+                logger.warning(
+                    "all workers restart from the last checkpoint, as one has failed; correct the error if it repeats: "
+                    f"{failures.first_cause(failed)}"
+                )
             self._tab.ended(None, restarts=True)
             self._idle[:0] = group.staying(errors)  # the chief stays where it is
         finally:
@@ -408,9 +411,7 @@ class _Elastic:
             actor.execute.remote(entry.warm_up_standby, warm_up_job, new_size, self._spec.cpus) for _, actor in started
         ]
         try:
-            answers.collect_answers(
-                asked, timeouts.get().joiner_ready, "that a process which is to become a worker is ready"
-            )
+            answers.collect_answers(asked, timeouts.get().joiner_ready, "the start of a new worker")
         except (RaytfError, RayError) as error:  # its node was lost, or it is too slow
             for _, actor in started:
                 ray.kill(actor)

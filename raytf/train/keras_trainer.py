@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
@@ -23,6 +22,7 @@ from raytf import logs, timeouts, validation
 from raytf.compat import legacy_keras
 from raytf.console import phases as phases_module
 from raytf.console import progress, quiet
+from raytf.console.lines import print_line
 from raytf.data import file_source, ingest, sampling
 from raytf.data import streamed as streamed_module
 from raytf.data.batch_spec import BatchSpec
@@ -31,6 +31,7 @@ from raytf.data.sampling import Sampling
 from raytf.data.tf_data import TFData
 from raytf.errors import ConfigError
 from raytf.identity import canonical, config_keys, fingerprint, same_run
+from raytf.logs import warn_user
 from raytf.parameter_server.servers import ServerSpec
 from raytf.runtime import resources
 from raytf.runtime.processes import Process, WarmPool, worker_environment
@@ -320,7 +321,7 @@ class KerasTrainer:
         with RunLock(folder.filesystem, folder.path) as lock, snapshots.no_writers(folder.filesystem, folder.path):
             location = run_folder.folder_in_users_form(run_config)
             if self.progress:
-                print(f"run     {location}", flush=True)
+                print_line(f"run     {location}")
             last = self._last(folder)
             if last is not None and is_complete(last, self):
                 launch = WarmPool(Process, inner, run_config, 1, import_raytf)  # only to try the model
@@ -339,7 +340,7 @@ class KerasTrainer:
             ending.check(result, folder)
         if self.progress:
             for line in results.lines(result, location):
-                print(line, flush=True)
+                print_line(line)
         return result
 
     def _fit_prepared(
@@ -515,7 +516,7 @@ class KerasTrainer:
         if not self.progress:
             return self._run(task, launch)
         for name, dataset in blocks.items():
-            print(ingest.describe(name, dataset, task.sampling.shuffle if name == "train" else "none"))
+            print_line(ingest.describe(name, dataset, task.sampling.shuffle if name == "train" else "none"))
         board = progress.Board()
         try:
             return self._run(dataclasses.replace(task, board=board), launch)
@@ -606,7 +607,7 @@ class KerasTrainer:
         if outcome.warning is not None:
             logger.warning(outcome.warning)
         if outcome.unread:
-            warnings.warn(config_keys.unread_warning(outcome.unread), stacklevel=5)
+            warn_user(config_keys.unread_warning(outcome.unread), stacklevel=5)
         if outcome.proof is not None:
             verify.report_proof(outcome.proof, self.verify)
         return outcome

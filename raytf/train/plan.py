@@ -271,7 +271,7 @@ def wire_bytes(facts: ModelFacts, strategy: str, workers: int, config) -> float:
 
 def _why(given: str, name: str, workers: int, devices: int) -> str:
     if given != "auto":
-        return "as asked for"
+        return "as requested"
     reasons = {
         "multi_worker_mirrored": f"{workers} workers train in step",
         "mirrored": f"one worker with {devices} devices",

@@ -194,9 +194,9 @@ class RecoveryCoordinator:
                 worker.actor.execute.remote(recovery_client.leave, self._generation - 1)
                 for worker in self._survivors.values()
             ]
-            self._ask(sent, "an end of what went before")
+            self._ask(sent, "the end of the ring before")
         sent = [worker.actor.execute.remote(recovery_client.pace) for worker in self._survivors.values()]
-        self._pace = Pace.slowest(self._ask(sent, "how large its training is"))
+        self._pace = Pace.slowest(self._ask(sent, "the size of the training's state"))
         seconds = self._pace.deadline(timeouts.get().recovery_break, first_steps=1)
         waiting = self._all_wait(self._survivors, seconds, "reach the all-reduce that failed")
         repeats_all = replays_from_boundary(waiting, self.lost, len(self._group.members))
@@ -314,7 +314,9 @@ class RecoveryCoordinator:
             }
             replacement_state = dataclasses.replace(state, worker_state=owned[rank], shared_state=shared_state)
             calls.append(worker.actor.execute.remote(recovery_client.set_replacement_state, replacement_state))
-        self._ask(calls, "a place in the training", self._pace.deadline(timeouts.get().recovery_answer, copies=1))
+        self._ask(
+            calls, "the receipt of the training's state", self._pace.deadline(timeouts.get().recovery_answer, copies=1)
+        )
         allowed, cores = self._group.config.listening, self._group.cores
         asked = timeouts.call_with, timeouts.get(), backend.reserve, allowed, cores
         calls = [worker.actor.execute.remote(*asked) for worker in self._made.values()]

@@ -47,7 +47,7 @@ def lines(result: Result, folder: str, learned: bool = True) -> list[str]:
     shown = summary(result.metrics or {}, [] if frame is None else frame.to_dict("records"))
     if result.checkpoint is None:
         return shown
-    result_line = f'model   raytf.load_model("{folder}")' if learned else f"kept    {result.checkpoint.path}"
+    result_line = f'model   raytf.load_model("{folder}")' if learned else f"saved   {result.checkpoint.path}"
     return [*shown, result_line]
 
 

@@ -137,7 +137,7 @@ class RunGroup(EventGroup):
         """Starts the train loop on all workers."""
         self._job = ray.put(job)
         calls = [member.actor.begin.remote(self._job, member.rank) for member in self.members]
-        self._answers(calls, timeouts.get().process_setup, "the begin of its training")
+        self._answers(calls, timeouts.get().process_setup, "the start of its training")
 
     def follow(self, listed: CheckpointList, context, tick) -> Any:
         """Follows the train loop to its end; returns rank 0's value.

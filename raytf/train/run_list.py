@@ -68,7 +68,9 @@ def located(folder: str | os.PathLike) -> tuple[FileSystem, str]:
         kind = filesystem.get_file_info(path).type
     except (ValueError, OSError) as error:
         raise ConfigError(
-            "Runs are in a folder, or a URI that pyarrow knows", f"{given!r} ({one_line(error)})", "Check it"
+            "Runs are in a folder, or a URI that pyarrow knows",
+            f"{given!r} ({one_line(error)})",
+            "Check the path or URI",
         ) from error
     if kind != FileType.Directory:
         raise ConfigError("Runs are in a folder that exists", repr(given), "Check the path")

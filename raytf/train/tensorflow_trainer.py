@@ -16,6 +16,7 @@ from raytf import validation
 from raytf.compat import legacy_keras
 from raytf.console import phases as phases_module
 from raytf.console import progress
+from raytf.console.lines import print_line
 from raytf.data.tf_data import TFData
 from raytf.errors import ConfigError
 from raytf.runtime import resources
@@ -112,7 +113,9 @@ class TensorflowTrainer(EngineTrainer):
             kind = type(tensorflow_config)
             if tensorflow_config is not None and kind.__module__ != "ray.train.tensorflow.config":
                 raise ConfigError(
-                    "tensorflow_config must be a raytf.TensorflowConfig", repr(tensorflow_config), "Pass one, or None"
+                    "tensorflow_config must be a raytf.TensorflowConfig",
+                    repr(tensorflow_config),
+                    "Pass raytf.TensorflowConfig(...), or None",
                 )
             tensorflow_config = TensorflowConfig()
         arguments.check_sparse(tensorflow_config, strategy, self._workers)
@@ -190,7 +193,7 @@ class TensorflowTrainer(EngineTrainer):
                 if self._ending is not None:
                     self._ending.record(folder.filesystem, folder.path)
                 location = run_folder.folder_in_users_form(self.run_config)
-                print(f"run     {location}", flush=True)
+                print_line(f"run     {location}")
                 try:
                     with self._shown_line(board):
                         result = super().fit()
@@ -199,7 +202,7 @@ class TensorflowTrainer(EngineTrainer):
                     raise
             learned = run_list.newest(folder.filesystem, folder.path) is not None
             for line in results.lines(result, location, learned):
-                print(line, flush=True)
+                print_line(line)
             return result
         finally:
             board.clear()

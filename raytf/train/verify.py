@@ -16,7 +16,6 @@ import signal
 import socket
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -32,6 +31,7 @@ from raytf.data import stored
 from raytf.data.stored import StoredDataset
 from raytf.data.tf_data import TFData
 from raytf.errors import PeerLostError, one_line
+from raytf.logs import warn_user
 from raytf.runtime.answers import NoAnswerError, collect_answers
 from raytf.storage import priority
 from raytf.train.verify_comparison import Proof, judged, suspected
@@ -264,7 +264,7 @@ class Following:
                 seconds = limits.verify_end if ended and self._well else 0.0
                 call = self._processes.asked.execute.remote(outcome, self._running, seconds, seconds > 0)
                 (proof,) = collect_answers(
-                    [call], seconds + limits.verify_answer, "what came of verify", names=["a process"]
+                    [call], seconds + limits.verify_answer, "the result of verify", names=["a process"]
                 )
             proof = proof or NOT_IN_TIME
         except (ray.exceptions.RayError, NoAnswerError) as error:
@@ -292,7 +292,7 @@ def report_proof(proof: Proof, word: str) -> None:
     if proof.failed is not None:  # nothing is wrong with the model: no warning
         logger.info(proof.text())
     elif text := proof.text():
-        warnings.warn(text, stacklevel=3)
+        warn_user(text, stacklevel=3)
     if proof.few is not None:
         logger.info(
             "verify: two workers train this model as one process does on a few rows; a whole batch was not compared "

@@ -51,7 +51,7 @@ class Proof:
         """Returns the error for `verify="error"`."""
         return ConfigError(
             "With verify='error' several workers must train a model as one process does",
-            "; ".join(self.differences) or f"no proof: {self.failed}",
+            "; ".join(self.differences) or f"no result: {self.failed}",
             "Correct the model, or pass verify='warn' or verify=False",
         )
 

@@ -351,7 +351,7 @@ class WorkerGroup(EventGroup):
         if well:
             with contextlib.suppress(NoAnswerError):
                 for _ in in_completion_order(
-                    [w.stop.remote() for w in self.actors], timeouts.get().worker_parting, "their ends"
+                    [w.stop.remote() for w in self.actors], timeouts.get().worker_parting, "the end of its process"
                 ):
                     pass
         self.end(self.actors)

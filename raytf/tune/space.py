@@ -165,7 +165,9 @@ def make_scheduler(given: Any, space: Mapping[str, Any], epochs: int):
             time_attr="training_iteration", perturbation_interval=max(1, epochs // 5), hyperparam_mutations=mutated
         )
     raise ConfigError(
-        f"scheduler must be one of {', '.join(SCHEDULERS)}, or a scheduler of ray.tune", repr(given), "Choose one"
+        f"scheduler must be one of {', '.join(SCHEDULERS)}, or a scheduler of ray.tune",
+        repr(given),
+        "Choose one of these",
     )
 
 
@@ -189,7 +191,9 @@ def make_search(given: Any):
         return OptunaSearch()
     if not isinstance(given, (Searcher, SearchAlgorithm)):
         raise ConfigError(
-            f"search_alg must be one of {', '.join(SEARCHES)}, or a search algorithm of ray.tune", repr(given), "Choose"
+            f"search_alg must be one of {', '.join(SEARCHES)}, or a search algorithm of ray.tune",
+            repr(given),
+            "Choose one of these",
         )
     return given
 

@@ -19,7 +19,6 @@ import math
 import os
 import signal
 import threading
-import warnings
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -37,11 +36,13 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from raytf import logs, timeouts, validation
 from raytf.compat import loggers
 from raytf.compat.ray_tune import get_fs_and_path, restored_run_config
+from raytf.console.lines import print_line
 from raytf.console.phases import READING, TRYING, show_phases, starting_phase
 from raytf.data import stored, streamed
 from raytf.data.tf_data import TFData
 from raytf.errors import ConfigError, ResourceError, StoppedError, TrainingError
 from raytf.identity import canonical, fingerprint, same_run
+from raytf.logs import warn_user
 from raytf.runtime import resources
 from raytf.runtime.answers import NoAnswerError, in_completion_order
 from raytf.runtime.processes import WarmPool, worker_environment
@@ -160,9 +161,9 @@ def sweep(
         scaling=Scaling(rule=scale_learning_rate, base_batch_size=base_batch_size, warmup_steps=warmup_steps),
     )
     if doubt := validation.mode_warning(metric, mode):
-        warnings.warn(doubt, stacklevel=2)
+        warn_user(doubt, stacklevel=2)
     if doubt := validation.score_warning(getattr(run_config, "checkpoint_config", None)):
-        warnings.warn(doubt, stacklevel=2)
+        warn_user(doubt, stacklevel=2)
     ray_config.check_sweep(trainer, param_space, run_config is not None)
     run_config = None if run_config is None else run_folder.with_absolute_path(run_config)
     named = None
@@ -209,7 +210,7 @@ def sweep(
         lock = ends.enter_context(RunLock(*location))
         ending.record(*location)
         if progress:
-            print(f"sweep   {resume or run_folder.folder_in_users_form(settled)}", flush=True)
+            print_line(f"sweep   {resume or run_folder.folder_in_users_form(settled)}")
         shown = ends.enter_context(show_phases(progress, READING))
         processes = WarmPool(GroupWorker, trainer.scaling_config, trainer.run_config, spares, import_raytf)
         training = ends.enter_context(Prepared(processes))
@@ -386,19 +387,19 @@ def _check(trainer, param_space, report_every_steps, resume) -> None:
         raise ConfigError(
             "A sweep's trials train in step, and validate themselves",
             "strategy='parameter_server'" if trainer.num_ps else "evaluator=True",
-            "Sweep without it",
+            "Sweep with another strategy, and without an evaluator",
         )
     if isinstance(trainer, KerasTrainer) and trainer.memory_every is not None:
         raise ConfigError(
             "Trials hold no copies in memory, as a host has those of many",
             f"memory_every={trainer.memory_every!r}",
-            "Leave it out",
+            "Leave memory_every out",
         )
     if isinstance(trainer, KerasTrainer) and trainer.tensorflow_config.shard_optimizer:
         raise ConfigError(
             "Tune has one worker of a trial save a checkpoint, and with shard_optimizer each worker has a part of it",
             "shard_optimizer=True",
-            "Leave it out",
+            "Leave shard_optimizer out",
         )
     validation.check_path("resume", resume)
     if resume is None:
@@ -533,7 +534,7 @@ def check_metric(metric: str, logs: Collection[str], validates: bool, has_callba
     known, fix = unknown
     if not has_callbacks:
         raise ConfigError("metric must be one that the trials report", f"{metric!r} of {known}", fix)
-    warnings.warn(f"The model reports no {metric!r}, so that a callback must add it to logs. {fix}", stacklevel=4)
+    warn_user(f"The model reports no {metric!r}, so that a callback must add it to logs. {fix}", stacklevel=4)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -222,7 +222,11 @@ class SweepTable(tune.Callback):
         if not values:
             return
         if all(value != value for value in values):  # Tune ignores NaN
-            self._console.print(f"no trial is the best: {self._metric} is NaN in all of them")
+            self._console.print(
+                f"no trial is the best: {self._metric} is NaN in all of them. Lower the learning rate, or look at the "
+                "data",
+                soft_wrap=True,
+            )
             return
         best = grid.get_best_result()
         config = ", ".join(f"{k}={_format_value(v)}" for k, v in best.config.items())

@@ -9,10 +9,10 @@ from __future__ import annotations
 import collections
 import inspect
 import os
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 
 from raytf.errors import ConfigError
+from raytf.logs import warn_user
 from raytf.storage import plain_values
 
 # Attributes that Keras itself sets on each callback.
@@ -115,9 +115,9 @@ class CallbackStates:
 
 def _warn_of_unrestored(new: list[str], gone: list[str], chief: bool) -> None:
     if chief and new:
-        warnings.warn(f"Callbacks that the checkpoint does not know start from scratch: {', '.join(new)}", stacklevel=2)
+        warn_user(f"Callbacks that the checkpoint does not know start from scratch: {', '.join(new)}", stacklevel=2)
     if chief and gone:
-        warnings.warn(f"The state of callbacks that the run has no longer is dropped: {', '.join(gone)}", stacklevel=2)
+        warn_user(f"The state of callbacks that the run has no longer is dropped: {', '.join(gone)}", stacklevel=2)
 
 
 def _is_entry(entry) -> bool:

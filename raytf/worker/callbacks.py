@@ -574,7 +574,10 @@ def _forgiving(name: str) -> Callable:
             hook(self, *args, **kwargs)
         except (OSError, tf.errors.OpError) as error:
             self._failed = True
-            logger.warning(f"Events for TensorBoard end here, as they cannot be written: {first_line(error)}")
+            logger.warning(
+                f"Events for TensorBoard end here, as they cannot be written: {first_line(error)}. Training continues "
+                "without them. Mend the storage; a restart of the run writes them again"
+            )
 
     return call
 

@@ -15,12 +15,12 @@ import json
 import math
 import numbers
 import os
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from raytf.compat import keras_objects
 from raytf.errors import ConfigError, first_line
+from raytf.logs import warn_user
 from raytf.parallel import model_optimizers
 from raytf.storage import checkpoint_files, gather_io, plain_values, snapshot_store
 from raytf.storage.checkpoint_files import (
@@ -292,7 +292,7 @@ def restore_callbacks(folder: str, states: CallbackStates, chief: bool = True) -
     """
     if not os.path.lexists(os.path.join(folder, CALLBACKS)):
         if chief:
-            warnings.warn(
+            warn_user(
                 "The checkpoint is of format 1, of which model, optimizer, seeds and history are read: callbacks "
                 "start from scratch, and a learning_rate that was changed in config is not seen",
                 stacklevel=2,

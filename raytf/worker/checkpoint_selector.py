@@ -10,7 +10,6 @@ import itertools
 import math
 import numbers
 import posixpath
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,6 +17,7 @@ from pyarrow.fs import FileSelector, FileType
 
 from raytf import validation
 from raytf.errors import ConfigError
+from raytf.logs import warn_user
 from raytf.storage import checkpoint_files, step_folders
 from raytf.storage.checkpoint_files import AT_ENDS, MODEL, CheckpointState, DamagedCheckpointError, read_state_of
 
@@ -124,7 +124,7 @@ class CheckpointSelector:
                 'Use which="best", or leave them out',
             )
         if self.metric is not None and (doubt := validation.mode_warning(self.metric, self.mode)):
-            warnings.warn(doubt, stacklevel=5)
+            warn_user(doubt, stacklevel=5)
 
     @property
     def needs_run(self) -> bool:

@@ -114,7 +114,7 @@ def get_dataset(
         given = {"features": features, "labels": labels, "sample_weights": sample_weights, "map": map}
         given |= {"shuffle": shuffle, "drop_remainder": drop_remainder or None}
         if asked := [key for key, value in given.items() if value is not None]:
-            raise ConfigError(f"{name!r} is a raytf.TFData, which defines these", ", ".join(asked), "Leave it out")
+            raise ConfigError(f"{name!r} is a raytf.TFData, which defines these", ", ".join(asked), "Leave them out")
         per_replica_batch(batch_size, context.get_world_size())
         feed = open_feed(
             setup.datasets[name],
@@ -261,7 +261,9 @@ class Position(tf.train.experimental.PythonState):
             type(state.get(name)) is int and state[name] >= 0 for name in ("epoch", "step")
         )
         if not is_valid or not isinstance(state.get("order"), Mapping):
-            raise ConfigError("set_state takes what get_state gave", repr(state)[:200], "Pass that")
+            raise ConfigError(
+                "set_state takes what get_state gave", repr(state)[:200], "Pass the result of get_state()"
+            )
         differs = differences(state["order"], self._feed.order)
         if state["step"] and differs:
             raise ConfigError(

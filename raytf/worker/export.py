@@ -126,7 +126,11 @@ def _check_output(output: str, format: str) -> None:
     if "://" in output:
         raise ConfigError("An export is written on this machine", repr(output), "Name a path, and copy it from there")
     if os.path.lexists(path):
-        raise ConfigError("An export is written to a path that does not exist", repr(output), "Choose another one")
+        raise ConfigError(
+            "An export is written to a path that does not exist",
+            repr(output),
+            "Choose another path, or remove what is there",
+        )
     if not os.path.isdir(os.path.dirname(path)):
         raise ConfigError("An export is written into a folder that exists", repr(output), "Make the folder")
     if not os.access(os.path.dirname(path), os.W_OK):

@@ -160,7 +160,10 @@ class FiguresFile:
             self._flush() if figures is None else self._add(json.dumps(figures).encode() + b"\n")
         except OSError as error:
             self._failed = True
-            logger.warning(f"Figures for `raytf report` end here, as they cannot be written: {first_line(error)}")
+            logger.warning(
+                f"Figures for `raytf report` end here, as they cannot be written: {first_line(error)}. Training "
+                "continues without them. Mend the storage; a restart of the run writes them again"
+            )
 
     def _add(self, line: bytes) -> None:
         if self._appends:
@@ -216,7 +219,10 @@ class _FigureWriter:
                 self._writer.flush()
         except (OSError, tf.errors.OpError) as error:
             self._failed = True
-            logger.warning(f"Figures for TensorBoard end here, as they cannot be written: {first_line(error)}")
+            logger.warning(
+                f"Figures for TensorBoard end here, as they cannot be written: {first_line(error)}. Training continues "
+                "without them. Mend the storage; a restart of the run writes them again"
+            )
 
 
 def _rate(model) -> float | None:

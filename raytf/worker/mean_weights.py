@@ -28,7 +28,7 @@ def average_models(models: Iterator):
             raise ConfigError(
                 "A mean is that of checkpoints of one model",
                 "checkpoints with weights of other shapes",
-                "Take fewer of them",
+                "Average fewer checkpoints, all of one model",
             )
         for total, weight in zip(sums, model.weights, strict=True):
             if total is not None:

@@ -21,6 +21,7 @@ from raytf import logs, validation
 from raytf.console import quiet
 from raytf.data import columns
 from raytf.errors import ConfigError, first_line, without_escapes
+from raytf.logs import warn_user
 from raytf.parallel import model_optimizers
 from raytf.storage import checkpoint_files, plain_values, scratch
 from raytf.storage.checkpoint_files import (
@@ -260,7 +261,7 @@ def _load_chosen(checkpoints: list[StoredCheckpoint], run: str, choice: Checkpoi
                 raise ConfigError(
                     "A mean is that of checkpoints that are whole",
                     f"average={choice.average} with {i} in {run!r}",
-                    "Take fewer",
+                    "Average fewer checkpoints",
                 ) from error
 
     return average_models(models())
@@ -345,7 +346,7 @@ def _load_file(file: str, shown_path: str, compile: bool, build_model, config, c
                 if known is None:
                     raise _not_built(file, error) from error
                 reason = _keras_message(error)
-            warnings.warn(
+            warn_user(
                 f"Keras cannot build the model from its file ({reason}); "
                 "it is built with the trainer's build_model and given the saved weights",
                 stacklevel=6,

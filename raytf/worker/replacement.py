@@ -249,13 +249,13 @@ class RecoveryCallback(TrainingPart):
     def _check_chief(self) -> None:
         """Raises RaytfError on other workers than the chief if a snapshot needs callbacks that only the chief has."""
         if self._chief_only and self._holder.ring.rank > 0:
-            raise RaytfError(f"what {', '.join(self._chief_only)} held was the chief's alone")
+            raise RaytfError(f"the state of {', '.join(self._chief_only)} existed on the lost chief only")
 
     def _replacement_state(self) -> ReplacementState:
         model, recovery = self._training.model, recovery_client.client
         self._check_chief()
         if self._position.skipped:
-            raise RaytfError("the other workers have made no step since they resumed with another batch")
+            raise RaytfError("no step was made since the run resumed with another batch size")
         files = checkpoint.checkpoint_files_of(model, self._files(_zeros_like, {}))
         execution_steps, shared_state = recovery.steps_in_execution + recovery.begun, self._shared()
         if recovery.at_end:

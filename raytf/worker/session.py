@@ -88,8 +88,8 @@ class PendingCheckpoint:
         except NotWrittenError as error:
             self._error = error
             logger.warning(
-                f"The checkpoint at the end of epoch {self._epoch} is not saved so far, and training continues: "
-                f"{error.why}"
+                f"The checkpoint at the end of epoch {self._epoch} is not saved so far: {error.why}. Training "
+                "continues. Free space on the storage, or mend it, to have later checkpoints saved"
             )
         self._finalized = True
 
@@ -141,7 +141,7 @@ class ReportQueue:
         if pending:
             logger.warning(
                 f"The training has ended, and {len(pending)} of its reports wait since {seconds:g} s for the "
-                f"driver, which {_WAITS_FOR}"
+                f"driver, which {_WAITS_FOR}. The run ends after them. Look at the storage, and at the callbacks"
             )
 
 

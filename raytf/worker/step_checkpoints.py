@@ -11,7 +11,6 @@ import contextlib
 import functools
 import math
 import time
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,6 +21,7 @@ from raytf.collectives import communicator
 from raytf.compat import keras_objects
 from raytf.data import sampling, worker_part
 from raytf.errors import ConfigError
+from raytf.logs import warn_user
 from raytf.parallel import local_sgd, metrics, model_optimizers, own_state, shards
 from raytf.storage import step_folders
 from raytf.worker import checkpoint as checkpoints
@@ -80,7 +80,7 @@ class StepCheckpointCallback(TrainingPart):
             )
         holders = session.holders() if in_memory else NO_HOLDERS
         if session.rank == 0 and in_memory and context.servers() is None and not holders.peer:
-            warnings.warn(
+            warn_user(
                 "All workers are on one host: copies of memory_every survive the loss of a worker, and not of the host",
                 stacklevel=2,
             )
@@ -256,7 +256,7 @@ class BeforeResumption(TrainingPart):
             scaled = state.batch_scale != training.options.scale
             begin = sampling.regrouped(state.order, training.order, state.epoch_step) if scaled else None
         if begin is None:
-            warnings.warn(
+            warn_user(
                 f"Epoch {state.epoch + 1} restarts, with weights that have seen {state.epoch_step} of its steps: these "
                 f"would have other rows now ({differs})",
                 stacklevel=2,
@@ -324,7 +324,7 @@ class Resumption(TrainingPart):
                 i: self._metrics[i] for i in metrics.restore_sums(self.model, self._metrics, self._names)
             }
         except ValueError as error:  # with resume=True the model may have other metrics
-            warnings.warn(
+            warn_user(
                 f"The metrics of epoch {epoch + 1} count the steps after its first {self._step} alone, as the "
                 f"checkpoint knows others: {error}",
                 stacklevel=2,

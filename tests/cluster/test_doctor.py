@@ -59,7 +59,7 @@ def test_nothing_is_found_on_a_healthy_cluster_and_nothing_is_left(tmp_path):
             refused = doctor(cluster, hosts[0], code=2, RAY_AUTH_TOKEN_PATH=str(wrong))
             missing = doctor(cluster, hosts[0], "--storage", str(none), "--no-training", "--json", code=1)
     assert re.fullmatch(r"(network: workers exchange by \S+ on \S+\n){2}2 node\(s\), \d+ s: healthy\n", printed)
-    assert "lets in who has its token; received: another one" in refused and "Traceback" not in refused
+    assert "requires its token; received: another one" in refused and "Traceback" not in refused
     report = json.loads(missing)
     assert {(f["check"], "FileNotFoundError" in f["measured"]) for f in report["findings"]} == {("storage", True)}
     assert report["nodes"] == [host.address for host in hosts] and report["left_out"] == [] and not none.exists()

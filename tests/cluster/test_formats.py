@@ -66,7 +66,7 @@ def test_features_and_labels_that_can_be_known(tmp_path, log):
     write_csv(tmp_path / "a.csv", ["a", "b", "label"], [[1, 2.0, 0]])
     found = formats.read("train", str(tmp_path))
     assert formats.roles(found, NOTHING, None) == NOTHING | {"features": ["a", "b"], "labels": "label"}
-    assert "--features a,b --labels label, as no features are given" in log.text
+    assert "no --features are given: --features a,b --labels label are used" in log.text
     given = NOTHING | {"labels": "a"}
     assert formats.roles(found, given, None) == given | {"features": ["b", "label"]}
     given = NOTHING | {"features": "a"}

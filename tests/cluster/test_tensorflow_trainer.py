@@ -60,7 +60,7 @@ def test_the_guide_of_ray(tmp_path, capfd):
     )
     result = trainer.fit()
     out = capfd.readouterr().out
-    assert f"run     {result.path}\n" in out and "result  " in out and f"kept    {result.checkpoint.path}\n" in out, out
+    assert f"run     {result.path}\n" in out and "result  " in out and f"saved   {result.checkpoint.path}\n" in out, out
     history = result.return_value["history"]
     assert history[-1] < 0.5 * history[0]
     assert result.return_value["steps"] == 4 * 200 // 20, "batch_size is the global batch, and no row is lost"

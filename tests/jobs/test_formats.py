@@ -71,7 +71,7 @@ def loss_of(name, folder):
 def test_images_train(folder):
     out = command("images", folder)
     assert "train: 5 images; label is the number, from 0, of one of cats, dogs" in out
-    assert "--features image --labels label, as no features are given" in out
+    assert "no --features are given: --features image --labels label are used" in out
     assert "1 image(s) cannot be decoded and are left out" in out and "images/cats/4.jpg" in out
     assert "train: 4 rows" in out and "epoch 1/1" in out and "val_loss" in out
     trained = float(re.search(r"val_loss ([\d.e-]+)", out)[1])
@@ -97,7 +97,7 @@ def test_images_train(folder):
 def test_a_table_is_shown_and_trains(folder):
     shown = command("plan", folder)
     assert "CSV file(s) with the columns a float, b float, y int64; --types" in shown
-    assert "--features a,b --labels y, as no features are given" in shown
+    assert "no --features are given: --features a,b --labels y are used" in shown
     assert shown.count("\nrow  ") == 3 and "steps" in shown
     assert "train: 20 rows" in command("table", folder)
     loss = loss_of("evaluate table", folder)

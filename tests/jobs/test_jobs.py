@@ -127,7 +127,7 @@ def test_the_commands_of_a_run_that_is_there(folder):
 def test_the_command_plan(folder):
     out, err = command("plan", folder)
     fields = dict(re.split(r"  +", line, maxsplit=1) for line in out.splitlines())
-    assert fields["strategy"] == "multi_worker_mirrored: as asked for" and fields["workers"] == "2, 1 device(s) each"
+    assert fields["strategy"] == "multi_worker_mirrored: as requested" and fields["workers"] == "2, 1 device(s) each"
     assert fields["rows of a step on a replica"] == "5" and fields["parameters"] == "13" and "Traceback" not in err
     assert not (folder / "runs").exists()
 

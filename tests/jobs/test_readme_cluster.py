@@ -167,9 +167,7 @@ def _by_hand(hosts, head):
         output = without_phases(hosts.run(command, code=1, RAY_ADDRESS=head, HOME=str(nobody)))
         assert output.startswith(f"Error: The cluster at {head} wants a token; received: none where Ray looks"), output
         output = without_phases(hosts.run(command, code=1, RAY_ADDRESS=head, RAY_AUTH_TOKEN_PATH=str(wrong)))
-        assert output.startswith(f"Error: The cluster at {head} lets in who has its token; received: another one"), (
-            output
-        )
+        assert output.startswith(f"Error: The cluster at {head} requires its token; received: another one"), output
         assert str(wrong) in output and len(output.splitlines()) == 1
 
 

@@ -135,7 +135,7 @@ def test_a_tfjob_of_workers(tmp_path):
     out, err = run("--tfjob", tmp_path / "job.yaml")
     ends = re.findall(r"^\[worker (\d)\] +epochs: 1 weights: (\S+)", out, re.MULTILINE)
     assert sorted(rank for rank, _ in ends) == ["0", "1"] and len({weights for _, weights in ends}) == 1
-    assert "raytf run: --tfjob: image of worker is not honoured" in err
+    assert "raytf: --tfjob: image of worker is not honoured" in err
     assert "volumes of worker is not honoured: mount on Ray's nodes what the script opens" in err
 
 
@@ -152,7 +152,7 @@ def test_a_tfjob_with_parameter_servers(tmp_path):
 def test_one_worker_fails_and_is_named():
     began = time.monotonic()
     _, err = run("--num-workers", 2, "one_fails.py", code=1)
-    lines = [line for line in err.splitlines() if line.startswith("raytf run:")]
+    lines = re.findall("^raytf: (?:worker|restart) .*", err, re.MULTILINE)
     assert len(lines) == 1 and "worker 1 failed first: exit code 1" in lines[0]
     assert "batch is too large on this worker" in err and time.monotonic() - began < 120
 
@@ -248,7 +248,7 @@ def test_the_folder_travels(tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     found = re.search(r"\[worker 0\] beside the script in (\S+)", done.stdout)[1]
     assert found != str(hidden) and "working_dir" in found
-    pattern = rf"^raytf run: \S+ does not see the current folder; the script runs there in a copy, {found}, and what it"
+    pattern = rf"^raytf: \S+ does not see the current folder; the script runs there in a copy, {found}, and what it"
     assert len(re.findall(pattern, done.stderr, re.MULTILINE)) == 1
 
 
@@ -272,8 +272,8 @@ def test_a_script_that_hangs_is_named_with_its_stack(tmp_path, monkeypatch, capf
     at_first = named.replace(
         "in Mine.on_train_batch_end", r"(in Mine.on_train_batch_end|between two steps,)"
     )  # reported late
-    assert re.search(rf"raytf run: Hang: the other workers wait for worker 1: {at_first} step 7", err)
-    assert "lock.acquire()" in err and re.search(rf"raytf run: worker 1 failed first: hangs: {named}", err)
+    assert re.search(rf"raytf: Hang: the other workers wait for worker 1: {at_first} step 7", err)
+    assert "lock.acquire()" in err and re.search(rf"raytf: worker 1 failed first: hangs: {named}", err)
 
 
 def test_stopped_process_is_named_and_the_restart_resumes(tmp_path, monkeypatch, capfd):
@@ -297,12 +297,12 @@ if rank == 0 and not os.path.exists("again"):
     assert run_locally(tmp_path, text, monkeypatch=monkeypatch, **options) == 0
     out, err = capfd.readouterr()
     assert [out.count(f"[worker {rank}] went on") for rank in (0, 1)] == [2, 1]
-    lines = [line for line in err.splitlines() if line.startswith("raytf run:")]
+    lines = re.findall("^raytf: (?:worker|restart) .*", err, re.MULTILINE)
     assert re.fullmatch(
-        r"raytf run: worker 1 failed first: frozen: its process \d+ on \S+ is stopped by .* s \(--frozen-after.*",
+        r"raytf: worker 1 failed first: frozen: its process \d+ on \S+ is stopped by .* s \(--frozen-after.*",
         lines[0],
     )
-    assert lines[1:] == ["raytf run: restart 1 of 1: all tasks start again, as worker 1 failed"]
+    assert lines[1:] == ["raytf: restart 1 of 1: all tasks start again, as worker 1 failed"]
 
 
 def test_a_runner_that_gives_no_answer_has_gone(tmp_path, monkeypatch, capfd, set_timeouts):

@@ -19,6 +19,11 @@ from tests.unit.test_messages import PAGE, _plain
 
 LOCAL = pyarrow.fs.LocalFileSystem()
 NODE = "ab" * 28
+# The end of the line of a hang.
+HUNG = (
+    "If that lasts, its process is ended, and is replaced or restarted where failures are allowed. Raise the hang "
+    "timeout (hang_timeout_s=, --hang-timeout) if it is that slow by intent"
+)
 # (what it holds, the line) of each kind.
 LINES = {
     Kind.RESOURCES_AWAITED: [
@@ -73,18 +78,24 @@ LINES = {
     Kind.RESIZE_DELAYED: [
         (
             {"workers": 2, "why": "no answer"},
-            "scaling to 2 workers is delayed and retried, as their processes are not ready: no answer",
+            "scaling to 2 workers is delayed, as their processes are not ready: no answer. The run continues with the "
+            "workers that it has, and retries. Examine the new nodes: raytf doctor",
         )
     ],
     Kind.STEPS_REPEATED: [
-        ({"step": 15, "steps": 4}, "the run resumes from step 15; at least 4 step(s) made since are repeated")
+        (
+            {"step": 15, "steps": 4},
+            "the run resumes from step 15; at least 4 step(s) made since are repeated. More frequent checkpoints "
+            "(checkpoint_every=, memory_every=) repeat fewer",
+        )
     ],
     Kind.NODE_DRAINED: [({"node": NODE}, "node abababab is drained")],
     Kind.ENDED_AFTER_STEP: [({"step": 7, "why": "all have ended after step 7"}, "all have ended after step 7")],
     Kind.STOP_NOT_DELIVERED: [
         (
             {"more": "a node is drained", "why": "no answer"},
-            "a node is drained, and the request to stop did not reach all workers; they continue: no answer",
+            "a node is drained, and the request to stop did not reach all workers: no answer. They continue, and "
+            "recover if a worker is lost. Ctrl-C stops the run instead",
         )
     ],
     Kind.STOP_REQUESTED: [({"why": "SIGTERM", "more": "ends after this step"}, "SIGTERM: ends after this step")],
@@ -94,26 +105,37 @@ LINES = {
         ({"node": NODE, "why": "it died"}, "the standby worker on node abababab cannot be used: it died")
     ],
     Kind.STANDBY_LIMITED: [
-        ({"why": "KeyError"}, "standby workers only import TensorFlow, as the warm-up step failed in one: KeyError")
+        (
+            {"why": "KeyError"},
+            "the warm-up step of a standby worker failed: KeyError. Standby workers only import TensorFlow, and "
+            "replacing a lost worker takes longer, until the cause is mended",
+        )
     ],
     Kind.STANDBY_GIVEN_UP: [
         (
             {"node": NODE, "why": "it died"},
-            "no standby worker can be kept on node abababab; a replacement there starts when it is needed: it died",
+            "no standby worker starts on node abababab: it died. A replacement there starts when a worker is lost, "
+            "which takes longer. Mend the cause, often memory, or set spares=0",
         )
     ],
     Kind.WORKER_HUNG: [
         (
             {"ranks": (1,), "why": "stands in lock", "more": "a stack"},
-            "Hang: the other workers wait for worker 1: stands in lock. If that lasts, its process is ended\na stack",
+            f"Hang: the other workers wait for worker 1: stands in lock. {HUNG}\na stack",
         ),
         (
             {"name": "chief 0", "why": "stands in lock"},
-            "Hang: the other workers wait for chief 0: stands in lock. If that lasts, its process is ended",
+            f"Hang: the other workers wait for chief 0: stands in lock. {HUNG}",
         ),
     ],
     Kind.WORKER_CONTINUED: [({"ranks": (1,)}, "Hang resolved: worker 1 continues")],
-    Kind.STRAGGLER: [({"ranks": (1,), "node": "host", "why": "slower"}, "Straggler: worker 1 on host is slower")],
+    Kind.STRAGGLER: [
+        (
+            {"ranks": (1,), "node": "host", "why": "slower"},
+            "Straggler: worker 1 on host is slower. Training continues at its pace. Look at that host: other load, a "
+            "slow disk, a slow CPU",
+        )
+    ],
     Kind.WORKERS_RENEWED: [
         ({"why": "it grew", "more": "run the next trial"}, "it grew: new workers run the next trial")
     ],

@@ -160,7 +160,7 @@ def test_a_tf_data_dataset_is_rows():
         ("unbatched", "elements that are no batches"),
         ("python", "from_generator"),
         ("uneven", "batches of"),
-        ("plain", "Leave it out"),
+        ("plain", "Leave them out"),
     ],
 )
 def test_a_tf_data_dataset_that_is_refused(kind, text):

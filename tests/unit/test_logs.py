@@ -58,3 +58,17 @@ def test_what_was_set_before_the_import_stays_and_the_root_logger_shows_nothing_
     )
     ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert ran.stderr == "raytf: once\n"
+
+
+def test_warnings_are_warnings_of_python_and_reach_a_users_handler(level, capsys):
+    taken: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = taken.append
+    level.addHandler(handler)
+    try:
+        with pytest.warns(UserWarning, match="the loss is NaN") as shown:
+            logs.warn_user("the loss is NaN")
+    finally:
+        level.removeHandler(handler)
+    assert shown[0].filename == __file__ and not capsys.readouterr().err
+    assert [(r.name, r.levelname, r.getMessage()) for r in taken] == [("raytf.warnings", "WARNING", "the loss is NaN")]

@@ -20,11 +20,22 @@ PAGE = FOLDER.parent / "docs" / "troubleshooting.md"
 # Shorter parts are the glue between values.
 LEAST_LETTERS = 10
 LEVELS = {"debug", "info", "warning", "error", "exception", "critical"}
-# Functions of raytf that pass their last argument on as a message.
-HELPERS = {"_print", "_log", "say", "emit_stop_requested"}
+# Functions of raytf that pass their last positional argument on as a message.
+HELPERS = {"_log", "emit_stop_requested", "print_line", "warn_user"}
 # Errors whose text becomes a part of a message, or is the last line of a run. Those without a literal pass one on.
 CLAUSES = {
+    "Cause",
+    "ConnectionResetError",
+    "PeerLostError",
+    "Proof",
+    "RaytfError",
     "RecoveryFailedError",
+    "StartError",
+    "TaskExit",
+    "TimeoutError",
+    "_LostError",
+    "_refuse",
+    "disarm",
     "NotWrittenError",
     "NoRoomError",
     "ServerLostError",
@@ -35,34 +46,45 @@ CLAUSES = {
     "_restart_all",
     "_fail_run",
 }
-# Files whose `print` writes the answer to a command, a table, or the output of others.
+# Functions that wait for answers: a timeout names what they waited for, a text among their arguments.
+WAITS = {"collect_answers", "in_completion_order", "_all_wait", "_answers", "_ask"}
+# Files whose `print` writes the answer to a command, or passes on what others write.
 ANSWERS = {
     "cli_runs.py": "the output of commands",
+    "console/lines.py": "passes lines on",
     "console/output.py": "passes output on",
-    "console/phases.py": "phases",
-    "console/progress.py": "progress lines",
     "logs.py": "passes messages on",
-    "train/results.py": "the result of a run",
-    "tune/table.py": "the table of a sweep",
 }
-RESULT = "the result of a run, see train/results.py"
+RESULT = (("train/results.py", "lines"), ("train/results.py", "summary"))
+_PHASES = (
+    ("console/phases.py", "READING"),
+    ("console/phases.py", "TRYING"),
+    ("console/phases.py", "WORKERS"),
+    ("console/phases.py", "FIRST_STEP"),
+    ("console/phases.py", "ENDING"),
+    ("console/phases.py", "COMPARING"),
+    ("console/phases.py", "starting_phase"),
+    ("fitting/call.py", "_DOES"),
+    ("train/results.py", "has_ended"),
+)
 _DESCRIBED = (("data/ingest.py", "describe"), ("data/pipeline.py", "_remarks"), ("data/pipeline.py", "inspect"))
 _DAMAGED = (("storage/checkpoint_files.py", "describe_choice"), ("storage/checkpoint_files.py", "damaged_error"))
 _PROOF = (("train/verify_comparison.py", "Proof.text"), ("train/verify.py", "NOT_IN_TIME"))
+_TABLE = "values: see `trial 3/20` and `best` on the page"
 _LINES = "the lines of `_TEXTS`, see `event_texts`"
 _HELPER = "a helper whose calls are read"
 # Messages that are not written where they are logged: (file, argument) to the definitions that have them, or a reason.
 ELSEWHERE: dict[tuple[str, str], str | tuple[tuple[str, str], ...]] = {
-    ("cli.py", "f'raytf run: {sentence}'"): (("launch/tfjob.py", "_UnreadFields.sentences"),),
+    ("cli.py", "sentence"): (("launch/tfjob.py", "_UnreadFields.sentences"),),
     ("events.py", "str(event)"): _LINES,
     ("fitting/call.py", "f'run     {self._checkpoints.user_path}'"): RESULT,
     ("fitting/call.py", "line"): RESULT,
     ("fitting/calls.py", "ingest.describe(name, source, 'none')"): _DESCRIBED,
     ("launch/launcher.py", "exits[first].error"): "the output of a task",
-    ("launch/launcher.py", "f'raytf run: {text}'"): _HELPER,
     ("launch/launcher.py", "f'{name} {value}'"): "the output of a task",
-    ("launch/launcher.py", "str(event)"): _LINES,
     ("launch/launcher.py", "text()"): (("launch/launcher.py", "_open"), ("launch/launcher.py", "_answers")),
+    ("console/phases.py", "f'{phase} ...'"): _PHASES,
+    ("console/progress.py", "line"): (("console/progress.py", "describe"),),
     ("parallel/compiled_update.py", "f'{type(error).__name__}: {error}'"): "an error of TensorFlow",
     ("parallel/compiled_update.py", "why"): "the reason in a line of level DEBUG",
     ("parameter_server/coordinator.py", "why"): (("parameter_server/coordinator.py", "_restored_from"),),
@@ -83,10 +105,16 @@ ELSEWHERE: dict[tuple[str, str], str | tuple[tuple[str, str], ...]] = {
         "ingest.describe(name, dataset, task.sampling.shuffle if name == 'train' else 'none')",
     ): _DESCRIBED,
     ("train/keras_trainer.py", "line"): RESULT,
+    ("train/results.py", "table"): "the metrics of the last epoch",
     ("train/tensorflow_trainer.py", "f'run     {location}'"): RESULT,
     ("train/tensorflow_trainer.py", "line"): RESULT,
     ("train/verify.py", "proof.text()"): _PROOF,
     ("train/verify.py", "text"): _PROOF,
+    (
+        "tune/table.py",
+        "f'trial {count}  {_config(trial)}  {outcome}  after {epochs} report(s), {self._spent[-1]:.1f} s'",
+    ): _TABLE,
+    ("tune/table.py", "f'best {self._metric} {_format_value(best.metrics[self._metric])}: {config}'"): _TABLE,
     ("tune/sweep.py", "doubt"): (("validation.py", "mode_warning"),),
     ("tune/sweep.py", "f'sweep   {resume or run_folder.folder_in_users_form(settled)}'"): RESULT,
     ("worker/checkpoint_selector.py", "doubt"): (("validation.py", "mode_warning"),),
@@ -102,7 +130,17 @@ PARTS = (
     ("storage/run_lock.py", "RunLock._refused"),
     ("storage/run_lock.py", "RunLock._lose"),
     ("train/evaluator.py", "_why"),
+    ("collectives/recovery_client.py", "RecoveryClient.disarm"),
+    ("runtime/roles.py", "TaskExit.reason"),
     ("train/recovery_coordinator.py", "RecoveryCoordinator.restart_point"),
+    ("train/verify_comparison.py", "judged"),
+    ("train/verify_comparison.py", "_gaps"),
+    ("train/verify_comparison.py", "_gap_of"),
+    ("train/verify_comparison.py", "_of_state"),
+    ("train/verify_comparison.py", "_of_weights"),
+    ("train/verify_comparison.py", "_why_weights"),
+    ("train/verify_comparison.py", "_of_log"),
+    ("worker/replacement.py", "_unrecoverable"),
     ("train/recovery_coordinator.py", "RESTARTING"),
     ("train/recovery_coordinator.py", "REPLACING"),
     ("train/recovery_coordinator.py", "RAISE_LIMIT"),
@@ -192,7 +230,7 @@ class _Reader:
         owner = ast.unparse(node.func.value) if isinstance(node.func, ast.Attribute) else ""
         if called in HELPERS:
             return node.args[-1]
-        if (owner == "warnings" and called == "warn") or (owner.endswith("logger") and called in LEVELS):
+        if owner.endswith("logger") and called in LEVELS:
             return node.args[0]
         if owner.endswith("logger") and called == "log":
             return node.args[1]
@@ -255,7 +293,8 @@ def clauses() -> Iterator[tuple[str, str]]:
     """Yields (place, text) of each literal part of an error that a message contains."""
     for reader in readers().values():
         for node, called in reader.calls():
-            for argument in node.args if called in CLAUSES else ():
+            given = [*node.args, *(word.value for word in node.keywords)] if called in CLAUSES else []
+            for argument in node.args if called in WAITS else given:
                 yield from ((f"raytf/{reader.file}:{node.lineno}", text) for text in reader.texts(argument))
 
 
@@ -290,6 +329,15 @@ def _tests(node: ast.AST) -> bool:
 @pytest.mark.parametrize("answered", ANSWERS)
 def test_files_that_print_answers_exist(answered):
     assert (FOLDER / answered).is_file()
+
+
+def test_messages_are_logged_and_other_lines_go_through_the_console():
+    """Only the output of a task of `raytf run` is written to stderr in another way."""
+    calls = [(file, ast.unparse(node), called) for file, reader in readers().items() for node, called in reader.calls()]
+    prints = {file for file, call, _ in calls if call.startswith("print(")}
+    assert prints == {"console/lines.py", "console/output.py", "logs.py"}
+    assert {file for file, call, _ in calls if call.startswith("warnings.warn(")} == {"logs.py"}
+    assert {file for file, call, called in calls if called == "echo" and "err=" in call} == {"launch/launcher.py"}
 
 
 def test_each_message_is_a_literal_or_is_known_to_be_elsewhere():

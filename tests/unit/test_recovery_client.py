@@ -347,7 +347,7 @@ def test_what_is_made_again(waiting, lost, expected):
 
 def test_refusal_of_a_worker_is_reported_with_its_own_text():
     """And not as Ray wraps it, whose first line names the actor."""
-    refused = RaytfError("what ModelCheckpoint held was the chief's alone")
+    refused = RaytfError("the state of ModelCheckpoint existed on the lost chief only")
     wrapped = ray.exceptions.RayTaskError("execute", "of a worker", refused).as_instanceof_cause()
     assert error_clause(wrapped) == str(refused) and "actor" not in error_clause(wrapped)
     assert error_clause(RecoveryFailedError("no node has room")) == "no node has room"

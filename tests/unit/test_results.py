@@ -85,5 +85,5 @@ def test_a_loop_of_a_users_own_reports_what_it_likes():
     """`raytf.TensorflowTrainer`: NumPy's numbers, no epochs, and a checkpoint that is not raytf's."""
     rows = [{"loss": np.float32(0.5), "steps": 3}, {"loss": np.float32(0.25), "steps": 6}]
     found = results.lines(result(rows), "/shared/runs/first", learned=False)
-    assert found[0] == "result  loss 0.2500" and found[1].startswith("kept    "), found
+    assert found[0] == "result  loss 0.2500" and found[1].startswith("saved   "), found
     assert results.lines(result([{"steps": 3}], checkpoint=None), "/r") == []

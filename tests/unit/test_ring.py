@@ -257,7 +257,7 @@ def test_without_shared_memory_sockets_carry_all(ring_of, monkeypatch, fails):
         monkeypatch.setattr(os, "memfd_create", refuse)
     else:
         monkeypatch.setattr(shared_memory, "PeerMemory", refuse)
-    with warnings_logged("workers of this host exchange through sockets, as"):
+    with warnings_logged("exchange through sockets, which is slower, with equal results"):
         for _ in range(2):
             arrays = [laid(place, np.ones(300_000)) for place in places]
             sums = together(lambda place, arrays=arrays: place.all_reduce(arrays[place.rank]), places)

@@ -82,5 +82,8 @@ def test_options_of_raytf_after_the_script_are_the_scripts_and_a_hint_is_printed
     command = [sys.executable, "-m", "raytf.cli", *AFTER_SCRIPT.split()]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60)
     first, *rest = done.stderr.splitlines()
-    assert first.startswith("raytf: --num-workers, --ports after the script: given to it") and "epochs" not in first
+    assert (
+        first.startswith("raytf: --num-workers, --ports after the script: the script receives them")
+        and "epochs" not in first
+    )
     assert rest == ["ray was imported"]

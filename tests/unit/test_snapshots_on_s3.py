@@ -79,7 +79,7 @@ def test_an_error_in_the_middle_is_tried_again(storage, tmp_path):
 
     storage.fault = fault
     writer = SnapshotWriter(storage.filesystem(), RUN)
-    with warnings_logged(f"{folder_name(1)} could not be written, and is retried.*UploadPart"):
+    with warnings_logged(f"{folder_name(1)} could not be written: .*UploadPart.*It is retried"):
         writer.write(folder_name(1), parts_of(1, 3_000_000))
         writer.finish(200.0)
     check(fetched(storage, 1, tmp_path), 1, 3_000_000)

@@ -273,7 +273,7 @@ def test_planted_writes_fail_in_the_process_that_writes_and_are_tried_again(tmp_
     writer = SnapshotWriter(pyarrow.fs.LocalFileSystem(), str(tmp_path / "run"))
     try:
         FailWrite(rank=0, step=0, number=errno.ENOSPC, times=2).happen()
-        with warnings_logged("could not be written, and is retried: OSError: .*No space left"):
+        with warnings_logged("could not be written: OSError: .*No space left.* It is retried"):
             writer.write(folder_name(1), parts_of(1))
             with pytest.raises(NotWrittenError, match=f"{folder_name(1)} could not be saved: OSError: .*No space left"):
                 writer.finish(60.0, failing=0.0)

@@ -561,7 +561,7 @@ spec:
     [
         (["--tfjob", "job.yaml", "--num-workers", "3"], "the YAML sets what runs where; received: --num-workers"),
         (["--tfjob", "text.yaml"], "--tfjob takes a YAML file; received: while parsing"),
-        (["--tfjob", "twice.yaml"], 'replicas is twice in a map in "twice.yaml", line 8, column 7. Correct it'),
+        (["--tfjob", "twice.yaml"], 'replicas is twice in a map in "twice.yaml", line 8, column 7. Correct the file'),
         ([], "Missing argument 'SCRIPT'"),
     ],
 )

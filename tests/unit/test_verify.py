@@ -99,7 +99,7 @@ def test_error_contains_rule_received_and_fix():
     verify.report_proof(verify.Proof(skipped="one row"), "error")
     with pytest.raises(ConfigError, match="the log loss: 1 on one device"):
         verify.report_proof(proof, "error")
-    with pytest.raises(ConfigError, match="no proof: it was killed"):
+    with pytest.raises(ConfigError, match="no result: it was killed"):
         verify.report_proof(verify.Proof(failed="it was killed"), "error")
     with pytest.warns(UserWarning, match="the log loss: 1 on one device"):
         verify.report_proof(proof, "warn")
