@@ -1,7 +1,7 @@
 """What the site needs in addition to the pages: the files of the repository that they link to, and the API.
 
-A link that leaves `docs/` leads to a copy of that file; a dead one fails the build. What `api.py` writes for GitHub is a
-directive of mkdocstrings here.
+A link that leaves `docs/` leads to a copy of that file; a dead one fails the build. What `api.py` writes for GitHub
+becomes a directive of mkdocstrings.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ In the Markdown, above a block:
     <!-- not run: needs GPUs -->   the block cannot run here, and why
 
 A block of Python runs as a script, one of `bash` line by line. `title="train.py"` after the language makes it a file
-of that name instead, which later blocks of the page use. Output (`text`) is shown. A block of another language is such a
-file, or has a reason. A fence is three backticks.
+of that name instead, which later blocks of the page use. Output (`text`) is shown. A block of another language is such
+a file, or has a reason. A fence is three backticks.
 
 What `docs/api.py` writes has no blocks here: `tests/jobs/test_docstrings.py` runs the examples of docstrings.
 """
