@@ -117,8 +117,8 @@ class ReportCallback(keras.callbacks.Callback):
             the Result.
         seed: Seed of the run, which is stored in the checkpoint; 0 by default.
         build: Tuple (build_model, config, inputs), for `raytf.load_model(build_model=...)`. The checkpoint contains the
-            name of the function, the config, and the inputs: (shape without the batch, dtype), or a dict of these. None,
-            the default, stores none.
+            name of the function, the config, and the inputs: (shape without the batch, dtype), or a dict of these. By
+            default it contains none.
         callbacks: List of callbacks whose state the checkpoint contains, in order; none by default.
         history: List of dicts with the metrics of the epochs before, when a run resumes.
         report: Function `report(metrics, write)` instead of Ray's; `write(folder)` writes the checkpoint. It may return
