@@ -44,7 +44,7 @@ class Predictor:
         ds.map_batches(raytf.Predictor(model, features="image"), batch_size=256)
 
     Args:
-        run: A `ray.train.Result`, a `ray.train.Checkpoint`, a path or a URI, as in `raytf.load_model`; or a
+        run: A `ray.train.Result`, a `ray.train.Checkpoint`, a path or a URI, as in `raytf.load_model`. Or a
             `keras.Model`, which is stored once in Ray's object store, with its weights at the first use.
         features: Columns that the model takes, as in `raytf.KerasTrainer`. By default those of the run's training, or
             those with the names of the model's inputs.

@@ -61,9 +61,9 @@ class KerasTrainer:
     Args:
         build_model: Function `build_model(config) -> keras.Model` that returns a compiled model. It is called on every
             worker, in the scope of the strategy.
-        config: Dict for `build_model` and `callbacks`. The trainer itself reads `batch_size`, the rows of the
-            **global** batch (an int of at least one for each replica, default 32), and `epochs` (an int of at least 1,
-            default 1).
+        config: Dict for `build_model` and `callbacks`. The trainer itself reads two of its keys. `batch_size` is the
+            number of rows of the **global** batch, at least one for each replica; 32 by default. `epochs` is the number
+            of epochs to train, at least 1; 1 by default.
         datasets: Dict of `ray.data.Dataset`, or of `raytf.TFData` with a function that returns a `tf.data.Dataset`:
             "train", and optionally "validation".
         features: Name of a column, or a `raytf.Column`; a list of columns, which are stacked into one float32 vector;
