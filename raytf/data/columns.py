@@ -21,8 +21,8 @@ class Column:
     Args:
         name: Name of the column.
         ragged: Whether lists of different lengths become a `tf.RaggedTensor`.
-        pad: Length to which lists are padded, at least 1. Or "batch": the longest list of each global batch, so that the
-            result does not depend on the number of workers.
+        pad: Length to which lists are padded, at least 1. Or "batch": the longest list of each global batch, so that
+            the result does not depend on the number of workers.
         pad_value: Value that lists are padded with; 0 by default.
         bucket: Whether rows with lists of similar lengths share a batch, which saves padding. Needs `ragged` or `pad`.
         fill: Value that replaces nulls. Without it columns with nulls are refused.
