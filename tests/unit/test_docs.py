@@ -221,6 +221,14 @@ def test_blocks_are_read_as_they_are_marked(tmp_path, monkeypatch):
     assert "Text." in blocks.prose("p.md") and "x = 1" not in blocks.prose("p.md")
 
 
+def test_examples_of_docstrings_are_no_blocks(tmp_path, monkeypatch):
+    monkeypatch.setattr(blocks, "ROOT", tmp_path)
+    generated = "<!-- python docs/api.py writes raytf.fit -->\n\n```python\nx = 1\n```\n\n<!-- to here -->\n"
+    (tmp_path / "p.md").write_text(f"{generated}\n```python\ny = 1\n```\n")
+    (block,) = blocks.blocks_of("p.md")
+    assert block.text == "y = 1\n" and block.line == 9
+
+
 @pytest.mark.parametrize("text", ["~~~python\nx = 1\n~~~\n", "````python\nx = 1\n````\n", "Text.\n\n```bash\nls\n"])
 def test_fences_that_are_no_blocks_are_refused(text, tmp_path, monkeypatch):
     monkeypatch.setattr(blocks, "ROOT", tmp_path)
