@@ -50,8 +50,8 @@ class TensorflowConfig:
             replaced in place: all workers restart from the last checkpoint. See `docs/guides/strategies.md`.
         timeout_s: Timeout in seconds of a collective of TensorFlow that a worker does not join. None waits forever.
         hang_timeout_s: Seconds after which a line names the worker that the others wait for, its phase and its Python
-            stack; at least 2, 10 by default; or 30 times the usual step if that is more. The run ends after three times
-            as long. In a callback, in the input or in a checkpoint, or while the worker still makes progress, it ends
+            stack; at least 2, 10 by default. It is 30 times the usual step if that is more. The run ends after three
+            times as long. In a callback, in the input or in a checkpoint, or while the worker still makes progress, it ends
             after 30 times as long. A process that is stopped (SIGSTOP) is ended, one that computes is not. None turns
             hang detection off.
         heal: Whether a lost worker is replaced in place, where FailureConfig allows failures. True by default. For
@@ -79,12 +79,12 @@ class TensorflowConfig:
             checkpoints are not pinned. It helps where workers fill a host, and hurts where other programs keep a core
             busy. It has no effect outside of Linux, for workers of less than one CPU, and with parameter servers.
         memory_growth: Whether GPU memory is allocated as needed, instead of all at the start; True by default.
-        renew_worker_mb: Limit in megabytes (10^6 bytes), at least 1 and 4000 by default, for the growth of a worker
-            that is kept between trials of a sweep or calls of `raytf.fit`. If a worker has grown by more since its
-            first trial or call, new workers run the next one, and a line is logged. None: no limit. TensorFlow and
-            Keras can leak traced graphs (Keras issues 20552 and 21090).
+        renew_worker_mb: Limit in megabytes (10^6 bytes), at least 1, for the growth of a worker that is kept between
+            trials of a sweep or calls of `raytf.fit`; 4000 by default. If a worker has grown by more since its first
+            trial or call, new workers run the next one, and a line is logged. None: no limit. TensorFlow and Keras can
+            leak traced graphs (Keras issues 20552 and 21090).
         ports: Tuple of the first and the last port that workers listen on, for raytf's ring and TensorFlow, with at
-            least one port per worker of a host; (20000, 31999) by default. Reserve them for raytf; see
+            least one port per worker of a host. The default is (20000, 31999). Reserve them for raytf; see
             `docs/guides/cluster.md`. None: any free port.
         network: Name of the network interface on which workers listen and exchange ("eth1"), or the network of its
             addresses ("10.1.0.0/16") if hosts name it differently. NCCL uses it, too, unless NCCL_SOCKET_IFNAME is set.
