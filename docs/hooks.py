@@ -1,6 +1,7 @@
-"""What the site needs in addition to the pages: the files of the repository that they link to.
+"""What the site needs in addition to the pages: the files of the repository that they link to, and the API.
 
-A link that leaves `docs/` leads to a copy of that file; a dead one fails the build.
+A link that leaves `docs/` leads to a copy of that file; a dead one fails the build. What `api.py` writes for GitHub
+becomes a directive of mkdocstrings.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import os
 import pathlib
 import re
 
+from generated import API, directive
 from mkdocs.structure.files import File
 
 _ROOT = pathlib.Path(__file__).parents[1]
@@ -46,4 +48,4 @@ def on_page_markdown(markdown, page, config, files):
         up = "../" * page.file.src_uri.count("/")
         return f"]({up}{_copy(path)})"
 
-    return _LINK.sub(moved, markdown)
+    return _LINK.sub(moved, API.sub(directive, markdown))

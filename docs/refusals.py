@@ -61,9 +61,10 @@ def _name(call: ast.Call) -> str:
     return getattr(call.func, "attr", getattr(call.func, "id", ""))
 
 
-def _key(path: pathlib.Path, function: str) -> tuple[pathlib.Path | None, str]:
-    """Functions with this key are one: a private one is known in its file alone."""
-    return path if function.startswith("_") else None, function
+def _key(path: pathlib.Path, function: ast.FunctionDef) -> tuple[pathlib.Path | None, str]:
+    """The key of calls of a function: those in its file, of public functions of a module those in all files."""
+    is_method = any(argument.arg in ("self", "cls") for argument in function.args.args[:1])
+    return path if is_method or function.name.startswith("_") else None, function.name
 
 
 def _found_in(path: pathlib.Path, tree: ast.Module, calls) -> Iterator[str]:
@@ -74,12 +75,13 @@ def _found_in(path: pathlib.Path, tree: ast.Module, calls) -> Iterator[str]:
         function = scopes[error]
         known = _assigned(tree.body) | _assigned(ast.walk(function))
         names = [a.arg for a in function.args.args if a.arg not in ("self", "cls")]
-        for call in calls[_key(path, function.name)] or [ast.Call(ast.Name(""), [], [])]:
+        for call in calls[_key(path, function)] or [ast.Call(ast.Name(""), [], [])]:
             given = {name: [value] for name, value in zip(names, call.args, strict=False)}
             given |= {word.arg: [word.value] for word in call.keywords}
             for chosen in _choices([*error.args, *[ast.Constant(None)] * 3][:3], known | given):
                 text = re.sub("……+", "…", " ".join(_TEXTS[_name(error)].format(*chosen).split()).replace("?.", "?"))
-                if len(re.sub(r"received|\W", "", text)) >= _LEAST_LETTERS:
+                is_clause = text.startswith("…;")  # what follows the text of another error
+                if not is_clause and len(re.sub(r"received|\W", "", text)) >= _LEAST_LETTERS:
                     yield text
 
 
@@ -89,11 +91,19 @@ def sections() -> str:
     calls, found = collections.defaultdict(list), collections.defaultdict(set)
     for path, node in ((path, node) for path, tree in trees.items() for node in ast.walk(tree)):
         if isinstance(node, ast.Call):
-            calls[_key(path, _name(node))].append(node)
+            calls[path, _name(node)].append(node)
+            calls[None, _name(node)].append(node)
     for path, tree in trees.items():
         topic = path.relative_to(_SOURCES).parts[0].removesuffix(".py")
-        found[topic].update(f"* `` {text} ``\n" for text in _found_in(path, tree, calls))
-    return "\n".join(f"## raytf.{topic}\n\n{''.join(sorted(texts))}" for topic, texts in sorted(found.items()) if texts)
+        found[topic].update(_found_in(path, tree, calls))
+    return "\n".join(_section(topic, texts) for topic, texts in sorted(found.items()) if texts)
+
+
+def _section(topic: str, texts: set[str]) -> str:
+    """The texts of a folder, without those that another one quotes at its end, after the name of an option."""
+    quoted = {text.partition(": ")[2] for text in texts if text.startswith("--")}
+    items = "".join(f"* `` {text} ``\n" for text in sorted(texts - quoted))
+    return f"## raytf.{topic}\n\n{items}"
 
 
 def written(page: str) -> str:

@@ -145,7 +145,7 @@ def _python_cause(text: str) -> str:
 
 
 class RaytfError(Exception):
-    """Base class of all errors that raytf raises on purpose.
+    """Base class of the errors that raytf raises.
 
     Example:
         >>> import raytf

@@ -6,7 +6,10 @@ In the Markdown, above a block:
     <!-- not run: needs GPUs -->   the block cannot run here, and why
 
 A block of Python runs as a script, one of `bash` line by line. `title="train.py"` after the language makes it a file
-of that name instead, which later blocks of the page use. All other languages are shown. A fence is three backticks.
+of that name instead, which later blocks of the page use. Output (`text`) is shown. A block of another language is such
+a file, or has a reason. A fence is three backticks.
+
+What `docs/api.py` writes has no blocks here: `tests/jobs/test_docstrings.py` runs the examples of docstrings.
 """
 
 from __future__ import annotations
@@ -17,12 +20,13 @@ import re
 
 ROOT = pathlib.Path(__file__).parents[1]
 RUN = ("python", "bash")
-# What is shown and never runs: output, other languages of configuration.
-SHOWN = ("text", "json", "yaml", "toml", "html")
+# Never run by themselves: output, and languages of configuration.
+OUTPUT, SHOWN = "text", ("text", "json", "yaml", "toml", "html")
 _FENCE = re.compile(r"^(?P<indent> *)```(?P<info>[^\n`]*)\n(?P<text>.*?)^(?P=indent)```$", re.DOTALL | re.MULTILINE)
 _COMMENT = re.compile(r"<!--.*?-->", re.DOTALL)
 # Python, or a command, in a block that is only shown.
 _CODE = re.compile(r"^(import \w|from \w+ import |def \w|(\$ )?(raytf|ray|python|pip|make) [\w-])", re.MULTILINE)
+_GENERATED = re.compile(r"<!-- python docs/api\.py writes .*?<!-- to here -->", re.DOTALL)
 _MARK = re.compile(r"<!-- (?P<key>name|not run): (?P<value>.+?) -->", re.DOTALL)
 
 
@@ -59,7 +63,7 @@ class Block:
     @property
     def hides_code(self) -> bool:
         """Whether it is only shown, and contains Python or a command."""
-        return self.language == "text" and _CODE.search(self.text) is not None
+        return self.language == OUTPUT and _CODE.search(self.text) is not None
 
 
 def pages() -> list[str]:
@@ -70,7 +74,7 @@ def pages() -> list[str]:
 
 def blocks_of(page: str) -> list[Block]:
     """The code blocks of a page, in order."""
-    text = (ROOT / page).read_text()
+    text = _GENERATED.sub(lambda part: "\n" * part.group().count("\n"), (ROOT / page).read_text())
     found, end = [], 0
     for fence in _FENCE.finditer(text):
         above = text[end : fence.start()].rstrip().splitlines()

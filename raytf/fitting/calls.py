@@ -97,20 +97,23 @@ def fit(
             `features` and `labels` name: a table, a path of Parquet files, or a `ray.data.Dataset`.
         y: Labels, in the forms of `x`, or None where `x` contains them.
         batch_size: Rows of the **global** batch, an int of at least the number of workers; 32 by default.
-        epochs: Index of the epoch to end with, at least 1.
-        verbose: 0 prints nothing. Else a line per epoch is printed, and a live line in terminals.
+        epochs: Number of epochs to train, at least 1 and 1 by default. With `initial_epoch` it is the index of the
+            epoch to end with, as in Keras.
+        verbose: "auto", the default, 1 or 2 print a line per epoch, and a live line in terminals. 0 prints nothing.
         callbacks: List of Keras callbacks. They run on every worker; only the chief writes files.
-        validation_split: Share of the last rows of arrays that is used for validation, 0 to 1.
+        validation_split: Share of the last rows of arrays that is used for validation, at least 0, the default, and
+            less than 1.
         validation_data: `(x, y)`, `(x, y, sample_weight)`, a `raytf.TFData`, or rows with the columns of `x`.
-        shuffle: Whether the order of rows changes in each epoch. It is the same on any number of workers.
+        shuffle: Whether the order of rows changes in each epoch; True by default. It is the same on any number of
+            workers.
         class_weight: Dict of weights by class, for arrays and a `raytf.TFData`.
         sample_weight: Array of weights by row, or the name of a column.
-        initial_epoch: Index of the first epoch, from 0.
+        initial_epoch: Index of the first epoch, from 0, which is the default.
         steps_per_epoch: Number of batches of an epoch, for a `raytf.TFData`. Else it must be the number of batches, as
             each row is used once an epoch.
         validation_steps: Number of batches of a validation, at least 1; all by default.
         validation_batch_size: Rows of a batch of the validation; `batch_size` by default.
-        validation_freq: Number of epochs between validations, or a list of epochs.
+        validation_freq: Number of epochs between validations, at least 1 and 1 by default, or a list of epochs.
         features: Columns of `x` that are features, as in `KerasTrainer`.
         labels: Columns of `x` that are labels, as in `KerasTrainer`.
         num_workers: Number of workers, at least 1; 1 by default.
@@ -118,11 +121,13 @@ def fit(
         run_config: A `ray.train.RunConfig`, of which `worker_runtime_env` is used.
         name: Name of the training, for its checkpoints. Without one nothing is stored.
         storage: Folder or URI for the checkpoints, which all hosts can reach; `~/ray_results` by default.
-        checkpoint_every: When to write checkpoints within epochs, as in `KerasTrainer`. Each epoch ends with one.
-        resume: "auto" resumes the same training from its checkpoints. True resumes also with changes. False removes
-            them and starts from scratch.
-        verify: Whether to compare two workers with one process on a few rows, as in `KerasTrainer`.
-        nan: What to do if the loss is NaN or infinite: "warn", "stop" or "ignore", as in `KerasTrainer`.
+        checkpoint_every: When to write checkpoints within epochs, as in `KerasTrainer`; "auto" by default. Each epoch
+            ends with one.
+        resume: "auto", the default, resumes the same training from its checkpoints. True resumes also with changes.
+            False removes them and starts from scratch.
+        verify: Whether to compare two workers with one process on a few rows, as in `KerasTrainer`: "warn", the
+            default, "error" or False.
+        nan: What to do if the loss is NaN or infinite: "warn", the default, "stop" or "ignore", as in `KerasTrainer`.
 
     Returns:
         A `keras.callbacks.History` with one global value per metric and epoch.
@@ -246,7 +251,7 @@ def evaluate(
         x: Features, or a `raytf.TFData`, as in `raytf.fit`.
         y: Labels, as in `raytf.fit`.
         batch_size: Rows of the **global** batch; 32 by default.
-        verbose: 0 shows nothing; otherwise the call shows what it waits for.
+        verbose: "auto", the default, 1 or 2 show what the call waits for. 0 shows nothing.
         sample_weight: Array of weights by row, or the name of a column.
         steps: Number of batches, at least 1; all by default.
         callbacks: List of Keras callbacks, which run on every worker.
@@ -319,7 +324,7 @@ def predict(
         model: A `keras.Model`, compiled or not.
         x: Features, as in `raytf.fit`.
         batch_size: Rows of the **global** batch; 32 by default.
-        verbose: 0 shows nothing; otherwise the call shows what it waits for.
+        verbose: "auto", the default, 1 or 2 show what the call waits for. 0 shows nothing.
         steps: Number of batches, at least 1; all by default.
         callbacks: Refused, as workers predict different rows at different times.
         features: Columns of `x` that are features, as in `raytf.fit`.

@@ -44,15 +44,15 @@ class Predictor:
         ds.map_batches(raytf.Predictor(model, features="image"), batch_size=256)
 
     Args:
-        run: A `ray.train.Result`, a `ray.train.Checkpoint`, a path or a URI, as in `raytf.load_model`; or a
+        run: A `ray.train.Result`, a `ray.train.Checkpoint`, a path or a URI, as in `raytf.load_model`. Or a
             `keras.Model`, which is stored once in Ray's object store, with its weights at the first use.
         features: Columns that the model takes, as in `raytf.KerasTrainer`. By default those of the run's training, or
             those with the names of the model's inputs.
         keep: List of columns that are returned in addition to the predictions; all by default.
-        which: Checkpoint of a run: "last", "best", or an int, the number of steps since the start of the run. This and
-            the arguments that follow are not for a `keras.Model`.
+        which: Checkpoint of a run: "last", the default, "best", or an int, the number of steps since the start of the
+            run. This and the arguments that follow are not for a `keras.Model`.
         metric: Metric that decides which checkpoint is "best"; by default "val_loss", or "loss" without validation.
-        mode: "min" or "max": whether the best value of `metric` is the smallest or the largest.
+        mode: "min" or "max": whether the best value of `metric` is the smallest or the largest; "min" by default.
         average: Number of last checkpoints whose weights are averaged, at least 1; 1 by default.
         build_model: Function `build_model(config) -> keras.Model`, for a model that Keras cannot build from its file.
         config: Dict for `build_model`, whose values replace those of the run.

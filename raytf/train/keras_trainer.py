@@ -63,9 +63,9 @@ class KerasTrainer:
     Args:
         build_model: Function `build_model(config) -> keras.Model` that returns a compiled model. It is called on every
             worker, in the scope of the strategy.
-        config: Dict for `build_model` and `callbacks`. The trainer itself reads `batch_size`, the rows of the
-            **global** batch (an int of at least one for each replica, default 32), and `epochs` (an int of at least 1,
-            default 1).
+        config: Dict for `build_model` and `callbacks`. The trainer itself reads two of its keys. `batch_size` is the
+            number of rows of the **global** batch, at least one for each replica; 32 by default. `epochs` is the number
+            of epochs to train, at least 1; 1 by default.
         datasets: Dict of `ray.data.Dataset`, or of `raytf.TFData` with a function that returns a `tf.data.Dataset`:
             "train", and optionally "validation".
         features: Name of a column, or a `raytf.Column`; a list of columns, which are stacked into one float32 vector;
@@ -80,13 +80,13 @@ class KerasTrainer:
         callbacks: Function `callbacks(config)` that returns a list of Keras callbacks. It is called on every worker;
             only the chief writes files. Or a list of callbacks, of which each worker gets copies.
         strategy: "auto", "one_device", "mirrored", "multi_worker_mirrored", "central_storage", "parameter_server" or
-            "tpu". With "parameter_server" each step is made by one worker on a whole batch, and workers do not wait for
-            each other.
+            "tpu"; "auto" by default. With "parameter_server" each step is made by one worker on a whole batch, and
+            workers do not wait for each other.
         evaluator: If True, one more process evaluates every checkpoint on the dataset "validation" while training
             continues. It replaces validation in the training. Its metrics are named `eval_*`, arrive late, and are not
             seen by callbacks.
-        num_ps: Number of parameter servers, at least 0. They are started in addition to the workers, as is a
-            coordinator.
+        num_ps: Number of parameter servers, at least 0, which is the default. They are started in addition to the
+            workers, as is a coordinator.
         variable_partitioner: Function `partitioner(shape, dtype)` that returns the number of parts along each axis,
             such as those of `tf.distribute.experimental.partitioners`. Splits large variables over the servers by rows.
         scaling_config: A `ray.train.ScalingConfig`; one worker by default. With `num_workers=0` the training runs in
@@ -98,45 +98,47 @@ class KerasTrainer:
         run_config: A `ray.train.RunConfig`. Without a name each `fit` is a new run. Only one driver at a time can use
             the folder of a run.
         tensorflow_config: A `raytf.TensorflowConfig`: collectives, recovery, threads, GPU memory.
-        seed: Seed of weights, order of rows, dropout masks and augmentation, 0 to 2**63 - 1.
-        materialize: Whether rows are kept in Ray's object store. True keeps them. False reads them again in every
-            epoch, in one execution of Ray Data that all workers share. "auto" streams what does not fit. A dict of
-            these sets it by dataset.
-        shuffle: Order of training rows in each epoch. "full": uniformly random. "window": blocks in random order, rows
-            in random order in windows. "none": as they are. "auto": "window" for streamed datasets, else "full".
-        window: Number of rows of a window, at least 1.
-        steps_per_execution: Steps in one call of the training function, at least 1. "auto" keeps the value that the
-            model was compiled with if it is above 1. Else it measures the first steps, and raises the value where
-            Python's share of a step matters and no callback needs batches.
-        progress: Whether the driver shows a line of progress.
+        seed: Seed of weights, order of rows, dropout masks and augmentation, 0 to 2**63 - 1; 0 by default.
+        materialize: Whether rows are kept in Ray's object store; "auto" by default. True keeps them. False reads them
+            again in every epoch, in one execution of Ray Data that all workers share. "auto" streams what does not fit.
+            A dict of these sets it by dataset.
+        shuffle: Order of training rows in each epoch; "auto" by default. "full": uniformly random. "window": blocks in
+            random order, rows in random order in windows. "none": as they are. "auto": "window" for streamed datasets,
+            else "full".
+        window: Number of rows of a window, at least 1; 65,536 by default.
+        steps_per_execution: Steps in one call of the training function, at least 1. "auto", the default, keeps the
+            value that the model was compiled with if it is above 1. Else it measures the first steps, and raises the
+            value where Python's share of a step matters and no callback needs batches.
+        progress: Whether the driver shows a line of progress; True by default.
         checkpoint_every: When to write checkpoints within epochs: "100 steps", "30 s", "10 min", or "epoch" for only at
-            the ends of epochs. "auto" spends at most a hundredth of the time, and writes every 30 s at most. A run
-            resumes at the next step with the same rows, masks and metrics, on any number of workers. With
+            the ends of epochs. "auto", the default, spends at most a hundredth of the time, and writes every 30 s at
+            most. A run resumes at the next step with the same rows, masks and metrics, on any number of workers. With
             `TensorflowConfig(sync_every=)` "auto" means "epoch", and times are refused. In sweeps "auto" means "epoch".
         memory_every: When to copy the training's state into memory, such as "10 steps". None makes no copies. One copy
             is on the chief's host, and one on another host if there is one; each host needs memory for two. The copy is
             written to storage only when the run breaks. The loss of a host then costs at most that many steps. With
             parameter servers the coordinator holds the copy, and a replaced server is restored from it.
-        elastic_batch: For elastic runs, `ScalingConfig(num_workers=(fewest, most))`. "keep": the global batch is
-            `batch_size` on any number of workers, and the weights do not depend on that number. "scale": `batch_size`
-            and the learning rate are those of the fewest workers, and both grow in proportion with the number of
-            workers (the linear scaling rule of Goyal et al. 2017, https://arxiv.org/abs/1706.02677, without its
-            warm-up). An epoch that has begun continues after the rows that it has used. With shuffle="window" or
+        elastic_batch: For elastic runs, `ScalingConfig(num_workers=(fewest, most))`. "keep", the default: the global
+            batch is `batch_size` on any number of workers, and the weights do not depend on that number. "scale":
+            `batch_size` and the learning rate are those of the fewest workers, and both grow in proportion with the
+            number of workers (the linear scaling rule of Goyal et al. 2017, https://arxiv.org/abs/1706.02677, without
+            its warm-up). An epoch that has begun continues after the rows that it has used. With shuffle="window" or
             buckets by length it starts again, with a warning. "scale" refuses a `LearningRateSchedule`, several
             optimizers, `sync_every` and TPUs.
-        resume: What to do if the run's folder has checkpoints. "auto" resumes the same run, and raises an error that
-            names what differs if it is another one. True resumes with the changes, unless model or optimizer differ,
-            and raises an error if there is no checkpoint. False archives the previous run and starts from scratch. More
-            epochs, other callbacks and another number of workers are not differences. A run that has ended is not
-            trained again.
+        resume: What to do if the run's folder has checkpoints. "auto", the default, resumes the same run, and raises an
+            error that names what differs if it is another one. True resumes with the changes, unless model or optimizer
+            differ, and raises an error if there is no checkpoint. False archives the previous run and starts from
+            scratch. More epochs, other callbacks and another number of workers are not differences. A run that has
+            ended is not trained again.
         verify: Whether to compare two workers with one process before training, on a few rows, in two steps and a
-            validation: logs, metrics, weights and other variables. "warn" warns of differences, with their cause and
-            the fix; after half a second the comparison continues in parallel with the first steps. "error" waits for at
-            most 200 s, and raises an error. False compares nothing. Models above 64 MiB, parameter servers,
-            `sync_every` and single devices are not compared.
-        nan: What to do if the loss is NaN or infinite. "warn": one warning soon after it began, with the first such
-            step and the workers whose rows caused it; it is an event of the run, see `raytf.run_events`. "stop": also
-            stops the training, within 100 steps. "ignore": nothing. Metrics of the validation are only warned of.
+            validation: logs, metrics, weights and other variables. "warn", the default, warns of differences, with
+            their cause and the fix; after half a second the comparison continues in parallel with the first steps.
+            "error" waits for at most 200 s, and raises an error. False compares nothing. Models above 64 MiB, parameter
+            servers, `sync_every` and single devices are not compared.
+        nan: What to do if the loss is NaN or infinite. "warn", the default: one warning soon after it began, with the
+            first such step and the workers whose rows caused it; it is an event of the run, see `raytf.run_events`.
+            "stop": also stops the training, within 100 steps. "ignore": nothing. Metrics of the validation are only
+            warned of.
 
     Raises:
         ConfigError: An argument is wrong, and this can be seen before anything runs.

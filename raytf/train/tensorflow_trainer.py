@@ -50,9 +50,9 @@ class TensorflowTrainer(EngineTrainer):
         validation_config: A `ray.train.ValidationConfig`.
         metadata: Refused by Ray Train 2.60.
         resume_from_checkpoint: Refused by Ray Train 2.60.
-        strategy: Strategy that `raytf.get_strategy()` builds, as in `KerasTrainer`. With "parameter_server" the loop
-            runs once, on the coordinator.
-        num_ps: Number of parameter servers, at least 0.
+        strategy: Strategy that `raytf.get_strategy()` builds, as in `KerasTrainer`; "auto" by default. With
+            "parameter_server" the loop runs once, on the coordinator.
+        num_ps: Number of parameter servers, at least 0, which is the default.
 
     Raises:
         ConfigError: An argument is wrong, and this can be seen before anything runs.

@@ -102,27 +102,27 @@ def sweep(
         param_space: Dict from keys of the trainer's config to values or search spaces of `ray.tune` (`tune.loguniform`,
             `tune.choice`, `tune.grid_search`, ...). "num_workers" can be one of them. A trial's values replace those of
             the trainer's config.
-        num_samples: Number of trials, for each point of a grid; at least 1. -1 runs until something else ends the
-            sweep.
-        metric: Name of the metric in the logs: "loss", "val_accuracy", ...
-        mode: "min" or "max".
+        num_samples: Number of trials, for each point of a grid; at least 1, which is the default. -1 runs until
+            something else ends the sweep.
+        metric: Name of the metric in the logs: "loss", the default, "val_accuracy", ...
+        mode: "min", the default, or "max".
         scheduler: "fifo", "asha", "hyperband", "median", "pbt", or a scheduler of `ray.tune.schedulers`.
         search_alg: "random", "optuna", or a search algorithm of `ray.tune.search`.
         max_concurrent_trials: Largest number of trials at a time, at least 1. None fills the cluster.
         run_config: A `ray.tune.RunConfig`. None takes name, storage, failures and checkpoints of the trainer's.
-        warm: Whether to keep the workers between trials. False starts new processes for each trial.
+        warm: Whether to keep the workers between trials; True by default. False starts new processes for each trial.
         report_every_steps: Number of steps between reports, in addition to those at the ends of epochs; for a
             `KerasTrainer`. A scheduler's `training_iteration` then counts these reports.
         scale_learning_rate: "linear" (Goyal et al., 2017, arXiv:1706.02677) or "sqrt" (Krizhevsky, 2014,
             arXiv:1404.5997): how `learning_rate`, which is meant for `base_batch_size`, follows a trial's `batch_size`.
             None leaves it as it is.
         base_batch_size: The batch size, in rows, that `learning_rate` is meant for; see `scale_learning_rate`.
-        warmup_steps: Number of steps in which the learning rate rises from 0, at least 0.
+        warmup_steps: Number of steps in which the learning rate rises from 0, at least 0, which is the default.
         resume: Path of a sweep that was interrupted. Completed trials are kept; others resume from their checkpoints.
             `trainer` must be the same, and `param_space` is not needed. A sweep also resumes if it is called again with
             the same name and arguments. Ray Tune stores sweeps as pickles, which run code when they are read: folders
             that other users can write to are refused, and for URIs there is a warning.
-        progress: Whether terminals show a table of the trials.
+        progress: Whether terminals show a table of the trials; True by default.
 
     Returns:
         A `ray.tune.ResultGrid`. Pass `grid.get_best_result()` to `raytf.load_model` for its model. The metrics of each

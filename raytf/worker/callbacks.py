@@ -109,14 +109,17 @@ class ReportCallback(keras.callbacks.Callback):
     """Reports metrics and a checkpoint to Ray at the end of every epoch, in a train loop of your own. Put it last.
 
     Every worker needs it, as `ray.train.report` is a barrier. Only the chief (rank 0) writes a checkpoint: the complete
-    training state, from which the run resumes after a failure.
+    training state, from which the run resumes after a failure. A loop of your own needs at most `checkpoint`, `build`,
+    `callbacks` and `history`; raytf's trainers pass the other arguments.
 
     Args:
-        checkpoint: Whether to write a checkpoint with each report. Without one Ray keeps no metrics in the Result.
-        seed: Seed of the run, which is stored in the checkpoint.
-        build: Tuple (build_model, config, inputs), which is stored for `raytf.load_model`; see `checkpoint.save`.
-        callbacks: List of callbacks whose state the checkpoint contains, in order, or their
-            `callback_state.CallbackStates`.
+        checkpoint: Whether to write a checkpoint with each report; True by default. Without one Ray keeps no metrics in
+            the Result.
+        seed: Seed of the run, which is stored in the checkpoint; 0 by default.
+        build: Tuple (build_model, config, inputs), for `raytf.load_model(build_model=...)`. The checkpoint contains the
+            name of the function, the config, and the inputs: (shape without the batch, dtype), or a dict of these. By
+            default it contains none.
+        callbacks: List of callbacks whose state the checkpoint contains, in order; none by default.
         history: List of dicts with the metrics of the epochs before, when a run resumes.
         report: Function `report(metrics, write)` instead of Ray's; `write(folder)` writes the checkpoint. It may return
             a function that waits for the end of the writing, and returns why there is no checkpoint, or None.

@@ -72,8 +72,9 @@ def get_dataset(
         labels: As `features`, or None.
         sample_weights: As `features`, or None.
         shuffle: "full" (the default for "train"), "window", or "none" (the default for others).
-        seed: Seed of the shuffle. The order depends on seed, epoch and batch size only, not on the number of workers.
-        window: Number of rows of a window, for shuffle="window".
+        seed: Seed of the shuffle; 0 by default. The order depends on seed, epoch and batch size only, not on the number
+            of workers.
+        window: Number of rows of a window, at least 1 and 65,536 by default, for shuffle="window".
         drop_remainder: Whether to drop the last batch if it is smaller.
         map: Function as in `KerasTrainer`.
 

@@ -50,13 +50,13 @@ def export(
         source: A run, a checkpoint or a file, as in `raytf.load_model`.
         output: Path on this machine that does not exist yet: a folder for "saved_model", a file that ends in ".keras",
             or a file for "onnx".
-        format: "saved_model", for TensorFlow Serving and `tf.saved_model.load(output).serve(x)`; "keras", for
-            `keras.saving.load_model(output)`; or "onnx", which needs the packages tf2onnx and onnxruntime.
+        format: "saved_model", the default, for TensorFlow Serving and `tf.saved_model.load(output).serve(x)`; "keras",
+            for `keras.saving.load_model(output)`; or "onnx", which needs the packages tf2onnx and onnxruntime.
         which: Checkpoint of a run: "last", "best", or an int, the number of steps since the start of the run; "last" by
             default.
         average: Number of last checkpoints whose weights are averaged, at least 1; 1 by default.
         metric: Metric that decides which checkpoint is "best"; by default "val_loss", or "loss" without validation.
-        mode: "min" or "max": whether the best value of `metric` is the smallest or the largest.
+        mode: "min" or "max": whether the best value of `metric` is the smallest or the largest; "min" by default.
         build_model: Function `build_model(config) -> keras.Model`, for a model that Keras cannot build from its file.
         config: Dict for `build_model`, whose values replace those of the run.
         custom_objects: Dict of classes and functions by name, for Keras.

@@ -74,13 +74,15 @@ def load_model(
         source: A `ray.train.Result`, a `ray.train.Checkpoint`, or the path or URI ("s3://bucket/run") of a run's
             folder, a checkpoint's folder or a `.keras` file. If a run's last checkpoint is damaged, the one before it
             is taken, with a warning.
-        compile: Whether to restore loss, metrics and optimizer too.
-        which: Checkpoint of a run: "last", "best", or an int, the number of steps since the start of the run.
-        average: Number of last checkpoints whose weights are averaged, at least 1. This includes the moving statistics
-            of BatchNormalization. All else, such as the optimizer's state, is that of the last one.
+        compile: Whether to restore loss, metrics and optimizer, too; True by default.
+        which: Checkpoint of a run: "last", the default, "best", or an int, the number of steps since the start of the
+            run.
+        average: Number of last checkpoints whose weights are averaged, at least 1, which is the default. This includes
+            the moving statistics of BatchNormalization. All else, such as the optimizer's state, is that of the last
+            one.
         metric: Metric that decides which checkpoint is "best", at the ends of epochs: "val_accuracy", ... By default
             "val_loss", or "loss" for runs without validation.
-        mode: "min" or "max": whether the best value of `metric` is the smallest or the largest.
+        mode: "min" or "max": whether the best value of `metric` is the smallest or the largest; "min" by default.
         build_model: Function `build_model(config) -> keras.Model`, as in the training.
         config: Dict for `build_model`, whose values replace those of the run. The checkpoint contains what is JSON.
         custom_objects: Dict of classes and functions by name, for Keras.

@@ -33,7 +33,8 @@ def test_the_readme_fits_a_minute():
 def test_block_runs_or_states_why_not(block):
     assert block.language in (*blocks.RUN, *blocks.SHOWN), f"{block} is of no known language"
     if block.not_run:
-        assert block.language in blocks.RUN and len(block.not_run) > 10 and not block.title
+        assert block.language != blocks.OUTPUT and len(block.not_run) > 10 and not block.title
+    assert block.runs or block.title or block.not_run or block.language == blocks.OUTPUT, f"{block} needs a reason"
     assert not block.hides_code, f"{block} is code: mark it python or bash"
     if block.language == "python":
         compile(textwrap.dedent(block.text), str(block), "exec")
@@ -116,7 +117,7 @@ def test_each_page_is_in_the_navigation_and_in_the_index():
 
 def _shown() -> list[str]:
     """What the page of the API shows: names, and members that it names."""
-    shown = re.findall(r"^::: (raytf[\w.]+)(?:\n +options: \{members: \[(.*)\]\})?$", API.read_text(), re.MULTILINE)
+    shown = re.findall(r"^<!-- python docs/api\.py writes ([\w.]+)(?: with (.*))? -->$", API.read_text(), re.MULTILINE)
     return [f"{name}{dot}{member}" for name, members in shown for dot, member in _members(members)]
 
 
@@ -160,6 +161,12 @@ def _generated(monkeypatch, script: str) -> str:
 def test_the_command_page_is_current(monkeypatch):
     page = _generated(monkeypatch, "commands")
     assert all(f"## raytf {name}\n" in page for name in main.commands) and "--cpus-per-worker FLOAT RANGE" in page
+
+
+def test_the_page_of_the_api_is_current(monkeypatch):
+    page = _generated(monkeypatch, "api")
+    assert "\n### raytf.KerasTrainer\n" in page and "\n    build_model: Callable,\n" in page
+    assert "\n* `nan`: What to do if the loss is NaN" in page and "\nmodel = keras.Sequential(" in page
 
 
 def test_the_page_of_errors_is_current(monkeypatch):
@@ -212,6 +219,14 @@ def test_blocks_are_read_as_they_are_marked(tmp_path, monkeypatch):
         blocks.named("p.md", "b")
     assert not any(block.hides_code for block in (first, second, third)) and not blocks.unread("p.md")
     assert "Text." in blocks.prose("p.md") and "x = 1" not in blocks.prose("p.md")
+
+
+def test_examples_of_docstrings_are_no_blocks(tmp_path, monkeypatch):
+    monkeypatch.setattr(blocks, "ROOT", tmp_path)
+    generated = "<!-- python docs/api.py writes raytf.fit -->\n\n```python\nx = 1\n```\n\n<!-- to here -->\n"
+    (tmp_path / "p.md").write_text(f"{generated}\n```python\ny = 1\n```\n")
+    (block,) = blocks.blocks_of("p.md")
+    assert block.text == "y = 1\n" and block.line == 9
 
 
 @pytest.mark.parametrize("text", ["~~~python\nx = 1\n~~~\n", "````python\nx = 1\n````\n", "Text.\n\n```bash\nls\n"])
