@@ -38,11 +38,11 @@ class Timeouts:
         verify_answer: Report of a process on the result of a comparison.
         last_epoch: Transfer of the last epoch's state from a worker of `raytf.fit`; the time of its bytes is added.
         verify_end: Wait for the comparison by a training that ends first.
-        verify_parting: End of the thread that waits for a comparison.
+        verify_thread_join: End of the thread that waits for a comparison.
         trial_answer: Begin or end of a trial in the workers, which read a checkpoint and drop graphs.
         trial_save: Checkpoint of a trial, saved by its workers.
-        worker_parting: Clean-up of healthy workers at their end.
-        alike_failures: Same failure in other workers. One that failed alone leaves the others waiting in a collective.
+        worker_cleanup: Clean-up of healthy workers at their end.
+        same_failure: Same failure in other workers. One that failed alone leaves the others waiting in a collective.
         ring_cause: Arrival of what a lost member sent earlier, and of the first cause, after a connection broke.
         ring_join: Join of all members to the next ring, when each is known to wait for it.
         ring_stranger: Proof by a connection that it belongs to the ring.
@@ -62,7 +62,7 @@ class Timeouts:
         host_silent: Answer of a host, or of the process monitor there. Later the host counts as gone.
         watcher_start: Start of the process monitor on a host.
         uninterruptible: Answer of a disk or a file system to a process that it blocks.
-        last_words: Last reports on all workers that are about to be ended.
+        final_report: Last reports on all workers that are about to be ended.
         stack: Stack of a worker, or the state of its process from its host.
         stack_dump: Stack of a process of this host, by py-spy.
         far_stack: Stack of a process, by another process on its host; longer than `stack_dump`.
@@ -122,11 +122,11 @@ class Timeouts:
     verify_answer: float = 60.0
     last_epoch: float = 10.0
     verify_end: float = 10.0
-    verify_parting: float = 5.0
+    verify_thread_join: float = 5.0
     trial_answer: float = 600.0
     trial_save: float = 3600.0
-    worker_parting: float = 5.0
-    alike_failures: float = 10.0
+    worker_cleanup: float = 5.0
+    same_failure: float = 10.0
     ring_cause: float = 0.5
     ring_join: float = 30.0
     ring_stranger: float = 5.0
@@ -145,7 +145,7 @@ class Timeouts:
     host_silent: float = 20.0
     watcher_start: float = 45.0
     uninterruptible: float = 300.0
-    last_words: float = 15.0
+    final_report: float = 15.0
     stack: float = 3.0
     stack_dump: float = 10.0
     far_stack: float = 15.0

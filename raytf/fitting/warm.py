@@ -47,7 +47,7 @@ class WarmGroup:
 
     Attributes:
         model: Key of the model that the workers have, or None.
-        verified: Keys of models that were compared, see `proving`.
+        verified: Keys of models that were compared, see `background_verification`.
     """
 
     def __init__(self, scaling_config, run_config, setup):

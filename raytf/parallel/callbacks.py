@@ -49,7 +49,7 @@ class _Agreement(keras.callbacks.Callback):
         """Copies the chief's variables and first epoch to all: a callback before this one may have restored them."""
         model = self.model
         self._take_chiefs(_shared_variables(model, with_metrics=True))
-        (first_epoch,) = communicator.from_chief(
+        (first_epoch,) = communicator.broadcast_from_chief(
             model.distribute_strategy, [np.int64(keras_objects.first_epoch(model))]
         )
         keras_objects.set_first_epoch(model, int(first_epoch))
@@ -77,15 +77,15 @@ class _Agreement(keras.callbacks.Callback):
         """Returns the variables that differ between workers; most callbacks assign equal values on all."""
         strategy = self.model.distribute_strategy
         digests = np.array([_digest(communicator.read(v)) for v in variables], np.int64)
-        (chiefs,) = communicator.from_chief(strategy, [digests])
-        (differing,) = communicator.sum_over_workers(strategy, [(digests != chiefs).astype(np.int32)])
+        (chief_digests,) = communicator.broadcast_from_chief(strategy, [digests])
+        (differing,) = communicator.sum_over_workers(strategy, [(digests != chief_digests).astype(np.int32)])
         return [v for v, n in zip(variables, differing, strict=True) if n]
 
     def _take_chiefs(self, variables: list) -> None:
         strategy = self.model.distribute_strategy
         for group in communicator.groups(variables):  # in groups: they may be most of a worker's memory
             local = [communicator.read(v) for v in group]
-            values = communicator.from_chief(strategy, local)
+            values = communicator.broadcast_from_chief(strategy, local)
             for variable, old, value in zip(group, local, values, strict=True):
                 if not communicator.is_chief(strategy) and not np.array_equal(old, value):
                     variable.assign(value)

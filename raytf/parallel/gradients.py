@@ -18,7 +18,7 @@ import keras
 import tensorflow as tf
 
 from raytf.collectives import gradient_ring
-from raytf.collectives.communicator import all_sum, local_replicas, of_first, wide
+from raytf.collectives.communicator import all_sum, local_replicas, of_first_replica, wide
 from raytf.compat import keras_objects
 from raytf.compat.patching import patch
 from raytf.compat.tensorflow import may_record
@@ -356,7 +356,7 @@ def for_optimizer(grads: Sequence, weights: Sequence) -> list:
     drawn = [i for i in differing if differs_by_draws(step, grads[i])]
     differing = [i for i in differing if i not in drawn]
     results = list(grads)
-    for places, joined in ((drawn, of_first), (differing, mean)):
+    for places, joined in ((drawn, of_first_replica), (differing, mean)):
         for i, value in zip(places, joined([grads[i] for i in places]) if places else [], strict=True):
             results[i] = value
     return results

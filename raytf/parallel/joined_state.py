@@ -63,7 +63,7 @@ def assigned(variable: keras.Variable, value) -> bool:
     # TensorFlow's own assignment would start another collective of the replicas
     local = strategy.experimental_local_results(tf_variable)[_number_here(context, strategy)]
     if drawn:
-        (joined,) = communicator.of_first([value])
+        (joined,) = communicator.of_first_replica([value])
     else:
         joined = _joined(step, variable.aggregation, tf.convert_to_tensor(local), value)
     local.assign(joined)
@@ -89,7 +89,7 @@ def of_shared(step: step_module.Step, variable: keras.Variable, old_value: tf.Te
         return value
     if not step_module.has_aggregation(variable):
         if _is_one_draw(step, variable, value):
-            return communicator.of_first([value])[0]
+            return communicator.of_first_replica([value])[0]
         _note(step, variable, value)
         follows_rows = id(variable) in step.shared and not step.is_complete(variable)
         return tf.where(step.rows > 0, value, old_value) if follows_rows else value
@@ -119,7 +119,7 @@ def _joined(step: step_module.Step, aggregation: str, old_value: tf.Tensor, valu
     if aggregation == "mean" and not gradients.differs_by_draws(step, value):
         (joined,) = gradients.mean([value if value.dtype.is_floating else tf.cast(value, tf.float64)])
         return tf.cast(joined if value.dtype.is_floating else tf.round(joined), value.dtype)
-    return communicator.of_first([value])[0]
+    return communicator.of_first_replica([value])[0]
 
 
 class States:

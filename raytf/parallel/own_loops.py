@@ -125,7 +125,9 @@ def for_optimizer(grads: Sequence, total) -> list:
         for i in lifted:
             results[i] = ways[i].apply(values)
     drawn = [i for i, way in ways.items() if way.drawn and (way.alike or i in lifted) and tf.is_tensor(results[i])]
-    for i, value in zip(drawn, communicator.of_first([results[i] for i in drawn]) if drawn else [], strict=True):
+    for i, value in zip(
+        drawn, communicator.of_first_replica([results[i] for i in drawn]) if drawn else [], strict=True
+    ):
         results[i] = value
     return results
 

@@ -166,7 +166,7 @@ def _track_activity(model, function: Callable, training: bool) -> Callable:
     def trained(iterator):
         activity_log.enter(activity.STEP)
         notes.last = True
-        own_state.resumes(model)
+        own_state.send_before_execution(model)
         try:
             with (
                 recovery_client.client.execution(),
@@ -280,7 +280,9 @@ def _agreed_fit(original, self, x, y, batch_size, epochs, verbose, callbacks, *a
 def _agree_on_seed(strategy):
     """Broadcasts the chief's seed if none is set: workers must shuffle the same arrays in the same order."""
     if tf.compat.v1.get_seed(None)[0] is None:
-        (seed,) = communicator.from_chief(strategy, [np.random.SeedSequence().generate_state(1).astype(np.int64) >> 1])
+        (seed,) = communicator.broadcast_from_chief(
+            strategy, [np.random.SeedSequence().generate_state(1).astype(np.int64) >> 1]
+        )
         tf.random.set_seed(int(seed[0]))
 
 

@@ -209,8 +209,8 @@ class HangDetector:
 
     def _find_divergent(self, snapshots, waiting: Mapping[int, float]) -> HangReport | None:
         """Finds the cause if all wait, but in different collectives: the worker with the fewest steps."""
-        places = {state["collective"][:2] for state in snapshots.values()}
-        if len(places) == 1:
+        collectives = {state["collective"][:2] for state in snapshots.values()}
+        if len(collectives) == 1:
             return None  # the network or Ray: the ring detects a lost host, and its option `timeout_s` more
         rank = min(snapshots, key=lambda r: (snapshots[r]["step"], snapshots[r]["numbers"][activity.SUM], -r))
         state = snapshots[rank]

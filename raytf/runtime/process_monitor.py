@@ -260,11 +260,11 @@ class ProcessKiller(ProcessMonitor):
 
     Args:
         seconds: Length of a stop that is too long.
-        last_words: last_words(key) returns (a clause for the message, a result to store) of a process before its end.
+        final_report: final_report(key) returns (a clause for the message, a result to store) before a process is ended.
         clock: Returns seconds; for tests.
 
     Attributes:
-        last_words: Stored results of `last_words`, by key.
+        final_reports: Stored results of `final_report`, by key.
         ended: The reason for each process that it ended, by key: a sentence without a full stop.
         gone: The same for processes whose host does not answer; Ray notices that later.
     """
@@ -272,12 +272,12 @@ class ProcessKiller(ProcessMonitor):
     def __init__(
         self,
         seconds: float | None = None,
-        last_words: Callable[[Any], tuple[str, Any]] | None = None,
+        final_report: Callable[[Any], tuple[str, Any]] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
         super().__init__(seconds, clock)
-        self._last_words = last_words
-        self.last_words: dict = {}
+        self._final_report_of = final_report
+        self.final_reports: dict = {}
         self.ended: dict = {}
         self.gone: dict = {}
         self._closed = threading.Event()
@@ -307,12 +307,12 @@ class ProcessKiller(ProcessMonitor):
                 logger.exception("the process monitor could not poll processes, and retries")
 
     def _end(self, frozen: list[StoppedProcess]) -> None:
-        words = self._collect_last_words([key for stopped in frozen for key in stopped.keys])
+        words = self._collect_final_reports([key for stopped in frozen for key in stopped.keys])
         for stopped in frozen:
             (key,), location = stopped.keys, stopped.location
             text = f"its process {location.pid} on {location.host} is {stopped.how}"
             if key in words:
-                more, self.last_words[key] = words[key]
+                more, self.final_reports[key] = words[key]
                 text = f"{text}; {more}" if more else text
             self.ended[key] = text
             self.forget(key)
@@ -321,17 +321,17 @@ class ProcessKiller(ProcessMonitor):
             else:
                 call_on_node(location.node, kill_process, location.pid, stopped.seen.started)
 
-    def _collect_last_words(self, keys: list) -> dict:
-        """Returns the results of `last_words` for all keys, with one deadline."""
-        if self._last_words is None or not keys:
+    def _collect_final_reports(self, keys: list) -> dict:
+        """Returns the results of `final_report` for all keys, with one deadline."""
+        if self._final_report_of is None or not keys:
             return {}
         words: dict = {}
 
         def ask(key) -> None:
-            words[key] = self._last_words(key)
+            words[key] = self._final_report_of(key)
 
         threads = [threading.Thread(target=ask, args=(key,), daemon=True, name="raytf_last_words") for key in keys]
-        deadline = time.monotonic() + timeouts.get().last_words
+        deadline = time.monotonic() + timeouts.get().final_report
         for thread in threads:
             thread.start()
         for thread in threads:

@@ -28,14 +28,14 @@ from raytf.runtime.answers import NoAnswerError
 from raytf.runtime.failures import WorkerFrozenError, user_error
 from raytf.runtime.processes import WarmPool, worker_environment
 from raytf.runtime.reservation import Reservation
-from raytf.train import backend, decisions, ends, entry
+from raytf.train import backend, decisions, entry, graceful_stop
 from raytf.train.checkpoint_list import CheckpointList
-from raytf.train.decisions import Decisions, Do, Phase, Started, WorkerState
-from raytf.train.group import LostGroupError, seen
+from raytf.train.decisions import ActionKind, Decisions, Phase, Started, WorkerState
+from raytf.train.group import LostGroupError, worker_state
 from raytf.train.run_group import GroupSpec, RunGroup
 from raytf.train.run_worker import RunJob, RunWorker
 from raytf.train.session_functions import place_of
-from raytf.worker.stop import MovedError
+from raytf.worker.stop import StoppedForRestartError
 
 logger = logs.get_logger(__name__)
 
@@ -179,7 +179,7 @@ class Engine:
         self._decisions.take(Started(size))
         self._tab.started(
             [
-                {"actor": member.actor, "place": group.places[rank], "ranks": place_of(rank, group.nodes)}
+                {"actor": member.actor, "place": group.locations[rank], "ranks": place_of(rank, group.nodes)}
                 for rank, member in enumerate(group.members)
             ],
             self._spec.worker_resources,
@@ -237,8 +237,11 @@ class Engine:
         """Ends a group; returns the size of the next one, unless the run fails."""
         state = self._decisions.state
         has_ended = state.phase is Phase.ENDED
-        counts = has_ended and not state.stopping  # an end after a step may be a failure, see `Decisions.pardon`
-        failed = {rank: e for rank, e in errors.items() if counts or not isinstance(user_error(e), MovedError)}
+        # an end after a step may be a failure, see `Decisions.allow_preemption`
+        counts = has_ended and not state.stopping
+        failed = {
+            rank: e for rank, e in errors.items() if counts or not isinstance(user_error(e), StoppedForRestartError)
+        }
         try:
             if self._elastic is not None:
                 lost = [rank for rank, error in failed.items() if isinstance(user_error(error), RayActorError)]
@@ -249,10 +252,10 @@ class Engine:
             if failed and has_ended:
                 self._tab.ended(one_line(user_error(next(iter(failed.values())))))
                 raise failures.first_cause(failed)
-            if any(seen(error) is WorkerState.FAILED for error in failed.values()):
+            if any(worker_state(error) is WorkerState.FAILED for error in failed.values()):
                 logger.warning(f"all workers restart from the last checkpoint, as {failures.first_cause(failed)}")
             self._tab.ended(None, restarts=True)
-            self._idle[:0] = group.staying(errors)  # the chief stays where it is
+            self._idle[:0] = group.reusable_workers(errors)  # the chief stays where it is
         finally:
             self._end(group)
         return self._size()
@@ -264,7 +267,7 @@ class Engine:
     def stop(self) -> list:
         """Requests a stop of the run. Returns the actors that must stop after a step, none if no worker trains."""
         action, group = self._decisions.take(decisions.StopRequested()), self._group
-        return group.actors if action.do is Do.END_AFTER_STEP and group is not None else []
+        return group.actors if action.kind is ActionKind.END_AFTER_STEP and group is not None else []
 
     def close(self) -> None:
         """Ends all processes."""
@@ -345,10 +348,10 @@ class _Elastic:
         size = min(state.most, current + resources.count_fitting(list(self._free().values()), self._wanted))
         if size == current:
             return
-        action = self._decisions.take(decisions.Room(size, late))
-        if action.do is Do.RESIZE:
+        action = self._decisions.take(decisions.CapacityChanged(size, late))
+        if action.kind is ActionKind.RESIZE:
             raise _Resize
-        if action.do is Do.END_AFTER_STEP:
+        if action.kind is ActionKind.END_AFTER_STEP:
             limits = timeouts.get()
             self._late_at = now + limits.joiner_ready + limits.workers_leave
             threading.Thread(target=self._change, args=(group.actors, size), daemon=True).start()
@@ -362,7 +365,7 @@ class _Elastic:
         else:
             self._late_at = time.monotonic() + timeouts.get().workers_leave
             events.emit(RunEvent(kind=Kind.RESIZED, workers=new_size, before=current))
-        if not ready or not ends.end_of_resized(actors):
+        if not ready or not graceful_stop.stop_for_resize(actors):
             self._decisions.take(decisions.StopNotDelivered())  # a worker is being replaced, or all restart
             self._late_at = float("inf")
 

@@ -16,7 +16,7 @@ from raytf.console import quiet
 from raytf.runtime import reservation
 from raytf.runtime.processes import worker_environment
 from raytf.runtime.reservation import Reservation
-from raytf.train import backend, ends, local
+from raytf.train import backend, graceful_stop, local
 from raytf.train.engine import Engine, Startup, is_slice
 
 
@@ -34,7 +34,7 @@ class EngineTrainer(DataParallelTrainer):
     """
 
     _cancelled = False
-    _ending: ends.GracefulStop | None = None
+    _ending: graceful_stop.GracefulStop | None = None
 
     def __init__(
         self,

@@ -28,7 +28,7 @@ class LocalStartup(WarmPool):
     def __init__(self, scaling_config, run_config):
         super().__init__(Process, scaling_config, run_config, 1, import_raytf)
 
-    def settle(self) -> None:
+    def end_unused(self) -> None:
         """Ends the process, as it cannot become a worker."""
         self._close()
 
@@ -52,7 +52,7 @@ def run(function: Callable[[], Any], context, datasets: Mapping[str, Any], cance
             utils = _Utils(channel, RunJob(function, context, datasets, nodes=("",)))
             set_train_fn_utils(utils)
             value = function()
-            utils.settle()
+            utils.finish_reports()
         except Exception as error:
             for callback in callbacks:
                 callback.after_exception(run_context=context, worker_exceptions={0: error})

@@ -23,8 +23,8 @@ from raytf.train.prepare import Prepared, place_workers
 
 # At the start of `fit` the chief broadcasts its variables, in groups of about this many bytes, or one larger variable.
 # A worker holds three copies of a group: old, received, and TensorFlow's. It also holds seven copies of a message
-# (`communicator.from_chief`). Measured with 183 MiB of weights and slots: 65 to 76 MiB in 4 MiB variables, and
-# 73 to 120 MiB with one of 61 MiB, with equal variables on all workers.
+# (`communicator.broadcast_from_chief`). Measured with 183 MiB of weights and slots: 65 to 76 MiB in 4 MiB variables,
+# and 73 to 120 MiB with one of 61 MiB, with equal variables on all workers.
 _GROUP_BYTES, _GROUP_COPIES, _TRAVELLING_BYTES = 16 << 20, 3, 7 * (4 << 20)
 # Share of a worker's memory; the remaining part is for activations, the feed and TensorFlow itself.
 _MEMORY_FRACTION = 0.8

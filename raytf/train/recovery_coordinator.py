@@ -174,7 +174,7 @@ class RecoveryCoordinator:
         try:
             refs = [
                 self._survivors[min(self._survivors)].actor.execute.remote(
-                    recovery_client.keep, self._states, self.older
+                    recovery_client.save_checkpoint, self._states, self.older
                 )
             ]
             seconds = self._pace.deadline(timeouts.get().recovery_checkpoint, copies=1)
@@ -207,7 +207,10 @@ class RecoveryCoordinator:
             [waiting[rank].address for rank in sorted(waiting)],
             ring_token.new_token(),
             self._generation,
-            {kind: max(state.numbers[kind] for state in waiting.values()) for kind in waiting[min(waiting)].numbers},
+            {
+                kind: max(state.sequence_numbers[kind] for state in waiting.values())
+                for kind in waiting[min(waiting)].sequence_numbers
+            },
             repeats_all,
         )
         everyone = self._survivors | self._made
@@ -221,7 +224,9 @@ class RecoveryCoordinator:
         donor = self._survivors[min(self._survivors)].actor
         copies = self._pace.deadline(timeouts.get().recovery_answer, copies=1)
         (state,) = self._ask(
-            [donor.execute.remote(recovery_client.image, from_scratch)], "a copy of the training's state", copies
+            [donor.execute.remote(recovery_client.capture_state, from_scratch)],
+            "a copy of the training's state",
+            copies,
         )
         self._states = self._all_states(state, waiting)
         owned = self._owned(state, waiting)
@@ -322,8 +327,8 @@ class RecoveryCoordinator:
         known = {rank: ports.join_address(*state.address) for rank, state in waiting.items()}
         known |= {rank: address for rank, (address, _) in reserved.items()}
         addresses, token = [known[rank] for rank in sorted(known)], ring_token.new_token()
-        settle = self._group.settle
-        calls = [settle(self._made[rank], addresses, token, pinned) for rank, (_, pinned) in reserved.items()]
+        send_environment = self._group.send_environment
+        calls = [send_environment(self._made[rank], addresses, token, pinned) for rank, (_, pinned) in reserved.items()]
         self._ask(calls, "its environment")
         for worker in self._made.values():
             self._group.start_again(worker)

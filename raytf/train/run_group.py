@@ -22,10 +22,10 @@ from raytf.events import Kind, RunEvent
 from raytf.runtime import processes, resources
 from raytf.runtime.failures import WorkerFrozenError, user_error
 from raytf.runtime.spares import StandbyPool
-from raytf.train import backend, decisions, ends, entry
+from raytf.train import backend, decisions, entry, graceful_stop
 from raytf.train.checkpoint_list import CheckpointList
-from raytf.train.decisions import Decisions, Do, Drained
-from raytf.train.group import SOON_INTERVAL, EventGroup, LoopEnded, Report, seen
+from raytf.train.decisions import ActionKind, Decisions, Drained
+from raytf.train.group import SOON_INTERVAL, EventGroup, LoopEnded, Report, worker_state
 from raytf.train.recovery_coordinator import Member
 from raytf.train.run_worker import Request, RunJob, RunWorker
 from raytf.worker.stop import DRAIN
@@ -96,7 +96,7 @@ class RunGroup(EventGroup):
         try:
             addresses, pinned = self._reserve()
             token = ring_token.new_token()
-            calls = [self.settle(member, addresses, token, pinned[member.rank]) for member in self.members]
+            calls = [self.send_environment(member, addresses, token, pinned[member.rank]) for member in self.members]
             self._answers(calls, timeouts.get().process_setup, "its environment")
         except BaseException as error:
             frozen = dict(self._process_killer.ended)
@@ -129,7 +129,7 @@ class RunGroup(EventGroup):
         self._held_actors.append(actor)
         return actor
 
-    def settle(self, member: Member, addresses: list[str], token: bytes, pinned: bool) -> Any:
+    def send_environment(self, member: Member, addresses: list[str], token: bytes, pinned: bool) -> Any:
         arguments = self.config, addresses, member.rank, self._spec.cpus, token, pinned
         return member.actor.execute.remote(backend.set_environment, *arguments)
 
@@ -166,7 +166,7 @@ class RunGroup(EventGroup):
             self._take_reports()
             self._answer_requests()
             if not self._survivors_continue():
-                self._judge()
+                self._handle_failures()
             if not self._errors:
                 self._keep_spares()
                 self._check_drains()
@@ -224,7 +224,7 @@ class RunGroup(EventGroup):
 
     # ------------------------------------------------------------------------------------------ recovery
 
-    def _started_again(self, rank: int) -> Member:
+    def _start_replacement(self, rank: int) -> Member:
         """Replaces a lost worker on the node of its bundle by a standby worker or a new process."""
         bundle, taken = self.members[rank].bundle, None
         if self._spares is not None:
@@ -242,7 +242,7 @@ class RunGroup(EventGroup):
         """Returns whether processes can start for these ranks: their bundles are on a living node, or fit on one."""
         if not self._spec.elastic:
             return True
-        living = resources.living({self.places[rank].node for rank in ranks})
+        living = resources.living({self.locations[rank].node for rank in ranks})
         nodes = placement_group_table(self._group)["bundles_to_node_id"]
         homeless = sum(nodes.get(self.members[rank].bundle) not in living for rank in ranks)
         wanted = {name: amount for name, amount in self._worker_resources.items() if amount > 0}
@@ -280,7 +280,9 @@ class RunGroup(EventGroup):
             events.emit(RunEvent(kind=Kind.NODE_DRAINED, ranks=ranks, node=node))
         stays = ray.get_runtime_context().get_node_id() not in drained
         action = self._decisions.take(Drained(stays=stays))
-        if action.do is Do.END_AFTER_STEP and not ends.end_of_drained(self.actors, stay=action.why == DRAIN):
+        if action.kind is ActionKind.END_AFTER_STEP and not graceful_stop.stop_for_drain(
+            self.actors, stay=action.why == DRAIN
+        ):
             self._decisions.take(decisions.StopNotDelivered())
 
     def _survivors_continue(self) -> bool:
@@ -291,11 +293,11 @@ class RunGroup(EventGroup):
         deadline = max(self._deadlines.get(self.nodes[rank], 0.0) for rank in gone) + self._spec.preemption.seconds
         return time.time() < deadline and len(self._errors.keys() | self._values.keys()) < len(self.members)
 
-    def staying(self, errors: Mapping[int, Exception]) -> list[tuple[str, Any]]:
+    def reusable_workers(self, errors: Mapping[int, Exception]) -> list[tuple[str, Any]]:
         """Returns (node, actor) of the workers whose processes the next group can use, ready for another training."""
         if not self._spec.stays:
             return []
-        stay = decisions.staying([seen(errors.get(member.rank)) for member in self.members])
+        stay = decisions.reusable_ranks([worker_state(errors.get(member.rank)) for member in self.members])
         asked = {
             member.actor.leave.remote(timeouts.get().workers_stay): member
             for member in self.members
@@ -305,7 +307,7 @@ class RunGroup(EventGroup):
         done, _ = ray.wait(list(asked), num_returns=len(asked), timeout=seconds) if asked else ([], [])
         stayers = [member for ref, member in asked.items() if ref in done and _is_true(ref)]
         self.members = [member for member in self.members if member not in stayers]
-        return [(self.places[member.rank].node, member.actor) for member in stayers]
+        return [(self.locations[member.rank].node, member.actor) for member in stayers]
 
     def close(self) -> None:
         """Ends the workers that do not stay, and all that watches them."""

@@ -29,10 +29,10 @@ from raytf.compat.ray_train import (
 from raytf.console.quiet import log_levels
 from raytf.errors import ConfigError
 from raytf.runtime.failures import is_consequence, user_error
-from raytf.train.group import LoopEnded, MemberProcess, Report, Wait, Woken
+from raytf.train.group import LoopEnded, MemberProcess, PeerLossNoticed, Report, WaitingForRing
 from raytf.train.session_functions import TrialContext, TrialSetup, TrialTrainFnUtils
 from raytf.worker import clearing, stop
-from raytf.worker.stop import MovedError
+from raytf.worker.stop import StoppedForRestartError
 
 # Seconds for which a worker's process waits for an event before it answers other calls.
 _BEAT_INTERVAL = 0.2
@@ -102,7 +102,7 @@ class Channel:
     def wake(self) -> None:
         """Has the driver look after the workers; an event that waits already does so."""
         with contextlib.suppress(queue.Full):
-            self.events.put_nowait(Woken())
+            self.events.put_nowait(PeerLossNoticed())
 
 
 class RunTrainFnUtils(TrialTrainFnUtils):
@@ -185,7 +185,7 @@ class RunTrainFnUtils(TrialTrainFnUtils):
         self._last = self._thread.submit(send_report)
         return self._last
 
-    def settle(self) -> None:
+    def finish_reports(self) -> None:
         """Blocks until all reports are made; raises the error of one that failed."""
         self._thread.shutdown()
         if self._failed is not None:
@@ -238,7 +238,7 @@ class RunWorker(MemberProcess):
         set_train_fn_utils(utils)
         try:
             ended = LoopEnded(job.train())
-            utils.settle()
+            utils.finish_reports()
         except BaseException as error:
             self._error = with_stack(error)
             ended = LoopEnded(error=self._error)
@@ -248,13 +248,13 @@ class RunWorker(MemberProcess):
         channel.send(ended)
 
     def next_event(self, seconds: float = _BEAT_INTERVAL) -> Any:
-        """Returns the next event of the training; after a timeout None, or `Wait` if it waits for a ring.
+        """Returns the next event of the training; after a timeout None, or `WaitingForRing` if it does.
 
         The timeout lets this process answer other calls.
         """
         with contextlib.suppress(queue.Empty):
             return self._channel.events.get(timeout=seconds)
-        return Wait() if isinstance(recovery_client.client.waiting(), BlockedWorker) else None
+        return WaitingForRing() if isinstance(recovery_client.client.waiting(), BlockedWorker) else None
 
     def answer(self, value: Any) -> None:
         """Answers a request of the training thread."""
@@ -278,7 +278,7 @@ class RunWorker(MemberProcess):
             if seconds <= 0:
                 return False
         cause = user_error(self._error)
-        if cause is None or not (isinstance(cause, MovedError) or is_consequence(cause)):
+        if cause is None or not (isinstance(cause, StoppedForRestartError) or is_consequence(cause)):
             return False
         from raytf.collectives import exchange
 

@@ -25,7 +25,7 @@ from raytf.runtime.settings import TensorflowConfig
 from raytf.storage import run_folder
 from raytf.storage.run_folder import RunFolder
 from raytf.storage.run_lock import RunLock
-from raytf.train import arguments, ends, ray_config, results, run_list
+from raytf.train import arguments, graceful_stop, ray_config, results, run_list
 from raytf.train.backend import TensorflowBackendConfig
 from raytf.train.engine_trainer import EngineTrainer
 
@@ -145,7 +145,7 @@ class TensorflowTrainer(EngineTrainer):
             connect(
                 resources.run_bundles(self.scaling_config, self._servers)
             )  # may start Ray, which replaces the handler of SIGTERM
-        with ends.GracefulStop(after_step=False) as self._ending:
+        with graceful_stop.GracefulStop(after_step=False) as self._ending:
             return self._fit_placed()
 
     def _fit_placed(self) -> ray.train.Result:

@@ -34,18 +34,18 @@ from raytf.runtime.failures import WorkerFrozenError
 from raytf.runtime.resources import placed_actor
 from raytf.storage import scratch
 from raytf.storage.folder_contents import size_of_files, write_files
-from raytf.train import backend, ends
+from raytf.train import backend, graceful_stop
 from raytf.train.decisions import (
     Action,
+    ActionKind,
     Decisions,
-    Do,
     Drained,
     Phase,
     RunState,
     StopRequested,
 )
 from raytf.train.entry import import_raytf
-from raytf.train.group import EventGroup, LoopEnded, LostGroupError, MemberProcess, Report, Wait
+from raytf.train.group import EventGroup, LoopEnded, LostGroupError, MemberProcess, Report, WaitingForRing
 from raytf.train.recovery_coordinator import Member
 from raytf.train.session_functions import TrialSetup, TrialTrainFnUtils
 from raytf.worker import clearing, stop
@@ -121,7 +121,7 @@ class WorkerGroup(EventGroup):
         kind: Class of the workers; `GroupWorker` by default.
 
     Attributes:
-        asked: Why a stop of the trial was requested (`stop.STOP`, `stop.DRAIN`), or None.
+        stop_reason: Why a stop of the trial was requested (`stop.STOP`, `stop.DRAIN`), or None.
         ended: Step after which the trial was stopped, as its loop returned it, or None.
     """
 
@@ -144,7 +144,7 @@ class WorkerGroup(EventGroup):
         self._run: Any = None  # the ref of the trial's TrialRun
         self._replacement_trial: Callable[[], TrialRun] | None = None
         self._settled: dict[int, int] = {}  # resident bytes of each rank's process after its first trial
-        self.asked: str | None = None
+        self.stop_reason: str | None = None
         self.ended: int | None = None
         try:
             self._open()
@@ -200,7 +200,7 @@ class WorkerGroup(EventGroup):
             job: The trial.
             replacement_trial: Returns the trial for a replacement worker, if it differs.
         """
-        self.asked = self.ended = None
+        self.stop_reason = self.ended = None
         self._replacement_trial = replacement_trial
         self._run, workers = ray.put(job), len(self.members)
         state = RunState(
@@ -209,7 +209,7 @@ class WorkerGroup(EventGroup):
             most=workers,
             failures_left=job.max_recoveries,
             recovers=job.max_recoveries > 0,
-            asks_again=False,
+            resends_stop=False,
             phase=Phase.TRAINING,
         )
         self._decisions = Decisions(state)
@@ -232,8 +232,8 @@ class WorkerGroup(EventGroup):
             self._begin_following({member.actor.continue_trial.remote(): member.rank for member in self.members})
             while len(self._received) < len(self.members):
                 self._follow()
-                self._judge()
-                self._check_alone()
+                self._handle_failures()
+                self._check_single_failure()
                 self._request_stop(why)
         except LostGroupError as lost:
             raise self._lost_group(lost) from None
@@ -259,22 +259,22 @@ class WorkerGroup(EventGroup):
             self._first_error_at = self._first_error_at or time.monotonic()
         return False
 
-    def _words(self, rank: int) -> tuple[str, str]:
+    def _final_report(self, rank: int) -> tuple[str, str]:
         return "", ""  # the others wait for its report, too
 
-    def _judge(self) -> None:
+    def _handle_failures(self) -> None:
         for rank, how in list(self._process_killer.gone.items()):  # Ray would notice it later
             self._errors[rank] = WorkerFrozenError(how)
-        super()._judge()
+        super()._handle_failures()
 
     def _reporters(self) -> frozenset[int]:
         return frozenset(self._received)
 
-    def _check_alone(self) -> None:
+    def _check_single_failure(self) -> None:
         """Raises the error for workers that failed while others wait: the cause is a frozen one, or else the first."""
         if not self._pending or self._first_error_at is None:
             return
-        if time.monotonic() - self._first_error_at < timeouts.get().alike_failures:
+        if time.monotonic() - self._first_error_at < timeouts.get().same_failure:
             return
         if (frozen := self._process_killer.stopped_process()) is not None:
             raise WorkerGroupLostError(
@@ -299,28 +299,28 @@ class WorkerGroup(EventGroup):
     def _describe_end(self, action: Action) -> str:
         return ". All workers of the group end: a trial restarts as FailureConfig allows, a call of raytf.fit fails"
 
-    def _started_again(self, rank: int) -> Member:
+    def _start_replacement(self, rank: int) -> Member:
         return self._process(rank, self.members[rank].bundle)
 
-    def settle(self, member: Member, addresses: list[str], token: bytes, pinned: bool) -> Any:
+    def send_environment(self, member: Member, addresses: list[str], token: bytes, pinned: bool) -> Any:
         if self._replacement_trial is not None:
             self._run, self._replacement_trial = ray.put(self._replacement_trial()), None
         self._settled.pop(member.rank, None)
-        return member.actor.settle.remote(*self._opening(member.rank, addresses, token, pinned))
+        return member.actor.store_opening.remote(*self._opening(member.rank, addresses, token, pinned))
 
     def start_again(self, member: Member) -> None:
         member.actor.start_as_replacement.remote(self._run)
 
     def _request_stop(self, why: Callable[[], str | None] | None) -> None:
         """Stops all workers after the same step, once there is a reason."""
-        if not self._pending or why is None or self.asked is not None or (reason := why()) is None:
+        if not self._pending or why is None or self.stop_reason is not None or (reason := why()) is None:
             return
         action = self._decisions.take(StopRequested() if reason == stop.STOP else Drained(stays=True))
-        if action.do is not Do.END_AFTER_STEP:
+        if action.kind is not ActionKind.END_AFTER_STEP:
             return
-        self.asked = action.why
+        self.stop_reason = action.why
         try:
-            ends.agree(self.actors, action.why)
+            graceful_stop.agree(self.actors, action.why)
         except NoAnswerError as error:
             raise WorkerGroupLostError(str(error)) from None
         except ray.exceptions.RayActorError as error:
@@ -347,7 +347,7 @@ class WorkerGroup(EventGroup):
         if well:
             with contextlib.suppress(NoAnswerError):
                 for _ in in_completion_order(
-                    [w.stop.remote() for w in self.actors], timeouts.get().worker_parting, "their ends"
+                    [w.stop.remote() for w in self.actors], timeouts.get().worker_cleanup, "their ends"
                 ):
                     pass
         self.end(self.actors)
@@ -361,7 +361,7 @@ class WorkerGroup(EventGroup):
 
     def _answers(self, calls: list, seconds: float, action: str) -> list:
         """Returns the results of calls; raises WorkerGroupLostError once a worker dies, is stopped, or is late."""
-        self._process_killer.mark_alive(*self.places)
+        self._process_killer.mark_alive(*self.locations)
         try:
             return collect_answers(calls, seconds, action, check=self._check_processes, failure=_lost)
         except NoAnswerError as error:
@@ -374,7 +374,7 @@ class WorkerGroup(EventGroup):
             raise WorkerGroupLostError(self._frozen(rank, how))
 
     def _frozen(self, rank: int, how: str) -> str:
-        host = f" on {self.places[rank].host}"
+        host = f" on {self.locations[rank].host}"
         return f"worker {rank}{host} is frozen: {how.replace(host, '', 1)}"
 
 
@@ -452,7 +452,7 @@ class GroupWorker(MemberProcess):
         self._thread = threading.Thread(target=self._run, args=(job, self._session, self._folder), daemon=True)
         self._thread.start()
 
-    def settle(self, *opening) -> None:
+    def store_opening(self, *opening) -> None:
         """Stores the arguments of `open` for `start_as_replacement`."""
         self._opening = opening
 
@@ -495,21 +495,21 @@ class GroupWorker(MemberProcess):
         finally:
             set_train_fn_utils(None)
 
-    def continue_trial(self) -> Report | LoopEnded | Wait | None:
+    def continue_trial(self) -> Report | LoopEnded | WaitingForRing | None:
         """Continues the trial; returns the result of `next_event`."""
         activity.tracker.renew()
         self._session.commands.put("go")
         return self.next_event()
 
-    def next_event(self) -> Report | LoopEnded | Wait | None:
-        """Returns the next event of the trial's thread; after a timeout None, or `Wait` if it waits for a ring.
+    def next_event(self) -> Report | LoopEnded | WaitingForRing | None:
+        """Returns the next event of the trial's thread; after a timeout None, or `WaitingForRing` if it does.
 
         The timeout lets this process answer other calls.
         """
         with contextlib.suppress(queue.Empty):
             kind, value = self._session.events.get(timeout=_BEAT_INTERVAL)
             return Report(value) if kind == "report" else LoopEnded(value) if kind == "end" else LoopEnded(error=value)
-        return Wait() if isinstance(recovery_client.client.waiting(), BlockedWorker) else None
+        return WaitingForRing() if isinstance(recovery_client.client.waiting(), BlockedWorker) else None
 
     def save(self) -> dict[str, bytes] | None:
         self._session.commands.put("save")

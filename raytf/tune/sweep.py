@@ -50,8 +50,8 @@ from raytf.storage import pickle_safety, run_folder, scratch
 from raytf.storage.run_folder import RunFolder
 from raytf.storage.run_lock import RunLock
 from raytf.train import ray_config
-from raytf.train.ends import GracefulStop
 from raytf.train.entry import import_raytf, train
+from raytf.train.graceful_stop import GracefulStop
 from raytf.train.keras_trainer import KerasTrainer
 from raytf.train.prepare import Prepared, placed
 from raytf.train.tensorflow_trainer import TensorflowTrainer
@@ -64,7 +64,7 @@ from raytf.tune.table import Stopper, SweepTable
 from raytf.tune.trial import SweepSpec, Trial, UnknownMetricError
 from raytf.worker import model_source
 from raytf.worker.job import TrainJob
-from raytf.worker.stop import MovedError
+from raytf.worker.stop import StoppedForRestartError
 
 logger = logs.get_logger(__name__)
 
@@ -211,7 +211,7 @@ def sweep(
         training = ends.enter_context(Prepared(processes))
         failures = (settled.failure_config or tune.FailureConfig()).max_failures
         plan, identity = _plan(trainer, config, options, training, math.inf if failures == -1 else failures, shown)
-        processes.settle()
+        processes.end_unused()
         shown.close()
         if named is not None:
             _check_same(options.identity, identity, named)
@@ -500,7 +500,7 @@ def check_metric(metric: str, logs: Collection[str], validates: bool, has_callba
 
     Args:
         metric: Metric that compares the trials.
-        logs: Names that the model reports, see `dry_run.Tried`.
+        logs: Names that the model reports, see `dry_run.DryRunResult`.
         validates: Whether there are rows for validation.
         has_callbacks: Whether the trials have callbacks, which may add others.
     """
@@ -526,7 +526,7 @@ class _KerasLoop:
         """Trains. Returns the step after which the training ended on request; None if it is complete."""
         try:
             ended = train(dataclasses.replace(self.task, config=config), session)
-        except MovedError as moved:
+        except StoppedForRestartError as moved:
             return moved.step
         return None if ended is None else ended["step"]
 

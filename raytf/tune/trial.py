@@ -27,7 +27,7 @@ from raytf.train.worker_group import TrialError, TrialRun, WorkerGroup, WorkerGr
 from raytf.tune import learning_rate, trial_steps
 from raytf.tune.sweep_end import SweepEnd
 from raytf.worker.session import TRIAL
-from raytf.worker.stop import DRAIN, STOP, MovedError
+from raytf.worker.stop import DRAIN, STOP, StoppedForRestartError
 from raytf.worker.trial_session import TrialCheckpointDir
 
 # Seconds between saves of a long trial, so that one whose worker dies does not start from scratch.
@@ -144,7 +144,7 @@ class Trial(tune.Trainable):
             self._close()  # Tune ends the actor of a trial that failed
             raise _explained(error, self._config) from None
         if metrics is None and self._worker_group.ended is not None:
-            return self._ended(self._worker_group.ended, self._worker_group.asked)
+            return self._ended(self._worker_group.ended, self._worker_group.stop_reason)
         if metrics is None:
             # one that resumes from the end of a training, its own or another's, has nothing left to do
             if not self._reported and self._start is None:
@@ -176,7 +176,7 @@ class Trial(tune.Trainable):
         )
         if why == DRAIN:
             self._close()
-            moved = MovedError(step)
+            moved = StoppedForRestartError(step)
             events.emit(RunEvent(kind=Kind.ENDED_AFTER_STEP, step=step, why=str(moved)))
             raise moved  # Tune does not count it as a failure, and starts the trial elsewhere
         self._plan.end.ended(self.trial_id, step, is_saved)

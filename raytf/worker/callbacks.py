@@ -203,7 +203,7 @@ class ReportCallback(keras.callbacks.Callback):
         is_saved = self._write_error() is None
         if not communicator.spans_workers(self.model.distribute_strategy):
             return is_saved
-        (chief_kept,) = communicator.from_chief(self.model.distribute_strategy, [np.int64(is_saved)])
+        (chief_kept,) = communicator.broadcast_from_chief(self.model.distribute_strategy, [np.int64(is_saved)])
         return bool(chief_kept)
 
     def _fingerprint(self):

@@ -2,7 +2,7 @@
 
 A replacement worker gets weights and optimizer of a worker that waits in the next step, which has not changed them. It
 also gets the lost worker's own state from that worker's successor, and the state of callbacks that all workers share.
-Its `fit` begins with the step of the others; until then it exchanges nothing (`recovery_client.Detached`).
+Its `fit` begins with the step of the others; until then it exchanges nothing (`recovery_client.PlaceholderRing`).
 
 If no process can replace the lost worker, another worker saves a checkpoint of the last common step (`keep`). All
 workers restart from it. See docs/design/recovery.md.
@@ -288,7 +288,7 @@ class RecoveryCallback(TrainingPart):
     def on_epoch_begin(self, epoch, logs=None):
         replacement_state, self._replacement_state_taken = self._replacement_state_taken, None
         if replacement_state is None and recovery_client.client.armed:
-            own_state.began(self.model)
+            own_state.send_at_epoch_begin(self.model)
         elif replacement_state is not None:
             self._take_state(replacement_state)
 
@@ -300,7 +300,7 @@ class RecoveryCallback(TrainingPart):
             self.model.__dict__["_raytf_last"] = replacement_state.shared_state["last"]
         if replacement_state.at_end:
             recovery_client.client.end_epoch()
-        recovery_client.client.enter(replacement_state.steps_in_execution)
+        recovery_client.client.join_at_next_exchange(replacement_state.steps_in_execution)
         if replacement_state.after_execution:
             self._end_batch()
 

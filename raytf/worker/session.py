@@ -31,7 +31,7 @@ from raytf.storage.snapshots import NotWrittenError
 from raytf.worker import stop
 from raytf.worker.checkpoint import CheckpointSnapshot
 from raytf.worker.checkpoint_saver import CheckpointSaver
-from raytf.worker.stop import MovedError
+from raytf.worker.stop import StoppedForRestartError
 
 logger = logs.get_logger(__name__)
 
@@ -75,7 +75,7 @@ class PendingCheckpoint:
         self._finalized, self._lock = False, threading.Lock()
         self._error: NotWrittenError | None = None
 
-    def settle(self) -> bool:
+    def wait_until_done(self) -> bool:
         """Blocks until the checkpoint is done, in the thread that reports. Returns whether it is whole."""
         with self._lock:
             if not self._finalized:
@@ -99,7 +99,7 @@ class PendingCheckpoint:
         It does not wait for earlier reports, as their receiver may be slow.
         """
         with contextlib.nullcontext() if self._finalized else self._while_waiting():
-            self.settle()
+            self.wait_until_done()
         return self._error
 
 
@@ -304,7 +304,7 @@ class RaySession(Session):
 
     def _close(self, kind: type[BaseException] | None, *_) -> None:
         """Closes the saver of checkpoints; drops a checkpoint in memory if the training ended with a saved one."""
-        self._saver.close(well=kind is None or issubclass(kind, MovedError))
+        self._saver.close(well=kind is None or issubclass(kind, StoppedForRestartError))
         if kind is None:
             self._reports.end()
 
@@ -415,7 +415,9 @@ class RaySession(Session):
         )
         checkpoint_and_validate = self._snapshot_path(name), self._validate
         self._reports.add(
-            ray_train.report_later(metrics, lambda: checkpoint_and_validate if pending.settle() else (None, False))
+            ray_train.report_later(
+                metrics, lambda: checkpoint_and_validate if pending.wait_until_done() else (None, False)
+            )
         )
         return pending
 

@@ -165,7 +165,9 @@ class StepCheckpointCallback(TrainingPart):
         began = time.monotonic()
         due, wait = self._clock.check(began, step)
         if communicator.spans_workers(self.model.distribute_strategy):
-            (chief_answer,) = communicator.from_chief(self.model.distribute_strategy, [np.int64(wait * 2 + due)])
+            (chief_answer,) = communicator.broadcast_from_chief(
+                self.model.distribute_strategy, [np.int64(wait * 2 + due)]
+            )
             wait, due = divmod(int(chief_answer), 2)
         self._clock.checked(time.monotonic() - began)
         self._next_check = step + wait
@@ -186,7 +188,7 @@ class StepCheckpointCallback(TrainingPart):
         assign = in_memory or self._interval.steps is not None
         values, averages, logs = metrics.collect_metrics(self.model, logs, assign)
         if assign:
-            own_state.averaged(self.model)
+            own_state.send_averaged(self.model)
         with _assigned(averages):
             chief = session.rank == 0
             parts = self._parts(values, logs) if chief else {}

@@ -49,7 +49,7 @@ class WriterCount:
         if count == 1:
             return 1
         own_layout = np.array([self._session.layout(model), self._session.writes_alone()], np.int64)
-        (chief_layout,) = communicator.from_chief(strategy, [own_layout])
+        (chief_layout,) = communicator.broadcast_from_chief(strategy, [own_layout])
         if chief_layout[1]:
             return 1
         (equal_count,) = communicator.sum_over_workers(strategy, [np.int64(chief_layout[0] == own_layout[0])])
@@ -70,5 +70,5 @@ class WriterCount:
         """
         text = np.zeros(_LONGEST_NAME, np.uint8)
         text[: len(name)] = np.frombuffer(name.encode(), np.uint8)
-        (chief_name,) = communicator.from_chief(model.distribute_strategy, [text.view(np.int64)])
+        (chief_name,) = communicator.broadcast_from_chief(model.distribute_strategy, [text.view(np.int64)])
         return chief_name.view(np.uint8).tobytes().rstrip(b"\0").decode()

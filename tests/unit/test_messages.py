@@ -48,7 +48,7 @@ ANSWERS = {
 RESULT = "the result of a run, see train/results.py"
 _DESCRIBED = (("data/ingest.py", "describe"), ("data/pipeline.py", "_remarks"), ("data/pipeline.py", "inspect"))
 _DAMAGED = (("storage/checkpoint_files.py", "describe_choice"), ("storage/checkpoint_files.py", "damaged_error"))
-_PROOF = (("train/verify_comparison.py", "Proof.text"), ("train/verify.py", "NOT_IN_TIME"))
+_PROOF = (("train/verify_comparison.py", "VerificationResult.text"), ("train/verify.py", "NOT_IN_TIME"))
 _LINES = "the lines of `_TEXTS`, see `event_texts`"
 _HELPER = "a helper whose calls are read"
 # Messages that are not written where they are logged: (file, argument) to the definitions that have them, or a reason.
@@ -112,7 +112,7 @@ PARTS = (
     ("train/worker_group.py", "WorkerGroup._describe_end"),
     ("train/decisions.py", "NO_FAILURES_LEFT"),
     ("train/decisions.py", "STOPPING"),
-    ("worker/stop.py", "MovedError"),
+    ("worker/stop.py", "StoppedForRestartError"),
     ("worker/stop.py", "_MOVES"),
 )
 
