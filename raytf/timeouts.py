@@ -52,7 +52,7 @@ class Timeouts:
         recovery_answer: Answers of workers to requests of recovery.
         recovery_checkpoint: Checkpoint of their state by the other workers.
         replacement_start: Start of a replacement worker's process, where no resources must be freed first.
-        replacement_place: Preparation of a replacement worker for the step: TensorFlow, the model, graphs.
+        replacement_location: Preparation of a replacement worker for the step: TensorFlow, the model, graphs.
         sign_of_life: Sign of life from the live workers, when one sends none.
         silent_worker: Sign of life from a silent worker, or proof that it is gone. Others' failures are then its own.
         joiner_ready: Start of the processes that join an elastic run, which continues without them meanwhile.
@@ -135,7 +135,7 @@ class Timeouts:
     recovery_answer: float = 20.0
     recovery_checkpoint: float = 45.0
     replacement_start: float = 45.0
-    replacement_place: float = 100.0
+    replacement_location: float = 100.0
     sign_of_life: float = 3.0
     silent_worker: float = 15.0
     joiner_ready: float = 120.0

@@ -254,12 +254,12 @@ class RecoveryClient:
             capture_state: Returns the state for a replacement worker; called in another thread while this worker waits.
             lost: Reports the loss of another worker to the driver, without waiting.
             step: Number of steps that are made.
-            save_checkpoint: save_checkpoint(messages, older) saves a checkpoint of the steps that are made, from the last
-                message of each worker, by rank, and the ranks with a message of the step before. Returns the number of
-                steps. It is called like `capture_state`, before this worker receives that it cannot continue.
-            capture_at_boundary: capture_at_boundary(epoch_ends) is called after the last step of an epoch and after each
-                execution. Returns a `capture_state` of this boundary for later, or None if workers exchange nothing
-                before the next step. Without it, recovery after an epoch ends with the call of its callbacks.
+            save_checkpoint: save_checkpoint(messages, older) saves a checkpoint of the steps that are made, from the
+                last message of each worker, by rank, and the ranks with a message of the step before. Returns the
+                number of steps. It is called like `capture_state`, before this worker receives that it cannot continue.
+            capture_at_boundary: capture_at_boundary(epoch_ends) is called after the last step of an epoch and after
+                each execution. Returns a `capture_state` of this boundary, or None if workers exchange nothing before
+                the next step. Without it, recovery after an epoch ends with the call of its callbacks.
             keeps_boundary: Whether a boundary before the callbacks of an epoch's end stays valid afterwards.
             size: Number of bytes of the training's state.
         """

@@ -261,11 +261,11 @@ def _labelled(files: Files, classes: Mapping[str, Sequence[str]]) -> tuple[pa.Ta
         rows = _of_csv(files, pictures, tables.paths[0])
     else:
         relative = [posixpath.relpath(path, files.root) for path in pictures]
-        alone = next((path for path in relative if "/" not in path), None)
-        if alone:
+        stray = next((path for path in relative if "/" not in path), None)
+        if stray:
             raise ConfigError(
                 "Images must be in a folder for each class, or a CSV file in their folder must have their labels",
-                repr(posixpath.join(files.root, alone)),
+                repr(posixpath.join(files.root, stray)),
                 "Move them, or write a CSV file with the columns file and label",
             )
         rows = rows.append_column("label", pa.array([path.partition("/")[0] for path in relative]))

@@ -151,9 +151,9 @@ class _IdleGroup:
                 if self._group is None:
                     self._watch = None
                     return
-                late = time.monotonic() - self._stored_at > _IDLE_INTERVAL
+                is_expired = time.monotonic() - self._stored_at > _IDLE_INTERVAL
             try:
-                if late or not ray.is_initialized() or is_wanted():
+                if is_expired or not ray.is_initialized() or is_wanted():
                     self.clear()
             except Exception as error:  # the cluster has gone, and the group with it
                 logger.debug("idle workers: %s", error)

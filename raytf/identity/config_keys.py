@@ -90,7 +90,7 @@ def unread_keys(
             callbacks.
         references: `sys.getrefcount(noted)` in the calling function, before other references existed.
     """
-    asked = {*noted.read, *noted.defaults, *noted.missing} - set(names) | {"batch_size", "epochs"}
+    read_keys = {*noted.read, *noted.defaults, *noted.missing} - set(names) | {"batch_size", "epochs"}
     unread_names = lambda: [] if noted.whole else sorted(set(names) - noted.read)
     for function in functions:
         noted.read |= mentioned_keys(function).intersection(dict.keys(noted)) if unread_names() else set()
@@ -100,7 +100,7 @@ def unread_keys(
         # the additional reference is this function's
         noted.whole = noted.whole or sys.getrefcount(noted) > references + 1
     del results
-    close = {name: difflib.get_close_matches(name, sorted(map(str, asked)), 1) for name in unread_names()}
+    close = {name: difflib.get_close_matches(name, sorted(map(str, read_keys)), 1) for name in unread_names()}
     return {name: next(iter(matches), "") for name, matches in close.items()}
 
 

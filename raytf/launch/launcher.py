@@ -156,9 +156,9 @@ class ScriptCluster:
             locations = self._answers(tasks, refs, timeouts.get().process_start, "the start of its process")
             self._locations = dict(zip(tasks, locations, strict=True))
             self._configs = roles.environment({task: location.address for task, location in self._locations.items()})
-            places = self._locations.values()
+            reserved = self._locations.values()
             agreed = cores.agree_on_pinning(
-                [location.address for location in places], [location.claimed for location in places]
+                [location.address for location in reserved], [location.claimed for location in reserved]
             )
             self._pinned = dict(zip(self._locations, agreed, strict=True))
             self._token = ring_token.new_token()
@@ -190,7 +190,7 @@ class ScriptCluster:
         Raises:
             StartError, NoAnswerError: An actor failed, or did not answer.
         """
-        late = _wait_reporter(
+        report_late = _wait_reporter(
             lambda: f"waiting for {_unready_tasks(tasks, refs)}: {action}", _PATIENCE_WITH_PROCESSES_INTERVAL
         )
         return collect_answers(
@@ -198,7 +198,7 @@ class ScriptCluster:
             seconds,
             action,
             names=[str(task) for task in tasks],
-            check=late,
+            check=report_late,
             failure=lambda name, error: StartError(f"{name} did not start: {one_line(error)}"),
         )
 
@@ -225,7 +225,7 @@ class ScriptCluster:
             yield
             return
         refs = [self._runners[task].process.remote() for task in tasks]
-        places = dict(
+        locations = dict(
             enumerate(self._answers(tasks, refs, timeouts.get().script_start, "where its script's process is"))
         )
         runners = [self._runners[task] for task in tasks]
@@ -238,7 +238,7 @@ class ScriptCluster:
         self._ranks = dict(enumerate(tasks))
         names = {rank: str(task) for rank, task in self._ranks.items()}
         self._hangs = HangMonitor(
-            execute, places, limit, first, lambda event: _print(str(event)), names, through_others=True
+            execute, locations, limit, first, lambda event: _print(str(event)), names, through_others=True
         )
         try:
             yield
@@ -270,7 +270,7 @@ class ScriptCluster:
                 if (
                     end.code
                     and not gone
-                    and roles.can_restart_alone(task, self._tasks)
+                    and roles.can_restart_by_itself(task, self._tasks)
                     and self._may_restart(task, end)
                 ):
                     self._start([task])

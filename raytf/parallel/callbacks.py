@@ -35,7 +35,7 @@ WRITERS = {
 }
 # Callbacks that write or send, and have no attribute to redirect that.
 _ORBAX = (keras.callbacks.OrbaxCheckpoint,) if at_least("keras", 3, 14) else ()
-_ALONE = (*_ORBAX, RemoteMonitor)
+_CHIEF_ONLY = (*_ORBAX, RemoteMonitor)
 
 
 class _Agreement(keras.callbacks.Callback):
@@ -69,8 +69,8 @@ class _Agreement(keras.callbacks.Callback):
         model.stop_training = bool(stops > 0)
         if assigns:
             variables = _shared_variables(model)
-            assigned_here = np.array([id(v) in assigned_ids for v in variables], np.int32)
-            (counts,) = communicator.sum_over_workers(model.distribute_strategy, [assigned_here])
+            is_assigned = np.array([id(v) in assigned_ids for v in variables], np.int32)
+            (counts,) = communicator.sum_over_workers(model.distribute_strategy, [is_assigned])
             self._take_chiefs(self._different([v for v, n in zip(variables, counts, strict=True) if n]))
 
     def _different(self, variables: list) -> list:
@@ -164,7 +164,7 @@ def _sees_begins(callback) -> bool:
 def _redirected(callbacks, folder: Callable[[], str]):
     """Yields callbacks for a worker other than the chief: without writers, or with writers to a temporary folder."""
     for callback in callbacks:
-        if isinstance(callback, _ALONE) or chief_callbacks.is_chiefs(callback):
+        if isinstance(callback, _CHIEF_ONLY) or chief_callbacks.is_chiefs(callback):
             continue
         kind = next((k for k in WRITERS if isinstance(callback, k)), None)
         if kind is None:
@@ -180,10 +180,10 @@ def chief_state_classes(callbacks) -> list[str]:
 
     Keras callbacks that write each epoch separately have no such state.
     """
-    writers = (*WRITERS, *_ALONE)
+    writers = (*WRITERS, *_CHIEF_ONLY)
     names = set()
     for callback in callbacks:
-        left_out = isinstance(callback, (*_ALONE, chief_callbacks.NoOpCallback)) or type(callback) in WRITERS
+        left_out = isinstance(callback, (*_CHIEF_ONLY, chief_callbacks.NoOpCallback)) or type(callback) in WRITERS
         if not left_out and not chief_callbacks.is_chiefs(callback):
             continue
         holds = reads_batches(callback) or getattr(callback, "save_best_only", False)
@@ -212,11 +212,11 @@ def prepared(model, callbacks):
     if not communicator.is_chief(model.distribute_strategy):
         callback_list = list(_redirected(listed, lambda: ends.enter_context(scratch.temporary_folder())))
     agreement = _BatchAgreement(bool(begins)) if batches else _Agreement()
-    later = [c for c in callback_list if getattr(c, "raytf_after_agreement", False)]
-    callback_list = [c for c in callback_list if c not in later]
+    deferred = [c for c in callback_list if getattr(c, "raytf_after_agreement", False)]
+    callback_list = [c for c in callback_list if c not in deferred]
     if writing:
         callback_list = _watched(callback_list, unknown, model.distribute_strategy)
-    callback_list = [*callback_list, agreement, *later]
+    callback_list = [*callback_list, agreement, *deferred]
     if given is not None:
         agreement.set_model(model)
         given.callbacks[:] = callback_list

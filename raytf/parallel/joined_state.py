@@ -61,7 +61,7 @@ def assigned(variable: keras.Variable, value) -> bool:
     tf_variable = keras_objects.variable_of(variable)
     value = tf.cast(value, tf_variable.dtype)
     # TensorFlow's own assignment would start another collective of the replicas
-    local = strategy.experimental_local_results(tf_variable)[_number_here(context, strategy)]
+    local = strategy.experimental_local_results(tf_variable)[_local_number(context, strategy)]
     if drawn:
         (joined,) = communicator.of_first_replica([value])
     else:
@@ -105,7 +105,7 @@ def _is_one_draw(step: step_module.Step, variable: keras.Variable, value) -> boo
     return gradients.differs_by_draws(step, value)
 
 
-def _number_here(context, strategy) -> int:
+def _local_number(context, strategy) -> int:
     number = tf.get_static_value(context.replica_id_in_sync_group)
     return int(number) % local_replicas(strategy) if local_replicas(strategy) > 1 else 0
 

@@ -149,7 +149,7 @@ def current() -> Step | None:
 
 
 def is_trial() -> bool:
-    """Returns whether a user's function is tried on synthetic rows; see `halves`."""
+    """Returns whether a user's function is tried on synthetic rows; see `reduction_probe`."""
     return getattr(state, "trial", False)
 
 

@@ -29,7 +29,7 @@ from raytf.parallel import (
     compiled_update,
     epoch_iterator,
     gradients,
-    iterator_ends,
+    iterator_release,
     joined_state,
     local_sgd,
     losses,
@@ -52,7 +52,7 @@ REPLACING = (
     compiled_update,
     epoch_iterator,
     gradients,
-    iterator_ends,
+    iterator_release,
     losses,
     metrics,
     optimizers,
@@ -127,7 +127,7 @@ def _make_function(original, self, step_function):
                 break
         return result
 
-    def together(iterator) -> bool:
+    def fits_one_call(iterator) -> bool:
         """Returns whether one call may make all steps of an execution."""
         if compiled is None or not isinstance(iterator, (tf.data.Iterator, tf.distribute.DistributedIterator)):
             return False
@@ -138,7 +138,7 @@ def _make_function(original, self, step_function):
         return not step_logs.notes_of(self).gathers
 
     def function(iterator):
-        outputs, rows = compiled(iterator) if together(iterator) else eager_steps(iterator)
+        outputs, rows = compiled(iterator) if fits_one_call(iterator) else eager_steps(iterator)
         self.__dict__["_raytf_last"] = (outputs, rows)
         if not training:
             return outputs

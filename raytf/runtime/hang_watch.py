@@ -228,9 +228,11 @@ class HangMonitor:
     def _find_silent(self) -> tuple[dict[int, float], dict[int, str]]:
         """Returns (seconds without an answer and without processor use, by rank; how the kernel stops some of them)."""
         seconds_of, stopped = {}, {}
-        asked = [rank for rank, seconds in self._silent.items() if seconds >= max(_SILENT_INTERVAL, self._limit / 2)]
+        silent_ranks = [
+            rank for rank, seconds in self._silent.items() if seconds >= max(_SILENT_INTERVAL, self._limit / 2)
+        ]
         states = self._call_on_hosts(
-            {rank: self._locations[rank] for rank in asked}, procfs.read_state, timeouts.get().stack
+            {rank: self._locations[rank] for rank in silent_ranks}, procfs.read_state, timeouts.get().stack
         )
         for rank, seconds in self._silent.items():
             if seconds < _SILENT_INTERVAL:

@@ -215,7 +215,7 @@ class _RemoteReader:
 
     def __init__(self, node: str):
         self._node, self._answered, self.silent = node, False, 0.0
-        self._actor = self._asked = None
+        self._actor = self._pending = None
 
     @property
     def limit(self) -> float:
@@ -223,22 +223,22 @@ class _RemoteReader:
         return timeouts.get().host_silent if self._answered else timeouts.get().watcher_start
 
     def ask(self, pids: list[int]) -> None:
-        if self._asked is not None:
+        if self._pending is not None:
             return
         if self._actor is None:
             strategy = NodeAffinitySchedulingStrategy(self._node, soft=False)
             self._actor = ray.remote(_StateReader).options(num_cpus=0, scheduling_strategy=strategy).remote()
             self._answered = False
-        self._asked, self.silent = self._actor.read_states.remote(pids), 0.0
+        self._pending, self.silent = self._actor.read_states.remote(pids), 0.0
 
     def answer(self, passed: float) -> dict[int, ProcessState | None] | None:
         """Returns new states, or None; `passed` seconds have passed since its last call."""
-        if self._asked is None:
+        if self._pending is None:
             return None
-        if not ray.wait([self._asked], timeout=0)[0]:
+        if not ray.wait([self._pending], timeout=0)[0]:
             self.silent += passed
             return None
-        asked, self._asked, self.silent = self._asked, None, 0.0
+        asked, self._pending, self.silent = self._pending, None, 0.0
         try:
             seen, self._answered = ray.get(asked), True
             return seen
@@ -250,7 +250,7 @@ class _RemoteReader:
     def close(self) -> None:
         if self._actor is not None:
             ray.kill(self._actor)
-            self._actor = self._asked = None
+            self._actor = self._pending = None
 
 
 class ProcessKiller(ProcessMonitor):

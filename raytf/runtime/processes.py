@@ -56,7 +56,7 @@ class WarmPool:
         warned: Entries by which the process that shows a warning claims it, see `shared_warnings.py`.
         answered: Actor that answered the last request, or None.
         compares: Whether that one still compares two workers with one device, see `verify.ComparisonReporter`.
-        ending: A `ends.GracefulStop`, whose signals end the processes' work, or None.
+        ending: A `graceful_stop.GracefulStop`, whose signals end the processes' work, or None.
         run_config: RunConfig of the run.
         cancelled: Whether the run was cancelled.
     """

@@ -33,7 +33,7 @@ _LONGEST_MESSAGE = 1 << 16
 _FIRST_WAIT, _LONGEST_WAIT, _HURRIED_WAIT = 0.5, 60.0, 1.0
 
 
-class _Server:
+class _WriteLoop:
     """Serves requests one by one, always the newest; a pinned one precedes it unless it has just failed.
 
     Args:
@@ -90,7 +90,7 @@ class _Server:
             request = json.loads(message)
             if "id" in request:
                 received = self._received(request) or received
-            elif "yield" in request:
+            elif "release_buffer" in request:
                 self._hurried = woken = self._yields = True
             elif "unpin" in request:
                 received, self._pinned = True, 0
@@ -300,7 +300,7 @@ def main(arguments: list[str]) -> None:
     control = socket.socket(fileno=int(arguments[0]))
     filesystem, folder = pickle.loads(settings["filesystem"]), settings["folder"]
     store = SnapshotStore(filesystem, folder, settings["keep"])
-    server = _Server(control, [int(a) for a in arguments[1:]], store, priority.set_lowest())
+    server = _WriteLoop(control, [int(a) for a in arguments[1:]], store, priority.set_lowest())
     note = finishing.WriterNote(filesystem, folder)
     _exit_after_peer(control, server.unwritten, note)
     server.run()

@@ -40,7 +40,7 @@ _FEW_BYTES = 64 << 20
 # Poll interval of a waiting thread for the closing of everything.
 _POLL_INTERVAL = 0.2
 # After this number of snapshots with missing parts, the chief writes alone.
-_MOST_LATE = 2
+_MOST_LATE_PARTS = 2
 
 
 class NotWrittenError(RaytfError, OSError):
@@ -62,7 +62,7 @@ class NotWrittenError(RaytfError, OSError):
         return type(self), (self.name, self.why)
 
 
-class NoRoomError(NotWrittenError):
+class BufferFullError(NotWrittenError):
     """A snapshot found no memory, as the storage has not written the buffered one in time."""
 
 
@@ -115,7 +115,7 @@ class SnapshotWriter:
     Attributes:
         written: Reports on the last whole snapshots: "name", "bytes", "seconds", "cpu" (its processor seconds so far),
             "removed".
-        left_out: Number of snapshots that newer ones replaced before they could be written.
+        skipped: Number of snapshots that newer ones replaced before they could be written.
 
     Raises:
         ConfigError: The file system cannot be sent to another process.
@@ -123,7 +123,7 @@ class SnapshotWriter:
 
     def __init__(self, filesystem, folder: str, keep: int = 2, cpus: Collection[int] | None = None):
         self.written: list[dict] = []
-        self.left_out = 0
+        self.skipped = 0
         self.pid: int | None = None
         self._process_state: _WriterProcess | None = None
         self._queued: dict[int, float] = {}  # seconds by process: the started one starts another one
@@ -133,7 +133,7 @@ class SnapshotWriter:
         self._names: dict[int, str] = {}
         self._count = self._last = self._held_id = self._pinned = self._begun = 0
         self._lock, self._closing = threading.RLock(), False
-        self._failed, self._writer_ended, self._late = "", False, 0
+        self._failed, self._writer_ended, self._late_count = "", False, 0
         self._holds = False  # whether some are held
         self._readied: threading.Thread | None = None
         self._logged: set[str] = set()
@@ -296,7 +296,7 @@ class SnapshotWriter:
                 return
             name = self._names[wanted]
             if not (self._writer_ended or self._closing):
-                self._send({"hurry": True})
+                self._send({"flush": True})
         began = time.monotonic()
         while self._is_busy(wanted):
             longest = failing if failing is not None and self._failed else seconds
@@ -314,11 +314,11 @@ class SnapshotWriter:
     @contextlib.contextmanager
     def writer_priority(self) -> Iterator[None]:
         """Raises the other process's priority to normal while the training waits for it in the block."""
-        self._wait_one(1)
+        self._count_waiters(1)
         try:
             yield
         finally:
-            self._wait_one(-1)
+            self._count_waiters(-1)
 
     def queued(self) -> float:
         """Returns the seconds in which the other process was runnable without a processor; from any thread."""
@@ -327,7 +327,7 @@ class SnapshotWriter:
             self._queued[pid] = procfs.total_queued_seconds(pid)
         return sum(self._queued.values())
 
-    def _wait_one(self, more: int) -> None:
+    def _count_waiters(self, more: int) -> None:
         with self._lock:
             self._waits += more
             self._update_priority()
@@ -386,9 +386,9 @@ class SnapshotWriter:
                     candidate.empty()
             chosen = next((candidate for candidate in free if self._has_room(candidate, needs)), None)
         if chosen is None and not pinned:
-            self._leave_out()
+            self._skip_snapshot()
         elif chosen is not None and chosen.busy is not None:
-            self._leave_out(chosen.busy)
+            self._skip_snapshot(chosen.busy)
         return chosen
 
     def _has_room(self, buffer: Buffer, needs: int) -> bool:
@@ -400,15 +400,15 @@ class SnapshotWriter:
 
     def _wait_and_write(self, name: str, plan: SnapshotLayout) -> int:
         """Writes a pinned snapshot once the other side has written the buffered one, or failed to."""
-        began, asked = time.monotonic(), False
+        began, is_requested = time.monotonic(), False
         with self.writer_priority():
             while True:
                 with self._lock:
                     if (buffer := self._free_buffer(name, plan.needs, in_memory=False, pinned=True)) is not None:
                         return self._write(name, plan, buffer, in_memory=False, pinned=True)
-                    if not asked:
-                        self._send({"yield": True})
-                        asked = True
+                    if not is_requested:
+                        self._send({"release_buffer": True})
+                        is_requested = True
                 current = timeouts.get()
                 remaining = (
                     began
@@ -416,12 +416,12 @@ class SnapshotWriter:
                     - time.monotonic()
                 )
                 if remaining <= 0:
-                    raise NoRoomError(name, self._failed or "timeout: its storage has not finished the one before")
+                    raise BufferFullError(name, self._failed or "timeout: its storage has not finished the one before")
                 self._drain(min(remaining, _POLL_INTERVAL))
 
-    def _leave_out(self, number: int | None = None) -> None:
+    def _skip_snapshot(self, number: int | None = None) -> None:
         self._names.pop(number, None)
-        self.left_out += 1
+        self.skipped += 1
         if not self._failed:  # else the failure was already reported
             text = f"The storage of {self._folder!r} is slower than checkpoints come: some are skipped"
             self._log("left out", f"{text}. Raise the interval of checkpoint_every")
@@ -482,7 +482,7 @@ class SnapshotWriter:
             self._end(number)
             self._update_priority()
             if kind == "dropped":
-                self._leave_out(number)
+                self._skip_snapshot(number)
             else:
                 self._failed = ""
                 self._handle_parts(name, event)
@@ -492,18 +492,18 @@ class SnapshotWriter:
                     self._log(why, f"Checkpoints before {name} could not be removed, and stay: {why}")
 
     def _handle_parts(self, name: str, event: dict) -> None:
-        late, unequal = event.get("late", []), event.get("others", [])
-        self._late = self._late + 1 if late else 0
+        slow, unequal = event.get("late_workers", []), event.get("others", [])
+        self._late_count = self._late_count + 1 if slow else 0
         if unequal:
             self._log(
                 "others",
                 f"Workers {unequal} have written other weights of {name} than the chief has, which are not used: their "
                 "models are no longer alike",
             )
-        elif late:
+        elif slow:
             self._log(
                 "late",
-                f"Workers {late} had not written their parts of {name} in time, and the chief has: they are slow, or "
+                f"Workers {slow} had not written their parts of {name} in time, and the chief has: they are slow, or "
                 f"{self._folder!r} is not the same folder for all workers",
             )
 
@@ -513,9 +513,9 @@ class SnapshotWriter:
         return self._failed
 
     @property
-    def alone(self) -> bool:
+    def parts_are_missing(self) -> bool:
         """Returns whether others' parts were missing repeatedly."""
-        return self._late >= _MOST_LATE
+        return self._late_count >= _MOST_LATE_PARTS
 
     def _end(self, number: int) -> None:
         for buffer in self._buffers:

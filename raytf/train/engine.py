@@ -34,7 +34,7 @@ from raytf.train.decisions import ActionKind, Decisions, Phase, Started, WorkerS
 from raytf.train.group import LostGroupError, worker_state
 from raytf.train.run_group import GroupSpec, RunGroup
 from raytf.train.run_worker import RunJob, RunWorker
-from raytf.train.session_functions import place_of
+from raytf.train.session_functions import ranks_of_worker
 from raytf.worker.stop import StoppedForRestartError
 
 logger = logs.get_logger(__name__)
@@ -179,7 +179,7 @@ class Engine:
         self._decisions.take(Started(size))
         self._tab.started(
             [
-                {"actor": member.actor, "place": group.locations[rank], "ranks": place_of(rank, group.nodes)}
+                {"actor": member.actor, "location": group.locations[rank], "ranks": ranks_of_worker(rank, group.nodes)}
                 for rank, member in enumerate(group.members)
             ],
             self._spec.worker_resources,
@@ -304,7 +304,7 @@ class _Elastic:
         given = spec.scaling.elastic_resize_monitor_interval_s
         self._resize_interval = _RESIZE_INTERVAL if given == _RAYS_RESIZE_INTERVAL else given
         self._next_check = self._not_before = 0.0
-        self._late_at = float("inf")  # when a requested stop after a step is overdue
+        self._overdue_at = float("inf")  # when a requested stop after a step is overdue
 
     def _free(self) -> dict[str, dict[str, float]]:
         living = resources.living(self.suspects)
@@ -340,20 +340,20 @@ class _Elastic:
             return
         self._next_check = now + self._resize_interval
         if state.phase is Phase.TRAINING:
-            self._late_at = float("inf")
-        late = now >= self._late_at
-        if (state.phase is not Phase.TRAINING and not late) or now < self._not_before:
+            self._overdue_at = float("inf")
+        overdue = now >= self._overdue_at
+        if (state.phase is not Phase.TRAINING and not overdue) or now < self._not_before:
             return
         current = len(group.members)
         size = min(state.most, current + resources.count_fitting(list(self._free().values()), self._wanted))
         if size == current:
             return
-        action = self._decisions.take(decisions.CapacityChanged(size, late))
+        action = self._decisions.take(decisions.CapacityChanged(size, overdue))
         if action.kind is ActionKind.RESIZE:
             raise _Resize
         if action.kind is ActionKind.END_AFTER_STEP:
             limits = timeouts.get()
-            self._late_at = now + limits.joiner_ready + limits.workers_leave
+            self._overdue_at = now + limits.joiner_ready + limits.workers_leave
             threading.Thread(target=self._change, args=(group.actors, size), daemon=True).start()
 
     def _change(self, actors: list, new_size: int) -> None:
@@ -363,11 +363,11 @@ class _Elastic:
         if not ready:
             self._not_before = time.monotonic() + _AGAIN_INTERVAL
         else:
-            self._late_at = time.monotonic() + timeouts.get().workers_leave
+            self._overdue_at = time.monotonic() + timeouts.get().workers_leave
             events.emit(RunEvent(kind=Kind.RESIZED, workers=new_size, before=current))
         if not ready or not graceful_stop.stop_for_resize(actors):
             self._decisions.take(decisions.StopNotDelivered())  # a worker is being replaced, or all restart
-            self._late_at = float("inf")
+            self._overdue_at = float("inf")
 
     def _prepare(self, old_size: int, new_size: int) -> bool:
         """Starts processes on the nodes where Ray would place new workers; returns whether they are ready."""
@@ -376,12 +376,12 @@ class _Elastic:
         nodes = resources.likely_nodes(self._spec.scaling, new_size - old_size)
         started = [(node, self._spec.start_process(node)) for node in nodes]
         warm_up_job = self._spec.warm_up_job
-        asked = [
+        requests = [
             actor.execute.remote(entry.warm_up_standby, warm_up_job, new_size, self._spec.cpus) for _, actor in started
         ]
         try:
             answers.collect_answers(
-                asked, timeouts.get().joiner_ready, "that a process which is to become a worker is ready"
+                requests, timeouts.get().joiner_ready, "that a process which is to become a worker is ready"
             )
         except (RaytfError, RayError) as error:  # its node was lost, or it is too slow
             for _, actor in started:

@@ -103,7 +103,7 @@ class EventGroup:
 
     def __init__(self, setup, worker_resources: dict[str, float]):
         self._setup, self.config, self._worker_resources = setup, setup.config, worker_resources
-        self.cores = backend.to_claim(setup, worker_resources.get("CPU", 1))
+        self.cores = backend.cores_to_claim(setup, worker_resources.get("CPU", 1))
         self.members: list[Member] = []
         self.locations: dict[int, ProcessLocation] = {}
         self.reported: dict[int, int] = {}

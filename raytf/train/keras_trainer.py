@@ -201,7 +201,7 @@ class KerasTrainer:
         self._check_arguments()
 
     def _check_arguments(self) -> None:
-        legacy_keras.refuse_keras_2(arguments.asked_keras_2(self.tensorflow_config, self.run_config))
+        legacy_keras.refuse_keras_2(arguments.keras_2_request(self.tensorflow_config, self.run_config))
         arguments.check_build(self.build_model)
         if self.batch.map is not None:
             arguments.check_pickles(self.batch.map, "map", "batches")
@@ -239,7 +239,7 @@ class KerasTrainer:
                     arguments.as_dataset(dataset),
                 )
         if not of_functions:
-            self.datasets = ray_config.obeyed(self.datasets, self.dataset_config)
+            self.datasets = ray_config.apply_data_config(self.datasets, self.dataset_config)
         if self.batch.features is None and not of_functions:
             raise ConfigError("features must name columns", None, "Name a column, a list of columns or a dict")
         ingest.check(self.materialize, self.datasets)
@@ -519,7 +519,7 @@ class KerasTrainer:
         try:
             result = self._fit(task, launch, sidecar)
         finally:
-            metrics = sidecar.record.close()
+            metrics = sidecar.results.close()
         return _with_history(self, result, evaluator.checkpoint_metrics(result) | metrics)
 
     def _fit(self, task: TrainJob, launch: Startup, sidecar: evaluator.EvaluatorSidecar | None) -> ray.train.Result:

@@ -72,7 +72,7 @@ class _LocalChannel(Channel):
         cancelled: Returns whether the run is cancelled.
     """
 
-    is_here = True
+    is_in_driver = True
 
     def __init__(self, context, cancelled: Callable[[], bool]):
         super().__init__(0, 1, context.run_config.name)

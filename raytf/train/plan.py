@@ -185,7 +185,7 @@ def _plan(trainer: KerasTrainer, phases: phases_module.Phases) -> Plan:
         rows = _rows(trainer, sources["train"])
     name = pick_strategy(trainer.strategy, workers=workers, devices=devices, tpu=bool(scaling.use_tpu))
     sent = wire_bytes(facts, name, workers, trainer.tensorflow_config)
-    places = resources.interfaces(scaling, trainer.tensorflow_config.network) if sent else {}
+    interfaces = resources.interfaces(scaling, trainer.tensorflow_config.network) if sent else {}
     result = Plan(
         strategy="one process" if name == "default" else name,
         why=_why(trainer.strategy, name, workers, devices),
@@ -202,7 +202,7 @@ def _plan(trainer: KerasTrainer, phases: phases_module.Phases) -> Plan:
         gradient_bytes=facts.gradient_bytes,
         start_bytes=start_bytes(facts, name, workers),
         wire_bytes=sent,
-        networks={node: interface for node, (interface, _) in places.items()},
+        networks={node: interface for node, (interface, _) in interfaces.items()},
         row_bytes=facts.row_bytes,
         step_seconds=facts.step_seconds,
         room_bytes=_room(scaling, workers),
@@ -220,14 +220,14 @@ def _rows(trainer: KerasTrainer, dataset: stored.StoredDataset | TFData) -> int 
     """Returns the rows of an epoch; for a pipeline those of its steps if known, as full batches."""
     if isinstance(dataset, TFData):
         return None if dataset.facts.steps is None else dataset.facts.steps * trainer.config["batch_size"]
-    with stored.quiet(), streamed.watched("train"):
+    with stored.quiet(), streamed.log_slow_reads("train"):
         return trainer.datasets["train"].count()
 
 
 def _first(name: str, dataset, trainer) -> stored.StoredDataset | TFData:
     if isinstance(dataset, TFData):
         return dataset
-    with streamed.watched(name):
+    with streamed.log_slow_reads(name):
         if ingest.materialized(trainer.materialize, name) is False:
             with stored.quiet():
                 partitions.divide(dataset)  # raises ConfigError for a dataset that cannot be streamed

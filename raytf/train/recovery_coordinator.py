@@ -245,7 +245,7 @@ class RecoveryCoordinator:
                 f"timeout after {timeouts.get().replacement_start:g} s: no replacement worker has started"
             )
         self._start_replacements(state, owned, waiting)
-        seconds = self._pace.deadline(timeouts.get().replacement_place, copies=1, first_steps=1)
+        seconds = self._pace.deadline(timeouts.get().replacement_location, copies=1, first_steps=1)
         waiting |= self._all_wait(self._made, seconds, "make the step")
 
     def _start(self) -> None:
@@ -321,8 +321,8 @@ class RecoveryCoordinator:
             calls.append(worker.actor.execute.remote(recovery_client.set_replacement_state, replacement_state))
         self._ask(calls, "a place in the training", self._pace.deadline(timeouts.get().recovery_answer, copies=1))
         allowed, cores = self._group.config.listening, self._group.cores
-        asked = timeouts.call_with, timeouts.get(), backend.reserve, allowed, cores
-        calls = [worker.actor.execute.remote(*asked) for worker in self._made.values()]
+        reserve_arguments = timeouts.call_with, timeouts.get(), backend.reserve, allowed, cores
+        calls = [worker.actor.execute.remote(*reserve_arguments) for worker in self._made.values()]
         reserved = dict(zip(self._made, self._ask(calls, "an address"), strict=True))
         known = {rank: ports.join_address(*state.address) for rank, state in waiting.items()}
         known |= {rank: address for rank, (address, _) in reserved.items()}
@@ -357,8 +357,8 @@ class RecoveryCoordinator:
             if len(states) == len(workers):
                 return states
             if time.monotonic() > deadline:
-                late = ", ".join(f"worker {rank}" for rank in ranks)
-                raise RecoveryFailedError(f"timeout after {seconds:.0f} s: {late} did not {action}")
+                missing = ", ".join(f"worker {rank}" for rank in ranks)
+                raise RecoveryFailedError(f"timeout after {seconds:.0f} s: {missing} did not {action}")
 
 
 def error_clause(error: BaseException) -> str:

@@ -155,7 +155,7 @@ class RunGroup(EventGroup):
         self._received: dict[int, deque] = defaultdict(deque)
         self._process_reports = dict.fromkeys(self._answered_at, 0)  # reports of each rank's process
         self._values: dict[int, Any] = {}
-        self._asking: dict[int, tuple[Member, Request, float]] = {}
+        self._waiting_requests: dict[int, tuple[Member, Request, float]] = {}
         self._gathered: dict[int, Any] = {}
         self._drains_at = time.monotonic()
         self._watch_for_hangs()
@@ -193,7 +193,7 @@ class RunGroup(EventGroup):
             member.actor.answer.remote(self._list.answer(event.kind))
             return True
         else:
-            self._asking[rank] = member, event, time.monotonic()
+            self._waiting_requests[rank] = member, event, time.monotonic()
         return False
 
     def _needed(self) -> list[Member]:
@@ -212,13 +212,13 @@ class RunGroup(EventGroup):
             for member in self._needed():
                 member.actor.answer.remote(value)
                 self._poll(member.rank)
-        for rank, (member, event, asked_at) in list(self._asking.items()):
+        for rank, (member, event, requested_at) in list(self._waiting_requests.items()):
             if event.kind == "reported":
                 validated, seconds = event.value
                 waits = (self._process_reports[rank] and self._received[rank]) or (validated and self._list.validates())
-                if waits and (seconds is None or time.monotonic() - asked_at < seconds):
+                if waits and (seconds is None or time.monotonic() - requested_at < seconds):
                     continue
-            del self._asking[rank]
+            del self._waiting_requests[rank]
             member.actor.answer.remote(self._list.answer(event.kind))
             self._poll(rank)
 
@@ -235,7 +235,7 @@ class RunGroup(EventGroup):
     def start_again(self, member: Member) -> None:
         member.actor.begin.remote(self._job, member.rank)
         self._process_reports[member.rank] = 0
-        self._asking.pop(member.rank, None)
+        self._waiting_requests.pop(member.rank, None)
         self._joining[member.actor.next_event.remote(SOON_INTERVAL)] = member
 
     def has_room(self, ranks: Iterable[int]) -> bool:
@@ -298,14 +298,14 @@ class RunGroup(EventGroup):
         if not self._spec.stays:
             return []
         stay = decisions.reusable_ranks([worker_state(errors.get(member.rank)) for member in self.members])
-        asked = {
+        requests = {
             member.actor.leave.remote(timeouts.get().workers_stay): member
             for member in self.members
             if member.rank in stay and member.actor not in self._held_actors
         }
         seconds = 2 * timeouts.get().workers_stay
-        done, _ = ray.wait(list(asked), num_returns=len(asked), timeout=seconds) if asked else ([], [])
-        stayers = [member for ref, member in asked.items() if ref in done and _is_true(ref)]
+        done, _ = ray.wait(list(requests), num_returns=len(requests), timeout=seconds) if requests else ([], [])
+        stayers = [member for ref, member in requests.items() if ref in done and _is_true(ref)]
         self.members = [member for member in self.members if member not in stayers]
         return [(self.locations[member.rank].node, member.actor) for member in stayers]
 

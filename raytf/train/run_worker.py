@@ -80,7 +80,7 @@ class Channel:
     """
 
     folder = None
-    is_here = False  # whether this process is the driver's
+    is_in_driver = False  # whether this process is the driver's
 
     def __init__(self, rank: int, size: int, name: str):
         self.rank, self.size, self.name = rank, size, name
@@ -166,7 +166,7 @@ class RunTrainFnUtils(TrialTrainFnUtils):
             return stored_checkpoint, validation
 
         sent = self.report_later(metrics, keep)
-        if checkpoint_upload_mode is not CheckpointUploadMode.ASYNC or self._channel.is_here:
+        if checkpoint_upload_mode is not CheckpointUploadMode.ASYNC or self._channel.is_in_driver:
             sent.result()
 
     def report_later(self, metrics: dict[str, Any], checkpoint_of: Callable[[], tuple[Any, Any]]):

@@ -112,9 +112,9 @@ class TensorflowTrainer(EngineTrainer):
                 f"spares={tensorflow_config.spares}",
                 "Leave spares out",
             )
-        asked = arguments.asked_keras_2(tensorflow_config, run_config)
-        if asked is not None:
-            legacy_keras.check_installed(asked)
+        request = arguments.keras_2_request(tensorflow_config, run_config)
+        if request is not None:
+            legacy_keras.check_installed(request)
             run_config = with_variables(run_config or RunConfig(), legacy_keras.VARIABLES)
             tensorflow_config = dataclasses.replace(tensorflow_config, legacy_keras=True)
         super().__init__(

@@ -432,14 +432,14 @@ class GroupWorker(MemberProcess):
 
         self._rank, self._size, self._nodes = rank, len(addresses), nodes
         self._stack.enter_context(context.prepared(setup))
-        self._stack.enter_context(backend.spoken(rank == 0, None))
+        self._stack.enter_context(backend.keras_output(rank == 0, None))
         self._stack.enter_context(shared_warnings.shown_once(setup.warned))
         with autograph.in_memory():
             context.get_strategy()
         clearing.record_settings()
 
     def begin(self, job: TrialRun) -> None:
-        output.say_who(f"{job.name} worker {self._rank}")
+        output.set_output_name(f"{job.name} worker {self._rank}")
         self._folder = scratch.make_folder(size_of_files(job.files or {}))
         checkpoint = None
         if job.files is not None:

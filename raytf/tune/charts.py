@@ -60,7 +60,7 @@ class Axis:
     """An axis of parallel coordinates: the position of each line on it, from 0 to 1, and its ticks."""
 
     label: str
-    places: Sequence[float]
+    positions: Sequence[float]
     ticks: Sequence[tuple[float, str]] = field(default=())
 
 
@@ -147,8 +147,8 @@ def parallel_chart(axes: Sequence[Axis], values: Sequence[float], details: Seque
     position = lambda i, tick: (65 + i * step, bottom - tick * (bottom - top))
     body = []
     for line in sorted(range(len(values)), key=lambda n: values[n]):
-        places = [position(i, axis.places[line]) for i, axis in enumerate(axes)]
-        path = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in places)
+        points = [position(i, axis.positions[line]) for i, axis in enumerate(axes)]
+        path = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in points)
         color = _shade(values[line])
         body.append(f'<path class="c" d="{path}" stroke="{color}" stroke-width="1.8">{_title(details[line])}</path>')
     for i, axis in enumerate(axes):
@@ -259,8 +259,8 @@ def _curve(series: Series, color: str, x_scale: _Scale, y_scale: _Scale, show: C
     return f'<g class="c">{_title(tooltip)}{"".join(parts)}</g>'
 
 
-def _figure(body: str, legend: str, about: str, width: int = _WIDTH, style: str = "") -> str:
-    label = html.escape(about)
+def _figure(body: str, legend: str, description: str, width: int = _WIDTH, style: str = "") -> str:
+    label = html.escape(description)
     svg = f'<svg viewBox="0 0 {width} {_HEIGHT}" role="img" aria-label="{label}"{style}>{body}</svg>'
     return f'<div class="chart">{svg}{legend}</div>'
 

@@ -242,13 +242,17 @@ def sweep(
         if plan.end is not None:
             ends.callback(plan.end.clear)
         with table, _quiet_tune() as tunes:
-            asking = None if plan.end is None else SweepStop(plan.end, tunes.interrupt, ending.emit_stop_requested)
-            table.asking = asking
-            with ending.calls(tunes.interrupt if asking is None else lambda: tunes.has_begun() and asking.request()):
+            stop_request = (
+                None if plan.end is None else SweepStop(plan.end, tunes.interrupt, ending.emit_stop_requested)
+            )
+            table.stop_request = stop_request
+            with ending.calls(
+                tunes.interrupt if stop_request is None else lambda: tunes.has_begun() and stop_request.request()
+            ):
                 grid = tuner.fit()
         lock.check()
-        if asking is not None and asking.lost:
-            raise TrainingError(None, f"the sweep was requested to stop after a step: {'; '.join(asking.lost)}")
+        if stop_request is not None and stop_request.lost:
+            raise TrainingError(None, f"the sweep was requested to stop after a step: {'; '.join(stop_request.lost)}")
         if ending.number is not None:
             raise StoppedError(ending.number, _describe_progress(grid, plan.end is not None))
         if table.fatal is not None:

@@ -14,7 +14,7 @@ from raytf.console.progress import Entries
 from raytf.errors import RaytfError
 
 _POLL_INTERVAL = 0.1
-_ASKED, _ENDED, _TRIALS = "asked", "over", "trials/"
+_REQUESTED, _ENDED, _TRIALS = "asked", "over", "trials/"
 
 
 class NotReleasedError(RaytfError, TimeoutError):
@@ -32,7 +32,7 @@ class SweepEnd:
         self._entries = Entries("sweep_end") if entries is None else entries
 
     def is_requested(self) -> bool:
-        return self._entries.get(_ASKED) is not None
+        return self._entries.get(_REQUESTED) is not None
 
     def record_begun(self, trial: str) -> None:
         """Records that a trial is about to train steps, which are lost unless it ends after one."""
@@ -60,7 +60,7 @@ class SweepEnd:
 
     def request(self) -> None:
         """Requests that all trials end after a step."""
-        self._entries.put(_ASKED, True)
+        self._entries.put(_REQUESTED, True)
 
     def release(self) -> None:
         """Releases the trials that have ended."""

@@ -41,13 +41,13 @@ class SweepTable(tune.Callback):
 
     Attributes:
         fatal: An error of the first trial that ends the sweep, or None.
-        asking: The `sweep_end.SweepStop` of a sweep that ends after a step, or None.
+        stop_request: The `sweep_end.SweepStop` of a sweep that ends after a step, or None.
     """
 
     def __init__(self, metric: str, mode: str, total: int | None, show: bool):
         self._metric, self._mode, self._total, self._show = metric, mode, total, show
         self.fatal: Exception | None = None
-        self.asking: SweepStop | None = None
+        self.stop_request: SweepStop | None = None
         self._live = self._console = None
         self._began: dict[str, float] = {}
         self._spent: list[float] = []
@@ -55,7 +55,7 @@ class SweepTable(tune.Callback):
         self._due: float | None = None
 
     def __getstate__(self):  # Tune stores its callbacks next to the trials
-        cleared = {"_live": None, "_console": None, "_trials": [], "_due": None, "fatal": None, "asking": None}
+        cleared = {"_live": None, "_console": None, "_trials": [], "_due": None, "fatal": None, "stop_request": None}
         return {**vars(self), **cleared}
 
     def __enter__(self):
@@ -80,8 +80,8 @@ class SweepTable(tune.Callback):
 
     def on_step_end(self, iteration, trials, **info):
         self._trials = trials
-        if self.asking is not None:
-            self.asking.check(lambda: [trial.trial_id for trial in trials if trial.status == "RUNNING"])
+        if self.stop_request is not None:
+            self.stop_request.check(lambda: [trial.trial_id for trial in trials if trial.status == "RUNNING"])
         self._check_resources()
         if self._live is not None:
             self._live.update(self._table())

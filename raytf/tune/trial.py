@@ -96,7 +96,7 @@ class Trial(tune.Trainable):
         logging.getLogger(loggers.TUNE_STORAGE).setLevel(logging.WARNING)  # it logs each checkpoint
         timeouts.set_current(plan.setup.timeouts)
         self._plan, self._worker_group = plan, None
-        output.say_who(self.trial_name)
+        output.set_output_name(self.trial_name)
         self._record()
         self._take_config(config)
 
@@ -157,8 +157,10 @@ class Trial(tune.Trainable):
         self._reported = True
         # Tune counts from its own checkpoint, and later reports are not repeated. Both keys stay in Tune's positions,
         # as it appends to a CSV file without a check of its header
-        ahead = {DONE: False, TRAINING_ITERATION: self.iteration + 1 + self._pending} if self._pending else {}
-        return {**metrics, **self._derived, **self._maybe_save(), **ahead}
+        placeholder_result = (
+            {DONE: False, TRAINING_ITERATION: self.iteration + 1 + self._pending} if self._pending else {}
+        )
+        return {**metrics, **self._derived, **self._maybe_save(), **placeholder_result}
 
     def _emit_restart(self, error: WorkerGroupLostError) -> None:
         """Emits the restart of a trial that has lost a worker for good."""
@@ -200,8 +202,8 @@ class Trial(tune.Trainable):
             if self._worker_group is None:
                 per_worker = ray_configs.resources_per_worker(plan.scaling_config)
                 self._train = plan.train.clone()
-                places = {"first_bundle": _first_bundle(), "spares": plan.spares}
-                self._worker_group = WorkerGroup(plan.setup, per_worker, workers, plan.environment, **places)
+                placement = {"first_bundle": _first_bundle(), "spares": plan.spares}
+                self._worker_group = WorkerGroup(plan.setup, per_worker, workers, plan.environment, **placement)
             storage = ray_tune.storage_of(self)
             context = {"datasets": plan.datasets, "dataset_config": plan.dataset_config}
             context |= {"filesystem": storage.storage_filesystem, "folder": storage.trial_fs_path}

@@ -83,7 +83,7 @@ class Training:
         first_epoch: Index of the first epoch of the run.
         arguments: Further arguments of Keras' `fit`.
         build: See `checkpoint.checkpoint_parts`.
-        report: Function `report(metrics, moment)` for ends of epochs; the session's by default.
+        report: Function `report(metrics, snapshot)` for ends of epochs; the session's by default.
         workers: Number of processes that make steps; the session's by default.
 
     Attributes:

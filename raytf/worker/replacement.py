@@ -48,7 +48,7 @@ def _unrecoverable(model, holder) -> str | None:
     """Returns why the loss of a worker is not recoverable, as a clause, or None."""
     if holder is None:
         return "workers do not sum gradients in raytf's ring"
-    if shards.are_in(model):
+    if shards.has_shards(model):
         return "with shard_optimizer a lost worker's share of the optimizer's state exists nowhere else"
     if local_sgd.averaging_interval(model.distribute_strategy) > 1:
         return "with sync_every workers have different weights"
@@ -218,7 +218,7 @@ class RecoveryCallback(TrainingPart):
         model, report = training.model, training.parts[EpochReports]
         named = {f"{i}.{j}": value(v) for i, metric in enumerate(model.metrics) for j, v in enumerate(metric.variables)}
         state = {"logs": logs, "metrics": metrics.described(model), "order": dict(training.order)}
-        return report.parts(named, ahead=self._pending_steps(), epoch_step=self._steps_made(), **state)
+        return report.parts(named, steps_ahead=self._pending_steps(), epoch_step=self._steps_made(), **state)
 
     def _save(self, owned: Sequence[bytes], older_ranks: Collection[int]) -> int:
         """Saves a checkpoint of the last common step, see `RecoveryClient.arm`; this worker makes no further step.
@@ -227,10 +227,12 @@ class RecoveryCallback(TrainingPart):
         metrics of the epoch then lack its rows of one step, and a warning reports it.
         """
         model, session, step = self._training.model, self._training.session, recovery_client.client.step
-        if early := own_state.written_early(model):
-            raise RaytfError(f"its steps change {', '.join(early)} before gradients are summed, or after updates")
+        if changed_early := own_state.written_early(model):
+            raise RaytfError(
+                f"its steps change {', '.join(changed_early)} before gradients are summed, or after updates"
+            )
         variables = own_state.variables_of(model)
-        values = metrics.together(
+        values = metrics.merge_states(
             model, variables, [own_state.values_of(model, content) for content in owned], older_ranks
         )
         known = {id(v): value for v, value in zip(variables, values, strict=True)}

@@ -335,15 +335,15 @@ class RaySession(Session):
         if unlisted and last is not None:
             with contextlib.suppress(DamagedCheckpointError):  # a warning has already named it
                 listed = checkpoint_files.read_state_of(last).step
-        late = sorted((s.step, end, s.reported) for end, s in unlisted.items() if listed < s.step <= resumed_step)
-        return name, folder, [(end, metrics) for _, end, metrics in late]
+        unreported = sorted((s.step, end, s.reported) for end, s in unlisted.items() if listed < s.step <= resumed_step)
+        return name, folder, [(end, metrics) for _, end, metrics in unreported]
 
     def _snapshot_path(self, name: str) -> ray.train.Checkpoint:
         path = posixpath.join(self.storage.experiment_fs_path, name)
         return ray.train.Checkpoint(path, filesystem=self.storage.storage_filesystem)
 
     def save_step(self, name: str, model, parts: Mapping[str, Any], writers: int = 1) -> None:
-        self._saver.keep(name, model, parts, writers, last=self.stop_request() is not None)
+        self._saver.save_async(name, model, parts, writers, last=self.stop_request() is not None)
 
     def ready(self, model, in_memory: bool, writers: int = 1) -> None:
         copies_all = self.rank == 0 or (in_memory and self.holders().local)
@@ -421,10 +421,10 @@ class RaySession(Session):
         )
         return pending
 
-    def _save_epoch_end(self, name: str, moment: CheckpointSnapshot) -> Callable[[], None]:
+    def _save_epoch_end(self, name: str, snapshot: CheckpointSnapshot) -> Callable[[], None]:
         """Returns a function that blocks until the checkpoint is whole, see `CheckpointSaver.save_epoch_end`."""
         try:
-            return self._saver.save_epoch_end(name, moment)
+            return self._saver.save_epoch_end(name, snapshot)
         except NotWrittenError as error:
             failed = error
 

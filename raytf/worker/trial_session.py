@@ -89,7 +89,7 @@ class TrialSession(Session):
 
     def save_step(self, name: str, model, parts: Mapping[str, Any], writers: int = 1) -> None:
         parts = {**parts, TRIAL: json.dumps({"reports": self._reports})}
-        self._saver.keep(name, model, parts, last=self.stop_request() is not None)
+        self._saver.save_async(name, model, parts, last=self.stop_request() is not None)
 
     def ready(self, model, in_memory: bool, writers: int = 1) -> None:
         if self._saver is not None:

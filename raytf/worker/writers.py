@@ -37,7 +37,7 @@ class WriterCount:
             return 1
         variables = [*model.variables, *model_optimizers.alike(model), *shards.sharded_variables(model)]
         count = min(self._session.size, sum(map(communicator.bytes_of, variables)) // LEAST_BYTES)
-        return 1 if count < (_FEWEST_WITH_SHARES if shards.are_in(model) else FEWEST) else int(count)
+        return 1 if count < (_FEWEST_WITH_SHARES if shards.has_shards(model) else FEWEST) else int(count)
 
     def count(self, model) -> int:
         """Returns the number of workers that write a checkpoint of the current state; 1 is the chief alone.

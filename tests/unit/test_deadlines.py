@@ -53,7 +53,7 @@ def test_worker_reports_its_pace_and_waits_no_shorter_than_the_driver_does():
             pace.deadline(its.recovery_answer, copies=1),
             its.replacement_start,
             pace.deadline(its.recovery_answer, copies=1),
-            max(pace.deadline(its.replacement_place, 1, 1), pace.deadline(its.recovery_checkpoint, 1)),
+            max(pace.deadline(its.replacement_location, 1, 1), pace.deadline(its.recovery_checkpoint, 1)),
         ]
         assert waits >= sum(parts)
 

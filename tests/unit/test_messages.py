@@ -26,7 +26,7 @@ HELPERS = {"_print", "_log", "say", "emit_stop_requested"}
 CLAUSES = {
     "RecoveryFailedError",
     "NotWrittenError",
-    "NoRoomError",
+    "BufferFullError",
     "ServerLostError",
     "StoppedError",
     "TrainingError",
@@ -85,7 +85,7 @@ ELSEWHERE: dict[tuple[str, str], str | tuple[tuple[str, str], ...]] = {
     ("train/keras_trainer.py", "line"): RESULT,
     ("train/tensorflow_trainer.py", "f'run     {location}'"): RESULT,
     ("train/tensorflow_trainer.py", "line"): RESULT,
-    ("train/verify.py", "proof.text()"): _PROOF,
+    ("train/verify.py", "result.text()"): _PROOF,
     ("train/verify.py", "text"): _PROOF,
     ("tune/sweep.py", "doubt"): (("validation.py", "mode_warning"),),
     ("tune/sweep.py", "f'sweep   {resume or run_folder.folder_in_users_form(settled)}'"): RESULT,

@@ -39,7 +39,7 @@ class Group(run_group.RunGroup):
         self.members = [Member(Actor(), rank, rank) for rank in range(2)]
         self.locations = {rank: types.SimpleNamespace(node=f"node {rank}") for rank in range(2)}
         self._deadlines = {"node 1": time.time() + deadline}
-        self._errors, self._values, self._pending, self._gathered, self._asking = {}, {}, {}, {}, {}
+        self._errors, self._values, self._pending, self._gathered, self._waiting_requests = {}, {}, {}, {}, {}
         self._waits, self.reported, self._process_reports = set(), {}, collections.Counter()
         self._received = collections.defaultdict(collections.deque)
         self._process_killer, self._hangs = types.SimpleNamespace(ended={}, final_reports={}), None

@@ -350,7 +350,7 @@ _OVERRIDES = ("_", "on_", "serialize", "deserialize")
 def public_definitions() -> dict[str, ast.ClassDef | ast.FunctionDef]:
     """Returns raytf's own public functions and classes, and the methods of these, by name."""
     found = {}
-    for name, module in raytf._PLACES.items():
+    for name, module in raytf._MODULES.items():
         if not module.startswith("raytf."):
             continue
         source = FOLDER.joinpath(*module.split(".")[1:]).with_suffix(".py").read_text()
