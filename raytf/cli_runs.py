@@ -260,8 +260,8 @@ def datasets_of(values, paths: dict[str, str], labelled: bool = True) -> tuple[d
 
     opened_files: dict[str, Any] = {}
     for name, location in paths.items():
-        like = next(iter(opened_files.values()), None)
-        opened_files[name] = formats.read(name, location, **values["data"], like=like, labelled=labelled)
+        reference = next(iter(opened_files.values()), None)
+        opened_files[name] = formats.read(name, location, **values["data"], reference=reference, labelled=labelled)
     roles = formats.roles(next(iter(opened_files.values())), values["trainer"], values["columns"]["image"])
     return {name: data.dataset for name, data in opened_files.items()}, roles
 

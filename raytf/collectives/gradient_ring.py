@@ -154,10 +154,10 @@ class GradientRing(Exchange):
         (gathered,) = self._gather_arrays([np.concatenate([bytes_of(part) for part in (header, *flat)])])
         begin = 0
 
-        def take(count: int, like: np.ndarray) -> np.ndarray:
+        def take(count: int, example: np.ndarray) -> np.ndarray:
             nonlocal begin
-            first, begin = begin, begin + count * like.itemsize * math.prod(like.shape[1:])
-            return gathered[first:begin].view(like.dtype).reshape(count, *like.shape[1:])
+            first, begin = begin, begin + count * example.itemsize * math.prod(example.shape[1:])
+            return gathered[first:begin].view(example.dtype).reshape(count, *example.shape[1:])
 
         workers = []
         while begin < gathered.size:

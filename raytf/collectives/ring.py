@@ -485,8 +485,8 @@ class Ring:
         self._receive_peer_messages()
         self.close()
         has_left, call = received_cause is not None and received_cause.departed, activity.tracker.call
-        alone = f"; this worker is in {activity.CALLS[call]}, {_MIXED_CALLS}" if has_left and call else ""
-        return PeerLostError(self.rank, f"{cause}{alone}", cause.lost)
+        peer_hint = f"; this worker is in {activity.CALLS[call]}, {_MIXED_CALLS}" if has_left and call else ""
+        return PeerLostError(self.rank, f"{cause}{peer_hint}", cause.lost)
 
     def _receive_peer_messages(self) -> None:
         """Reads passed messages that are still in the socket if the previous member was lost between two sums."""

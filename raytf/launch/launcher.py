@@ -265,11 +265,11 @@ class ScriptCluster:
         exits: dict[Task, TaskExit] = {}
         lost, deadline = False, None
         while self._requests:
-            for task, end, gone in self._receive():
-                lost = lost or gone
+            for task, end, is_lost in self._receive():
+                lost = lost or is_lost
                 if (
                     end.code
-                    and not gone
+                    and not is_lost
                     and roles.can_restart_by_itself(task, self._tasks)
                     and self._may_restart(task, end)
                 ):
@@ -310,11 +310,11 @@ class ScriptCluster:
         ended = []
         for ref in done:
             task = self._requests.pop(ref)
-            end, gone = self._show(task, ref)
+            end, is_lost = self._show(task, ref)
             if end is None:
                 self._request(task)
             else:
-                ended.append((task, end, gone))
+                ended.append((task, end, is_lost))
         current_time = time.monotonic()
         passed, self._answered_at = min(current_time - self._answered_at, 2 * _TICK_INTERVAL), current_time
         for ref in silent:

@@ -238,9 +238,9 @@ class _RemoteReader:
         if not ray.wait([self._pending], timeout=0)[0]:
             self.silent += passed
             return None
-        asked, self._pending, self.silent = self._pending, None, 0.0
+        pending, self._pending, self.silent = self._pending, None, 0.0
         try:
-            seen, self._answered = ray.get(asked), True
+            seen, self._answered = ray.get(pending), True
             return seen
         # if the node is lost, Ray reports it for its other actors, too; a draining node rejects new ones
         except (RayActorError, ActorUnschedulableError):
@@ -266,7 +266,7 @@ class ProcessKiller(ProcessMonitor):
     Attributes:
         final_reports: Stored results of `final_report`, by key.
         ended: The reason for each process that it ended, by key: a sentence without a full stop.
-        gone: The same for processes whose host does not answer; Ray notices that later.
+        unreachable: The same for processes whose host does not answer; Ray notices that later.
     """
 
     def __init__(
@@ -279,7 +279,7 @@ class ProcessKiller(ProcessMonitor):
         self._final_report_of = final_report
         self.final_reports: dict = {}
         self.ended: dict = {}
-        self.gone: dict = {}
+        self.unreachable: dict = {}
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._follow, daemon=True, name="raytf_process_killer")
         self._thread.start()
@@ -302,7 +302,9 @@ class ProcessKiller(ProcessMonitor):
                 stopped_processes = self.check()
                 self._end([state for state in stopped_processes if state.seen is not None])
                 hosts = [state for state in stopped_processes if state.seen is None]
-                self.gone |= {key: f"the host {host.location.host} {host.how}" for host in hosts for key in host.keys}
+                self.unreachable |= {
+                    key: f"the host {host.location.host} {host.how}" for host in hosts for key in host.keys
+                }
             except Exception:  # a failure may be temporary, and without this thread nothing checks processes
                 logger.exception("the process monitor could not poll processes, and retries")
 

@@ -336,7 +336,7 @@ class EventGroup:
             self._errors.pop(rank, None)
             self._process_killer.ended.pop(rank, None)
             self._process_killer.final_reports.pop(rank, None)
-            self._process_killer.gone.pop(rank, None)
+            self._process_killer.unreachable.pop(rank, None)
             self._process_killer.watch(rank, self.locations[rank])
             if rank not in self._pending.values():
                 self._poll(rank)

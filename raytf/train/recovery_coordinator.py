@@ -132,10 +132,10 @@ class RecoveryCoordinator:
         with self._lock:
             made = dict(self._made)
         self.also_lost |= self._dead(self._survivors)
-        gone = self._dead(made)
-        self.new_lost = len(gone)
+        dead = self._dead(made)
+        self.new_lost = len(dead)
         lost = [worker_names(self.also_lost)] if self.also_lost else []
-        lost += [f"the process that was to become worker {rank}" for rank in sorted(gone)]
+        lost += [f"the process that was to become worker {rank}" for rank in sorted(dead)]
         if lost:
             self.why = f"{' and '.join(lost)} was lost"
 

@@ -287,10 +287,10 @@ class RunGroup(EventGroup):
 
     def _survivors_continue(self) -> bool:
         """Whether workers of a drained node are gone, and its deadline is not over for the others' own loops."""
-        gone = [rank for rank, error in self._errors.items() if getattr(user_error(error), "preempted", False)]
-        if not gone or self._decisions.state.ends_after_step:
+        preempted = [rank for rank, error in self._errors.items() if getattr(user_error(error), "preempted", False)]
+        if not preempted or self._decisions.state.ends_after_step:
             return False
-        deadline = max(self._deadlines.get(self.nodes[rank], 0.0) for rank in gone) + self._spec.preemption.seconds
+        deadline = max(self._deadlines.get(self.nodes[rank], 0.0) for rank in preempted) + self._spec.preemption.seconds
         return time.time() < deadline and len(self._errors.keys() | self._values.keys()) < len(self.members)
 
     def reusable_workers(self, errors: Mapping[int, Exception]) -> list[tuple[str, Any]]:

@@ -263,7 +263,7 @@ class WorkerGroup(EventGroup):
         return "", ""  # the others wait for its report, too
 
     def _handle_failures(self) -> None:
-        for rank, how in list(self._process_killer.gone.items()):  # Ray would notice it later
+        for rank, how in list(self._process_killer.unreachable.items()):  # Ray would notice it later
             self._errors[rank] = WorkerFrozenError(how)
         super()._handle_failures()
 
@@ -285,8 +285,8 @@ class WorkerGroup(EventGroup):
 
     def _lost_group(self, lost: LostGroupError) -> WorkerGroupLostError:
         rank, error = min(lost.errors.items())
-        if rank in self._process_killer.gone:
-            error_found = WorkerGroupLostError(self._process_killer.gone[rank])
+        if rank in self._process_killer.unreachable:
+            error_found = WorkerGroupLostError(self._process_killer.unreachable[rank])
         elif rank in self._process_killer.ended:
             error_found = WorkerGroupLostError(self._frozen(rank, self._process_killer.ended[rank]))
         elif isinstance(error, WorkerFrozenError):
@@ -368,7 +368,7 @@ class WorkerGroup(EventGroup):
             raise WorkerGroupLostError(str(error)) from None
 
     def _check_processes(self) -> None:
-        for how in self._process_killer.gone.values():
+        for how in self._process_killer.unreachable.values():
             raise WorkerGroupLostError(how)
         for rank, how in self._process_killer.ended.items():
             raise WorkerGroupLostError(self._frozen(rank, how))
@@ -392,11 +392,11 @@ def _take(spares: Sequence[tuple[str, Any]], node: str):
     Ray's key-value store has the used ones, as a worker of another group would answer only after its step.
     """
     leader = ray.get_runtime_context().current_actor
-    gone = (ray.exceptions.RayActorError, ray.exceptions.ActorUnschedulableError, ray.exceptions.GetTimeoutError)
+    lost_errors = (ray.exceptions.RayActorError, ray.exceptions.ActorUnschedulableError, ray.exceptions.GetTimeoutError)
     for spare_node, actor in spares:
         if spare_node != node or ray_core.kv_put(ray_core.id_of(actor), b"taken", overwrite=False, namespace=_TAKEN):
             continue
-        with contextlib.suppress(*gone):
+        with contextlib.suppress(*lost_errors):
             ray.get(actor.end_with.remote(leader), timeout=timeouts.get().imports)
             return actor
     return None

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 # Size of the picture in its own units; it is scaled to a column of the page.
 _WIDTH, _HEIGHT = 460, 270
-_LEFT, _RIGHT, _TOP, _BOTTOM = 62, 14, 26, 42
+_LEFT_MARGIN, _RIGHT_MARGIN, _TOP_MARGIN, _BOTTOM_MARGIN = 62, 14, 26, 42
 # Ratio of the largest to the smallest value from which on an axis is logarithmic.
 _DECADES = 20.0
 _TICKS = 8
@@ -106,8 +106,10 @@ def line_chart(
     if not points:
         return None
     ys = [y for _, y in points]
-    x_scale = _Scale([x for x, _ in points], (_LEFT, _WIDTH - _RIGHT), whole=True)
-    y_scale = _Scale([*ys, *([0.0] if zero else [])], (_HEIGHT - _BOTTOM, _TOP), log=not zero and spans_decades(ys))
+    x_scale = _Scale([x for x, _ in points], (_LEFT_MARGIN, _WIDTH - _RIGHT_MARGIN), whole=True)
+    y_scale = _Scale(
+        [*ys, *([0.0] if zero else [])], (_HEIGHT - _BOTTOM_MARGIN, _TOP_MARGIN), log=not zero and spans_decades(ys)
+    )
     body = [_frame(x_scale, y_scale, x_label, y_label, show)]
     named = [curve for curve in series if curve.named]
     colors = [curve.color or COLORS[i % len(COLORS)] for i, curve in enumerate(named)]
@@ -123,8 +125,8 @@ def scatter_chart(points: Sequence[Point], x_label: str, y_label: str, value_lab
     if not points:
         return None
     xs, ys = [p.x for p in points], [p.y for p in points]
-    x_scale = _Scale(xs, (_LEFT + 8, _WIDTH - _RIGHT - 8), log=spans_decades(xs), ticks_at_values=True)
-    y_scale = _Scale(ys, (_HEIGHT - _BOTTOM - 6, _TOP + 6), log=min(ys) > 0 and max(ys) / min(ys) > 5)
+    x_scale = _Scale(xs, (_LEFT_MARGIN + 8, _WIDTH - _RIGHT_MARGIN - 8), log=spans_decades(xs), ticks_at_values=True)
+    y_scale = _Scale(ys, (_HEIGHT - _BOTTOM_MARGIN - 6, _TOP_MARGIN + 6), log=min(ys) > 0 and max(ys) / min(ys) > 5)
     body = [_frame(x_scale, y_scale, x_label, y_label, format_number)]
     for p in sorted(points, key=lambda p: p.value):
         position = f'cx="{x_scale(p.x):.1f}" cy="{y_scale(p.y):.1f}" r="6.5"'
@@ -143,7 +145,7 @@ def parallel_chart(axes: Sequence[Axis], values: Sequence[float], details: Seque
     """
     width = max(_WIDTH, _AXIS_WIDTH * len(axes))
     step = (width - 130) / (len(axes) - 1)
-    top, bottom = _TOP + 16, _HEIGHT - 16
+    top, bottom = _TOP_MARGIN + 16, _HEIGHT - 16
     position = lambda i, tick: (65 + i * step, bottom - tick * (bottom - top))
     body = []
     for line in sorted(range(len(values)), key=lambda n: values[n]):
@@ -221,17 +223,15 @@ def _log_ticks(low: float, high: float) -> list[float]:
 
 
 def _frame(x_scale: _Scale, y_scale: _Scale, x_label: str, y_label: str, show: Callable[[float], str]) -> str:
-    parts = []
+    parts, right, base = [], _WIDTH - _RIGHT_MARGIN, _HEIGHT - _BOTTOM_MARGIN
     for tick in y_scale.ticks:
         y = y_scale(tick)
-        parts.append(f'<line x1="{_LEFT}" y1="{y:.1f}" x2="{_WIDTH - _RIGHT}" y2="{y:.1f}" class="g"/>')
-        parts.append(_text(_LEFT - 6, y + 4, show(tick), "end", "t"))
+        parts.append(f'<line x1="{_LEFT_MARGIN}" y1="{y:.1f}" x2="{right}" y2="{y:.1f}" class="g"/>')
+        parts.append(_text(_LEFT_MARGIN - 6, y + 4, show(tick), "end", "t"))
     for tick in x_scale.ticks:
-        parts.append(_text(x_scale(tick), _HEIGHT - _BOTTOM + 16, format_number(tick), "middle", "t"))
-    parts.append(
-        f'<line x1="{_LEFT}" y1="{_HEIGHT - _BOTTOM}" x2="{_WIDTH - _RIGHT}" y2="{_HEIGHT - _BOTTOM}" class="a"/>'
-    )
-    parts.append(_text((_LEFT + _WIDTH - _RIGHT) / 2, _HEIGHT - 8, x_label, "middle", "l"))
+        parts.append(_text(x_scale(tick), base + 16, format_number(tick), "middle", "t"))
+    parts.append(f'<line x1="{_LEFT_MARGIN}" y1="{base}" x2="{right}" y2="{base}" class="a"/>')
+    parts.append(_text((_LEFT_MARGIN + right) / 2, _HEIGHT - 8, x_label, "middle", "l"))
     parts.append(_text(8, 14, _cut(y_label, 48), "start", "l", y_label))
     return "".join(parts)
 

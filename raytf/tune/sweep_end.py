@@ -14,7 +14,7 @@ from raytf.console.progress import Entries
 from raytf.errors import RaytfError
 
 _POLL_INTERVAL = 0.1
-_REQUESTED, _ENDED, _TRIALS = "asked", "over", "trials/"
+_REQUESTED, _ENDED, _TRIALS = "requested", "over", "trials/"
 
 
 class NotReleasedError(RaytfError, TimeoutError):

@@ -113,11 +113,13 @@ class CallbackStates:
         _warn_of_unrestored(unrestored, [e["class"] for e in unmatched if e.get("attributes") or "own" in e], chief)
 
 
-def _warn_of_unrestored(new: list[str], gone: list[str], chief: bool) -> None:
+def _warn_of_unrestored(new: list[str], dropped: list[str], chief: bool) -> None:
     if chief and new:
         warnings.warn(f"Callbacks that the checkpoint does not know start from scratch: {', '.join(new)}", stacklevel=2)
-    if chief and gone:
-        warnings.warn(f"The state of callbacks that the run has no longer is dropped: {', '.join(gone)}", stacklevel=2)
+    if chief and dropped:
+        warnings.warn(
+            f"The state of callbacks that the run has no longer is dropped: {', '.join(dropped)}", stacklevel=2
+        )
 
 
 def _is_entry(entry) -> bool:
