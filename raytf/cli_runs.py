@@ -252,7 +252,7 @@ def datasets_of(values, paths: dict[str, str], labelled: bool = True) -> tuple[d
     """Returns the datasets of paths, and the features and labels that are given or can be known.
 
     Args:
-        values: Values of the options, see `given`.
+        values: Values of the options, see `given_options`.
         paths: Paths by name of the dataset; others have the types and classes of the first.
         labelled: Whether the rows have labels.
     """

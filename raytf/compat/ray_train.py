@@ -214,7 +214,7 @@ class Validations:
         self._manager.after_report(report, [])
 
     def tick(self) -> None:
-        """Takes results, and starts tasks."""
+        """Collects results, and starts tasks."""
         self._manager._poll_validations()
         self._manager._kick_off_validations()
 

@@ -122,7 +122,7 @@ class BackgroundVerification:
             self.check()
 
     def _raise_priority(self) -> None:
-        """Gives the comparison normal priority, if this process waits for it and may do that."""
+        """Sets the normal priority of the comparison, if this process waits for it and may do that."""
         if self._is_urgent and self._pid is not None:
             priority.set_normal_with_children(self._pid)
 

@@ -161,7 +161,7 @@ class _IdleGroup:
 
 
 def is_wanted() -> bool:
-    """Whether anything in the cluster waits for resources: a task, an actor, or a placement group of any driver.
+    """Returns whether anything in the cluster waits for resources: a task, actor or placement group of any driver.
 
     Placement groups are checked separately: Ray's reported load may omit those that it has tried in vain.
     """

@@ -225,7 +225,7 @@ def known_alike(step: step_module.Step, value) -> bool:
 
 
 def differs_by_draws(step: step_module.Step, value) -> bool:
-    """Whether random numbers alone make a tensor of a graph differ between workers, as noise added to a gradient."""
+    """Returns whether only random numbers make a tensor of a graph differ between workers, as noise of a gradient."""
     origins = _origins(step, value) if isinstance(value, tf.Tensor) else None
     return origins is not None and origins[1]
 
@@ -274,7 +274,7 @@ def may_differ(step: step_module.Step, value) -> bool:
 
 
 def has_fixed_ids(step: step_module.Step | None, gradient: tf.IndexedSlices) -> bool | None:
-    """Whether the ids of slices do not come from rows, as those of a table of positions: all workers have the same.
+    """Returns whether the ids of slices do not come from rows, as those of a table of positions: all are equal.
 
     They may depend on any dimension of a batch but the first, as in `embedding(ops.arange(ops.shape(x)[1]))`. None if
     their origin is unknown, as in a step that runs eagerly, or for a fixed number of rows, which may be in constants.

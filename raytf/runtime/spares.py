@@ -82,7 +82,7 @@ class StandbyPool:
         return False
 
     def take(self, node: str, ask: Callable):
-        """Takes a standby worker of a node; returns (its actor, its answer), or None if there is none.
+        """Removes and returns a standby worker of a node, as (its actor, its answer); None if there is none.
 
         Args:
             node: Ray's id of the node.

@@ -174,7 +174,7 @@ class _WriteLoop:
                 return
 
     def _is_yielded(self, request: dict) -> bool:
-        """Gives up a failed unpinned request if the peer needs its buffer. Returns whether it did."""
+        """Drops a failed unpinned request if the peer needs its buffer. Returns whether it did."""
         self._take(0.0)
         if not self._yields or self._peer_gone or request["id"] == self._pinned:
             return False

@@ -97,7 +97,7 @@ class SnapshotWriter:
 
         writer = SnapshotWriter(filesystem, "runs/one")
         writer.write("step_000000000100", {"state.json": text, "seeds.npz": {"0": seed}, "model.keras": archive})
-        writer.write("step_000000000110", parts, held=True)     # written only if this process dies
+        writer.write("step_000000000110", parts, in_memory=True)     # written only if this process dies
         number = writer.write("checkpoint_one", parts, pinned=True)     # no newer one replaces it
         writer.finish(60.0, number=number)     # it is whole, or NotWrittenError explains why not
         writer.close()

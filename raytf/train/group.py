@@ -149,7 +149,7 @@ class EventGroup:
     # ------------------------------------------------------------------------------------------ events
 
     def _take_event(self, member: Member, event: Any) -> bool:
-        """Takes an event; returns whether the worker is to be asked for the next one now."""
+        """Handles an event; returns whether to request the next one from the worker now."""
         raise NotImplementedError
 
     def _begin_following(self, calls: dict[Any, int]) -> None:
@@ -158,7 +158,7 @@ class EventGroup:
         self._answered_at = dict.fromkeys(range(len(self.members)), now)
         self._errors: dict[int, Exception] = {}
         self._waits: set[int] = set()  # ranks that wait for the next ring
-        self._stale: set[Any] = set()  # refs from before a recovery: what waited then may have gone on
+        self._stale: set[Any] = set()  # refs from before a recovery: a worker that waited then may have continued
         self._failed_at: float | None = None
         self._pending = calls
         self._process_killer.mark_alive(*self._answered_at)
@@ -167,7 +167,7 @@ class EventGroup:
         self._pending[self.members[rank].actor.next_event.remote()] = rank
 
     def _follow(self) -> None:
-        """Takes the next events of all workers."""
+        """Handles the next events of all workers."""
         if not self._pending:
             time.sleep(_CHECK_INTERVAL)  # all wait for one that has failed
             return
@@ -318,7 +318,7 @@ class EventGroup:
         self._watch_for_hangs()
 
     def _serve_replacements(self) -> None:
-        """Takes events of replacement workers, which may request what the driver has before they join."""
+        """Handles events of replacement workers, which may request what the driver has before they join."""
         for ref in ray.wait(list(self._joining), timeout=0)[0] if self._joining else ():
             member = self._joining.pop(ref)
             event = _taken(ref)

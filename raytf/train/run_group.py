@@ -286,7 +286,7 @@ class RunGroup(EventGroup):
             self._decisions.take(decisions.StopNotDelivered())
 
     def _survivors_continue(self) -> bool:
-        """Whether workers of a drained node are gone, and its deadline is not over for the others' own loops."""
+        """Returns whether workers of a drained node have ended, before its deadline for the others' own loops."""
         preempted = [rank for rank, error in self._errors.items() if getattr(user_error(error), "preempted", False)]
         if not preempted or self._decisions.state.ends_after_step:
             return False

@@ -100,7 +100,7 @@ class Channel:
         return self.answers.get()
 
     def wake(self) -> None:
-        """Has the driver look after the workers; an event that waits already does so."""
+        """Makes the driver check the workers; an event that waits already does so."""
         with contextlib.suppress(queue.Full):
             self.events.put_nowait(PeerLossNoticed())
 
@@ -196,7 +196,7 @@ class RunTrainFnUtils(TrialTrainFnUtils):
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def report_loss(self) -> None:
-        """Has the driver look after the workers."""
+        """Makes the driver check the workers."""
         self._channel.wake()
 
     def get_checkpoint(self):

@@ -216,7 +216,7 @@ def _arguments(callback) -> set[str]:
 
 
 def _names(value, is_one: Callable[[str], bool]) -> bool:
-    """Whether a plain value contains a string for which `is_one` holds, except for keys of dicts (metric names)."""
+    """Returns whether a plain value contains a string for which `is_one` holds, keys of dicts (metrics) apart."""
     if isinstance(value, str):
         return is_one(value)
     if isinstance(value, Mapping):

@@ -45,10 +45,10 @@ class TrainingPart(keras.callbacks.Callback):
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes the `state_dict` of another worker, before the training begins."""
+        """Restores the `state_dict` of another worker, before the training begins."""
 
     def exchanges(self, step: int) -> bool:
-        """Whether it may exchange data with other workers after a step; `step` is the number of steps in all."""
+        """Returns whether it may exchange data with other workers after a step; `step` is the total number of steps."""
         return False
 
     def running(self) -> contextlib.AbstractContextManager[None]:
