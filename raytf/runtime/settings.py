@@ -54,9 +54,10 @@ class TensorflowConfig:
             30 times as long in a callback, in the input or in a checkpoint, or while the worker still makes progress. A
             process that is stopped (SIGSTOP) is ended, one that computes is not. None turns hang detection off.
         heal: Whether a lost worker is replaced in place, where FailureConfig allows failures. For workers that use
-            raytf's ring: of a `KerasTrainer`, of trials of its sweep, and of `raytf.fit`, where three losses in a call
-            are replaced. The other workers keep their processes and wait in their step. After each step every worker sends its own state (metrics, moving statistics, seeds) to
-            another one. If False, or if it is not possible, all workers restart from the last checkpoint.
+            raytf's ring: of a `KerasTrainer`, of trials of its sweep, and of `raytf.fit`, at most three times in a
+            call. The other workers keep their processes and wait in their step. After each step every worker sends its
+            own state (metrics, moving statistics, seeds) to another one. If False, or if it is not possible, all
+            workers restart from the last checkpoint.
         spares: Number of standby workers on each host that has workers, at least 0. A standby worker replaces a lost
             worker faster: it has imported TensorFlow and has made a warm-up step of the model on the first rows, whose
             result is discarded. For that it calls `build_model`, and traces `map` and `train_step`, outside of Ray
