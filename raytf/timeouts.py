@@ -72,8 +72,8 @@ class Timeouts:
         checkpoint_last: Write of the last checkpoint within an epoch; the time of its bytes is added.
         checkpoint_parts: Parts of a checkpoint from other workers; or three times what this worker's part took.
         writer_end: End of the process that writes checkpoints.
-        writer_alone: Work of that process after the training's process is gone.
-        writer_alone_at_most: Total of `writer_alone` while others use its CPU; the time of its bytes is added.
+        orphan_writer: Work of that process after the training's process is gone.
+        orphan_writer_at_most: Total of `orphan_writer` while others use its CPU; the time of its bytes is added.
         writer_bytes_at_most: Upper bound of the bytes' time, for which a new run waits for writers that are alone.
         event_record: Write of an event into the run's folder. A slower one continues in the background.
         note_removal: Removal of a note from the storage.
@@ -155,8 +155,8 @@ class Timeouts:
     checkpoint_last: float = 30.0
     checkpoint_parts: float = 5.0
     writer_end: float = 5.0
-    writer_alone: float = 30.0
-    writer_alone_at_most: float = 90.0
+    orphan_writer: float = 30.0
+    orphan_writer_at_most: float = 90.0
     writer_bytes_at_most: float = 3600.0
     event_record: float = 2.0
     note_removal: float = 5.0

@@ -39,11 +39,11 @@ class Exchange:
 
     Attributes:
         completed: Number of updates whose sums are complete on this worker, from 0 for each ring.
-        initializes_alone: Whether new variables keep this worker's initial values, instead of the chief's.
+        initializes_locally: Whether new variables keep this worker's initial values, instead of the chief's.
     """
 
     def __init__(self, ring: Ring | PlaceholderRing):
-        self.ring, self.completed, self.initializes_alone = ring, 0, False
+        self.ring, self.completed, self.initializes_locally = ring, 0, False
         with tf.init_scope():
             self._turn = tf.Variable(0, trainable=False, dtype=tf.int64, name="ring_turn")
 

@@ -106,7 +106,7 @@ class RingExtended(CollectiveAllReduceExtended):
                 if isinstance(value, CheckpointInitialValue):
                     value = value.wrapped_value
                 value = tf.convert_to_tensor(value, kwargs.get("dtype"))
-                return value if self._exchange.initializes_alone else self._exchange.broadcast(value)
+                return value if self._exchange.initializes_locally else self._exchange.broadcast(value)
 
         return initial_value
 

@@ -85,11 +85,11 @@ class OptimizerShards:
         """Returns a new slot of the size of this worker's share of a trained variable."""
         begin, end = self._bounds[id(variable)]
         path = f"{variable.path.replace('/', '_')}_{name or 'var'}"
-        self._ring.initializes_alone = True  # shares have other sizes on other workers
+        self._ring.initializes_locally = True  # shares have other sizes on other workers
         try:
             made = self._optimizer().add_variable((end - begin,), initializer, variable.dtype, name=path)
         finally:
-            self._ring.initializes_alone = False
+            self._ring.initializes_locally = False
         self.slots[id(made)] = made, variable
         return made
 

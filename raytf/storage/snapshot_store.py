@@ -158,8 +158,8 @@ class SnapshotStore:
             for part, pieces in files.items():
                 if part not in others.awaited:
                     _write_local(os.path.join(partial, part), pieces)
-            for part, is_there in others.wait():
-                if is_there:
+            for part, is_complete in others.wait():
+                if is_complete:
                     os.rename(os.path.join(others.folder, part), os.path.join(partial, part))
                 else:
                     _write_local(os.path.join(partial, part), files[part])
@@ -197,8 +197,8 @@ class SnapshotStore:
         for part, pieces in files.items():
             if part not in others.awaited:
                 self._write_remote(posixpath.join(folder, part), pieces)
-        for part, is_there in others.wait():
-            if not is_there:
+        for part, is_complete in others.wait():
+            if not is_complete:
                 self._write_remote(posixpath.join(folder, part), files[part])
         others.remove_stale_parts()
         self._inject_failure()
@@ -362,11 +362,13 @@ class _OtherParts:
         deadline = time.monotonic() + max(timeouts.get().checkpoint_parts, _PATIENCE * (time.monotonic() - self._began))
         for name, size in self.awaited.items():
             path = posixpath.join(self.folder, name)
-            while not (is_there := self._filesystem.get_file_info(path).size == size) and time.monotonic() < deadline:
+            while (
+                not (is_complete := self._filesystem.get_file_info(path).size == size) and time.monotonic() < deadline
+            ):
                 time.sleep(_POLL_INTERVAL)
-            if not is_there:
+            if not is_complete:
                 self.late_parts.append(self._index[name])
-            yield name, is_there
+            yield name, is_complete
 
     def remove_stale_parts(self) -> None:
         """Removes parts with different bytes and records their workers in `others`."""

@@ -4,7 +4,7 @@
 
 It imports neither TensorFlow nor Keras nor Ray, unless the storage's file system is a class of those. A request is a
 message of a few bytes, sent when the data in its buffer is complete. So data is written even if the sender is killed
-right after; held data only then. Limit: `Timeouts.writer_alone` seconds with a processor, more for many bytes.
+right after; held data only then. Limit: `Timeouts.orphan_writer` seconds with a processor, more for many bytes.
 """
 
 from __future__ import annotations
@@ -257,22 +257,22 @@ def _exit_after_peer(control: socket.socket, unwritten: Callable[[], int], note:
         if size := unwritten():
             threading.Thread(target=note.write, args=(size,), daemon=True).start()
         priority.set_normal(os.getpid())  # no training is left that it would slow down
-        _wait_alone(unwritten)
+        _wait_as_orphan(unwritten)
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
 
 
-def _wait_alone(unwritten: Callable[[], int]) -> None:
+def _wait_as_orphan(unwritten: Callable[[], int]) -> None:
     """Blocks until the time that this process may run alone, with the remaining bytes, is over."""
     began, queued, most = time.monotonic(), _queued(), 0
     while True:
         current = timeouts.get()
         waited, most = (
-            min(_queued() - queued, current.writer_alone_at_most - current.writer_alone),
+            min(_queued() - queued, current.orphan_writer_at_most - current.orphan_writer),
             max(most, unwritten()),
         )
-        seconds = began + timeouts.deadline(current.writer_alone, most) + waited - time.monotonic()
+        seconds = began + timeouts.deadline(current.orphan_writer, most) + waited - time.monotonic()
         if seconds <= 0:
             return
         time.sleep(seconds)

@@ -103,7 +103,7 @@ class SnapshotWriter:
         writer.close()
 
     Snapshots that were sent are written even if this process is killed. The other process ends after `close`, or when
-    this process has gone, at the latest `Timeouts.writer_alone_at_most` seconds later.
+    this process has gone, at the latest `Timeouts.orphan_writer_at_most` seconds later.
 
     Args:
         filesystem: A picklable `pyarrow.fs.FileSystem`.
@@ -577,7 +577,7 @@ def wait_for_all(filesystem, folder: str, seconds: float | None = None) -> bool:
 
 
 def _standalone_deadline() -> float:
-    return timeouts.get().writer_alone_at_most + 10.0
+    return timeouts.get().orphan_writer_at_most + 10.0
 
 
 @contextlib.contextmanager

@@ -38,7 +38,7 @@ class CheckpointSaver:
         self._file: Any = None  # a `model_file.ModelFile`
         self._cutter: RangeCutter | None = None
         self._layout: tuple[FileTemplate, int] | None = None
-        self._writes_alone = False
+        self._writes_all_parts = False
 
     def wait_for_others(self) -> None:
         """Blocks until checkpoints of killed workers are written; call it before the newest one is selected."""
@@ -105,9 +105,9 @@ class CheckpointSaver:
             self._layout = template, sharded_write.layout_checksum(template)
         return self._layout[1]
 
-    def writes_alone(self) -> bool:
+    def writes_all_parts(self) -> bool:
         """Returns whether this worker must write alone, as parts of other workers did not arrive before."""
-        return self._writes_alone or (self._writer is not None and self._writer.parts_are_missing)
+        return self._writes_all_parts or (self._writer is not None and self._writer.parts_are_missing)
 
     def _content(self, model) -> ZipTemplate:
         return self._layout_of(model).content()
@@ -131,7 +131,7 @@ class CheckpointSaver:
                 raise
             except NotWrittenError as error:  # the writer process was killed
                 logger.warning(f"{error}; another one is started")
-                self._writes_alone = self._writer.parts_are_missing
+                self._writes_all_parts = self._writer.parts_are_missing
                 self._writer.close()
         self._start()
         return self._writer.write(name, parts, **how)

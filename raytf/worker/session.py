@@ -367,9 +367,9 @@ class RaySession(Session):
         """Returns a number for the layout of the model's file, see `CheckpointSaver.layout`."""
         return self._saver.layout(model)
 
-    def writes_alone(self) -> bool:
-        """Returns whether the chief must write alone, see `CheckpointSaver.writes_alone`."""
-        return self._saver.writes_alone()
+    def writes_all_parts(self) -> bool:
+        """Returns whether the chief must write alone, see `CheckpointSaver.writes_all_parts`."""
+        return self._saver.writes_all_parts()
 
     def hold_in_memory(self, name: str, model, parts: Mapping[str, Any]) -> None:
         """Keeps a checkpoint in this host's memory, as `save_step`; see `CheckpointSaver.hold_in_memory`."""

@@ -48,7 +48,7 @@ class WriterCount:
         size, strategy, count = self._session.size, model.distribute_strategy, self.most(model)
         if count == 1:
             return 1
-        own_layout = np.array([self._session.layout(model), self._session.writes_alone()], np.int64)
+        own_layout = np.array([self._session.layout(model), self._session.writes_all_parts()], np.int64)
         (chief_layout,) = communicator.broadcast_from_chief(strategy, [own_layout])
         if chief_layout[1]:
             return 1

@@ -460,7 +460,7 @@ def test_what_was_handed_over_is_kept_when_its_process_is_killed(tmp_path, kille
 
 def test_nothing_is_left_of_a_writer_whose_storage_never_answers(tmp_path, monkeypatch, set_timeouts):
     """A FIFO instead of the folder holds each try up; the other side goes, and so does the writer."""
-    set_timeouts(writer_alone=0.5)
+    set_timeouts(orphan_writer=0.5)
     code = (
         "import raytf.storage.snapshot_writer as w, sys; "
         "w.SnapshotStore.put = lambda *a: __import__('time').sleep(1000); w.main(sys.argv[1:])"
@@ -479,20 +479,20 @@ def test_nothing_is_left_of_a_writer_whose_storage_never_answers(tmp_path, monke
 @pytest.mark.parametrize(("starved", "least"), [(False, 0.1), (True, 0.4)])
 def test_a_writer_that_is_alone_and_has_no_processor_has_more_time(monkeypatch, starved, least, set_timeouts):
     """What a busy machine keeps it from is not the storage's fault; its next run waits as long."""
-    set_timeouts(writer_alone=0.1, writer_alone_at_most=0.4)
+    set_timeouts(orphan_writer=0.1, orphan_writer_at_most=0.4)
     monkeypatch.setattr(snapshot_writer, "_queued", time.monotonic if starved else lambda: 7.0)
     began = time.monotonic()
-    snapshot_writer._wait_alone(lambda: 0)
+    snapshot_writer._wait_as_orphan(lambda: 0)
     assert time.monotonic() - began >= least
 
 
 def test_a_writer_that_is_alone_with_many_bytes_has_more_time(monkeypatch, tmp_path, set_timeouts):
     """So has who waits for it."""
-    set_timeouts(writer_alone=0.1, writer_bytes_at_most=30.0)
+    set_timeouts(orphan_writer=0.1, writer_bytes_at_most=30.0)
     monkeypatch.setattr(snapshot_writer, "_queued", lambda: 7.0)
     size = int(0.3 * timeouts.BYTES_A_SECOND)
     began = time.monotonic()
-    snapshot_writer._wait_alone(lambda: size)
+    snapshot_writer._wait_as_orphan(lambda: size)
     assert time.monotonic() - began >= 0.4
     finishing.WriterNote(LOCAL, str(tmp_path)).write(size)
     assert finishing.seconds_more(LOCAL, str(tmp_path)) == pytest.approx(0.3)
