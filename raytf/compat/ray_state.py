@@ -51,7 +51,7 @@ class TrainTab:
         """Writes that a group trains.
 
         Args:
-            workers: `actor`, `place` and ranks (`world_rank`, `local_rank`, `node_rank`) of each worker.
+            workers: `actor`, `location` and ranks (`world_rank`, `local_rank`, `node_rank`) of each worker.
             resources: Resources of a worker.
         """
         if not self._wanted:

@@ -45,7 +45,7 @@ class Evaluator:
     """Evaluates the model of a task with the weights of one checkpoint after another; an actor.
 
     Args:
-        given: (ref of a `TrainJob` with a dataset "validation", `Record` of the results, entries of
+        given: (ref of a `TrainJob` with a dataset "validation", `EvaluationResults` of it, entries of
             `shared_warnings.py`).
         deadlines: Timeouts of the driver.
     """
@@ -165,7 +165,7 @@ class EvaluatorSidecar:
 
     Attributes:
         name: Name of its task among the tasks of the run.
-        results: Record of its results.
+        results: Its `EvaluationResults`.
     """
 
     name = "evaluator 0"

@@ -4,8 +4,8 @@ A replacement worker gets weights and optimizer of a worker that waits in the ne
 also gets the lost worker's own state from that worker's successor, and the state of callbacks that all workers share.
 Its `fit` begins with the step of the others; until then it exchanges nothing (`recovery_client.PlaceholderRing`).
 
-If no process can replace the lost worker, another worker saves a checkpoint of the last common step (`keep`). All
-workers restart from it. See docs/design/recovery.md.
+If no process can replace the lost worker, another worker saves a checkpoint of the last common step
+(`save_checkpoint`). All workers restart from it. See docs/design/recovery.md.
 """
 
 from __future__ import annotations
