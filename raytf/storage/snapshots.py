@@ -191,7 +191,7 @@ class SnapshotWriter:
 
         Raises:
             ConfigError: A name is not one of a folder in the run's.
-            NoRoomError: It is pinned, and the storage has not written the previous one.
+            BufferFullError: It is pinned, and the storage has not written the previous one.
             NotWrittenError: The other process has ended.
         """
         snapshot_store.check_name(name)

@@ -103,9 +103,9 @@ def comments(source: str) -> Iterator[tuple[int, str]]:
             yield token.start[0], token.string
 
 
-def attributes(text: str) -> list[str]:
-    """Returns the names in the section Attributes of a docstring."""
-    _, _, section = text.partition("\nAttributes:\n")
+def names_in(text: str, title: str) -> list[str]:
+    """Returns the names in a section of a docstring, such as Attributes."""
+    _, _, section = text.partition(f"\n{title}:\n")
     section = re.split(r"^\w+:$", section, maxsplit=1, flags=re.MULTILINE)[0]
     found = re.findall(r"^    ((?:\w+(?:, )?)+):", section, re.MULTILINE)
     return [name for names in found for name in names.split(", ")]
@@ -140,7 +140,7 @@ def test_documented_attributes_exist(path):
         f"{path}:{line} {node.name} has no {name}"
         for line, node, text in docstrings(TREES[path])
         if isinstance(node, ast.ClassDef)
-        for name in attributes(text)
+        for name in names_in(text, "Attributes")
         if name not in members_of_class(node.name)
     ]
     assert not found, "\n".join(found)
@@ -155,6 +155,12 @@ def test_names_in_docstrings_and_comments_exist(path):
         for line, _, text in docstrings(TREES[path])
         for name in KEYWORD.findall(text)
         if name not in KEYWORDS | OTHERS
+    ]
+    found += [
+        f"{path}:{line} {name}"
+        for line, _, text in docstrings(TREES[path])
+        for name in names_in(text, "Raises")
+        if name not in WORDS
     ]
     assert not found, "the code does not have\n" + "\n".join(found)
 
@@ -182,4 +188,4 @@ def test_names_that_exist_are_allowed(text):
 
 def test_attributes_are_read_from_their_section():
     text = "A class.\n\nArgs:\n    a: x.\n\nAttributes:\n    b, c: x.\n        d: x.\n    e: x.\n\nRaises:\n    F: x."
-    assert attributes(text) == ["b", "c", "e"]
+    assert names_in(text, "Attributes") == ["b", "c", "e"] and names_in(text, "Raises") == ["F"]
