@@ -40,9 +40,9 @@ _READ_IN_PLACE = 1 << 17
 _SMALL_GATHER_BYTES = 32 << 10
 # Bytes that take as long to send as one hop.
 _HOP_BYTES = 4 << 10
-# Generation, exchange number, kind, place in a step and size: workers that disagree must not add arrays.
+# Generation, exchange number, kind, number in its step and size: workers that disagree must not add arrays.
 _HEADER = struct.Struct("<QQQQQ")
-# Bits of an exchange's place; the number of the call that makes it is to the left of them.
+# Bits of an exchange's number in its step; the number of the call that makes it is to the left of them.
 _CALL_BITS = 32
 # Bytes that are ready in shared memory, or an array's offset in it; the largest value means that it is not there.
 _COUNT = struct.Struct("<Q")

@@ -210,7 +210,7 @@ class Validations:
         self._manager = ValidationManager(checkpoint_manager=manager, validation_config=config)
 
     def add(self, report) -> None:
-        """Adds a report, which may ask for a validation."""
+        """Adds a report, which may request a validation."""
         self._manager.after_report(report, [])
 
     def tick(self) -> None:

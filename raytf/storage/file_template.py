@@ -38,7 +38,7 @@ class FileTemplate:
         """Returns the file with these arrays as consecutive pieces of memory; contiguous arrays by reference.
 
         Args:
-            values: One array for each place.
+            values: One array for each region.
         """
         arrays = [
             (offset, flat_bytes(value)) for (offset, size), value in zip(self.regions, values, strict=True) if size

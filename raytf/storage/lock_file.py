@@ -111,7 +111,7 @@ class StoredFile:
         return True
 
     def wait_until_visible(self) -> None:
-        """Waits until a driver that wrote at the same moment has written."""
+        """Waits until a driver that writes at the same time has written."""
         time.sleep(max(0.0, self._written + SETTLE_INTERVAL - time.monotonic()))
 
     def read(self) -> str | None:

@@ -92,7 +92,7 @@ def _cut(value: np.ndarray | LazyArray, begin: int, end: int) -> np.ndarray | La
 
 
 def layout_checksum(template: FileTemplate) -> int:
-    """Returns a checksum that is equal for images with the same layout of arrays, whatever these hold."""
+    """Returns a checksum that is equal for templates with the same layout of arrays, whatever these hold."""
     regions = [
         template.size,
         *(number for region in template.regions for number in region),

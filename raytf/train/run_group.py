@@ -1,4 +1,4 @@
-"""The workers of a run: starts them in its reservation, answers their requests, keeps spares. Driver side."""
+"""The workers of a run: starts them in its reservation, answers their requests, keeps standby workers. Driver side."""
 
 from __future__ import annotations
 
@@ -249,7 +249,7 @@ class RunGroup(EventGroup):
         free = [capacity for node, capacity in ray_core.free_by_node().items() if node in living]
         return not homeless or not wanted or resources.count_fitting(free, wanted) >= homeless
 
-    # ------------------------------------------------------------------------------------------ spares, drains, the end
+    # ------------------------------------------------------------------------------- standby workers, drains, the end
 
     def _keep_spares(self) -> None:
         state = self._decisions.state

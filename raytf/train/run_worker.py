@@ -43,7 +43,7 @@ class Request:
     """A request of the training thread, which waits for the answer.
 
     Args:
-        kind: "meet": all workers get rank 0's `value`, when all have asked. "checkpoint": the last checkpoint.
+        kind: "meet": all workers get rank 0's `value`, when all have requested it. "checkpoint": the last checkpoint.
             "reported": all reported checkpoints, when those of this worker are listed.
         value: Value of this worker; for "reported" (whether all have to be validated, seconds to wait or None).
     """

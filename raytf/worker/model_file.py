@@ -24,7 +24,7 @@ _WEIGHTS, _CONFIG, _METADATA = "model.weights.h5", "config.json", "metadata.json
 
 
 class ModelFile:
-    """Returns the content of a model's `.keras` file, as `model.save` would write it at this moment.
+    """Returns the content of a model's `.keras` file, as `model.save` would write it now.
 
     Args:
         model: A compiled and built model, whose vocabularies do not change any more.

@@ -154,7 +154,7 @@ class Session:
 
     Attributes:
         storage: Storage of the run, a `StorageContext` of Ray Train, or None.
-        saves: Whether checkpoints within epochs have a place.
+        saves: Whether checkpoints within epochs can be saved.
         recovers: Whether lost workers can be replaced in place.
         numbers_reports: Whether reports are only counted, so that a loss between two of them is recoverable.
         saves_at_loss: Whether any worker can save a checkpoint with `save_sync`.
@@ -213,7 +213,7 @@ class Session:
         """
 
     def holders(self) -> MemoryReplicas:
-        """Returns who keeps checkpoints in memory."""
+        """Returns which workers keep checkpoints in memory."""
         return NO_HOLDERS
 
     def stop_request(self) -> str | None:
@@ -376,7 +376,7 @@ class RaySession(Session):
         self._saver.hold_in_memory(name, model, parts)
 
     def holders(self) -> MemoryReplicas:
-        """Returns who keeps checkpoints in memory: the chief, and the first worker of the second host, if any."""
+        """Returns which workers keep checkpoints in memory: the chief, and the first worker of another host."""
         context = ray.train.get_context()
         peer = context.get_node_rank() == 1 and context.get_local_rank() == 0
         return MemoryReplicas(self.rank == 0 or peer, context.get_local_world_size() < self.size)
