@@ -54,7 +54,7 @@ logger = logs.get_logger(__name__)
 # Number of rows whose labels are checked.
 _LABELLED_ROWS = 256
 # Seconds that a finished call waits for an unknown outcome; a later outcome is logged when it is known.
-_PROOF_INTERVAL = 1.0
+_COMPARISON_INTERVAL = 1.0
 # Worker losses that a call recovers from; repeated deaths have a cause to look for.
 _MAX_RECOVERIES = 3
 _DOES = {"evaluate": "evaluating", "predict": "predicting"}
@@ -334,7 +334,7 @@ class Call:
                     self._last = self._last_epoch()
                 self._end_group(well)
         if verification is not None:
-            verification.wait(_PROOF_INTERVAL, more=True)
+            verification.wait(_COMPARISON_INTERVAL, more=True)
 
     def _start_verification(self, work: dict, group: warm.WarmGroup) -> BackgroundVerification | None:
         """Starts a comparison of two workers with one process, unless this group has compared the model before."""

@@ -104,7 +104,7 @@ class _WriteLoop:
     def _received(self, request: dict) -> bool:
         """Records a request, which makes a held one needless. Returns whether to write it now."""
         self._store.fails += request["fails"]
-        self._held_request = request if request.get("held") else None
+        self._held_request = request if request.get("in_memory") else None
         if self._held_request is None:
             self._waiting.append(request)
             self._pinned = request["id"] if request.get("pinned") else self._pinned

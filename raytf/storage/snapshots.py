@@ -251,7 +251,13 @@ class SnapshotWriter:
                 self._update_priority()
         location = {"buffer": buffer.number, "at": plan.head_at, "size": plan.size}
         self._send(
-            {"id": self._count, **location, "held": in_memory, "pinned": pinned, "fails": injected_faults.take_faults()}
+            {
+                "id": self._count,
+                **location,
+                "in_memory": in_memory,
+                "pinned": pinned,
+                "fails": injected_faults.take_faults(),
+            }
         )
         if previous_held:
             self._end(previous_held)  # from here on the other side writes the new one if this process ends

@@ -49,7 +49,7 @@ class SweepEnd:
         Raises:
             NotReleasedError: Tune does not end.
         """
-        self._entries.put(_TRIALS + trial, {"ended": True, "step": step, "kept": is_saved})
+        self._entries.put(_TRIALS + trial, {"ended": True, "step": step, "is_saved": is_saved})
         # after its end a trial waits for the end of Tune, which waits for all trials
         seconds = 2 * timeouts.get().run_end
         deadline = time.monotonic() + seconds
@@ -84,7 +84,7 @@ def describe_losses(notes: Mapping[str, dict | None]) -> list[str]:
     """Returns the losses, a clause for each trial; pure."""
     lost = [f"trial {trial} has not ended" for trial in working_trials(notes)]
     for trial, note in notes.items():
-        if note is not None and note["ended"] and not note["kept"]:
+        if note is not None and note["ended"] and not note["is_saved"]:
             lost.append(f"trial {trial} has stopped after step {note['step']}, and its checkpoint is not saved")
     return lost
 
