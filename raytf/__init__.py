@@ -17,7 +17,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # the names of `_PLACES`, for type checkers and editors
+if TYPE_CHECKING:  # the names of `_MODULES`, for type checkers and editors
     from ray.train.tensorflow import TensorflowCheckpoint as TensorflowCheckpoint
     from ray.train.tensorflow import prepare_dataset_shard as prepare_dataset_shard
     from ray.train.tensorflow.keras import ReportCheckpointCallback as ReportCheckpointCallback
@@ -50,7 +50,7 @@ if TYPE_CHECKING:  # the names of `_PLACES`, for type checkers and editors
     from raytf.worker.model_loading import load_model as load_model
 
 # Includes the names of Ray's module: code for `ray.train.tensorflow` runs after a change of the import.
-_PLACES = {
+_MODULES = {
     "Column": "raytf.data.columns",
     "KerasTrainer": "raytf.train.keras_trainer",
     "TFData": "raytf.data.tf_data",
@@ -81,16 +81,16 @@ _PLACES = {
     "StoppedError": "raytf.errors",
     "TrainingError": "raytf.errors",
 }
-__all__ = sorted(_PLACES)
+__all__ = sorted(_MODULES)
 __version__ = "0.2.0"
 
 
 if not TYPE_CHECKING:  # with it, type checkers would accept any name
 
     def __getattr__(name: str):
-        if name not in _PLACES:
+        if name not in _MODULES:
             raise AttributeError(f"module 'raytf' has no attribute {name!r}")
-        module, attribute = _PLACES[name], name
+        module, attribute = _MODULES[name], name
         if name == "ReportCallback":
             from raytf.compat import legacy_keras
 

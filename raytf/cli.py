@@ -454,7 +454,7 @@ def run(ctx, script, arguments, tfjob, address, env, ports, **options):
     """
     from raytf.launch.spec import LaunchSpec
 
-    _warn_of_late_options(arguments)
+    _warn_of_misplaced_options(arguments)
     if script is None and tfjob is None:
         raise click.MissingParameter(ctx=ctx, param_hint="'SCRIPT'", param_type="argument")
     with wrong_options():
@@ -480,23 +480,23 @@ def _arguments_of_tfjob(ctx: click.Context, tfjob: str, script: str | None, argu
     from raytf.errors import ConfigError
     from raytf.launch import tfjob as reader
 
-    given_here = {
+    explicit_options = {
         name for name in ctx.params if ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
     }
     for name in ("num_workers", "num_ps", "chief", "evaluator", "module"):
-        if name in given_here:
+        if name in explicit_options:
             option = f"--{name.replace('_', '-')}"
             raise ConfigError("With --tfjob, the YAML sets what runs where", option, f"Leave {option} out")
     read_arguments, not_honoured = reader.read_tfjob(tfjob, script, arguments, variables)
     for sentence in not_honoured:
         logger.warning(sentence)
-    if "max_restarts" in given_here:
+    if "max_restarts" in explicit_options:
         del read_arguments["max_restarts"]
-    own = {name: ctx.params[name] for name in ("cpus_per_worker", "gpus_per_worker") if name in given_here}
+    own = {name: ctx.params[name] for name in ("cpus_per_worker", "gpus_per_worker") if name in explicit_options}
     return reader.with_resources(read_arguments, **own)
 
 
-def _warn_of_late_options(arguments) -> None:
+def _warn_of_misplaced_options(arguments) -> None:
     """Warns of options of `raytf run` after the script, which the script receives."""
     names = {name for option in run.params for name in (*option.opts, *option.secondary_opts)}
     long_names = {name for name in names if name.startswith("--")}

@@ -297,15 +297,15 @@ def datasets_of(values, paths: dict[str, str]) -> tuple[dict[str, Any], dict[str
     """Returns the datasets of paths, and the roles of columns that are given or can be known, of a training.
 
     Args:
-        values: Values of the options, see `given`.
+        values: Values of the options, see `given_options`.
         paths: Paths by name of the dataset; others have the types and classes of the first.
     """
     from raytf.data import formats
 
     opened_files: dict[str, Any] = {}
     for name, location in paths.items():
-        like = next(iter(opened_files.values()), None)
-        opened_files[name] = formats.read(name, location, **values["data"], like=like)
+        reference = next(iter(opened_files.values()), None)
+        opened_files[name] = formats.read(name, location, **values["data"], reference=reference)
     roles = formats.roles(next(iter(opened_files.values())), values["trainer"], values["columns"]["image"])
     return {name: data.dataset for name, data in opened_files.items()}, roles
 

@@ -79,8 +79,8 @@ class Fault:
     def __str__(self) -> str:
         names = [field.name for field in dataclasses.fields(self) if field.name not in ("rank", "step", "epoch")]
         values = ", ".join(f"{name} {getattr(self, name)}" for name in names)
-        moment = f"step {self.step}" if self.epoch is None else f"step {self.step} of epoch {self.epoch}"
-        return f"{type(self).__name__.lower()} worker {self.rank} before {moment}" + (f" ({values})" if values else "")
+        step = f"step {self.step}" if self.epoch is None else f"step {self.step} of epoch {self.epoch}"
+        return f"{type(self).__name__.lower()} worker {self.rank} before {step}" + (f" ({values})" if values else "")
 
     def due(self, epoch: int, step: int, steps: int | None) -> bool:
         """Returns whether a step is the fault's step or a later one.

@@ -39,11 +39,11 @@ class Timeouts:
         verify_answer: Report of a process on the result of a comparison.
         last_epoch: Transfer of the last epoch's state from a worker of `raytf.fit`; the time of its bytes is added.
         verify_end: Wait for the comparison by a training that ends first.
-        verify_parting: End of the thread that waits for a comparison.
+        verify_thread_join: End of the thread that waits for a comparison.
         trial_answer: Begin or end of a trial in the workers, which read a checkpoint and drop graphs.
         trial_save: Checkpoint of a trial, saved by its workers.
-        worker_parting: Clean-up of healthy workers at their end.
-        alike_failures: Same failure in other workers. One that failed alone leaves the others waiting in a collective.
+        worker_cleanup: Clean-up of healthy workers at their end.
+        same_failure: Same failure in other workers. One that failed alone leaves the others waiting in a collective.
         ring_cause: Arrival of what a lost member sent earlier, and of the first cause, after a connection broke.
         ring_join: Join of all members to the next ring, when each is known to wait for it.
         ring_stranger: Proof by a connection that it belongs to the ring.
@@ -53,7 +53,7 @@ class Timeouts:
         recovery_answer: Answers of workers to requests of recovery.
         recovery_checkpoint: Checkpoint of their state by the other workers.
         replacement_start: Start of a replacement worker's process, where no resources must be freed first.
-        replacement_place: Preparation of a replacement worker for the step: TensorFlow, the model, graphs.
+        replacement_location: Preparation of a replacement worker for the step: TensorFlow, the model, graphs.
         sign_of_life: Sign of life from the live workers, when one sends none.
         silent_worker: Sign of life from a silent worker, or proof that it is gone. Others' failures are then its own.
         joiner_ready: Start of the processes that join an elastic run, which continues without them meanwhile.
@@ -63,7 +63,7 @@ class Timeouts:
         host_silent: Answer of a host, or of the process monitor there. Later the host counts as gone.
         watcher_start: Start of the process monitor on a host.
         uninterruptible: Answer of a disk or a file system to a process that it blocks.
-        last_words: Last reports on all workers that are about to be ended.
+        final_report: Last reports on all workers that are about to be ended.
         stack: Stack of a worker, or the state of its process from its host.
         stack_dump: Stack of a process of this host, by py-spy.
         far_stack: Stack of a process, by another process on its host; longer than `stack_dump`.
@@ -73,8 +73,8 @@ class Timeouts:
         checkpoint_last: Write of the last checkpoint within an epoch; the time of its bytes is added.
         checkpoint_parts: Parts of a checkpoint from other workers; or three times what this worker's part took.
         writer_end: End of the process that writes checkpoints.
-        writer_alone: Work of that process after the training's process is gone.
-        writer_alone_at_most: Total of `writer_alone` while others use its CPU; the time of its bytes is added.
+        orphan_writer: Work of that process after the training's process is gone.
+        orphan_writer_at_most: Total of `orphan_writer` while others use its CPU; the time of its bytes is added.
         writer_bytes_at_most: Upper bound of the bytes' time, for which a new run waits for writers that are alone.
         event_record: Write of an event into the run's folder. A slower one continues in the background.
         note_removal: Removal of a note from the storage.
@@ -124,11 +124,11 @@ class Timeouts:
     verify_answer: float = 60.0
     last_epoch: float = 10.0
     verify_end: float = 10.0
-    verify_parting: float = 5.0
+    verify_thread_join: float = 5.0
     trial_answer: float = 600.0
     trial_save: float = 3600.0
-    worker_parting: float = 5.0
-    alike_failures: float = 10.0
+    worker_cleanup: float = 5.0
+    same_failure: float = 10.0
     ring_cause: float = 0.5
     ring_join: float = 30.0
     ring_stranger: float = 5.0
@@ -137,7 +137,7 @@ class Timeouts:
     recovery_answer: float = 20.0
     recovery_checkpoint: float = 45.0
     replacement_start: float = 45.0
-    replacement_place: float = 100.0
+    replacement_location: float = 100.0
     sign_of_life: float = 3.0
     silent_worker: float = 15.0
     joiner_ready: float = 120.0
@@ -147,7 +147,7 @@ class Timeouts:
     host_silent: float = 20.0
     watcher_start: float = 45.0
     uninterruptible: float = 300.0
-    last_words: float = 15.0
+    final_report: float = 15.0
     stack: float = 3.0
     stack_dump: float = 10.0
     far_stack: float = 15.0
@@ -157,8 +157,8 @@ class Timeouts:
     checkpoint_last: float = 30.0
     checkpoint_parts: float = 5.0
     writer_end: float = 5.0
-    writer_alone: float = 30.0
-    writer_alone_at_most: float = 90.0
+    orphan_writer: float = 30.0
+    orphan_writer_at_most: float = 90.0
     writer_bytes_at_most: float = 3600.0
     event_record: float = 2.0
     note_removal: float = 5.0

@@ -120,7 +120,7 @@ def near_data(repeats: int) -> float:
 
     block = ray.put(pa.table({"x": np.zeros(100_000)}))
     rows = np.arange(0, 100_000, 100)
-    return seconds(lambda: ray.get(reader._near.remote(reader._take, [rows], (["x"],), block)), repeats)
+    return seconds(lambda: ray.get(reader._local.remote(reader._take, [rows], (["x"],), block)), repeats)
 
 
 def main(arguments=None):

@@ -56,16 +56,16 @@ def all_sum(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     for i, tensor in enumerate(tensors):
         groups.setdefault(tensor.dtype, []).append(i)
     result: list[tf.Tensor | None] = [None] * len(tensors)
-    for places in groups.values():
+    for indices in groups.values():
         # an argument of a tf.function has no device, and TensorFlow then finds no destination for the sum
-        local = [t if isinstance(t, tf.IndexedSlices) else tf.identity(t) for t in (tensors[i] for i in places)]
+        local = [t if isinstance(t, tf.IndexedSlices) else tf.identity(t) for t in (tensors[i] for i in indices)]
         summed = context.all_reduce(tf.distribute.ReduceOp.SUM, local)
-        for index, value in zip(places, summed, strict=True):
+        for index, value in zip(indices, summed, strict=True):
             result[index] = value
     return result
 
 
-def of_first(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+def of_first_replica(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """Returns the tensors of the first replica, the chief's, on all replicas; in a replica's context."""
     is_first = tf.equal(tf.distribute.get_replica_context().replica_id_in_sync_group, 0)
     numbers = [tensor if tensor.dtype in exchange.SUMMABLE else tf.cast(tensor, tf.int64) for tensor in tensors]
@@ -124,7 +124,7 @@ def _sum_function(strategy):
     return separate_function(total, autograph=False)
 
 
-def from_chief(strategy, values: Sequence[np.ndarray]) -> list[np.ndarray]:
+def broadcast_from_chief(strategy, values: Sequence[np.ndarray]) -> list[np.ndarray]:
     """Returns the chief's values on every worker; values of others only define shapes and dtypes.
 
     TensorFlow's collectives send them in pieces of `PIECE_BYTES`, each of which TensorFlow holds about seven times.
@@ -134,7 +134,7 @@ def from_chief(strategy, values: Sequence[np.ndarray]) -> list[np.ndarray]:
     ring = exchange.exchange_of(strategy)
     if ring is not None:
         with exchange.collective_phase():
-            return ring.chiefs_arrays(values)
+            return ring.broadcast_arrays(values)
     chief = is_chief(strategy)
     results = [np.empty(v.shape, v.dtype) for v in values]
     for dtype in dict.fromkeys(v.dtype for v in values):

@@ -17,7 +17,7 @@ import tensorflow as tf
 from raytf import activity
 from raytf.collectives import recovery_client, ring_token
 from raytf.collectives.packs import ALIGNED
-from raytf.collectives.recovery_client import Detached
+from raytf.collectives.recovery_client import PlaceholderRing
 from raytf.collectives.ring import Ring
 from raytf.compat.tensorflow import releasing_functions
 from raytf.errors import ConfigError, RaytfError
@@ -39,11 +39,11 @@ class Exchange:
 
     Attributes:
         completed: Number of updates whose sums are complete on this worker, from 0 for each ring.
-        initializes_alone: Whether new variables keep this worker's initial values, instead of the chief's.
+        initializes_locally: Whether new variables keep this worker's initial values, instead of the chief's.
     """
 
-    def __init__(self, ring: Ring | Detached):
-        self.ring, self.completed, self.initializes_alone = ring, 0, False
+    def __init__(self, ring: Ring | PlaceholderRing):
+        self.ring, self.completed, self.initializes_locally = ring, 0, False
         with tf.init_scope():
             self._turn = tf.Variable(0, trainable=False, dtype=tf.int64, name="ring_turn")
 
@@ -65,35 +65,35 @@ class Exchange:
 
     def all_reduce_arrays(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Returns the sum of each array over the workers, with equal dtypes and shapes; makes one sum per dtype."""
-        return self._made(self._all_reduce_arrays, arrays)
+        return self._run(self._all_reduce_arrays, arrays)
 
     def gather_arrays(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Returns the rows of each array of all workers, by rank; dimensions other than the first are equal."""
-        return self._made(self._gather_arrays, arrays)
+        return self._run(self._gather_arrays, arrays)
 
-    def chiefs_arrays(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
+    def broadcast_arrays(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Returns the chief's values of each array; arrays of other workers only define shapes and dtypes."""
-        return self._made(self._chiefs_arrays, arrays)
+        return self._run(self._broadcast_arrays, arrays)
 
     def _all_reduce_arrays(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
         results: list[np.ndarray | None] = [None] * len(arrays)
         for dtype in dict.fromkeys(array.dtype for array in arrays):
-            places = [i for i, array in enumerate(arrays) if array.dtype == dtype]
+            indices = [i for i, array in enumerate(arrays) if array.dtype == dtype]
             step = max(1, ALIGNED // dtype.itemsize)
-            starts = np.cumsum([0, *(-(-arrays[i].size // step) * step for i in places)])
+            starts = np.cumsum([0, *(-(-arrays[i].size // step) * step for i in indices)])
             buffer = self._empty(self.ring.padded(int(starts[-1])), dtype)
             buffer[...] = 0
-            for i, start in zip(places, starts, strict=False):
+            for i, start in zip(indices, starts, strict=False):
                 buffer[start : start + arrays[i].size] = arrays[i].reshape(-1)
             if buffer.size:
                 buffer = self.ring.all_reduce(buffer)
-            for i, start in zip(places, starts, strict=False):
+            for i, start in zip(indices, starts, strict=False):
                 results[i] = buffer[start : start + arrays[i].size].reshape(arrays[i].shape)
         return results
 
     def _gather_arrays(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
         ring, count = self.ring, len(arrays)
-        if isinstance(ring, Detached) and ring.warms_up:
+        if isinstance(ring, PlaceholderRing) and ring.warms_up:
             return [np.concatenate([array] * ring.size) for array in arrays]
         sizes = np.zeros((ring.size, count, 2), np.int64)
         row_bytes = [a.itemsize * int(np.prod(a.shape[1:], dtype=np.int64)) for a in arrays]
@@ -114,23 +114,23 @@ class Exchange:
             results.append(whole.view(array.dtype).reshape(int(sizes[:, i, 0].sum()), *array.shape[1:]))
         return results
 
-    def _chiefs_arrays(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
+    def _broadcast_arrays(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
         results = [self._empty(a.size, a.dtype) for a in arrays]
-        if self.ring.rank == 0 or self.ring.alone:
+        if self.ring.rank == 0 or self.ring.is_placeholder:
             for array, result in zip(arrays, results, strict=True):
                 result[...] = array.reshape(-1)
-        together: list[np.ndarray] = []
+        packed: list[np.ndarray] = []
         for i, result in enumerate(results):
             if result.nbytes > _SMALL_BYTES:
                 results[i] = self.ring.broadcast(result.view(np.uint8)).view(result.dtype)
             elif result.size:
-                together.append(result.view(np.uint8))
-            if sum(part.size for part in together) > _SMALL_BYTES:
-                self._broadcast_together(together)
-        self._broadcast_together(together)
+                packed.append(result.view(np.uint8))
+            if sum(part.size for part in packed) > _SMALL_BYTES:
+                self._broadcast_packed(packed)
+        self._broadcast_packed(packed)
         return [result.reshape(a.shape) for result, a in zip(results, arrays, strict=True)]
 
-    def _broadcast_together(self, arrays: list[np.ndarray]) -> None:
+    def _broadcast_packed(self, arrays: list[np.ndarray]) -> None:
         if not arrays:
             return
         whole = self.ring.broadcast(np.concatenate(arrays))
@@ -175,10 +175,10 @@ class Exchange:
                 value.set_shape([None if known_axis in (None, i) else size for i, size in enumerate(tensor.shape)])
         return results
 
-    def chiefs(self, tensor: tf.Tensor) -> tf.Tensor:
+    def broadcast(self, tensor: tf.Tensor) -> tf.Tensor:
         """Returns the chief's value of a tensor, which has the same dtype and shape on all workers."""
         _check_plain([tensor])
-        (result,) = self._ordered(lambda array: self._chiefs_arrays([array]), [tensor])
+        (result,) = self._ordered(lambda array: self._broadcast_arrays([array]), [tensor])
         result.set_shape(tensor.shape)
         return result
 
@@ -187,9 +187,9 @@ class Exchange:
     ) -> list[tf.Tensor]:
         """Returns a function's results on tensors, called after all earlier exchanges and before all later ones."""
         if tf.executing_eagerly():
-            return [tf.convert_to_tensor(array) for array in self._made(function, *(np.asarray(t) for t in tensors))]
+            return [tf.convert_to_tensor(array) for array in self._run(function, *(np.asarray(t) for t in tensors))]
         dtypes = [t.dtype for t in tensors] if dtypes is None else dtypes
-        return self._in_turn(functools.partial(self._made, function), tensors, dtypes)
+        return self._in_turn(functools.partial(self._run, function), tensors, dtypes)
 
     def _in_turn(self, function: Callable, tensors: Sequence[tf.Tensor], dtypes: Sequence[tf.DType]) -> list[tf.Tensor]:
         """Calls a function of arrays in a graph, after all earlier exchanges and before all later ones."""
@@ -204,14 +204,16 @@ class Exchange:
         shared = self.ring.empty(items, dtype)
         return empty(items, dtype) if shared is None else shared
 
-    def _made(self, function: Callable, *arrays: np.ndarray):
-        return recovery_client.client.make(self, functools.partial(function, *arrays))
+    def _run(self, function: Callable, *arrays: np.ndarray):
+        return recovery_client.client.run_exchange(self, functools.partial(function, *arrays))
 
     def send_to_successor(self, tensors: Sequence[tf.Tensor]) -> None:
         """Ends a step: sends this worker's own state to the next one after earlier exchanges (`recovery_client`)."""
 
         def stepped(*arrays: np.ndarray) -> list[np.bool_]:
-            recovery_client.client.stepped(self, b"".join(map(np.ndarray.tobytes, map(np.asarray, arrays))))
+            recovery_client.client.send_state_after_step(
+                self, b"".join(map(np.ndarray.tobytes, map(np.asarray, arrays)))
+            )
             return [np.True_]
 
         if tf.executing_eagerly():
@@ -238,7 +240,7 @@ def empty(items: int, dtype: np.dtype) -> np.ndarray:
     return memory[start : start + items * dtype.itemsize].view(dtype)
 
 
-def keep(strategy, made: Exchange) -> None:
+def register(strategy, made: Exchange) -> None:
     """Registers the exchange of a strategy's workers, and leaves its ring when the strategy is freed."""
     _exchanges[strategy.extended] = made
     weakref.finalize(strategy.extended, made.close)

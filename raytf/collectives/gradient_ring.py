@@ -24,7 +24,7 @@ from raytf import activity
 from raytf.collectives import exchange, packs, ring_token, scaled_float16
 from raytf.collectives.exchange import Exchange, bytes_of, empty
 from raytf.collectives.packs import ALIGNED, Pack
-from raytf.collectives.recovery_client import Detached
+from raytf.collectives.recovery_client import PlaceholderRing
 from raytf.collectives.ring import Ring, ignoring_overflow
 from raytf.collectives.ring_listener import Listener
 from raytf.compat.tensorflow import releasing_functions
@@ -54,7 +54,7 @@ class GradientRing(Exchange):
             part of a sum is used before.
     """
 
-    def __init__(self, ring: Ring | Detached, pack_bytes: int = PACK_BYTES, wire_dtype: tf.DType | None = None):
+    def __init__(self, ring: Ring | PlaceholderRing, pack_bytes: int = PACK_BYTES, wire_dtype: tf.DType | None = None):
         super().__init__(ring)
         self._pack_bytes = pack_bytes
         self._wire_dtype = None if wire_dtype is None else wire_dtype.as_numpy_dtype
@@ -107,7 +107,7 @@ class GradientRing(Exchange):
             closes, indices = last and number == len(made_packs) - 1, made.indices
             exact = exact or shares or self._wire_dtype is None
             bounds = self.bounds(made) if shares else None
-            sum_pack = functools.partial(self._made, self._sum_pack, exact, call_number, closes, bounds)
+            sum_pack = functools.partial(self._run, self._sum_pack, exact, call_number, closes, bounds)
             pack = [gradients[i] for i in indices]
             dtypes = [tf.float64, *(g.dtype for g in pack)]
             with releasing_functions():
@@ -154,10 +154,10 @@ class GradientRing(Exchange):
         (gathered,) = self._gather_arrays([np.concatenate([bytes_of(part) for part in (header, *flat)])])
         begin = 0
 
-        def take(count: int, like: np.ndarray) -> np.ndarray:
+        def take(count: int, example: np.ndarray) -> np.ndarray:
             nonlocal begin
-            first, begin = begin, begin + count * like.itemsize * math.prod(like.shape[1:])
-            return gathered[first:begin].view(like.dtype).reshape(count, *like.shape[1:])
+            first, begin = begin, begin + count * example.itemsize * math.prod(example.shape[1:])
+            return gathered[first:begin].view(example.dtype).reshape(count, *example.shape[1:])
 
         workers = []
         while begin < gathered.size:
@@ -212,7 +212,7 @@ class GradientRing(Exchange):
 
     def whole(self, share: np.ndarray) -> np.ndarray:
         """Returns a whole flat array from all workers' shares of it; between steps, on all workers at once."""
-        return self._made(self._whole, share)
+        return self._run(self._whole, share)
 
     def _whole(self, share: np.ndarray) -> np.ndarray:
         (sizes, parts) = self._gather_arrays([np.array([share.size]), share])
@@ -237,8 +237,8 @@ class GradientRing(Exchange):
         step = ALIGNED // wire.itemsize
         starts = list(itertools.accumulate((-(-g.size // step) * step for g in pack), initial=0))
         items, counts = starts[-1], rows >= 0 and total < 0
-        trades = bounds is None and wire == dtype
-        if counts and trades and self.ring.trades(self.ring.padded(items) * dtype.itemsize + _ROWS_BYTES):
+        is_small = bounds is None and wire == dtype
+        if counts and is_small and self.ring.uses_small_gather(self.ring.padded(items) * dtype.itemsize + _ROWS_BYTES):
             summed, total = self._sum_at_once(rows, sum_number, pack, starts)
         else:
             if counts:
@@ -265,7 +265,7 @@ class GradientRing(Exchange):
         local_gradients = content[_ROWS_BYTES:].view(dtype)
         for gradient, start in zip(pack, starts, strict=False):
             local_gradients[start : start + gradient.size] = gradient.reshape(-1)
-        parts = self.ring.trade(content, sum_number)
+        parts = self.ring.all_gather_small(content, sum_number)
         counted = [np.frombuffer(part[:_ROWS_BYTES], np.float64)[0] for part in parts]
         total = np.maximum(sum(counted), 1.0)
         numbers = parts[:, _ROWS_BYTES:].view(dtype)
@@ -422,7 +422,7 @@ def members(resolver) -> Members | None:
 def join(
     group: Members,
     *,
-    detached: Detached | None = None,
+    placeholder: PlaceholderRing | None = None,
     join_timeout_s: float,
     timeout_s: float | None,
     pack_bytes: int,
@@ -434,7 +434,7 @@ def join(
 
     Args:
         group: Result of `members`.
-        detached: A `Detached` for a ring that is joined later, or None to join a ring.
+        placeholder: A `PlaceholderRing` for a ring that is joined later, or None to join a ring.
         join_timeout_s: Timeout in seconds for all workers to join.
         timeout_s: Seconds that a sum waits for a live neighbour; None waits forever.
         pack_bytes: Bytes of a pack; 0 for `PACK_BYTES`.
@@ -444,7 +444,7 @@ def join(
         ConfigError: Another socket listens at this worker's address.
         PeerLostError: A worker did not join in time, or is not of this ring.
     """
-    joined = detached
+    joined = placeholder
     if joined is None:
         try:
             joined = connect(group, ring_token.token(), ring_token.next_generation(), join_timeout_s, timeout_s)

@@ -1,6 +1,6 @@
 """Packs in which a worker sends gradients, and each worker's share of their variables. Pure.
 
-A pack is one array, in which each variable begins at an aligned place. The ring sums it in as many equal segments as
+A pack is one array, in which each variable begins at an aligned offset. The ring sums it in as many equal segments as
 there are workers. A worker's share of a variable is the part of it in the segment whose sum ends at that worker.
 """
 

@@ -44,14 +44,14 @@ class RingConfig:
         addresses: (host, port) of all members' listeners, by rank.
         token: Token of the ring, `TOKEN_BYTES` bytes.
         generation: Generation of the ring.
-        numbers: Numbers of collectives by kind from which `activity` continues, the same for all.
+        sequence_numbers: Numbers of collectives by kind from which `activity` continues, the same for all.
         from_scratch: Whether all exchanges after the last step are repeated, see `BlockedWorker.boundary`.
     """
 
     addresses: Sequence[tuple[str, int]]
     token: bytes = field(repr=False)
     generation: int
-    numbers: dict[str, int]
+    sequence_numbers: dict[str, int]
     from_scratch: bool = False
 
 
@@ -63,7 +63,7 @@ class BlockedWorker:
         tag: Tag of its last message to the next worker, see `state_version`.
         address: (host, port) on which it listens.
         peer_messages: Last (tag, bytes) from the previous worker, in order.
-        numbers: Numbers of collectives by kind, as `activity` counted them.
+        sequence_numbers: Numbers of collectives by kind, as `activity` counted them.
         sent_messages: (tag, bytes) that this worker has sent to the next one since the step, in order.
         boundary: Tag after which all exchanges can be repeated, or None.
         at_boundary: Whether it waits after that step, and not within the next one.
@@ -73,7 +73,7 @@ class BlockedWorker:
     tag: int
     address: tuple[str, int]
     peer_messages: tuple[tuple[int, bytes], ...]
-    numbers: dict[str, int]
+    sequence_numbers: dict[str, int]
     sent_messages: tuple[tuple[int, bytes], ...] = ()
     boundary: int | None = None
     at_boundary: bool = False
@@ -129,7 +129,7 @@ def is_step_before(tag: int, other: int) -> bool:
     return other % 4 == 0 and other - 4 <= tag < other
 
 
-class Detached:
+class PlaceholderRing:
     """Replaces the ring of a replacement worker until it joins the others: computes as if all workers were equal.
 
     Args:
@@ -137,7 +137,7 @@ class Detached:
         warms_up: Whether no ring will follow, so that gathers repeat this worker's own data.
     """
 
-    alone = True
+    is_placeholder = True
     generation = 0
 
     def __init__(self, rank: int, size: int, timeout: float | None, warms_up: bool = False):
@@ -160,7 +160,7 @@ class Detached:
         array *= self.size
         return array
 
-    def trades(self, size: int) -> bool:
+    def uses_small_gather(self, size: int) -> bool:
         """Returns False: `all_reduce` does all sums."""
         return False
 
@@ -209,7 +209,7 @@ class RecoveryClient:
 
     Attributes:
         replacement_state: State that this worker starts from as a replacement worker, or None.
-        within: Number of steps of the current execution that this process has made.
+        steps_in_execution: Number of steps of the current execution that this process has made.
         begun: Number of steps of the execution that others made before this replacement worker started.
         step: Number of steps of the training in all.
         tag: Tag of the last message to the next worker, see `state_version`.
@@ -239,49 +239,50 @@ class RecoveryClient:
     def arm(
         self,
         listen: Callable[[], Listener],
-        image: Callable[[], ReplacementState],
+        capture_state: Callable[[], ReplacementState],
         lost: Callable[[], None],
         step: int,
-        keep: Callable[[Sequence[bytes], Collection[int]], int] | None = None,
-        note: Callable[[bool], Callable[[], ReplacementState] | None] | None = None,
-        ends: bool = True,
+        save_checkpoint: Callable[[Sequence[bytes], Collection[int]], int] | None = None,
+        capture_at_boundary: Callable[[bool], Callable[[], ReplacementState] | None] | None = None,
+        keeps_boundary: bool = True,
         size: int = 0,
     ) -> None:
         """Enables recovery from now on.
 
         Args:
             listen: Returns a listener for the next ring.
-            image: Returns the state for a replacement worker; called in another thread while this worker waits.
+            capture_state: Returns the state for a replacement worker; called in another thread while this worker waits.
             lost: Reports the loss of another worker to the driver, without waiting.
             step: Number of steps that are made.
-            keep: keep(last message of each worker, by rank; ranks with a message of the step before) saves a checkpoint
-                of the steps that are made. Returns their number. It is called like `image`, before this worker receives
-                that it cannot continue.
-            note: note(whether an epoch ends) is called after the last step of an epoch and after each execution.
-                Returns an `image` of this moment for later, or None if workers exchange nothing before the next step.
-                Without `note`, recovery after an epoch ends with the call of its callbacks.
-            ends: Whether a moment noted before the callbacks of an epoch's end stays valid afterwards.
+            save_checkpoint: save_checkpoint(messages, older) saves a checkpoint of the steps that are made, from the
+                last message of each worker, by rank, and the ranks with a message of the step before. Returns the
+                number of steps. It is called like `capture_state`, before this worker receives that it cannot continue.
+            capture_at_boundary: capture_at_boundary(epoch_ends) is called after the last step of an epoch and after
+                each execution. Returns a `capture_state` of this boundary, or None if workers exchange nothing before
+                the next step. Without it, recovery after an epoch ends with the call of its callbacks.
+            keeps_boundary: Whether a boundary before the callbacks of an epoch's end stays valid afterwards.
             size: Number of bytes of the training's state.
         """
         self._bytes, self._begun_at, self._first_step = size, time.monotonic(), None
-        self._listen, self._image, self._lost, self.step, self._keep = listen, image, lost, step, keep
-        self._note, self._ends = note, ends
+        self._listen, self._capture_state, self._lost = listen, capture_state, lost
+        self.step, self._save_checkpoint = step, save_checkpoint
+        self._capture_at_boundary, self._keeps_boundary = capture_at_boundary, keeps_boundary
         self.refused = self._why = None
 
     def disarm(self, why: str = "the training is not within its steps") -> None:
         """Disables recovery; `why` is the reason, as a clause."""
-        self._listen = self._image = self._lost = self._keep = self._note = None
+        self._listen = self._capture_state = self._lost = self._save_checkpoint = self._capture_at_boundary = None
         self._bytes, self._begun_at = 0, time.monotonic()
         self._first_step: float | None = None  # its duration in seconds
         self.step = self.steps_in_execution = self.begun = 0
         self.tag = -1
-        self._open = self.at_end = self._ends = False
+        self._open = self.at_end = self._keeps_boundary = False
         self._enters = self._executes = self._callbacks_called = False
         self._repeatable: list[_RepeatableExchange] = []
-        self._forget_moment()
+        self._clear_boundary()
         self._completed = 0  # number of updates at the end of the step before
         self._waiting: BlockedWorker | None = None
-        self._passed: list[tuple[int, bytes]] = []  # messages since the step, in order
+        self._sent_messages: list[tuple[int, bytes]] = []  # messages since the step, in order
         self.refused: str | None = self._why or why
         with self._changed:
             self._changed.notify_all()
@@ -299,12 +300,12 @@ class RecoveryClient:
             self.close()
 
     def steps_made(self) -> None:
-        """Marks the end of an execution's steps; exchanges after it can be repeated if the moment is noted."""
+        """Marks the end of an execution's steps; exchanges after it can be repeated if a boundary is marked."""
         self.begun, self._executes = 0, False
         if self._first_step is None:
             self._first_step = time.monotonic() - self._begun_at
         self.close()
-        self._note_moment(epoch_ends=False)
+        self._mark_boundary(epoch_ends=False)
 
     def begin_batch(self) -> None:
         """Marks that callbacks get the begin of an execution's batch."""
@@ -314,36 +315,36 @@ class RecoveryClient:
         """Marks that the last step of an epoch is made, and that the end of the epoch begins."""
         self._open = self.at_end = True
         self.steps_in_execution, self._callbacks_called = 0, False
-        self._note_moment(epoch_ends=True)
+        self._mark_boundary(epoch_ends=True)
 
-    def _note_moment(self, epoch_ends: bool) -> None:
-        if self._note is None or self._boundary is not None:  # the moment after the step is noted already
+    def _mark_boundary(self, epoch_ends: bool) -> None:
+        if self._capture_at_boundary is None or self._boundary is not None:  # the one after the step is marked already
             return
-        image = self._note(epoch_ends)
-        if image is not None:
+        capture_state = self._capture_at_boundary(epoch_ends)
+        if capture_state is not None:
             self._open, self._callbacks_called = True, False
-            self._noted_image, self._boundary = image, self.tag
+            self._boundary_state, self._boundary = capture_state, self.tag
 
     def mark_epoch_end(self) -> bool:
         """Marks that callbacks get the epoch's end; returns whether recovery is still possible."""
         self._callbacks_called = True
-        if not self._ends:
-            self._forget_moment()
+        if not self._keeps_boundary:
+            self._clear_boundary()
         self.close()
         return self._boundary is not None
 
     def close(self) -> None:
-        """Marks that the following exchanges, as of callbacks, cannot be repeated, unless the moment is noted."""
+        """Marks that the following exchanges, as of callbacks, cannot be repeated, unless a boundary is marked."""
         if self._boundary is None:
             self._open = self.at_end = False
             self._repeatable.clear()
 
-    def _forget_moment(self) -> None:
+    def _clear_boundary(self) -> None:
         self._boundary: int | None = None
-        self._noted_image: Callable[[], ReplacementState] | None = None
+        self._boundary_state: Callable[[], ReplacementState] | None = None
         self._before_step = self._before_batch = 0
 
-    def enter(self, begun: int) -> None:
+    def join_at_next_exchange(self, begun: int) -> None:
         """Marks that this replacement worker joins the others at its next exchange.
 
         Args:
@@ -361,43 +362,43 @@ class RecoveryClient:
         """Returns whether recovery from a loss within a step is enabled."""
         return self._listen is not None
 
-    def stepped(self, holder, content: bytes) -> None:
+    def send_state_after_step(self, holder, content: bytes) -> None:
         """Marks the end of a step, and sends this worker's own state to the next one."""
         self._repeatable.clear()
         if self._boundary is not None:
-            self._forget_moment()
+            self._clear_boundary()
         self._completed = holder.completed
         self.step += 1
         self.steps_in_execution += 1
-        self._passed.clear()
+        self._sent_messages.clear()
         self._send_to_successor(holder, state_version(self.step), content)
 
-    def averaged(self, holder, content: bytes) -> None:
+    def send_averaged_state(self, holder, content: bytes) -> None:
         """Sends this worker's own state to the next one after a checkpoint that averaged it over the workers."""
         self._send_to_successor(holder, state_version(self.step) + 1, content)
 
-    def began(self, holder, content: bytes) -> None:
+    def send_state_at_epoch_begin(self, holder, content: bytes) -> None:
         """Sends this worker's own state to the next one after the begin of an epoch, which resets metrics."""
         self._send_to_successor(holder, state_version(self.step) + 2, content)
 
-    def resumes(self, holder, content: bytes) -> None:
+    def send_state_before_execution(self, holder, content: bytes) -> None:
         """Sends this worker's own state to the next one before an execution, if callbacks that read batches changed it.
 
         If this worker is lost before that, its replacement begins after the last step, and calls its callbacks again.
         """
-        if self._passed and self._passed[-1][1] == content:
+        if self._sent_messages and self._sent_messages[-1][1] == content:
             return
         self._send_to_successor(holder, state_version(self.step) + 3, content)
 
     def _send_to_successor(self, holder, tag: int, content: bytes) -> None:
         self.tag = tag
-        self._passed.append((tag, content))
+        self._sent_messages.append((tag, content))
         try:
             holder.ring.send_to_successor(tag, content)
         except PeerLostError:  # the next exchange detects the loss, and can be repeated
             return
 
-    def make(self, holder, exchange: Callable[[], Any]) -> Any:
+    def run_exchange(self, holder, exchange: Callable[[], Any]) -> Any:
         """Makes an exchange with the other workers, in another ring if this one breaks.
 
         Args:
@@ -453,12 +454,16 @@ class RecoveryClient:
         holder.replace(ring)
         self._completed, self.recovered = holder.completed, True
         if self.replacement_state is not None:
-            self.tag, self._passed = (
+            self.tag, self._sent_messages = (
                 self.replacement_state.tag,
                 [(self.replacement_state.tag, self.replacement_state.worker_state)],
             )
             self.replacement_state = None
-        passed = self._passed if sum(len(message) for _, message in self._passed) <= MOST_BYTES else self._passed[-1:]
+        passed = (
+            self._sent_messages
+            if sum(len(message) for _, message in self._sent_messages) <= MOST_BYTES
+            else self._sent_messages[-1:]
+        )
         with contextlib.suppress(PeerLostError):  # the next exchange detects the loss
             for number, content in passed:  # the next member may be new, and this one the next that is lost
                 ring.send_to_successor(number, content)
@@ -470,13 +475,20 @@ class RecoveryClient:
         while not self._commands.empty():
             self._commands.get()
         activity_log = activity.tracker
-        numbers, address = activity_log.snapshot()["numbers"], (listener.host, listener.port)
+        sequence_numbers, address = activity_log.snapshot()["numbers"], (listener.host, listener.port)
         with self._changed:
             at_boundary = self._boundary is not None and not self._executes
             has_exchanged = self._executes and self._before_step > self._before_batch
-            sent_messages = tuple(self._passed)
+            sent_messages = tuple(self._sent_messages)
             self._waiting = BlockedWorker(
-                self.tag, address, old.peer_messages, numbers, sent_messages, self._boundary, at_boundary, has_exchanged
+                self.tag,
+                address,
+                old.peer_messages,
+                sequence_numbers,
+                sent_messages,
+                self._boundary,
+                at_boundary,
+                has_exchanged,
             )
             self._changed.notify_all()
         try:
@@ -495,10 +507,10 @@ class RecoveryClient:
             self._waiting = None
         if ring is not None:
             ring.peer_messages = old.peer_messages
-            activity_log.count(command.numbers)
+            activity_log.count(command.sequence_numbers)
             if self._boundary is not None and not command.from_scratch:  # a new worker repeats only the step
                 del self._repeatable[: self._before_step]
-                self._forget_moment()
+                self._clear_boundary()
         return ring
 
     def _join(self, listener: Listener, old, command: RingConfig) -> Ring | None:
@@ -542,21 +554,21 @@ class RecoveryClient:
             return self._waiting
         return None if self.armed or self.replacement_state is not None else self.refused
 
-    def image(self, from_scratch: bool = False) -> ReplacementState:
-        """Returns the `image` of `arm`; with `from_scratch`, of the noted moment, see `BlockedWorker.boundary`."""
-        return self._noted_image() if from_scratch else self._image()
+    def capture_state(self, from_scratch: bool = False) -> ReplacementState:
+        """Returns the result of `capture_state` of `arm`; with `from_scratch`, that of the boundary."""
+        return self._boundary_state() if from_scratch else self._capture_state()
 
-    def keep(self, owned: Sequence[bytes], older: Collection[int]) -> int:
-        """Saves a checkpoint, as `keep` of `arm`.
+    def save_checkpoint(self, owned: Sequence[bytes], older: Collection[int]) -> int:
+        """Saves a checkpoint, as `save_checkpoint` of `arm`.
 
         Raises:
             RaytfError: This worker does not wait, or cannot save one.
         """
-        if self._waiting is None or self._keep is None:
+        if self._waiting is None or self._save_checkpoint is None:
             raise RaytfError("this worker cannot save a checkpoint, or waits no more")
         if not self._executes and (self._callbacks_called or (self._boundary is not None and not self.at_end)):
             raise RaytfError("callbacks may have been called after the step, and may have changed their state")
-        return self._keep(owned, older)
+        return self._save_checkpoint(owned, older)
 
     def pace(self) -> Pace:
         """Returns the pace of this training, see `Pace`."""
@@ -575,14 +587,14 @@ client = RecoveryClient()
 # ----------------------------------------------------------------------------- remote calls from the driver
 
 
-def image(from_scratch: bool = False) -> ReplacementState:
-    """Calls `RecoveryClient.image` of this process."""
-    return client.image(from_scratch)
+def capture_state(from_scratch: bool = False) -> ReplacementState:
+    """Calls `RecoveryClient.capture_state` of this process."""
+    return client.capture_state(from_scratch)
 
 
-def keep(owned: Sequence[bytes], older: Collection[int]) -> int:
-    """Calls `RecoveryClient.keep` of this process."""
-    return client.keep(owned, older)
+def save_checkpoint(owned: Sequence[bytes], older: Collection[int]) -> int:
+    """Calls `RecoveryClient.save_checkpoint` of this process."""
+    return client.save_checkpoint(owned, older)
 
 
 def command(order: RingConfig | str) -> None:

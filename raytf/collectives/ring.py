@@ -37,19 +37,19 @@ _SENT_AT_ONCE = 1 << 20
 # A neighbour of the same host reads larger arrays in shared memory; sending smaller ones is faster.
 _READ_IN_PLACE = 1 << 17
 # Bytes that a process sends in a trade, at most: few enough that round trips would cost more.
-_TRADED_BYTES = 32 << 10
+_SMALL_GATHER_BYTES = 32 << 10
 # Bytes that take as long to send as one hop.
 _HOP_BYTES = 4 << 10
-# Generation, exchange number, kind, place in a step and size: workers that disagree must not add arrays.
+# Generation, exchange number, kind, number in its step and size: workers that disagree must not add arrays.
 _HEADER = struct.Struct("<QQQQQ")
-# Bits of an exchange's place; the number of the call that makes it is to the left of them.
+# Bits of an exchange's number in its step; the number of the call that makes it is to the left of them.
 _CALL_BITS = 32
 # Bytes that are ready in shared memory, or an array's offset in it; the largest value means that it is not there.
 _COUNT = struct.Struct("<Q")
-_ELSEWHERE = 2**64 - 1
+_NOT_SHARED = 2**64 - 1
 _COUNTS_AT_ONCE = 64
 _YES, _NO = b"\1", b"\0"
-_ADD, _GATHER, _BROADCAST, _PASS_ON, _TRADE, _SCATTER, _JOIN = range(7)
+_ADD, _GATHER, _BROADCAST, _MESSAGE, _SMALL_GATHER, _SCATTER, _JOIN = range(7)
 _NAMES = ("a sum", "a gathering", "a broadcast", "what is passed on", "a sum of parts with their weights")
 _NAMES += ("a reduce-scatter", "an all-gather")
 # Halves of a sum around the ring: (first, end).
@@ -92,10 +92,10 @@ class Ring:
         chords: `Chord`s to the members 2, 4, 8, ... ranks further.
 
     Attributes:
-        alone: Whether it only replaces a ring, see `recovery_client.Detached`.
+        is_placeholder: Whether it only replaces a ring, see `recovery_client.PlaceholderRing`.
     """
 
-    alone = False
+    is_placeholder = False
 
     def __init__(
         self,
@@ -124,7 +124,7 @@ class Ring:
         self._polls: dict[tuple[bool, bool, bool, bool], select.poll] = {}
         self._memory: shared_memory.OwnMemory | None = None  # the next member reads it
         self._memory_lock, self._may_show = threading.Lock(), is_local(self._next)
-        self._its_memory: shared_memory.PeerMemory | None = None
+        self._peer_memory: shared_memory.PeerMemory | None = None
         self._showed = False  # whether neighbours have tried to share their memories
         self._received = np.empty(_CHUNK, np.uint8)
         self._wide = np.empty((2, _CHUNK // 2), np.float32)
@@ -173,10 +173,10 @@ class Ring:
                 cannot be used afterwards.
             RaytfError: The neighbour sums something else, or is of another generation.
         """
-        if self.trades(array.nbytes):
+        if self.uses_small_gather(array.nbytes):
             if fill is not None:
                 fill(0, array.size)
-            self.sum_in_order(self._trade(_ADD, array.view(np.uint8), sum_number).view(array.dtype), array)
+            self.sum_in_order(self._gather_small(_ADD, array.view(np.uint8), sum_number).view(array.dtype), array)
             return array
         return self._exchange_array(
             _ADD, array, sum_number, 2 * self._half(array), lambda ways: self._sum(array, fill, *ways, _BOTH)
@@ -202,16 +202,16 @@ class Ring:
     def _half(self, array: np.ndarray) -> int:
         return (self.size - 1) * array.nbytes // self.size
 
-    def trades(self, size: int) -> bool:
-        """Returns whether `size` bytes of each process are few enough for `trade`: more bytes, but fewer hops."""
+    def uses_small_gather(self, size: int) -> bool:
+        """Returns whether `size` bytes of each process are few enough for `all_gather_small`, which has fewer hops."""
         saved = 3 * (self.size - 1) if self._chords else 0  # hops that a trade saves
-        return (self.size - 1) * size <= max(_TRADED_BYTES, saved * _HOP_BYTES) and size <= _TRADED_BYTES
+        return (self.size - 1) * size <= max(_SMALL_GATHER_BYTES, saved * _HOP_BYTES) and size <= _SMALL_GATHER_BYTES
 
-    def trade(self, content: np.ndarray, sum_number: int = 0) -> np.ndarray:
+    def all_gather_small(self, content: np.ndarray, sum_number: int = 0) -> np.ndarray:
         """Returns the contents of all processes, by rank; each calls it with the same size and in the same order.
 
         Args:
-            content: Bytes, few enough for `trades`.
+            content: Bytes, few enough for `uses_small_gather`.
             sum_number: Number of this exchange within its step, as for `all_reduce`.
 
         Returns:
@@ -220,9 +220,9 @@ class Ring:
         Raises:
             PeerLostError, RaytfError: As for `all_reduce`.
         """
-        return self._trade(_TRADE, content, sum_number)
+        return self._gather_small(_SMALL_GATHER, content, sum_number)
 
-    def _trade(self, kind: int, content: np.ndarray, sum_number: int) -> np.ndarray:
+    def _gather_small(self, kind: int, content: np.ndarray, sum_number: int) -> np.ndarray:
         contents = np.empty((self.size, content.size), np.uint8)
         contents[self.rank] = content
 
@@ -257,11 +257,11 @@ class Ring:
         while to_send or room:
             moved = False
             if to_send:
-                with contextlib.suppress(BlockingIOError), self._losing(distance):
+                with contextlib.suppress(BlockingIOError), self._as_peer_loss(distance):
                     to_send = to_send[chord.following.send(to_send) :]
                     moved = True
             if room:
-                with contextlib.suppress(BlockingIOError), self._losing(-distance):
+                with contextlib.suppress(BlockingIOError), self._as_peer_loss(-distance):
                     count = chord.previous.recv_into(room)
                     if not count:
                         raise ConnectionResetError("it closed its connection")
@@ -272,7 +272,7 @@ class Ring:
                 self._wait_for_descriptor(functools.partial(self._polling, wanted))
 
     @contextlib.contextmanager
-    def _losing(self, distance: int):
+    def _as_peer_loss(self, distance: int):
         """Converts an error of a connection to the loss of the member `distance` ranks further."""
         try:
             yield
@@ -356,11 +356,11 @@ class Ring:
 
         def exchange() -> None:
             nonlocal is_read
-            ways = self._ways(begin, array.nbytes) if large else (False, None)
+            ways = self._memory_paths(begin, array.nbytes) if large else (False, None)
             work(ways)
             is_read = not self._have_read(*ways)
 
-        first = _COUNT.pack(_ELSEWHERE if begin is None else begin) if large and is_local(self._next) else b""
+        first = _COUNT.pack(_NOT_SHARED if begin is None else begin) if large and is_local(self._next) else b""
         self._exchange(kind, array.nbytes, sum_number, sent, exchange, first)
         return array.copy() if is_read else array
 
@@ -392,18 +392,18 @@ class Ring:
                     raise PeerLostError(self.rank, describe_error(error)) from error
                 raise
 
-    def _ways(self, begin: int | None, count: int) -> _ReadInPlace:
+    def _memory_paths(self, begin: int | None, count: int) -> _ReadInPlace:
         """Returns whether the next process reads this array in shared memory, and the previous one's array if readable.
 
         Args:
             begin: Offset in this process's shared memory, which the next process received; None if it is not there.
             count: Number of bytes of the array.
         """
-        previous_begin = _COUNT.unpack(self._receive(_COUNT.size))[0] if is_local(self._previous) else _ELSEWHERE
+        previous_begin = _COUNT.unpack(self._receive(_COUNT.size))[0] if is_local(self._previous) else _NOT_SHARED
         if not self._showed:
             self._show_memories()
-        shown = previous_begin != _ELSEWHERE and self._its_memory is not None
-        previous_bytes = self._its_memory.read(previous_begin, count) if shown else None
+        shown = previous_begin != _NOT_SHARED and self._peer_memory is not None
+        previous_bytes = self._peer_memory.read(previous_begin, count) if shown else None
         return begin is not None and self._memory is not None, previous_bytes
 
     def _show_memories(self) -> None:
@@ -421,9 +421,9 @@ class Ring:
                 raise _LostError((self.rank - 1) % self.size, ConnectionResetError("it closed its connection"))
             if descriptors:
                 with contextlib.suppress(OSError):  # the other process warns of it
-                    self._its_memory = shared_memory.PeerMemory(descriptors[0])
+                    self._peer_memory = shared_memory.PeerMemory(descriptors[0])
                 with contextlib.suppress(OSError):  # the next exchange detects the loss
-                    self._previous.send(_NO if self._its_memory is None else _YES)
+                    self._previous.send(_NO if self._peer_memory is None else _YES)
         if memory is not None:
             memory.sent()
             answer = self._patiently(1, functools.partial(self._next.recv, 1), answering=True)
@@ -467,7 +467,7 @@ class Ring:
             if self._next.fileno() < 0:
                 raise self._broken()
             try:
-                self._send(_HEADER.pack(self.generation, number, _PASS_ON, 0, len(content)) + content)
+                self._send(_HEADER.pack(self.generation, number, _MESSAGE, 0, len(content)) + content)
                 self._flush()
             except _LostError as error:
                 raise self._lost(error) from error.error
@@ -486,8 +486,8 @@ class Ring:
         self._receive_peer_messages()
         self.close()
         has_left, call = received_cause is not None and received_cause.departed, activity.tracker.call
-        alone = f"; this worker is in {activity.CALLS[call]}, {_TOGETHER}" if has_left and call else ""
-        return PeerLostError(self.rank, f"{cause}{alone}", cause.lost)
+        peer_hint = f"; this worker is in {activity.CALLS[call]}, {_MIXED_CALLS}" if has_left and call else ""
+        return PeerLostError(self.rank, f"{cause}{peer_hint}", cause.lost)
 
     def _receive_peer_messages(self) -> None:
         """Reads passed messages that are still in the socket if the previous member was lost between two sums."""
@@ -496,7 +496,7 @@ class Ring:
         with contextlib.suppress(OSError):
             while len(head := self._previous.recv(_HEADER.size, socket.MSG_PEEK)) == _HEADER.size:
                 generation, number, kind, _, length = _HEADER.unpack(head)
-                if generation != self.generation or kind != _PASS_ON:
+                if generation != self.generation or kind != _MESSAGE:
                     return
                 content = self._previous.recv(_HEADER.size + length)
                 if len(content) == _HEADER.size + length:
@@ -511,7 +511,7 @@ class Ring:
         self._notifier.close()
         for connection in (*self._links, *self._chords):
             connection.close()
-        self._memory = self._its_memory = None  # arrays in use keep the memory alive
+        self._memory = self._peer_memory = None  # arrays in use keep the memory alive
         self._may_show = False
 
     def abandon(self) -> None:
@@ -526,7 +526,7 @@ class Ring:
         self._send(header + first)
         received = self._receive(_HEADER.size)
         generation, number, kind, _, length = _HEADER.unpack(received)
-        while generation == self.generation and kind == _PASS_ON:
+        while generation == self.generation and kind == _MESSAGE:
             self._store_peer_message(number, self._receive(length))
             received = self._receive(_HEADER.size)
             generation, number, kind, _, length = _HEADER.unpack(received)
@@ -544,7 +544,7 @@ class Ring:
                 raise RaytfError(
                     f"All workers must be in the same call when they exchange something; worker {self.rank} is in "
                     f"{_called(call)}, received: worker {previous} in {_called(peer_call)}. "
-                    f"These are calls {_TOGETHER}."
+                    f"These are calls {_MIXED_CALLS}."
                 )
             raise RaytfError(
                 f"All workers must sum the same sizes in the same order; worker {self.rank} is at exchange "
@@ -881,7 +881,7 @@ class _Parts:
             self._begun = 0
 
 
-_TOGETHER = "which all workers make, or none: let the chief alone use what model.evaluate() returns"
+_MIXED_CALLS = "which all workers make, or none: let the chief alone use what model.evaluate() returns"
 
 
 def _called(call: int) -> str:

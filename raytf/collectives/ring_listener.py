@@ -142,10 +142,10 @@ class _Handshake:
         self._rank, self._addresses, self._token, self._listening = rank, addresses, token, listening
         self._purposes = (*_PURPOSES, *range(len(_PURPOSES), len(_PURPOSES) + chords(size)))
         # by purpose
-        self._went: dict[int, socket.socket] = {}
-        self._came: dict[int, socket.socket] = {}
-        self._all_came = asyncio.Event()
-        self._asked: dict[asyncio.Task, None] = {}  # in order of arrival
+        self._opened: dict[int, socket.socket] = {}
+        self._accepted: dict[int, socket.socket] = {}
+        self._all_accepted = asyncio.Event()
+        self._handshakes: dict[asyncio.Task, None] = {}  # in order of arrival
         self._cancel, self._cancelled = None, False
 
     async def hold(self, timeout: float) -> tuple[list[socket.socket], list[socket.socket]]:
@@ -157,12 +157,12 @@ class _Handshake:
             async with asyncio.timeout(timeout), asyncio.TaskGroup() as group:
                 doors = [group.create_task(self._open(sock)) for sock in self._listening]
                 goers = [group.create_task(self._go(purpose)) for purpose in self._purposes]
-                await self._all_came.wait()
+                await self._all_accepted.wait()
                 await asyncio.wait(goers)
                 for door in doors:
                     door.cancel()
         except BaseException as error:
-            for sock in (*self._went.values(), *self._came.values()):
+            for sock in (*self._opened.values(), *self._accepted.values()):
                 sock.close()
             if isinstance(error, TimeoutError):
                 raise TimeoutError(self._missing()) from None
@@ -170,10 +170,10 @@ class _Handshake:
                 raise error.exceptions[0] from None
             raise
         finally:
-            for task in self._asked:
+            for task in self._handshakes:
                 task.cancel()
-            await asyncio.gather(*self._asked, return_exceptions=True)
-        return tuple([connections[i] for i in sorted(connections)] for connections in (self._went, self._came))
+            await asyncio.gather(*self._handshakes, return_exceptions=True)
+        return tuple([connections[i] for i in sorted(connections)] for connections in (self._opened, self._accepted))
 
     def cancel(self) -> None:
         """Cancels it, from another thread."""
@@ -182,7 +182,7 @@ class _Handshake:
             with contextlib.suppress(RuntimeError):  # the loop has ended
                 self._cancel()
 
-    def _is_here(self, other: int) -> bool:
+    def _is_same_host(self, other: int) -> bool:
         return sys.platform == "linux" and self._addresses[other][0] == self._addresses[self._rank][0]
 
     def _missing(self) -> str:
@@ -193,9 +193,9 @@ class _Handshake:
                 f"generation {self._generation}"
             )
         for purpose in self._purposes:
-            if purpose not in self._came:
+            if purpose not in self._accepted:
                 return f"timeout: worker {self._peer(purpose, -1)} did not connect"
-        missing = next((purpose for purpose in self._purposes if purpose not in self._went), _DATA)
+        missing = next((purpose for purpose in self._purposes if purpose not in self._opened), _DATA)
         return f"timeout: worker {self._peer(missing, 1)} did not answer"
 
     def _peer(self, purpose: int, way: int) -> int:
@@ -211,7 +211,7 @@ class _Handshake:
         """Connects to the next member, or to one further on."""
         loop, peer = asyncio.get_running_loop(), self._peer(purpose, 1)
         host, port = self._addresses[peer]
-        local, missed = self._is_here(peer), 0
+        local, missed = self._is_same_host(peer), 0
         while True:
             sock = socket.socket(socket.AF_UNIX if local else _family(host))
             try:
@@ -223,7 +223,7 @@ class _Handshake:
                     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 try:
                     await self._introduce(sock, purpose)
-                    self._went[purpose] = sock
+                    self._opened[purpose] = sock
                     return
                 except _HungUpError:  # too many connected at once
                     sock.close()
@@ -273,10 +273,10 @@ class _Handshake:
         while True:
             sock, _ = await loop.sock_accept(listening)
             task = loop.create_task(self._ask(sock))
-            self._asked[task] = None
-            task.add_done_callback(self._asked.pop)
-            if len(self._asked) > _STRANGERS:
-                next(iter(self._asked)).cancel()
+            self._handshakes[task] = None
+            task.add_done_callback(self._handshakes.pop)
+            if len(self._handshakes) > _STRANGERS:
+                next(iter(self._handshakes)).cancel()
             await asyncio.sleep(0)  # lets other tasks run during a flood of connections
 
     async def _ask(self, sock: socket.socket) -> None:
@@ -296,14 +296,14 @@ class _Handshake:
                     self._refused = rank, generation
                     return
                 await _send(sock, _WELCOME)
-            self._came.setdefault(purpose, sock)
+            self._accepted.setdefault(purpose, sock)
         except OSError:  # a stranger that closed the connection, or sent too little in time
             return
         finally:
-            if sock not in self._came.values():
+            if sock not in self._accepted.values():
                 sock.close()
-        if len(self._came) == len(self._purposes):
-            self._all_came.set()
+        if len(self._accepted) == len(self._purposes):
+            self._all_accepted.set()
 
 
 class _HungUpError(OSError):

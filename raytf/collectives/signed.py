@@ -80,8 +80,8 @@ def broadcast(strategy, value: Any) -> Any:
     nonces = np.array(nonces)
     nonces[rank(strategy)] = drawn[rank(strategy)]  # keeps this worker's own nonce, whatever the sum contains
     sent = pack(value, token, nonces).astype(np.int32) if communicator.is_chief(strategy) else np.zeros(0, np.int32)
-    (size,) = communicator.from_chief(strategy, [np.int64(sent.size)])
+    (size,) = communicator.broadcast_from_chief(strategy, [np.int64(sent.size)])
     room = np.zeros(int(size), np.int32)
     room[: sent.size] = sent
-    (got,) = communicator.from_chief(strategy, [room])
+    (got,) = communicator.broadcast_from_chief(strategy, [room])
     return unpack(got.astype(np.uint8), token, nonces)

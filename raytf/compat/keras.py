@@ -121,17 +121,17 @@ class SavedLayout:
     Args:
         members: Contents of its members by name, in order; b"" for the HDF5, which consists of `texts` and the arrays.
         size: Size of the HDF5 in bytes.
-        texts: (offset, bytes) of all parts of the HDF5 that are no array in `places`.
-        places: (offset, number of bytes) of each array in the HDF5, by its path there.
+        texts: (offset, bytes) of all parts of the HDF5 that are no array in `regions`.
+        regions: (offset, number of bytes) of each array in the HDF5, by its path there.
         values: These arrays, in TensorFlow's own memory if possible.
         owners: (path in the HDF5, id) of each object that writes variables there.
-        fixed: Whether it contains no arrays except those in `places`.
+        fixed: Whether it contains no arrays except those in `regions`.
     """
 
     members: dict[str, bytes]
     size: int
     texts: list[tuple[int, bytes]]
-    places: dict[str, tuple[int, int]]
+    regions: dict[str, tuple[int, int]]
     values: dict[str, Any]
     owners: list[tuple[str, int]]
     fixed: bool
@@ -149,7 +149,7 @@ class _Layout(saving_lib.H5IOStore):
         self._h5_entry_path, self._h5_entry_group, self._h5_entry_initialized = None, {}, False
         self.last = ""  # path of the object that writes
         self.written, self.fixed = False, True
-        self.places: dict[str, tuple[int, int]] = {}
+        self.regions: dict[str, tuple[int, int]] = {}
         self.values: dict[str, Any] = {}
 
     def make(self, path, metadata=None):
@@ -174,7 +174,7 @@ class _Layout(saving_lib.H5IOStore):
         if array.nbytes and dataset.id.get_offset() is None:  # a scalar gets its room when it is written
             dataset[()] = np.zeros(array.shape, array.dtype)
         path = f"{self.last}/vars/{key}".lstrip("/")
-        self.places[path], self.values[path] = (dataset.id.get_offset() or 0, array.nbytes), array
+        self.regions[path], self.values[path] = (dataset.id.get_offset() or 0, array.nbytes), array
 
 
 class _Assets(saving_lib.DiskIOStore):
@@ -246,17 +246,17 @@ def saved_layout(model, optimizers, folder) -> SavedLayout:
             store.h5_file.close()
             assets.close()
         size, texts = os.fstat(file.fileno()).st_size, []
-        for begin, end in _gaps(store.places.values(), size):
+        for begin, end in _gaps(store.regions.values(), size):
             texts.append((begin, os.pread(file.fileno(), end - begin, begin)))
     with zipfile.ZipFile(packed) as archive:
         members = {name: archive.read(name) for name in archive.namelist()}
-    return SavedLayout(members, size, texts, store.places, store.values, owners, store.fixed)
+    return SavedLayout(members, size, texts, store.regions, store.values, owners, store.fixed)
 
 
-def _gaps(places, size: int):
-    """Yields (begin, end) of the gaps between some places in `size` bytes."""
+def _gaps(regions, size: int):
+    """Yields (begin, end) of the gaps between some regions in `size` bytes."""
     position = 0
-    for begin, length in sorted(places):
+    for begin, length in sorted(regions):
         if length and begin > position:
             yield position, begin
         position = max(position, begin + length) if length else position

@@ -254,7 +254,7 @@ def rate_of(optimizer):
 
 @uses_private("keras.src.optimizers.base_optimizer:BaseOptimizer._get_current_learning_rate")
 def with_rate(optimizer, rate):
-    """Within it the optimizer's learning rate, as a schedule of its gives it, is `rate`."""
+    """Returns a context in which the optimizer's learning rate, as its schedule returns it, is `rate`."""
     return patched_of(optimizer, "_get_current_learning_rate", lambda original: rate)
 
 
@@ -310,7 +310,7 @@ def slots_of(optimizer, variable, shape=None) -> dict[str, Any]:
 @contextlib.contextmanager
 @uses_private("keras.src.optimizers.base_optimizer:BaseOptimizer._get_variable_index")
 def with_slots(optimizer, variable, slots: dict[str, Any]):
-    """Within it these objects are the slots of a trained variable, by the names of `slots_of`."""
+    """Sets these objects as the slots of a trained variable within the context, by the names of `slots_of`."""
     index, lists = optimizer._get_variable_index(variable), {name: vars(optimizer)[name] for name in slots}
     vars(optimizer).update({name: [*lists[name][:index], slots[name], *lists[name][index + 1 :]] for name in slots})
     try:

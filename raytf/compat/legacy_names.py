@@ -14,7 +14,7 @@ from raytf.errors import RaytfError, one_line
 
 _TRAINER = "pass tensorflow_config=raytf.TensorflowConfig(legacy_keras=True)"
 # Modules in which Keras 3 stores the user's `keras...`, `tf.keras...` or `tensorflow.keras...`.
-_PLACES = ("keras._tf_keras.keras", "tensorflow.keras", "keras")
+_KERAS_MODULES = ("keras._tf_keras.keras", "tensorflow.keras", "keras")
 # Arguments of Keras 2 that a message of Keras 3 lists in a dict, and no function of Keras 3 has.
 _ARGUMENTS = ("lr", "weights", "batch_input_shape", "autocast", "implementation", "input_length")
 _UNKNOWN_ARGUMENTS = re.compile(
@@ -58,10 +58,10 @@ def hint(error: BaseException, way: str = _TRAINER) -> str | None:
     """Returns the sentence without the error, or None; see `explain`."""
     if legacy_keras.is_enabled():
         return None
-    name_and_place = _name(error)
-    if name_and_place is None:
+    name_and_origin = _name(error)
+    if name_and_origin is None:
         return None
-    name, outside = name_and_place
+    name, outside = name_and_origin
     installed = importlib.util.find_spec("tf_keras") is not None
     advice = ", and import tf_keras instead of keras" if outside else ""
     advice += "" if installed else ", for which pip install tf_keras is needed"
@@ -77,8 +77,8 @@ def _name(error: BaseException) -> tuple[str, bool] | None:
     if isinstance(error, AttributeError) and error.name is not None:
         return _of_attribute(error.obj, error.name)
     if isinstance(error, ImportError) and error.name is not None:
-        asked = re.match(r"cannot import name '(\w+)'", text)
-        return _of_path(f"{error.name}.{asked[1]}" if asked else error.name)
+        match = re.match(r"cannot import name '(\w+)'", text)
+        return _of_path(f"{error.name}.{match[1]}" if match else error.name)
     if _LEFT_BEHIND.search(text):
         return "that", False
     if isinstance(error, ValueError) and (match := _UNKNOWN_ARGUMENTS.search(text)):
@@ -106,7 +106,7 @@ def _of_attribute(owner: Any, name: str) -> tuple[str, bool] | None:
 
 
 def _of_path(path: str) -> tuple[str, bool] | None:
-    module = next((module for module in _PLACES if path.startswith(module + ".")), None)
+    module = next((module for module in _KERAS_MODULES if path.startswith(module + ".")), None)
     if module is None:
         return None
     name = path.removeprefix(module + ".")

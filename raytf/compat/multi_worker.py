@@ -19,14 +19,16 @@ from tensorflow.python.distribute import (
 )
 from tensorflow.python.distribute.collective_all_reduce_strategy import CollectiveAllReduceExtended  # overridden
 from tensorflow.python.distribute.cross_device_ops import CollectiveAllReduce  # reduces with other launchers
-from tensorflow.python.distribute.cross_device_utils import CollectiveReplicaLauncher  # what `Launcher` replaces
+from tensorflow.python.distribute.cross_device_utils import (
+    CollectiveReplicaLauncher,  # what `CollectiveLauncher` replaces
+)
 from tensorflow.python.trackable.base import CheckpointInitialValue  # a variable's restored value
 
 from raytf.compat.patching import overrides, patched
 from raytf.compat.versions import uses_private
 
 
-class Launcher:
+class CollectiveLauncher:
     """Replaces TensorFlow's `CollectiveReplicaLauncher`.
 
     Args:
@@ -63,7 +65,7 @@ class RingAllReduce(CollectiveAllReduce):
 
     def __init__(self, device: str, workers: int, options, exchange: Any):
         super().__init__([device], workers, options)
-        self._launchers = [Launcher(exchange)]
+        self._launchers = [CollectiveLauncher(exchange)]
 
 
 class RingExtended(CollectiveAllReduceExtended):
@@ -104,7 +106,7 @@ class RingExtended(CollectiveAllReduceExtended):
                 if isinstance(value, CheckpointInitialValue):
                     value = value.wrapped_value
                 value = tf.convert_to_tensor(value, kwargs.get("dtype"))
-                return value if self._exchange.initializes_alone else self._exchange.chiefs(value)
+                return value if self._exchange.initializes_locally else self._exchange.broadcast(value)
 
         return initial_value
 

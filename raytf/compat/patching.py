@@ -14,7 +14,7 @@ from typing import Any
 
 
 @dataclasses.dataclass(frozen=True)
-class Replacement:
+class FunctionPatch:
     """A function that replaces another one.
 
     Args:
@@ -34,7 +34,7 @@ class Replacement:
             return f"{self.owner.__module__}:{self.owner.__qualname__}.{self.name}"
         return f"{self.owner.__name__}:{self.name}"
 
-    def make(self) -> None:
+    def install(self) -> None:
         """Installs it; the original is its first argument from then on."""
         original = getattr(self.owner, self.name, None)  # None for a new attribute
         setattr(self.owner, self.name, replacing(original, self.function))
@@ -50,25 +50,25 @@ def replacing(original: Callable | None, function: Callable) -> Callable:
     return call
 
 
-_warned_patches: list[Replacement] = []
-_replaced: list[Replacement] = []
+_warned_patches: list[FunctionPatch] = []
+_replaced: list[FunctionPatch] = []
 
 
-def patch(*places: tuple[Any, str]) -> Callable[[Callable], Callable]:
+def patch(*targets: tuple[Any, str]) -> Callable[[Callable], Callable]:
     """Declares that a function replaces others after `install`.
 
     Args:
-        places: (class or module, name of the attribute) of each; the function gets its original as first argument.
+        targets: (class or module, name of the attribute) of each; the function gets its original as first argument.
     """
 
     def keep(function: Callable) -> Callable:
-        _warned_patches.extend(Replacement(owner, name, function) for owner, name in places)
+        _warned_patches.extend(FunctionPatch(owner, name, function) for owner, name in targets)
         return function
 
     return keep
 
 
-def replacements() -> list[Replacement]:
+def replacements() -> list[FunctionPatch]:
     """Returns all replacements that imported modules declare, installed or not."""
     return list(_warned_patches)
 
@@ -78,7 +78,7 @@ def install() -> None:
     for replacement in _warned_patches:
         if replacement not in _replaced:
             _replaced.append(replacement)
-            replacement.make()
+            replacement.install()
 
 
 @contextlib.contextmanager

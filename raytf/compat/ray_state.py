@@ -54,7 +54,7 @@ class TrainTab:
         """Writes that a group trains.
 
         Args:
-            workers: `actor`, `place` and ranks (`world_rank`, `local_rank`, `node_rank`) of each worker.
+            workers: `actor`, `location` and ranks (`world_rank`, `local_rank`, `node_rank`) of each worker.
             resources: Resources of a worker.
         """
         if not self._wanted:
@@ -110,7 +110,7 @@ class TrainTab:
 
 def _shown(worker: Mapping[str, Any], resources: dict[str, float]):
     """Returns a worker in Ray Train's form."""
-    process, rank = worker["place"], types.SimpleNamespace(**worker["ranks"])
+    process, rank = worker["location"], types.SimpleNamespace(**worker["ranks"])
     metadata = types.SimpleNamespace(node_id=process.node, node_ip=process.host, pid=process.pid, gpu_ids=[])
     return types.SimpleNamespace(
         actor=worker["actor"], distributed_context=rank, metadata=metadata, resources=resources, log_file_path=None

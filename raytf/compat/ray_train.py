@@ -216,11 +216,11 @@ class Validations:
         self._manager = ValidationManager(checkpoint_manager=manager, validation_config=config)
 
     def add(self, report) -> None:
-        """Adds a report, which may ask for a validation."""
+        """Adds a report, which may request a validation."""
         self._manager.after_report(report, [])
 
     def tick(self) -> None:
-        """Takes results, and starts tasks."""
+        """Collects results, and starts tasks."""
         self._manager._poll_validations()
         self._manager._kick_off_validations()
 

@@ -1,8 +1,8 @@
 """Shows the output of a run's processes at the driver: each line with its role and rank. Driver side.
 
 Ray sends the lines of all processes to the driver, labels them with class and process id, and drops duplicates of
-other processes. Here each process registers a name (`say_who`), and its lines are shown as in `raytf run`, without
-deduplication. Ray shows the lines of other processes.
+other processes. Here each process registers a name (`set_output_name`), and its lines are shown as in `raytf run`,
+without deduplication. Ray shows the lines of other processes.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ _LAST_INTERVAL, _LAST_OF_FAILED_INTERVAL = 5.0, 1.5
 _names: list[str] = []
 
 
-def say_who(name: str) -> None:
+def set_output_name(name: str) -> None:
     """Sets the name of this process' further lines, such as "worker 0"; no effect outside of Ray's processes."""
     _names[:] = [name]
     _print_for_driver(f"{ray_core.LOG_PREFIX_ACTOR_NAME}{_PREFIX}{name}")
 
 
-def say_check() -> None:
+def mark_as_model_check() -> None:
     """Names a process that may become a worker, unless it is one: it may be one by then."""
     if not _names:
-        say_who(_CHECK)
+        set_output_name(_CHECK)
 
 
 @contextlib.contextmanager

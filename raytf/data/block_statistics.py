@@ -21,7 +21,7 @@ HALF = np.uint32(16)  # bits of a float32 that are counted in each of two passes
 def values_of(table: pa.Table, columns: Columns) -> np.ndarray:
     """Returns the rows of a table, (rows, *shape); single values have the shape (1,), as in a model."""
     rows = np.arange(len(table))
-    (values,) = gather.source([table], columns).gather(gather.Places(np.zeros(len(table), np.int64), rows))
+    (values,) = gather.source([table], columns).gather(gather.RowLocations(np.zeros(len(table), np.int64), rows))
     return values[:, None] if values.ndim == 1 else values
 
 

@@ -34,7 +34,7 @@ def operations(dataset: tf.data.Dataset) -> Iterator[str]:
 
 
 def is_unknown(name: str) -> bool:
-    """Whether the output of a layer or operation of this kind may differ between two readings, for any reason."""
+    """Returns whether the output of a layer or operation of this kind may differ between two readings."""
     return name in _UNKNOWN or name.startswith(_SERVICE)
 
 

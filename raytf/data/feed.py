@@ -112,7 +112,7 @@ class Feed:
         dataset = dataset.apply(tf.data.experimental.assert_cardinality(self.steps - self.first_step))
         options = tf.data.Options()
         options.experimental_optimization.inject_prefetch = False
-        options.autotune.enabled = False  # it costs a thread, and at times a wait at the end (`iterator_ends`)
+        options.autotune.enabled = False  # it costs a thread, and at times a wait at the end (`iterator_release`)
         # an additional thread costs more than it saves if a batch is only a slice of a superbatch
         if shape.heavy or shape.row_bytes * (stop - start) > HEAVY_BATCH:
             dataset = dataset.prefetch(PREFETCH)

@@ -44,7 +44,7 @@ class Files:
 
     @property
     def is_local(self) -> bool:
-        """Whether they are on paths of this machine, which another node may not see."""
+        """Returns whether they are on paths of this machine, which another node may not see."""
         return isinstance(self.filesystem, fs.LocalFileSystem)
 
     def filter_names(self, wanted: Callable[[str], bool]) -> Files:

@@ -55,7 +55,7 @@ def read(
     format: str = "auto",
     types: Mapping[str, str] | None = None,
     unreadable: str = "refuse",
-    like: OpenedFiles | None = None,
+    reference: OpenedFiles | None = None,
     labelled: bool = True,
     classes: Mapping[str, Sequence[str]] | None = None,
 ) -> OpenedFiles:
@@ -67,7 +67,7 @@ def read(
         format: One of `validation.FORMATS`, or "auto" for that of the files.
         types: Types of columns of CSV files, by name, as Arrow names them; others are inferred.
         unreadable: "refuse" raises ConfigError for an image that cannot be decoded; "skip" leaves it out.
-        like: The training data, whose types and classes this data has, too.
+        reference: The training data, whose types and classes this data has, too.
         labelled: Whether images need labels.
         classes: Classes of a run whose model gets the images, by column, {} if it names none. None for a training:
             images have the classes of `like`, or their own.
@@ -87,18 +87,18 @@ def read(
         dataset = read_tfrecords(path)
         return OpenedFiles(kind, dataset, dataset.schema().base_schema)
     if kind == "csv":
-        schema = _csv_schema(files, types or {}, like)
+        schema = _csv_schema(files, types or {}, reference)
         pieces = [FilePart(path, path, size, None) for path, size in zip(files.paths, files.sizes, strict=True)]
-        if like is None:
+        if reference is None:
             columns = ", ".join(f"{column.name} {column.type}" for column in schema)
             logger.info(
                 f"{name}: {len(pieces)} CSV file(s) with the columns {columns}; --types COLUMN=TYPE sets others"
             )
         source = FileSource("CSV", files, pieces, schema, _read_csv)
         return OpenedFiles(kind, ray.data.read_datasource(source), schema)
-    known = classes or ({} if like is None else like.classes)
+    known = classes or ({} if reference is None else reference.classes)
     rows, numbered = _labelled(files, known) if labelled else (_paths(files), {})
-    for column, values in numbered.items() if like is None else ():
+    for column, values in numbered.items() if reference is None else ():
         shown = ", ".join(values[:_SHOWN_CLASSES]) + (", ..." if len(values) > _SHOWN_CLASSES else "")
         logger.info(f"{name}: {len(rows)} images; {column} is the number, from 0, of one of {shown}")
         if classes is not None and column not in classes:
@@ -247,14 +247,14 @@ def _names(spec: ColumnSpecs | None) -> str:
 # ------------------------------------------------------------------------------------------ CSV
 
 
-def _csv_schema(files: Files, types: Mapping[str, str], like: OpenedFiles | None) -> pa.Schema:
+def _csv_schema(files: Files, types: Mapping[str, str], reference: OpenedFiles | None) -> pa.Schema:
     """Returns names and types of the columns, from the first rows of files.
 
     Raises:
         ConfigError: Files have other columns, or types that have nothing in common.
     """
     schemas = [retried(csv_schema, files.filesystem, path, _BLOCK_BYTES) for path in files.paths]
-    first = schemas[0] if like is None else like.schema
+    first = schemas[0] if reference is None else reference.schema
     for path, schema in zip(files.paths, schemas, strict=True):
         if set(schema.names) != set(first.names):
             differing = sorted(set(schema.names) ^ set(first.names))
@@ -263,8 +263,8 @@ def _csv_schema(files: Files, types: Mapping[str, str], like: OpenedFiles | None
                 f"{', '.join(map(repr, differing))} in some of {files.paths[0]!r} and {path!r}",
                 "Write them alike, or leave files out",
             )
-    if like is not None:
-        return like.schema
+    if reference is not None:
+        return reference.schema
     unknown = set(types) - set(first.names)
     if unknown:
         raise ConfigError("--types must name columns", ", ".join(sorted(unknown)), f"Name some of {first.names}")
@@ -320,11 +320,11 @@ def _labelled(files: Files, classes: Mapping[str, Sequence[str]]) -> tuple[pa.Ta
         rows = _of_csv(files, pictures, tables.paths[0])
     else:
         relative = [posixpath.relpath(path, files.root) for path in pictures]
-        alone = next((path for path in relative if "/" not in path), None)
-        if alone:
+        stray = next((path for path in relative if "/" not in path), None)
+        if stray:
             raise ConfigError(
                 "Images must be in a folder for each class, or a CSV file in their folder must have their labels",
-                repr(posixpath.join(files.root, alone)),
+                repr(posixpath.join(files.root, stray)),
                 "Move them, or write a CSV file with the columns file and label",
             )
         rows = rows.append_column("label", pa.array([path.partition("/")[0] for path in relative]))

@@ -64,8 +64,8 @@ class ColumnSource:
     dtype: np.dtype
     row_bytes: float
 
-    def gather(self, places: Places) -> tuple[np.ndarray, ...]:
-        """Copies the rows at `places`, in their order.
+    def gather(self, locations: RowLocations) -> tuple[np.ndarray, ...]:
+        """Copies the rows at `locations`, in their order.
 
         Returns:
             One array, (rows, *shape). Lists return two: the concatenated values, and the int64 length of each list.
@@ -73,7 +73,7 @@ class ColumnSource:
         raise NotImplementedError
 
 
-class Places:
+class RowLocations:
     """Locations of rows.
 
     Args:
@@ -124,8 +124,8 @@ class Dense(ColumnSource):
         whole = [np.concatenate(arrays)] if small else arrays
         self._arrays = Arrays(whole, self.dtype, [len(a) for a in arrays] if small else None)
 
-    def gather(self, places):
-        return (self._arrays.take(places),)
+    def gather(self, locations):
+        return (self._arrays.take(locations),)
 
 
 class Stacked(ColumnSource):
@@ -147,11 +147,11 @@ class Stacked(ColumnSource):
                 _stack(arrays, whole[stop - len(arrays[0]) : stop])
             self._whole, self._parts = Arrays([whole], self.dtype, rows), []
 
-    def gather(self, places):
+    def gather(self, locations):
         if self._whole is not None:
-            return (self._whole.take(places),)
-        out = aligned_empty((len(places), *self.shape), self.dtype)
-        for table, rows, indices in places.by_table:
+            return (self._whole.take(locations),)
+        out = aligned_empty((len(locations), *self.shape), self.dtype)
+        for table, rows, indices in locations.by_table:
             indices = np.arange(len(rows)) if isinstance(indices, slice) else indices
             for start in range(0, len(rows), _STACK_ROWS):
                 few = slice(start, start + _STACK_ROWS)
@@ -205,21 +205,21 @@ class Arrays:
         self._arrays, self._dtype = arrays, dtype
         self._starts = None if rows is None else np.cumsum([0, *rows])[:-1]
 
-    def take(self, places: Places) -> np.ndarray:
+    def take(self, locations: RowLocations) -> np.ndarray:
         """Copies the rows into aligned memory."""
         first = self._arrays[0]
-        out = aligned_empty((len(places), *first.shape[1:]), self._dtype)
-        if places.run is not None:
-            table, row = places.run
+        out = aligned_empty((len(locations), *first.shape[1:]), self._dtype)
+        if locations.run is not None:
+            table, row = locations.run
             array, start = (self._arrays[table], row) if self._starts is None else (first, self._starts[table] + row)
             out[:] = array[start : start + len(out)]
         elif self._starts is not None and first.dtype == out.dtype:
-            rows = self._starts[places.table] + places.row
+            rows = self._starts[locations.table] + locations.row
             _items(first).take(rows, axis=0, out=_items(out), mode="clip")
         elif self._starts is not None:
-            out[:] = first[self._starts[places.table] + places.row]
+            out[:] = first[self._starts[locations.table] + locations.row]
         else:
-            for table, rows, indices in places.by_table:
+            for table, rows, indices in locations.by_table:
                 array = self._arrays[table]
                 # a row as one item is copied faster
                 source, target = (_items(array), _items(out)) if array.dtype == out.dtype else (array, out)
@@ -252,9 +252,9 @@ class Texts(ColumnSource):
         sizes = sum(part.nbytes for part in self._parts)
         self.row_bytes = max(8, sizes / max(1, sum(map(len, self._parts))))
 
-    def gather(self, places):
-        out = np.empty(len(places), object)
-        for table, rows, indices in places.by_table:
+    def gather(self, locations):
+        out = np.empty(len(locations), object)
+        for table, rows, indices in locations.by_table:
             out[indices] = self._parts[table].take(pa.array(rows)).to_numpy(zero_copy_only=False)
         return (out,)
 
@@ -300,12 +300,12 @@ class Lists(ColumnSource):
             whole = np.concatenate(lengths).astype(np.int64)
             self._lengths = Arrays([whole], whole.dtype, [len(part) for part in lengths])
 
-    def lengths(self, places: Places) -> np.ndarray:
+    def lengths(self, locations: RowLocations) -> np.ndarray:
         """Returns the length of each list: int64, (rows,)."""
         if self._lengths is not None:
-            return self._lengths.take(places)
-        out = aligned_empty((len(places),), np.int64)
-        for table, rows, indices in places.by_table:
+            return self._lengths.take(locations)
+        out = aligned_empty((len(locations),), np.int64)
+        for table, rows, indices in locations.by_table:
             offsets = self._offsets[table]
             out[indices] = offsets.take(rows + 1, mode="clip") - offsets.take(rows, mode="clip")
         return out
@@ -314,16 +314,16 @@ class Lists(ColumnSource):
         offsets = self._offsets[table]
         return offsets.take(rows, mode="clip").astype(np.int64) - int(offsets[0])
 
-    def gather(self, places):
-        lengths = self.lengths(places)
+    def gather(self, locations):
+        lengths = self.lengths(locations)
         ends = np.cumsum(lengths)
         out = aligned_empty((int(ends[-1]) if len(ends) else 0,), self.dtype)
-        if places.run is not None:
-            table, row = places.run
+        if locations.run is not None:
+            table, row = locations.run
             (start,) = self._starts(table, np.array([row]))
             out[:] = self._values[table][start : start + len(out)]
             return out, lengths
-        for table, rows, indices in places.by_table:
+        for table, rows, indices in locations.by_table:
             size = lengths[indices]
             offsets = np.arange(int(size.sum())) - np.repeat(np.cumsum(size) - size, size)
             values = self._values[table][np.repeat(self._starts(table, rows), size) + offsets]

@@ -98,7 +98,7 @@ def _read(
 def _read_named(
     name: str, dataset, materialize: bool | str, workers: int, specs: Mapping
 ) -> StoredDataset | streamed.StreamedDataset:
-    with streamed.watched(name):
+    with streamed.log_slow_reads(name):
         stream = _to_stream(name, dataset, materialize)
     if stream is None:
         return streamed.materialized(name, dataset, specs)
@@ -125,9 +125,9 @@ def _to_stream(name: str, dataset, materialize: bool | str) -> tuple[Partitions,
         if materialize is False:
             raise
         if size is None or _PARQUET_EXPANSION * size > limit:
-            about = "of unknown size" if size is None else f"of {_gib(size)} or more"
+            total = "of unknown size" if size is None else f"of {_gib(size)} or more"
             logger.info(
-                f"{name!r}, {about}, is kept in the object store of {_gib(room)} a node, as {error.received} cannot be "
+                f"{name!r}, {total}, is kept in the object store of {_gib(room)} a node, as {error.received} cannot be "
                 "streamed. Ray spills it to disk when the store is full. Write it as Parquet, and read that, to stream "
                 "it"
             )

@@ -52,7 +52,7 @@ AT_ONCE = 1024
 _FOOTERS_AT_ONCE = 16
 _COUNTED_AT_ONCE = 4
 # Read tasks of one object: an object for each would take 1 ms, and each task would load a single object for all.
-_TASKS_TOGETHER = 64
+_TASKS_AT_ONCE = 64
 # Number of read tasks for a source of unknown size.
 _UNKNOWN_TASKS = 200
 
@@ -266,7 +266,7 @@ def _exchanged(operator, source, tasks: float | None = None):
         return source
     upstream = _exchanged(operator.input_dependencies[0], source, tasks)
     changed = dataclasses.replace(operator, input_dependencies=[upstream])
-    return changed if tasks is None else _without_cpus(_alone(changed), tasks)
+    return changed if tasks is None else _without_cpus(_without_bundling(changed), tasks)
 
 
 def _without_cpus(operator, tasks: float):
@@ -278,7 +278,7 @@ def _without_cpus(operator, tasks: float):
     return dataclasses.replace(operator, **changes)
 
 
-def _alone(operator):
+def _without_bundling(operator):
     """Returns the operator with batches that end with each block, so that the order of pieces changes no row."""
     settable = {field.name for field in dataclasses.fields(operator) if field.init}
     if "min_rows_per_bundled_input" not in settable:
@@ -335,8 +335,8 @@ def _read_tasks(source: Read, context: DataContext):
     tasks = source.datasource_or_legacy_reader.get_read_tasks(
         max(1, wanted, source.parallelism), per_task_row_limit=source.per_block_limit, data_context=context
     )
-    starts = range(0, len(tasks), _TASKS_TOGETHER)
-    scanner = _Tasks([ray.put(tasks[i : i + _TASKS_TOGETHER]) for i in starts], source.infer_schema())
+    starts = range(0, len(tasks), _TASKS_AT_ONCE)
+    scanner = _Tasks([ray.put(tasks[i : i + _TASKS_AT_ONCE]) for i in starts], source.infer_schema())
     read = ReadFiles(
         datasource_name=source.datasource.get_name(),
         scanner=scanner,
@@ -358,12 +358,12 @@ class _Tasks(Scanner):
     """Adapter of a `Read` source's tasks to Ray Data's `ReadFiles`; a file's "size" is the index of a task.
 
     Args:
-        together: Lists of `_TASKS_TOGETHER` tasks, in the object store.
+        tasks: Lists of `_TASKS_AT_ONCE` tasks, in the object store.
         schema: Schema of the rows, if it is known.
     """
 
-    def __init__(self, together: list, schema):
-        self._together = together
+    def __init__(self, tasks: list, schema):
+        self._tasks = tasks
         self._schema = schema if isinstance(schema, pa.Schema) else pa.schema([])
 
     def read_schema(self):
@@ -374,7 +374,7 @@ class _Tasks(Scanner):
 
     def read(self, manifest: FileManifest) -> Iterator:
         for number in map(int, manifest.file_sizes):
-            yield from ray.get(self._together[number // _TASKS_TOGETHER])[number % _TASKS_TOGETHER]()
+            yield from ray.get(self._tasks[number // _TASKS_AT_ONCE])[number % _TASKS_AT_ONCE]()
 
 
 def _uncounted(operators: list) -> str:
@@ -425,7 +425,7 @@ def _countable(operator):
         changes = {"ray_remote_args": args, "compute": TaskPoolStrategy()}
         settable = {field.name for field in dataclasses.fields(op) if field.init}
         if isinstance(getattr(op, "fn", None), type):
-            made = _Lazily(op.fn, op.fn_constructor_args, op.fn_constructor_kwargs)
+            made = _LazyCallable(op.fn, op.fn_constructor_args, op.fn_constructor_kwargs)
             changes |= {"fn": made, "fn_constructor_args": None, "fn_constructor_kwargs": None}
         if "ray_remote_args_fn" in settable:
             changes["ray_remote_args_fn"] = None
@@ -445,17 +445,17 @@ def _rows_of(batch: pa.Table) -> pa.Table:
     return pa.table({"rows": [batch.num_rows]})
 
 
-class _Lazily:
+class _LazyCallable:
     """Callable class as a function, whose object is made at the first call in a process."""
 
     def __init__(self, kind: type, args, kwargs):
         self._kind, self._args, self._kwargs = kind, args or (), kwargs or {}
-        self._made = None
+        self._instance = None
 
     def __call__(self, *args, **kwargs):
-        if self._made is None:
-            self._made = self._kind(*self._args, **self._kwargs)
-        return self._made(*args, **kwargs)
+        if self._instance is None:
+            self._instance = self._kind(*self._args, **self._kwargs)
+        return self._instance(*args, **kwargs)
 
     def __getstate__(self):
-        return {**self.__dict__, "_made": None}
+        return {**self.__dict__, "_instance": None}

@@ -15,7 +15,7 @@ from ray.data.block import BlockAccessor
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raytf.data.columns import Columns
-from raytf.data.gather import COPIED_BYTES, ColumnSource, Places, source
+from raytf.data.gather import COPIED_BYTES, ColumnSource, RowLocations, source
 from raytf.data.record_files import RecordStream, RecordTables
 from raytf.data.sampling import Epoch, Ranges, Sampler
 from raytf.data.stored import StoredDataset, as_table
@@ -68,14 +68,14 @@ class Rows:
         self._ranges = Ranges(starts) if len(starts) else None  # there may be no rows
         self.row_bytes = sum(source.row_bytes for source in sources)
 
-    def _places(self, positions: np.ndarray) -> Places:
+    def _locate(self, positions: np.ndarray) -> RowLocations:
         index = self._ranges.find(positions)
-        return Places(self._tables[index], positions - self._starts[index])
+        return RowLocations(self._tables[index], positions - self._starts[index])
 
     def gather(self, positions: np.ndarray) -> tuple[np.ndarray, ...]:
         """Copies the rows of all columns into new arrays."""
-        places = self._places(positions)
-        return tuple(array for source in self._sources for array in source.gather(places))
+        locations = self._locate(positions)
+        return tuple(array for source in self._sources for array in source.gather(locations))
 
     def lengths(self, positions: np.ndarray, column: int) -> np.ndarray:
         """Returns the lengths of a column's lists, without a read of their values.
@@ -84,7 +84,7 @@ class Rows:
             positions: Positions of the rows in the stream: int64, (rows,).
             column: Index of a column of lists.
         """
-        return self._sources[column].lengths(self._places(positions))
+        return self._sources[column].lengths(self._locate(positions))
 
 
 class StoredReader(Reader):
@@ -206,12 +206,12 @@ class StreamRows:
 
     def _taken(self, wanted: np.ndarray) -> list[tuple[int | None, np.ndarray, pa.Table]]:
         """Returns tables as (offset of the table if it has all rows from there, or None; the rows; the table)."""
-        near, far = [], []
+        local, far = [], []
         for part, offset, rows in self._needed(wanted):
-            (near if part.node == self._node_id else far).append((part, offset, rows))
+            (local if part.node == self._node_id else far).append((part, offset, rows))
         coming = self._sent(_take, [(part, part.first + rows - offset) for part, offset, rows in far], self._names)
         taken = []
-        for part, offset, _ in near:  # all rows of a local block, which needs no copy
+        for part, offset, _ in local:  # all rows of a local block, which needs no copy
             table = as_table(ray.get(part.block)).slice(part.first, part.rows).select(self._names)
             taken.append((offset, np.arange(offset, offset + part.rows), table))
         for indices, tables in coming():
@@ -247,9 +247,9 @@ class StreamRows:
         calls = []
         for node, indices in by_node.items():
             strategy = NodeAffinitySchedulingStrategy(node, soft=True)
-            near = _near.options(scheduling_strategy=strategy)
+            local = _local.options(scheduling_strategy=strategy)
             blocks = [wanted[i][0].block for i in indices]
-            calls.append((indices, near.remote(function, [wanted[i][1] for i in indices], arguments, *blocks)))
+            calls.append((indices, local.remote(function, [wanted[i][1] for i in indices], arguments, *blocks)))
         return lambda: [(indices, ray.get(call)) for indices, call in calls]
 
     def _retried(self, fetch: Callable):
@@ -264,17 +264,17 @@ class StreamRows:
                     raise
                 self._parts = self._ask()
 
-    def _places(self, positions: np.ndarray) -> Places:
+    def _locate(self, positions: np.ndarray) -> RowLocations:
         index = positions - self._start
         table = self._table[index]
         # int16 for few tables, as NumPy then uses a counting sort
-        return Places(table.astype(np.int16) if len(self._tables) < 2**15 else table, self._row[index])
+        return RowLocations(table.astype(np.int16) if len(self._tables) < 2**15 else table, self._row[index])
 
     def gather(self, positions: np.ndarray) -> tuple[np.ndarray, ...]:
         """Copies the rows of all columns into new arrays."""
         self.fetch(positions)
-        places = self._places(positions)
-        return tuple(array for source in self._sources for array in source.gather(places))
+        locations = self._locate(positions)
+        return tuple(array for source in self._sources for array in source.gather(locations))
 
     def lengths(self, positions: np.ndarray, column: int) -> np.ndarray:
         """Returns the lengths of a column's lists, as `Rows.lengths`; other nodes send only lengths."""
@@ -347,12 +347,12 @@ def _measure(wanted: list[tuple[int, int]], column: Columns, *blocks) -> list[np
     lengths = []
     for (first, rows), block in zip(wanted, blocks, strict=True):
         lists = source([as_table(block).slice(first, rows)], column)
-        lengths.append(lists.lengths(Places(np.zeros(rows, np.int64), np.arange(rows))))
+        lengths.append(lists.lengths(RowLocations(np.zeros(rows, np.int64), np.arange(rows))))
     return lengths
 
 
 @ray.remote(num_cpus=0, max_retries=-1)
-def _near(function, wanted: list, arguments: tuple, *blocks):
+def _local(function, wanted: list, arguments: tuple, *blocks):
     """Calls a function on the node of the blocks."""
     return function(wanted, *arguments, *blocks)
 

@@ -46,8 +46,8 @@ class Exact:
     def __init__(self, rows: int, random: np.random.Generator):
         self._permutation = random.permutation(rows).astype(np.int64, copy=False)
 
-    def elements_at(self, places: np.ndarray) -> np.ndarray:
-        return self._permutation[places]
+    def elements_at(self, indices: np.ndarray) -> np.ndarray:
+        return self._permutation[indices]
 
 
 class Feistel:
@@ -70,11 +70,11 @@ class Feistel:
         # for each round a summand, and two odd factors
         self._keys = random.integers(0, 2**32, (_FEISTEL_ROUNDS, 3), dtype=np.uint32) | np.array([0, 1, 1], np.uint32)
 
-    def elements_at(self, places: np.ndarray) -> np.ndarray:
-        """Returns the elements of the permutation at `places`; both are int64, (n,)."""
-        elements = np.empty(len(places), np.int64)
-        for start in range(0, len(places), _FEISTEL_BLOCK):
-            elements[start : start + _FEISTEL_BLOCK] = self._permute(places[start : start + _FEISTEL_BLOCK])
+    def elements_at(self, indices: np.ndarray) -> np.ndarray:
+        """Returns the elements of the permutation at `indices`; both are int64, (n,)."""
+        elements = np.empty(len(indices), np.int64)
+        for start in range(0, len(indices), _FEISTEL_BLOCK):
+            elements[start : start + _FEISTEL_BLOCK] = self._permute(indices[start : start + _FEISTEL_BLOCK])
         outside = np.flatnonzero(elements >= self._rows)
         while len(outside):
             elements[outside] = self._permute(elements[outside])
@@ -323,8 +323,8 @@ class Epoch:
         """Returns whether the order of a chunk's rows is only computed as a whole."""
         return self._order.shuffle == "window"
 
-    def _positions_at(self, places: np.ndarray) -> np.ndarray:
-        return places if self._permutation is None else self._permutation.elements_at(places)
+    def _positions_at(self, indices: np.ndarray) -> np.ndarray:
+        return indices if self._permutation is None else self._permutation.elements_at(indices)
 
 
 def bucketed(positions: np.ndarray, lengths: np.ndarray, batch: int, random: np.random.Generator) -> np.ndarray:

@@ -209,11 +209,11 @@ def unwrapped(context):
 @contextlib.contextmanager
 def quiet():
     """Hides Ray Data's messages on its plan and progress until the context ends; the trainer logs its own line."""
-    filtered = _NeedsNoCpu()
+    filtered = _NoCpuWarningFilter()
     logger = logging.getLogger("ray.data.dataset")
     logger.addFilter(filtered)
     try:
-        with _unwarned, log_levels({"ray.data": logging.WARNING, loggers.DATA_PROGRESS: logging.ERROR}):
+        with _task_warning_filter, log_levels({"ray.data": logging.WARNING, loggers.DATA_PROGRESS: logging.ERROR}):
             yield
     finally:
         logger.removeFilter(filtered)
@@ -221,7 +221,7 @@ def quiet():
             reset_log_once("cpu_warning")
 
 
-class _Unwarned:
+class _TaskWarningFilter:
     """Context that hides Ray's advice about the number of tasks, which raytf sets and not the user.
 
     It applies to all threads, as Ray warns in a thread of its own. Two overlapping `warnings.catch_warnings` would
@@ -246,14 +246,14 @@ class _Unwarned:
                 warnings.filters.remove(self._filter)
 
 
-_unwarned = _Unwarned()
+_task_warning_filter = _TaskWarningFilter()
 
 
-class _NeedsNoCpu(logging.Filter):
+class _NoCpuWarningFilter(logging.Filter):
     """Drops Ray Data's warning "will hang" without a free CPU.
 
-    Reads of raytf request no CPU, and `streamed.watched` logs it if they wait. Ray also still counts the CPUs of a
-    placement group that has just ended.
+    Reads of raytf request no CPU, and `streamed.log_slow_reads` logs it if they wait. Ray also still counts the CPUs of
+    a placement group that has just ended.
     """
 
     def __init__(self):

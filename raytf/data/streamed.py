@@ -162,7 +162,7 @@ class StreamServer:
         self._name = name
         self._orders: dict[Sampler, Sampler] = {}
         self._runs: dict[int, EpochRead] = {}
-        self._asked: dict[int, tuple[int, int]] = {}
+        self._positions: dict[int, tuple[int, int]] = {}
         self._workers_at: Counter[tuple[int, int]] = Counter()
         self._lock = threading.Lock()
         self._quiet = contextlib.ExitStack()  # for the server's lifetime
@@ -176,7 +176,7 @@ class StreamServer:
         """Ends all reading, and releases all blocks."""
         with self._lock:
             runs, self._runs = self._runs, {}
-            self._asked.clear()
+            self._positions.clear()
             self._workers_at.clear()
         for run in runs.values():
             run.end()
@@ -206,8 +206,8 @@ class StreamServer:
 
     def _run(self, worker: int, workers: int, order: Sampler, epoch: int, start: int) -> EpochRead:
         with self._lock:
-            if len(self._asked) > workers:  # fewer workers after a restart
-                self._asked.clear()
+            if len(self._positions) > workers:  # fewer workers after a restart
+                self._positions.clear()
                 self._workers_at.clear()
             self._record_position(worker, (epoch, start))
             run = self._runs.get(epoch)
@@ -215,8 +215,8 @@ class StreamServer:
                 if run is not None:
                     run.end()
                 run = self._runs[epoch] = EpochRead(self._pieces, self._whole(order), epoch, start, self._name)
-            if len(self._asked) == workers:
-                self._let_go()
+            if len(self._positions) == workers:
+                self._release_blocks()
             return run
 
     def _whole(self, order: Sampler) -> Sampler:
@@ -226,20 +226,20 @@ class StreamServer:
 
     def _record_position(self, worker: int, position: tuple[int, int]) -> None:
         """Records the position of a worker; positions are counted, as many workers share few."""
-        previous = self._asked.get(worker)
+        previous = self._positions.get(worker)
         if previous is not None:
             self._workers_at[previous] -= 1
             if not self._workers_at[previous]:
                 del self._workers_at[previous]
-        self._asked[worker] = position
+        self._positions[worker] = position
         self._workers_at[position] += 1
 
-    def _let_go(self) -> None:
+    def _release_blocks(self) -> None:
         first, start = min(self._workers_at)
         for epoch in [epoch for epoch in self._runs if epoch < first]:
             self._runs.pop(epoch).end()
         if first in self._runs:
-            self._runs[first].let_go(start)
+            self._runs[first].release_before(start)
 
 
 class EpochRead:
@@ -256,10 +256,10 @@ class EpochRead:
         self._blocks: list[tuple[int, Any, str]] = []
         self._first = self._read = int(ends[skipped - 1]) if skipped else 0
         self._wanted = start
-        self._ahead = order.window
+        self._read_ahead = order.window
         self._error: BaseException | None = None
         self._ended = False
-        self._came = time.monotonic()
+        self._last_row_at = time.monotonic()
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._follow, daemon=True)
         self._thread.start()
@@ -273,12 +273,12 @@ class EpochRead:
         """Waits for the rows, and returns their locations; None after the end of the run, or the deadline."""
         with self._changed:
             if self._read < stop:
-                self._want(stop)
+                self._request_until(stop)
                 while self._read < stop and self._error is None and not self._ended and time.monotonic() < deadline:
                     self._changed.wait(_WAIT_INTERVAL)
                     self._report()
             elif self._wanted < stop:
-                self._want(stop)
+                self._request_until(stop)
             if self._error is not None:
                 raise self._error
             if self._ended or start < self._first or self._read < stop:
@@ -292,22 +292,22 @@ class EpochRead:
                 parts.append(Part(block, first - position, last - first, node))
             return parts
 
-    def _want(self, stop: int) -> None:
+    def _request_until(self, stop: int) -> None:
         self._wanted = max(self._wanted, stop)
         self._changed.notify_all()
 
     def _report(self) -> None:
         """Logs that no rows have come for 30 s, and which processes hold the CPUs."""
-        quiet = time.monotonic() - self._came
+        quiet = time.monotonic() - self._last_row_at
         if quiet > _REPORT_INTERVAL:
-            self._came = time.monotonic()
+            self._last_row_at = time.monotonic()
             usage = resources.held_by_others()
             logger.warning(
                 f"no rows of {self._name!r} have come for {quiet:.0f} s; {usage}. Reading continues. Free CPUs for Ray "
                 "Data, or look at the source of the rows"
             )
 
-    def let_go(self, start: int) -> None:
+    def release_before(self, start: int) -> None:
         with self._changed:
             released = bisect_right(self._starts, start) - 1
             if released >= 0 and self._starts[released] + self._blocks[released][0] <= start:
@@ -359,20 +359,20 @@ class EpochRead:
             self._starts.append(self._read)
             self._blocks.append((rows, ref, node))
             self._read += rows
-            self._came = time.monotonic()
+            self._last_row_at = time.monotonic()
             self._changed.notify_all()
-            while self._read > self._wanted + self._ahead and not self._ended:
+            while self._read > self._wanted + self._read_ahead and not self._ended:
                 self._changed.wait(_WAIT_INTERVAL)
-            self._came = time.monotonic()
+            self._last_row_at = time.monotonic()
             return not self._ended
 
 
 @contextlib.contextmanager
-def watched(name: str):
+def log_slow_reads(name: str):
     """Logs repeatedly, until the context ends, that a dataset is not read yet, and which processes hold the CPUs."""
     ended = threading.Event()
 
-    def watch():
+    def log_until_ended():
         began, pause = time.monotonic(), _REPORT_INTERVAL
         while not ended.wait(pause):
             seconds = time.monotonic() - began
@@ -382,7 +382,7 @@ def watched(name: str):
             )
             pause *= 2
 
-    thread = threading.Thread(target=watch, daemon=True, name="raytf_watch")
+    thread = threading.Thread(target=log_until_ended, daemon=True, name="raytf_watch")
     thread.start()
     try:
         yield
@@ -401,13 +401,13 @@ def stored(name: str, dataset):
     Returns:
         A `ray.data.MaterializedDataset`.
     """
-    with stored_module.quiet(), watched(name):
+    with stored_module.quiet(), log_slow_reads(name):
         return partitions.unbound(dataset).materialize()
 
 
 def materialized(name: str, dataset, specs: Mapping | None = None) -> StoredDataset:
     """Calls `stored.read` with tasks that wait for no CPU, and logs a warning if the read is slow."""
-    with watched(name):
+    with log_slow_reads(name):
         return stored_module.read(dataset, specs, partitions.unbound)
 
 

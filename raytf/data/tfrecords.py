@@ -27,7 +27,7 @@ logger = logs.get_logger(__name__)
 
 # Bytes of all files up to which this process indexes them itself: local ones at a GiB a second and more, while a task
 # of Ray takes seconds to start.
-_INDEXED_HERE, _INDEXED_HERE_LOCAL = 256 << 20, 1 << 30
+_INDEXED_BY_DRIVER, _INDEXED_BY_DRIVER_LOCAL = 256 << 20, 1 << 30
 
 
 def read_tfrecords(
@@ -124,7 +124,7 @@ def _inferred(filesystem: fs.FileSystem, pieces: Sequence[Records]) -> list[Feat
 
 def _index_all(files: Files) -> list[Records]:
     everything = list(zip(files.paths, files.sizes, strict=True))
-    if sum(files.sizes) <= (_INDEXED_HERE_LOCAL if files.is_local else _INDEXED_HERE):
+    if sum(files.sizes) <= (_INDEXED_BY_DRIVER_LOCAL if files.is_local else _INDEXED_BY_DRIVER):
         return _indexed(files.filesystem, everything)
     parts = min(len(everything), 4 * int(ray.cluster_resources().get("CPU", 1)))
     calls = [(files.filesystem, everything[i::parts]) for i in range(parts)]

@@ -129,7 +129,7 @@ def run_examination(
         nodes=measurements.nodes,
         findings=find_problems(measurements),
         left_out=left_out,
-        interfaces={node: interface for node, (interface, _) in measurements.places.items()},
+        interfaces={node: interface for node, (interface, _) in measurements.interfaces.items()},
         seconds=round(time.monotonic() - began, 1),
     )
 
@@ -179,9 +179,9 @@ class _Cluster:
         """Collects the facts of each node; nodes that start no process in time count as silent from now on."""
         started = {name: actor.clock.remote() for name, actor in self._actors.items()}
         self._answers(started, timeouts.get().doctor_start, "a process of Ray's there")
-        asked = {name: self._actors[name].facts.remote() for name in self._answering_nodes()}
-        self.measurements.facts = self._answers(asked, timeouts.get().doctor_facts, "its versions, limits and disks")
-        self.measurements.places = {
+        requests = {name: self._actors[name].facts.remote() for name in self._answering_nodes()}
+        self.measurements.facts = self._answers(requests, timeouts.get().doctor_facts, "its versions, limits and disks")
+        self.measurements.interfaces = {
             name: networks.choose_address(facts["interfaces"], self._listening.network, address_of(name))
             for name, facts in self.measurements.facts.items()
         }
@@ -189,11 +189,13 @@ class _Cluster:
     def ask_clocks(self) -> None:
         """Bounds the difference of clocks: a node's time is between request and answer, if clocks agree."""
         for name in self._answering_nodes():
-            asked_at = time.time()
+            requested_at = time.time()
             times = self._answers({name: self._actors[name].clock.remote()}, timeouts.get().doctor_clock, "the time")
             if name in times:
                 answered_at = time.time()
-                self.measurements.skew[name] = min(times[name] - asked_at, 0.0) + max(times[name] - answered_at, 0.0)
+                self.measurements.skew[name] = min(times[name] - requested_at, 0.0) + max(
+                    times[name] - answered_at, 0.0
+                )
 
     def ask_dashboard(self) -> None:
         """Connects to Ray's dashboard on the head at the head's address; one for that host alone is left out."""
@@ -209,13 +211,15 @@ class _Cluster:
 
     def measure_network(self) -> None:
         """Measures links, see `choose_links`, and the rate to the next node, as in the ring of a training."""
-        address_of = {name: address for name, (_, address) in self.measurements.places.items() if address is not None}
-        asked = {
+        address_of = {
+            name: address for name, (_, address) in self.measurements.interfaces.items() if address is not None
+        }
+        requests = {
             name: self._actors[name].listen.remote(address_of[name])
             for name in self._answering_nodes()
             if name in address_of
         }
-        open_at, errors = self._gather(asked, timeouts.get().doctor_facts)
+        open_at, errors = self._gather(requests, timeouts.get().doctor_facts)
         names = list(open_at)
         pairs = choose_links(names)
         links = {
@@ -241,8 +245,8 @@ class _Cluster:
         folder, content = f"{storage.rstrip('/')}/raytf-doctor-{secrets.token_hex(8)}", secrets.token_hex(16)
         names = self._answering_nodes()
         try:
-            asked = {(n, n): self._actors[n].write.remote(folder, f"{i}", content) for i, n in enumerate(names)}
-            self._check_stored(asked)
+            requests = {(n, n): self._actors[n].write.remote(folder, f"{i}", content) for i, n in enumerate(names)}
+            self._check_stored(requests)
             wrote = [n for n in names if (n, n) not in self.measurements.storage]
             first = wrote[0] if wrote else None
             pairs = [(first, n) for n in names if n != first] + [(n, first) for n in wrote if n != first]
@@ -271,14 +275,14 @@ class _Cluster:
         actor_class = ray.remote(num_cpus=0, max_restarts=0, max_concurrency=4)(TaskRunner)
         self._runners = {n: actor_class.options(scheduling_strategy=self._locations[n]).remote() for n in names}
         folder = shared_folders.describe_folder(os.getcwd())
-        asked = {
+        requests = {
             n: runner.reserve.remote(folder, timeouts.get(), self._listening) for n, runner in self._runners.items()
         }
-        places, errors = self._gather(asked, self._remaining())
+        locations, errors = self._gather(requests, self._remaining())
         self.measurements.training = dict(errors)
         if errors:
             return
-        configs = roles.environment({tasks[n]: places[n].address for n in names})
+        configs = roles.environment({tasks[n]: locations[n].address for n in names})
         token, numbers = ring_token.new_token(), {}
         for n, runner in self._runners.items():
             environment = {"TF_CONFIG": configs[tasks[n]]} | spec.variables(tasks[n])
@@ -288,21 +292,21 @@ class _Cluster:
 
     def _follow(self, numbers: Mapping[str, int]) -> dict[str, str]:
         """Returns the errors of scripts by node; a script that has not ended in time is one, too."""
-        asked = {self._runners[n].follow.remote(number): n for n, number in numbers.items()}
+        requests = {self._runners[n].follow.remote(number): n for n, number in numbers.items()}
         errors: dict[str, str] = {}
-        while asked and self._remaining() > 0:
-            for ref in ray.wait(list(asked), timeout=min(1.0, self._remaining()))[0]:
-                name, end = asked.pop(ref), None
+        while requests and self._remaining() > 0:
+            for ref in ray.wait(list(requests), timeout=min(1.0, self._remaining()))[0]:
+                name, end = requests.pop(ref), None
                 try:
                     end = next((value for kind, value in _value(ref) if kind == "exit"), None)
                 except ray.exceptions.RayError as error:
                     errors[name] = one_line(error)
                     continue
                 if end is None:
-                    asked[self._runners[name].follow.remote(numbers[name])] = name
+                    requests[self._runners[name].follow.remote(numbers[name])] = name
                 elif end.code:
                     errors[name] = end.reason()
-        return errors | dict.fromkeys(asked.values(), "timeout: the two steps did not end")
+        return errors | dict.fromkeys(requests.values(), "timeout: the two steps did not end")
 
     def close(self) -> None:
         """Ends all processes, sockets and scripts."""

@@ -66,7 +66,7 @@ class Measurements:
         tested: Minor versions that raytf is tested with, by package.
         ports: First and last port by which nodes should reach each other.
         network: Network on which workers are to listen, as `TensorflowConfig.network`.
-        places: Interface and address on which workers listen, each None if there is none, by node.
+        interfaces: Interface and address on which workers listen, each None if there is none, by node.
     """
 
     nodes: list[str]
@@ -81,7 +81,7 @@ class Measurements:
     tested: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     ports: tuple[int, int] = (20000, 31999)
     network: str | None = None
-    places: dict[str, tuple[str | None, str | None]] = dataclasses.field(default_factory=dict)
+    interfaces: dict[str, tuple[str | None, str | None]] = dataclasses.field(default_factory=dict)
 
 
 def find_problems(measurements: Measurements) -> list[Finding]:
@@ -243,7 +243,7 @@ def _names(measurements: Measurements) -> Iterator[Finding]:
 
 
 def _networks(measurements: Measurements) -> Iterator[Finding]:
-    for node, (_, address) in measurements.places.items():
+    for node, (_, address) in measurements.interfaces.items():
         if address is None:
             yield Finding(
                 check="network",

@@ -38,15 +38,15 @@ from raytf.data.stored import FIRST_ROWS, StoredDataset
 from raytf.data.tf_data import TFData
 from raytf.errors import ConfigError, StoppedCallError, StoppedError, TrainingError, without_escapes
 from raytf.fitting import arrays, fit_training, fit_worker, transport, warm
+from raytf.fitting.background_verification import BackgroundVerification
 from raytf.fitting.named_checkpoints import NamedFitCheckpoints, training_identity
-from raytf.fitting.proving import BackgroundVerification
 from raytf.logs import warn_user
 from raytf.parallel import model_optimizers
 from raytf.runtime import answers, resources
 from raytf.runtime.processes import worker_environment
 from raytf.runtime.settings import TensorflowConfig, WorkerSetup
 from raytf.train import results
-from raytf.train.ends import GracefulStop
+from raytf.train.graceful_stop import GracefulStop
 from raytf.train.prepare import placed
 from raytf.train.worker_group import TrialError, TrialRun, WorkerGroupLostError
 from raytf.worker import fit, labels, stop
@@ -54,7 +54,7 @@ from raytf.worker import fit, labels, stop
 logger = logs.get_logger(__name__)
 
 # Seconds that a finished call waits for an unknown outcome; a later outcome is logged when it is known.
-_PROOF_INTERVAL = 1.0
+_COMPARISON_INTERVAL = 1.0
 # Worker losses that a call recovers from; repeated deaths have a cause to look for.
 _MAX_RECOVERIES = 3
 _DOES = {"evaluate": "evaluating", "predict": "predicting"}
@@ -73,7 +73,7 @@ class Call:
 
     Attributes:
         objects: Objects of the model and the callbacks, by number.
-        verify: "warn" or "error" compares two workers with one process, see `proving`; False does not.
+        verify: "warn" or "error" compares two workers with one process, see `background_verification`; False does not.
     """
 
     def __init__(
@@ -292,13 +292,13 @@ class Call:
         setup = WorkerSetup(config=TensorflowConfig(seed=0))
         shown = Output(worker_environment(self._run, self._scaling)["env_vars"])
         well = False
-        proving = None
+        verification = None
         try:
             self._phases.begin(phases_module.WORKERS)
             self._group = warm.take_group(self._scaling, self._run, setup)
-            proving = self._start_verification(work, self._group)
-            if proving is not None and self.verify == "error":
-                proving.wait(timeouts.get().verify_error)
+            verification = self._start_verification(work, self._group)
+            if verification is not None and self.verify == "error":
+                verification.wait(timeouts.get().verify_error)
             group, known = self._group, self._sending["key"] == self._group.model
             sending = fit_worker.SentModel(data=None if known else self._data, **self._sending)
             group.model = self._sending["key"]
@@ -318,8 +318,8 @@ class Call:
             with self._stop_request.calls(self._ignore_signal) if mid_epoch is not None else contextlib.nullcontext():
                 why = None if mid_epoch is None else self._why_end
                 while (reports := group.worker_group.continue_trial(why)) is not None:
-                    if proving is not None:
-                        proving.check()
+                    if verification is not None:
+                        verification.check()
                     yield reports
                     if reports[0].get("ended"):
                         if any(report.get("changed") for report in reports):
@@ -345,8 +345,8 @@ class Call:
                 if work["do"] == "fit" and (not well or self._group.worker_group.ended is not None):
                     self._last = self._last_epoch()
                 self._end_group(well)
-        if proving is not None:
-            proving.wait(_PROOF_INTERVAL, more=True)
+        if verification is not None:
+            verification.wait(_COMPARISON_INTERVAL, more=True)
 
     def _start_verification(self, work: dict, group: warm.WarmGroup) -> BackgroundVerification | None:
         """Starts a comparison of two workers with one process, unless this group has compared the model before."""

@@ -375,9 +375,9 @@ def predict(
         if data.table is None:
             return _as_dataset(chunks)
         chunks = [chunk for chunk in chunks if chunk is not None]
-        like = chunks[0][0]
+        structure = chunks[0][0]
         whole = [np.concatenate(parts) for parts in zip(*(flat for _, flat in chunks), strict=True)]
-        return tree.map_structure(lambda index: whole[index], like)
+        return tree.map_structure(lambda index: whole[index], structure)
 
 
 # ------------------------------------------------------------------------------------------ predictions
@@ -390,8 +390,8 @@ def _in_order(reports: list[dict]) -> tuple[Any, list[np.ndarray]] | None:
         flat += [arrays for rows, arrays in step if rows]
     if not flat:
         return None
-    like = next(report["like"] for report in reports if report["like"] is not None)
-    return like, [np.concatenate(parts) for parts in zip(*flat, strict=True)]
+    structure = next(report["like"] for report in reports if report["like"] is not None)
+    return structure, [np.concatenate(parts) for parts in zip(*flat, strict=True)]
 
 
 def _as_dataset(chunks):
@@ -400,10 +400,10 @@ def _as_dataset(chunks):
     for chunk in chunks:
         if chunk is None:
             continue
-        like, flat = chunk
+        structure, flat = chunk
         made = {
             name: pa.array(flat[index]) if flat[index].ndim == 1 else ArrowTensorArray.from_numpy(flat[index])
-            for name, index in sorted(named_outputs(like).items(), key=lambda pair: pair[1])
+            for name, index in sorted(named_outputs(structure).items(), key=lambda pair: pair[1])
         }
         refs.append(ray.put(pa.table(made)))
     return ray.data.from_arrow_refs(refs)

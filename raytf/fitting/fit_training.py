@@ -121,10 +121,10 @@ def run_fit(
     state = checkpoint.read_state(folder) if folder else None
     feeds = {name: feed for name, (feed, _) in pairs.items()}
 
-    def save(metrics: dict, moment) -> None:
+    def save(metrics: dict, snapshot) -> None:
         """Saves the end of an epoch like a step; `EpochReport` reports it."""
         if session.saves and session.rank == 0:
-            session.save_step(step_folders.folder_name(moment.step), moment.model, moment.parts())
+            session.save_step(step_folders.folder_name(snapshot.step), snapshot.model, snapshot.parts())
 
     training = FitTraining(
         options=work,

@@ -268,23 +268,23 @@ def _predict(session, work: CallWork, model, sent, distribution) -> None:
 
     _, dataset = _dataset(work, "train", session)
     step = _predict_function(model, distribution)
-    together = _predicts_itself(model) and session.size > 1
+    gathers_outputs = _predicts_itself(model) and session.size > 1
     parts: list[list] = []
-    like = None  # the structure of the outputs, with the index of each
+    structure = None  # the structure of the outputs, with the index of each
     for done, batch in enumerate(dataset, 1):
         rows = int(tree.flatten(batch)[0].shape[0])
         with cause_first(f"in step {done} of a prediction"):
-            outputs = step(batch) if rows or together else None
-        if session.rank == 0 if together else rows:
+            outputs = step(batch) if rows or gathers_outputs else None
+        if session.rank == 0 if gathers_outputs else rows:
             flat = [np.asarray(output) for output in tree.flatten(outputs)]
-            like = tree.pack_sequence_as(outputs, list(range(len(flat)))) if like is None else like
+            structure = tree.pack_sequence_as(outputs, list(range(len(flat)))) if structure is None else structure
             parts.append([len(flat[0]), flat])
         else:
             parts.append([0, None])
         if done % work.chunk_steps == 0:
-            session.report({"parts": parts, "like": like}, None)
+            session.report({"parts": parts, "like": structure}, None)
             parts = []
-    session.report({"parts": parts, "like": like, "ended": True}, None)
+    session.report({"parts": parts, "like": structure, "ended": True}, None)
 
 
 def _predicts_itself(model) -> bool:

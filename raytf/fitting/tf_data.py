@@ -156,7 +156,7 @@ def _repeated_layers(dataset, later_layers: tuple) -> Iterator[tuple]:
 
 
 def _drops_within(later_layers: tuple) -> bool:
-    """Whether a batch drops rows at a location that `_with_last_batch` does not check; the last dataset is first."""
+    """Returns whether a batch drops rows where `_with_last_batch` does not check it; the last dataset is first."""
     dropping = [i for i, layer in enumerate(later_layers) if dropping_batch(layer) is not None]
     if not dropping:
         return False

@@ -272,7 +272,7 @@ def _tracker_state(tracker) -> dict[str, Any]:
     stores = {name: store for name, (_, store) in tracker.config.items()}
     predicates = {name: test for name, (test, _) in tracker.config.items() if name not in _PREDICATES}
     attributes = {k: v for k, v in vars(tracker).items() if k not in ("config", "stored_ids")}
-    return {"stores": stores, "own": predicates, "rest": attributes}
+    return {"stores": stores, "predicates": predicates, "attributes": attributes}
 
 
 # ------------------------------------------------------------------------------------------ at the reader
@@ -356,8 +356,8 @@ def _set_optimizer(optimizer, state) -> None:
 
 
 def _set_tracker(tracker, state) -> None:
-    tests = _PREDICATES | state["own"]
-    vars(tracker).update(state["rest"])
+    tests = _PREDICATES | state["predicates"]
+    vars(tracker).update(state["attributes"])
     tracker.config = {name: (tests[name], store) for name, store in state["stores"].items()}
     tracker.stored_ids = {}
 

@@ -47,7 +47,7 @@ class WarmGroup:
 
     Attributes:
         model: Key of the model that the workers have, or None.
-        verified: Keys of models that were compared, see `proving`.
+        verified: Keys of models that were compared, see `background_verification`.
     """
 
     def __init__(self, scaling_config, run_config, setup):
@@ -151,9 +151,9 @@ class _IdleGroup:
                 if self._group is None:
                     self._watch = None
                     return
-                late = time.monotonic() - self._stored_at > _IDLE_INTERVAL
+                is_expired = time.monotonic() - self._stored_at > _IDLE_INTERVAL
             try:
-                if late or not ray.is_initialized() or is_wanted():
+                if is_expired or not ray.is_initialized() or is_wanted():
                     self.clear()
             except Exception as error:  # the cluster has gone, and the group with it
                 logger.debug("idle workers: %s", error)
@@ -161,7 +161,7 @@ class _IdleGroup:
 
 
 def is_wanted() -> bool:
-    """Whether anything in the cluster waits for resources: a task, an actor, or a placement group of any driver.
+    """Returns whether anything in the cluster waits for resources: a task, actor or placement group of any driver.
 
     Placement groups are checked separately: Ray's reported load may omit those that it has tried in vain.
     """

@@ -97,7 +97,7 @@ def unread_keys(
         references: `sys.getrefcount(noted)` in the calling function, before other references existed.
     """
     requested = set(noted.requested)
-    asked = {*noted.read, *noted.defaults, *noted.missing} - set(names) | _OWN
+    read_keys = {*noted.read, *noted.defaults, *noted.missing} - set(names) | _OWN
     unread_names = lambda: [] if noted.whole else sorted(set(names) - noted.read)
     for function in functions:
         noted.read |= mentioned_keys(function).intersection(dict.keys(noted)) if unread_names() else set()
@@ -110,11 +110,11 @@ def unread_keys(
     meant = {name: key for name in names if name not in requested and (key := _own_key(name))}
     if noted.whole and meant:
         named: set[str] = set().union(*map(_named_words, functions))
-        asked |= named & {"learning_rate"} - set(names)
-        return {name: key for name, key in sorted(meant.items()) if name not in named and key in asked}
-    close = {name: difflib.get_close_matches(name, sorted(map(str, asked)), 1) for name in unread_names()}
+        read_keys |= named & {"learning_rate"} - set(names)
+        return {name: key for name, key in sorted(meant.items()) if name not in named and key in read_keys}
+    close = {name: difflib.get_close_matches(name, sorted(map(str, read_keys)), 1) for name in unread_names()}
     hints = {name: next(iter(matches), "") for name, matches in close.items()}
-    return {name: key if (key := meant.get(name)) in asked else hint for name, hint in hints.items()}
+    return {name: key if (key := meant.get(name)) in read_keys else hint for name, hint in hints.items()}
 
 
 # Keys that the trainer reads whatever the model function does, and other words for them and for the learning rate.

@@ -100,12 +100,12 @@ def _graph(model) -> str | None:
         return None
     from raytf.compat.keras import Functional, make_node_key
 
-    places = {id(operation): i for i, operation in enumerate(operations)}
+    positions = {id(operation): i for i, operation in enumerate(operations)}
 
     def argument(value):
         if isinstance(value, keras.KerasTensor):
             operation, _, index = keras_objects.history_of(value)
-            return ["tensor", places.get(id(operation)), index]
+            return ["tensor", positions.get(id(operation)), index]
         if isinstance(value, Mapping):
             return {str(k): argument(v) for k, v in value.items()}
         if isinstance(value, (list, tuple)):
@@ -293,12 +293,12 @@ def digest(table: pa.Table, start: int, stride: int) -> dict[str, int]:
         start: Number of rows before it.
         stride: Every `stride`-th row of all rows counts.
     """
-    places = np.arange(-start % stride, table.num_rows, stride)
-    table = table if stride == 1 else table.take(pa.array(places))
+    row_indices = np.arange(-start % stride, table.num_rows, stride)
+    table = table if stride == 1 else table.take(pa.array(row_indices))
     sums = {f"{field.name} {str(field.type).replace('large_', '')}": 0 for field in table.schema}
-    first, size = 0, max(1, _PIECE_BYTES * len(places) // max(1, table.nbytes))
+    first, size = 0, max(1, _PIECE_BYTES * len(row_indices) // max(1, table.nbytes))
     for batch in table.to_batches(size):
-        numbers = (places[first : first + len(batch)] + start + 1).astype(np.uint64)
+        numbers = (row_indices[first : first + len(batch)] + start + 1).astype(np.uint64)
         for name, column in zip(sums, batch.columns, strict=True):
             sums[name] += _sum(column, numbers)
         first += len(batch)

@@ -38,7 +38,7 @@ class BootOptions:
     Args:
         alive: File descriptor of a pipe that its parent holds open. It carries the token of the ring of all tasks. This
             process ends when it is closed.
-        asked: File descriptor of a socket on which its parent requests snapshots and stacks; see `_answer`.
+        request_fd: File descriptor of a socket on which its parent requests snapshots and stacks; see `_answer`.
         module: Whether the script is the name of a module.
         ports: First and last port on which it may listen.
         timeouts: Timeouts of its parent, by name.
@@ -46,7 +46,7 @@ class BootOptions:
     """
 
     alive: int
-    asked: int
+    request_fd: int
     module: bool
     ports: tuple[int, int]
     timeouts: Timeouts
@@ -64,7 +64,7 @@ def main(arguments: list[str]) -> None:
     timeouts.set_current(Timeouts(**order.timeouts))
     ring_token.keep_token(os.read(order.alive, ring_token.TOKEN_BYTES))
     threading.Thread(target=_end_with, args=(order.alive,), daemon=True).start()
-    threading.Thread(target=_answer, args=(order.asked,), daemon=True).start()
+    threading.Thread(target=_answer, args=(order.request_fd,), daemon=True).start()
     activity.tracker.register_thread()
     if order.cores:
         cores.adopt_cores(order.cores)
@@ -104,16 +104,16 @@ class _AfterImport(importlib.abc.MetaPathFinder):
     def __init__(self, action: Callable[[], None]):
         self._action = action
         self._awaited = {"tensorflow", "keras"}
-        self._asking = False
+        self._is_searching = False
 
     def find_spec(self, name, path=None, target=None):
-        if name not in self._awaited or self._asking:
+        if name not in self._awaited or self._is_searching:
             return None
-        self._asking = True
+        self._is_searching = True
         try:
             spec = importlib.util.find_spec(name)
         finally:
-            self._asking = False
+            self._is_searching = False
         if spec is None:
             return None
         execute = spec.loader.exec_module

@@ -170,9 +170,9 @@ class ScriptCluster:
             locations = self._answers(tasks, refs, timeouts.get().process_start, "the start of its process")
             self._locations = dict(zip(tasks, locations, strict=True))
             self._configs = roles.environment({task: location.address for task, location in self._locations.items()})
-            places = self._locations.values()
+            reserved = self._locations.values()
             agreed = cores.agree_on_pinning(
-                [location.address for location in places], [location.claimed for location in places]
+                [location.address for location in reserved], [location.claimed for location in reserved]
             )
             self._pinned = dict(zip(self._locations, agreed, strict=True))
             self._token = ring_token.new_token()
@@ -203,7 +203,7 @@ class ScriptCluster:
         Raises:
             StartError, NoAnswerError: An actor failed, or did not answer.
         """
-        late = _wait_reporter(
+        report_late = _wait_reporter(
             lambda: f"waiting for {_unready_tasks(tasks, refs)}: {action}", _PATIENCE_WITH_PROCESSES_INTERVAL
         )
         return collect_answers(
@@ -211,7 +211,7 @@ class ScriptCluster:
             seconds,
             action,
             names=[str(task) for task in tasks],
-            check=late,
+            check=report_late,
             failure=lambda name, error: StartError(f"{name} did not start: {one_line(error)}"),
         )
 
@@ -233,7 +233,8 @@ class ScriptCluster:
             yield
             return
         refs = [self._runners[task].process.remote() for task in tasks]
-        places = dict(enumerate(self._answers(tasks, refs, timeouts.get().script_start, "the process of its script")))
+        answers = self._answers(tasks, refs, timeouts.get().script_start, "the process of its script")
+        locations = dict(enumerate(answers))
         runners = [self._runners[task] for task in tasks]
 
         def execute(rank, function):
@@ -243,7 +244,7 @@ class ScriptCluster:
         first = max(limit, settings.FIRST_STEP_TIMEOUT)
         self._ranks = dict(enumerate(tasks))
         names = {rank: str(task) for rank, task in self._ranks.items()}
-        self._hangs = HangMonitor(execute, places, limit, first, names=names, through_others=True)
+        self._hangs = HangMonitor(execute, locations, limit, first, names=names, through_others=True)
         try:
             yield
         finally:
@@ -269,12 +270,12 @@ class ScriptCluster:
         exits: dict[Task, TaskExit] = {}
         lost, deadline = False, None
         while self._requests:
-            for task, end, gone in self._receive():
-                lost = lost or gone
+            for task, end, is_lost in self._receive():
+                lost = lost or is_lost
                 if (
                     end.code
-                    and not gone
-                    and roles.can_restart_alone(task, self._tasks)
+                    and not is_lost
+                    and roles.can_restart_by_itself(task, self._tasks)
                     and self._may_restart(task, end)
                 ):
                     self._start([task])
@@ -314,11 +315,11 @@ class ScriptCluster:
         ended = []
         for ref in done:
             task = self._requests.pop(ref)
-            end, gone = self._show(task, ref)
+            end, is_lost = self._show(task, ref)
             if end is None:
                 self._request(task)
             else:
-                ended.append((task, end, gone))
+                ended.append((task, end, is_lost))
         current_time = time.monotonic()
         passed, self._answered_at = min(current_time - self._answered_at, 2 * _TICK_INTERVAL), current_time
         for ref in silent:

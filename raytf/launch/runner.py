@@ -180,11 +180,11 @@ class _Script:
         self._host = location.host
         alive, self._alive_pipe = os.pipe()
         os.write(self._alive_pipe, token)
-        self._request_pipe, asked = socket.socketpair()
+        self._request_pipe, request = socket.socketpair()
         self._request_pipe.settimeout(timeouts.get().script_answer)
         self._request_lock, self._request, self._answer_pipe = threading.Lock(), b"", b""
         options = {"ports": allowed, "timeouts": timeouts.get(), "cores": claimed_cores}
-        order = BootOptions(alive=alive, asked=asked.fileno(), module=module, **options)
+        order = BootOptions(alive=alive, request_fd=request.fileno(), module=module, **options)
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-u", "-m", "raytf.launch.bootstrap", order.text(), *command],
@@ -194,12 +194,12 @@ class _Script:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 bufsize=0,
-                pass_fds=[alive, asked.fileno()],
+                pass_fds=[alive, request.fileno()],
                 start_new_session=True,
             )
         finally:
             os.close(alive)
-            asked.close()
+            request.close()
         self.pid = self._process.pid
         self._watch, self._last_check = StopWatch(frozen_s), time.monotonic()
         threading.Thread(target=self._read, daemon=True).start()
@@ -277,9 +277,9 @@ class _Script:
                     if not (received := self._received()):
                         return None
                     self._answer_pipe += received
-                asked, answer = self._request, self._answer_pipe
+                request, answer = self._request, self._answer_pipe
                 self._request = self._answer_pipe = b""
-                if asked == question:  # otherwise a late answer to an earlier request
+                if request == question:  # otherwise a late answer to an earlier request
                     return json.loads(answer)
         return None
 

@@ -179,8 +179,8 @@ def _check_module(name: str) -> None:
         sys.path.remove(os.getcwd())
     for part in submodules:
         # `find_spec` of the whole name would import its packages
-        places = spec and spec.submodule_search_locations
-        spec = importlib.machinery.PathFinder.find_spec(part, places) if places else None
+        folders = spec and spec.submodule_search_locations
+        spec = importlib.machinery.PathFinder.find_spec(part, folders) if folders else None
     if spec is None:
         raise ConfigError(
             "With --module, the script is a module that can be imported from the current folder",

@@ -599,10 +599,10 @@ class _UnreadFields:
 
     def sentences(self) -> list[str]:
         """Returns the remarks, and a sentence for each field."""
-        places = sorted(self._by_reason.items())
+        unread = sorted(self._by_reason.items())
         return self._remarks + [
             f"--tfjob: {field}{' of ' if any(fields) else ''}{', '.join(fields)} is not honoured: {why}"
-            for (field, why), fields in places
+            for (field, why), fields in unread
         ]
 
 

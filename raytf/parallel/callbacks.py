@@ -35,7 +35,7 @@ WRITERS = {
 }
 # Callbacks that write or send, and have no attribute to redirect that.
 _ORBAX = (keras.callbacks.OrbaxCheckpoint,) if at_least("keras", 3, 14) else ()
-_ALONE = (*_ORBAX, RemoteMonitor)
+_CHIEF_ONLY = (*_ORBAX, RemoteMonitor)
 
 
 class _Agreement(keras.callbacks.Callback):
@@ -49,7 +49,7 @@ class _Agreement(keras.callbacks.Callback):
         """Copies the chief's variables and first epoch to all: a callback before this one may have restored them."""
         model = self.model
         self._take_chiefs(_shared_variables(model, with_metrics=True))
-        (first_epoch,) = communicator.from_chief(
+        (first_epoch,) = communicator.broadcast_from_chief(
             model.distribute_strategy, [np.int64(keras_objects.first_epoch(model))]
         )
         keras_objects.set_first_epoch(model, int(first_epoch))
@@ -69,23 +69,23 @@ class _Agreement(keras.callbacks.Callback):
         model.stop_training = bool(stops > 0)
         if assigns:
             variables = _shared_variables(model)
-            assigned_here = np.array([id(v) in assigned_ids for v in variables], np.int32)
-            (counts,) = communicator.sum_over_workers(model.distribute_strategy, [assigned_here])
+            is_assigned = np.array([id(v) in assigned_ids for v in variables], np.int32)
+            (counts,) = communicator.sum_over_workers(model.distribute_strategy, [is_assigned])
             self._take_chiefs(self._different([v for v, n in zip(variables, counts, strict=True) if n]))
 
     def _different(self, variables: list) -> list:
         """Returns the variables that differ between workers; most callbacks assign equal values on all."""
         strategy = self.model.distribute_strategy
         digests = np.array([_digest(communicator.read(v)) for v in variables], np.int64)
-        (chiefs,) = communicator.from_chief(strategy, [digests])
-        (differing,) = communicator.sum_over_workers(strategy, [(digests != chiefs).astype(np.int32)])
+        (chief_digests,) = communicator.broadcast_from_chief(strategy, [digests])
+        (differing,) = communicator.sum_over_workers(strategy, [(digests != chief_digests).astype(np.int32)])
         return [v for v, n in zip(variables, differing, strict=True) if n]
 
     def _take_chiefs(self, variables: list) -> None:
         strategy = self.model.distribute_strategy
         for group in communicator.groups(variables):  # in groups: they may be most of a worker's memory
             local = [communicator.read(v) for v in group]
-            values = communicator.from_chief(strategy, local)
+            values = communicator.broadcast_from_chief(strategy, local)
             for variable, old, value in zip(group, local, values, strict=True):
                 if not communicator.is_chief(strategy) and not np.array_equal(old, value):
                     variable.assign(value)
@@ -164,7 +164,7 @@ def _sees_begins(callback) -> bool:
 def _redirected(callbacks, folder: Callable[[], str]):
     """Yields callbacks for a worker other than the chief: without writers, or with writers to a temporary folder."""
     for callback in callbacks:
-        if isinstance(callback, _ALONE) or chief_callbacks.is_chiefs(callback):
+        if isinstance(callback, _CHIEF_ONLY) or chief_callbacks.is_chiefs(callback):
             continue
         kind = next((k for k in WRITERS if isinstance(callback, k)), None)
         if kind is None:
@@ -180,10 +180,10 @@ def chief_state_classes(callbacks) -> list[str]:
 
     Keras callbacks that write each epoch separately have no such state.
     """
-    writers = (*WRITERS, *_ALONE)
+    writers = (*WRITERS, *_CHIEF_ONLY)
     names = set()
     for callback in callbacks:
-        left_out = isinstance(callback, (*_ALONE, chief_callbacks.NoOpCallback)) or type(callback) in WRITERS
+        left_out = isinstance(callback, (*_CHIEF_ONLY, chief_callbacks.NoOpCallback)) or type(callback) in WRITERS
         if not left_out and not chief_callbacks.is_chiefs(callback):
             continue
         holds = reads_batches(callback) or getattr(callback, "save_best_only", False)
@@ -212,11 +212,11 @@ def prepared(model, callbacks):
     if not communicator.is_chief(model.distribute_strategy):
         callback_list = list(_redirected(listed, lambda: ends.enter_context(scratch.temporary_folder())))
     agreement = _BatchAgreement(bool(begins)) if batches else _Agreement()
-    later = [c for c in callback_list if getattr(c, "raytf_after_agreement", False)]
-    callback_list = [c for c in callback_list if c not in later]
+    deferred = [c for c in callback_list if getattr(c, "raytf_after_agreement", False)]
+    callback_list = [c for c in callback_list if c not in deferred]
     if writing:
         callback_list = _watched(callback_list, unknown, model.distribute_strategy)
-    callback_list = [*callback_list, agreement, *later]
+    callback_list = [*callback_list, agreement, *deferred]
     if given is not None:
         agreement.set_model(model)
         given.callbacks[:] = callback_list

@@ -40,7 +40,7 @@ _NEED_NO_TRIAL = _VARIABLES | frozenset(
 )
 # Optimizers that update each variable by itself, and the number of variables up to which they are compiled together.
 _PER_SHAPE = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "Ftrl", "Lamb", "Lion", "RMSprop", "SGD")
-_MOST_TOGETHER = 16
+_MOST_AS_ONE = 16
 # The functions used last, by content, for the next models of a warm worker: TensorFlow compiles each of them once, and
 # never frees its machine code, some 3 MB.
 _known: dict[tuple, Callable] = {}
@@ -48,7 +48,7 @@ _MOST_KNOWN = 64
 enabled = True  # False during a verification of a few steps
 
 
-def made(optimizer, update: Callable, gradients: Sequence, variables: Sequence) -> bool:
+def add_compiled_update(optimizer, update: Callable, gradients: Sequence, variables: Sequence) -> bool:
     """Adds a compiled update to the graph that is being traced.
 
     Args:
@@ -64,12 +64,12 @@ def made(optimizer, update: Callable, gradients: Sequence, variables: Sequence) 
     if is_possible(optimizer, pairs):
         given = _with_shapes(pairs)
 
-        def whole(*values):
+        def compiled_step(*values):
             remaining = iter(values)
             update([None if g is None else next(remaining) for g in gradients])
 
         try:
-            function, captures = _compiled(optimizer, whole, given)
+            function, captures = _compiled(optimizer, compiled_step, given)
             call_with_captures(function, given, captures)
             return True
         except Exception as error:  # a user's error is raised again by Keras' operations
@@ -82,21 +82,21 @@ def compiles_per_shape(optimizer, gradients: Sequence) -> bool:
     return (
         enabled
         and not tf.executing_eagerly()
-        and not compiles_together([g for g in gradients if g is not None])
+        and not compiles_as_one([g for g in gradients if g is not None])
         and keras_optimizers.is_one_of(optimizer, _PER_SHAPE)
         and not (optimizer.use_ema or optimizer.gradient_accumulation_steps or optimizer.global_clipnorm)
     )
 
 
-def compiles_together(variables: Sequence) -> bool:
+def compiles_as_one(variables: Sequence) -> bool:
     """Returns whether variables are few enough to compile their update as one computation."""
-    return len(variables) <= _MOST_TOGETHER
+    return len(variables) <= _MOST_AS_ONE
 
 
 @patch((BaseOptimizer, "_backend_apply_gradients"))
 def apply_gradients_per_shape(original, self, grads, trainable_variables):
     """Replaces `BaseOptimizer._backend_apply_gradients`: one compiled function for all variables of a shape."""
-    if not getattr(step_module.state, "apart", False):
+    if not getattr(step_module.state, "compiles_per_shape", False):
         return original(self, grads, trainable_variables)
     pairs = list(zip(grads, trainable_variables, strict=True))
     if not is_possible(self, pairs):
@@ -104,10 +104,10 @@ def apply_gradients_per_shape(original, self, grads, trainable_variables):
     given = _with_shapes(pairs)
     kinds = [(g.dtype, v.dtype, tuple(v.shape), keras_objects.decays(self, v)) for g, v in pairs]
     update = lambda i, gradient: original(self, [gradient], [trainable_variables[i]])
-    outcomes(self, kinds, update, [(g,) for g in given], lambda i: _handles(self, trainable_variables[i]))
+    compile_per_kind(self, kinds, update, [(g,) for g in given], lambda i: _handles(self, trainable_variables[i]))
 
 
-def outcomes(optimizer, kinds: Sequence, update: Callable, inputs: Sequence[tuple], handles: Callable) -> list:
+def compile_per_kind(optimizer, kinds: Sequence, update: Callable, inputs: Sequence[tuple], handles: Callable) -> list:
     """Returns update(i, *inputs[i]) for each i, compiled by XLA once for each kind if possible.
 
     Args:
@@ -158,14 +158,14 @@ def _compiled(optimizer, update: Callable, inputs: Sequence[tf.Tensor]) -> tuple
     stepping = model_optimizers.unscaled(optimizer)
     rate = stepping.learning_rate  # of a schedule: its functions of float32 are not rounded alike by XLA
 
-    def whole(*values):
+    def compiled_step(*values):
         with (
-            step_module.override_state(compiles=True, has_rows=False, apart=False),
+            step_module.override_state(compiles=True, has_rows=False, compiles_per_shape=False),
             keras_objects.with_rate(stepping, rate),
         ):
             return update(*values)
 
-    traced = separate_function(whole, jit_compile=True, autograph=False).get_concrete_function(*specs)
+    traced = separate_function(compiled_step, jit_compile=True, autograph=False).get_concrete_function(*specs)
     graph = traced.graph.as_graph_def()
     if (why := _refused(graph)) is not None:
         raise ValueError(why)

@@ -19,7 +19,7 @@ import numpy as np
 from raytf.logs import warn_user
 
 # Number of counters; each file uses one. Two of a few files rarely share one.
-_PLACES = 1 << 14
+_COUNTERS = 1 << 14
 # The recorded paths, or None; an audit hook cannot be removed from a process.
 _noted: set[str] | None = None
 _hooked = False
@@ -89,7 +89,7 @@ class WriteComparison(keras.callbacks.Callback):
             return
         self._recorder.is_comparing = False
         paths = {_counter_index(path): path for path in sorted(note(False))}
-        written = np.zeros(_PLACES, np.int32)
+        written = np.zeros(_COUNTERS, np.int32)
         written[list(paths)] = 1
         everyones = self._total(written)
         shared = [path for index, path in paths.items() if everyones[index] > 1 and os.path.isfile(path)]
@@ -104,4 +104,4 @@ class WriteComparison(keras.callbacks.Callback):
 
 def _counter_index(path: str) -> int:
     """Returns the counter of a file of this host; equal paths on different hosts count separately."""
-    return zlib.crc32(f"{socket.gethostname()}:{path}".encode()) % _PLACES
+    return zlib.crc32(f"{socket.gethostname()}:{path}".encode()) % _COUNTERS

@@ -17,12 +17,12 @@ import keras
 import tensorflow as tf
 
 from raytf.collectives import gradient_ring
-from raytf.collectives.communicator import all_sum, local_replicas, of_first, wide
+from raytf.collectives.communicator import all_sum, local_replicas, of_first_replica, wide
 from raytf.compat import keras_objects
 from raytf.compat.patching import patch
 from raytf.compat.tensorflow import may_record
 from raytf.logs import warn_user
-from raytf.parallel import halves, local_sgd, own_loops, shards, sparse_rows, step_logs
+from raytf.parallel import local_sgd, own_loops, reduction_probe, shards, sparse_rows, step_logs
 from raytf.parallel import step as step_module
 
 # Operations that are searched between a gradient's sum and the optimizer; beyond them it is summed again.
@@ -39,15 +39,15 @@ def gradient(original, self, target, sources, output_gradients=None, unconnected
         own_loops.note_taped(_of_variables(sources, grads))
         return grads
     flat = tf.nest.flatten(sources)
-    places = [i for i, source in enumerate(flat) if _is_alike(step, source)]
-    if output_gradients is None and len(places) == len(flat):
+    indices = [i for i, source in enumerate(flat) if _is_alike(step, source)]
+    if output_gradients is None and len(indices) == len(flat):
         output_gradients = _upstream(step, target)
-    if places and (shown := step_logs.seen()) is not None and shown.sums is not None:
+    if indices and (shown := step_logs.seen()) is not None and shown.sums is not None:
         shown.sums.check(target)
     with step_module.override_state(differentiates=True):  # TensorFlow's backward functions contain tapes
         grads = original(self, target, sources, output_gradients, unconnected_gradients)
-    later = shards.left_to_optimizer(step, flat, tf.nest.flatten(grads))
-    return _with_sums(step, grads, [i for i in places if i not in later])
+    optimizer_sums = shards.left_to_optimizer(step, flat, tf.nest.flatten(grads))
+    return _with_sums(step, grads, [i for i in indices if i not in optimizer_sums])
 
 
 @patch((tf.GradientTape, "jacobian"))
@@ -70,7 +70,7 @@ def map_over_rows(original, fn, elems, *args, **kwargs):
     Workers have different numbers of rows, so a sum for each row would not have as many on all.
     """
     step = _summing_step()
-    if step is None or not any(halves.has_rows(leaf, step.known_rows) for leaf in tf.nest.flatten(elems)):
+    if step is None or not any(reduction_probe.has_rows(leaf, step.known_rows) for leaf in tf.nest.flatten(elems)):
         return original(fn, elems, *args, **kwargs)
     with step_module.override_state(differentiates=True):
         return original(fn, elems, *args, **kwargs)
@@ -100,14 +100,14 @@ def _summing_step() -> step_module.Step | None:
     return step
 
 
-def _with_sums(step: step_module.Step, gradients, places: Sequence[int]):
-    """Returns a nest of gradients with those at `places` summed; gradients without floats are left to the optimizer."""
+def _with_sums(step: step_module.Step, gradients, indices: Sequence[int]):
+    """Returns a nest of gradients with those at `indices` summed; the optimizer gets those without floats."""
     flat = tf.nest.flatten(gradients)
-    places = [i for i in places if flat[i] is not None and flat[i].dtype.is_floating]
-    if not places:
+    indices = [i for i in indices if flat[i] is not None and flat[i].dtype.is_floating]
+    if not indices:
         return gradients
-    summed = _recorded_mean(step, [flat[i] for i in places])
-    for i, value in zip(places, summed, strict=True):
+    summed = _recorded_mean(step, [flat[i] for i in indices])
+    for i, value in zip(indices, summed, strict=True):
         flat[i] = value
     return tf.nest.pack_sequence_as(gradients, flat)
 
@@ -225,7 +225,7 @@ def known_alike(step: step_module.Step, value) -> bool:
 
 
 def differs_by_draws(step: step_module.Step, value) -> bool:
-    """Whether random numbers alone make a tensor of a graph differ between workers, as noise added to a gradient."""
+    """Returns whether only random numbers make a tensor of a graph differ between workers, as noise of a gradient."""
     origins = _origins(step, value) if isinstance(value, tf.Tensor) else None
     return origins is not None and origins[1]
 
@@ -274,7 +274,7 @@ def may_differ(step: step_module.Step, value) -> bool:
 
 
 def has_fixed_ids(step: step_module.Step | None, gradient: tf.IndexedSlices) -> bool | None:
-    """Whether the ids of slices do not come from rows, as those of a table of positions: all workers have the same.
+    """Returns whether the ids of slices do not come from rows, as those of a table of positions: all are equal.
 
     They may depend on any dimension of a batch but the first, as in `embedding(ops.arange(ops.shape(x)[1]))`. None if
     their origin is unknown, as in a step that runs eagerly, or for a fixed number of rows, which may be in constants.
@@ -356,8 +356,8 @@ def for_optimizer(grads: Sequence, weights: Sequence) -> list:
     drawn = [i for i in differing if differs_by_draws(step, grads[i])]
     differing = [i for i in differing if i not in drawn]
     results = list(grads)
-    for places, joined in ((drawn, of_first), (differing, mean)):
-        for i, value in zip(places, joined([grads[i] for i in places]) if places else [], strict=True):
+    for indices, joined in ((drawn, of_first_replica), (differing, mean)):
+        for i, value in zip(indices, joined([grads[i] for i in indices]) if indices else [], strict=True):
             results[i] = value
     return results
 

@@ -60,9 +60,9 @@ def assigned(variable: keras.Variable, value) -> bool:
     tf_variable = keras_objects.variable_of(variable)
     value = tf.cast(value, tf_variable.dtype)
     # TensorFlow's own assignment would start another collective of the replicas
-    local = strategy.experimental_local_results(tf_variable)[_number_here(context, strategy)]
+    local = strategy.experimental_local_results(tf_variable)[_local_number(context, strategy)]
     if drawn:
-        (joined,) = communicator.of_first([value])
+        (joined,) = communicator.of_first_replica([value])
     else:
         joined = _joined(step, variable.aggregation, tf.convert_to_tensor(local), value)
     local.assign(joined)
@@ -88,7 +88,7 @@ def of_shared(step: step_module.Step, variable: keras.Variable, old_value: tf.Te
         return value
     if not step_module.has_aggregation(variable):
         if _is_one_draw(step, variable, value):
-            return communicator.of_first([value])[0]
+            return communicator.of_first_replica([value])[0]
         _note(step, variable, value)
         follows_rows = id(variable) in step.shared and not step.is_complete(variable)
         return tf.where(step.rows > 0, value, old_value) if follows_rows else value
@@ -104,7 +104,7 @@ def _is_one_draw(step: step_module.Step, variable: keras.Variable, value) -> boo
     return gradients.differs_by_draws(step, value)
 
 
-def _number_here(context, strategy) -> int:
+def _local_number(context, strategy) -> int:
     number = tf.get_static_value(context.replica_id_in_sync_group)
     return int(number) % local_replicas(strategy) if local_replicas(strategy) > 1 else 0
 
@@ -118,7 +118,7 @@ def _joined(step: step_module.Step, aggregation: str, old_value: tf.Tensor, valu
     if aggregation == "mean" and not gradients.differs_by_draws(step, value):
         (joined,) = gradients.mean([value if value.dtype.is_floating else tf.cast(value, tf.float64)])
         return tf.cast(joined if value.dtype.is_floating else tf.round(joined), value.dtype)
-    return communicator.of_first([value])[0]
+    return communicator.of_first_replica([value])[0]
 
 
 class States:

@@ -15,7 +15,7 @@ from raytf.compat import keras_objects
 from raytf.compat.keras import added_to_masks, compile_utils, loss_module
 from raytf.compat.patching import patch
 from raytf.logs import warn_user
-from raytf.parallel import compiled_call, halves, step_logs, whole_batch
+from raytf.parallel import compiled_call, reduction_probe, step_logs, whole_batch
 from raytf.parallel import step as step_module
 
 # Functions of Keras' losses that compare rows, at least with some arguments.
@@ -70,26 +70,26 @@ def loss_call(original, self, y_true, y_pred, sample_weight=None):
         if not scalar:
             _warn_if_unknown(outcome, f"The loss {self.name!r}")
             return value
-    return whole_batch.computed(step, call, given)
+    return whole_batch.compute_on_global_batch(step, call, given)
 
 
-def _tried(step: step_module.Step, loss, y_true, y_pred) -> halves.Outcome:
+def _tried(step: step_module.Step, loss, y_true, y_pred) -> reduction_probe.ProbeResult:
     """Returns whether a loss has a value for each row that needs no other row."""
     function = getattr(loss, "fn", None)
     keras_own = lambda value: (getattr(value, "__module__", None) or "").startswith("keras.")
     known = keras_own(type(loss)) and (function is None or keras_own(function))
     if known and getattr(function, "__name__", "") not in _COMPARING:
-        return halves.Outcome(rows=True)
+        return reduction_probe.ProbeResult(rows=True)
     as_tensor = lambda t: None if t is None else keras.ops.convert_to_tensor(t, dtype=loss.dtype)
 
     def call(given):
         return loss.call(*tree.map_structure(as_tensor, given))
 
-    missing = halves.Missing(y_true, [loss, loss.call, function])
-    return halves.known(step, loss, call, (y_true, y_pred), missing=missing)
+    masked = reduction_probe.MaskedLabels(y_true, [loss, loss.call, function])
+    return reduction_probe.probe_cached(step, loss, call, (y_true, y_pred), masked=masked)
 
 
-def _warn_if_unknown(outcome: halves.Outcome, subject: str) -> None:
+def _warn_if_unknown(outcome: reduction_probe.ProbeResult, subject: str) -> None:
     if outcome.why:
         warn_user(
             f"{subject} could not be tried with synthetic rows ({outcome.why}), so that it is not known whether it "
@@ -114,13 +114,13 @@ class _UserLoss:
         if step is None or not _has_rows(y_pred):
             return self.loss(*given)
         function = lambda args: self.loss(*args)
-        missing = halves.Missing(y_true, [self.loss, type(self.loss).__call__])
-        result = halves.known(step, self.loss, function, given, missing=missing)
+        masked = reduction_probe.MaskedLabels(y_true, [self.loss, type(self.loss).__call__])
+        result = reduction_probe.probe_cached(step, self.loss, function, given, masked=masked)
         if not result.unknown and not result.rows:
-            return whole_batch.computed(step, function, given)
+            return whole_batch.compute_on_global_batch(step, function, given)
         value = self.loss(*given)
         if len(value.shape) == 0:
-            return whole_batch.computed(step, function, given)
+            return whole_batch.compute_on_global_batch(step, function, given)
         _warn_if_unknown(result, f"The loss {getattr(self.loss, 'name', None) or type(self.loss).__name__!r}")
         return value
 
@@ -143,7 +143,7 @@ def scale_for_distribution(original, value):
 
 
 def _is_in_step() -> bool:
-    return step_module.current() is not None or whole_batch.current() is not None or step_module.is_trial()
+    return step_module.current() is not None or whole_batch.current_context() is not None or step_module.is_trial()
 
 
 @patch((tf.nn, "compute_average_loss"))
@@ -154,7 +154,7 @@ def compute_average_loss(original, per_example_loss, sample_weight=None, global_
         return loss
     if global_batch_size is None:
         return loss * tf.distribute.get_strategy().num_replicas_in_sync
-    has_all_rows = step_module.is_trial() or whole_batch.current() is not None
+    has_all_rows = step_module.is_trial() or whole_batch.current_context() is not None
     return loss if has_all_rows else loss * step_module.current().upscale(loss.dtype)
 
 
@@ -181,10 +181,12 @@ def compute_loss(model, original: Callable, *args, **kwargs) -> Any:
     call = lambda arguments: original(*arguments[0], **arguments[1])
     given, rows = (args, kwargs), step.known_rows
     arguments = inspect.signature(original).bind(*args, **kwargs).arguments
-    labels = [arguments.get("y"), *halves.whole_numbers(arguments.get("x"))]  # tokens mark what is masked
-    result = halves.known(step, model, call, given, rows, missing=halves.Missing(labels, [original, model]))
-    if halves.MEAN not in result.ways and not result.rows and not result.unknown:
-        return whole_batch.computed(step, call, _needed(original, call, given, rows), rows)
+    labels = [arguments.get("y"), *reduction_probe.whole_numbers(arguments.get("x"))]  # tokens mark what is masked
+    result = reduction_probe.probe_cached(
+        step, model, call, given, rows, masked=reduction_probe.MaskedLabels(labels, [original, model])
+    )
+    if reduction_probe.MEAN not in result.ways and not result.rows and not result.unknown:
+        return whole_batch.compute_on_global_batch(step, call, _needed(original, call, given, rows), rows)
     if result.why:
         warn_user(
             f"{type(model).__name__}.compute_loss could not be tried with synthetic rows ({result.why}), and is "
@@ -202,7 +204,7 @@ def _needed(original: Callable, call: Callable, given: tuple, rows: int | None) 
         return given
     bound.arguments["x"] = None
     needed = bound.args, bound.kwargs
-    return given if halves.outcome(call, needed, rows).unknown else needed
+    return given if reduction_probe.probe(call, needed, rows).unknown else needed
 
 
 # -------------------------------------------------------------------------------------------------- add_loss
@@ -273,7 +275,7 @@ def clear_losses(original, self):
 @patch((keras.layers.Layer, "_get_own_losses"))
 def own_losses(original, self):
     """Replaces `Layer._get_own_losses`: returns this replica's losses, or means over all rows in functions of those."""
-    shown, whole = step_logs.seen(), whole_batch.current()
+    shown, whole = step_logs.seen(), whole_batch.current_context()
     if shown is None or (whole is None and step_module.current() is None and not step_module.is_trial()):
         return original(self)
     added = shown.added.get(id(self), [])
@@ -291,11 +293,15 @@ def _added(step: step_module.Step, call: _LayerCall, loss: tf.Tensor) -> tf.Tens
         inference_losses = call.losses(given, training=False)
         return inference_losses[index] if index < len(inference_losses) else call.losses(given, training=True)[index]
 
-    missing = halves.Missing(halves.whole_numbers(call.given), [type(call.layer).call, call.layer])
-    result = halves.known(step, call.layer, added_loss, call.given, step.known_rows, index=index, missing=missing)
-    if result.ways & {halves.SAME, halves.MEAN} or (result.unknown and not result.why):
+    masked = reduction_probe.MaskedLabels(
+        reduction_probe.whole_numbers(call.given), [type(call.layer).call, call.layer]
+    )
+    result = reduction_probe.probe_cached(
+        step, call.layer, added_loss, call.given, step.known_rows, index=index, masked=masked
+    )
+    if result.ways & {reduction_probe.IDENTICAL, reduction_probe.MEAN} or (result.unknown and not result.why):
         return loss
-    if halves.SUM in result.ways:
+    if reduction_probe.SUM in result.ways:
         return keras.ops.sum(loss) * step.upscale(loss.dtype)
     fault = f"could not be tried with synthetic rows ({result.why})" if result.why else "is neither a mean nor a sum"
     warn_user(

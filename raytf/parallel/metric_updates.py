@@ -12,7 +12,7 @@ from keras import tree
 from raytf.collectives import exchange
 from raytf.collectives.communicator import all_sum
 from raytf.logs import warn_user
-from raytf.parallel import halves, whole_batch
+from raytf.parallel import reduction_probe, whole_batch
 from raytf.parallel import step as step_module
 
 
@@ -28,7 +28,7 @@ def update_state(metric, original, *args, **kwargs):
     """
     step = step_module.current()
     given, rows = (args, kwargs), None if step is None else step.known_rows
-    if step is None or not any(halves.has_rows(leaf, rows) for leaf in tree.flatten(given)):
+    if step is None or not any(reduction_probe.has_rows(leaf, rows) for leaf in tree.flatten(given)):
         return original(*args, **kwargs)
 
     def added(arguments):
@@ -44,8 +44,8 @@ def update_state(metric, original, *args, **kwargs):
             original(*arguments[0], **arguments[1])
         return [scope.get_current_value(v) - old for v, old in zip(variables, before, strict=True)]
 
-    outcome = halves.known(step, metric, added, given, rows)
-    if halves.SUM in outcome.ways or outcome.unknown:
+    outcome = reduction_probe.probe_cached(step, metric, added, given, rows)
+    if reduction_probe.SUM in outcome.ways or outcome.unknown:
         if outcome.why:
             warn_user(
                 f"The metric {metric.name!r} could not be tried with synthetic rows ({outcome.why}), and is treated as "
@@ -54,7 +54,9 @@ def update_state(metric, original, *args, **kwargs):
                 stacklevel=2,
             )
         return original(*args, **kwargs)
-    return whole_batch.computed(step, lambda arguments: _updated(metric, step, original, *arguments), given, rows)
+    return whole_batch.compute_on_global_batch(
+        step, lambda arguments: _updated(metric, step, original, *arguments), given, rows
+    )
 
 
 def _any_values(variables: Sequence) -> list[tf.Tensor]:
@@ -68,7 +70,7 @@ def _updated(metric, step: step_module.Step, original, args, kwargs):
 
     One replica has the new state. The others have zeros, as the state is read as a sum.
     """
-    counts, variables = whole_batch.current().counts, list(metric.variables)
+    counts, variables = whole_batch.current_context().counts, list(metric.variables)
     if any(step_module.is_shared(v) for v in variables):
         return original(*args, **kwargs)
     adds_up = lambda v: v.aggregation == "sum" and tf.as_dtype(v.dtype) in exchange.SUMMABLE

@@ -75,11 +75,11 @@ def collect_metrics(model, logs, assign: bool) -> tuple[list[list[np.ndarray]], 
     totals, means = _totals(model, assign)
     local, rows = model.__dict__.get("_raytf_last", (logs, 1))
     sums = {id(v): np.asarray(total) for v, total in totals}
-    values = [[sums[id(v)] if id(v) in sums else _chiefs_own(model, v) for v in group] for group in variable_groups]
+    values = [[sums[id(v)] if id(v) in sums else _local_value(model, v) for v in group] for group in variable_groups]
     return values, [] if assign else means, _logs(model, local, rows, totals, epoch=True)
 
 
-def together(
+def merge_states(
     model, variables: Sequence, worker_values: Sequence[Sequence[np.ndarray]], older: Collection[int] = ()
 ) -> list[np.ndarray]:
     """Returns the joined values of all workers, as at an epoch's end, if a worker cannot reach the others.
@@ -126,7 +126,7 @@ def logs_of(model, values: Mapping[int, np.ndarray]) -> dict[str, float]:
         return {name: float(value) for name, value in model.get_metrics_result().items()}
 
 
-def _chiefs_own(model, variable) -> np.ndarray:
+def _local_value(model, variable) -> np.ndarray:
     """Returns this process's value of a variable that cannot be summed; a read outside of a replica would sum it."""
     strategy = model.distribute_strategy
     value = strategy.run(lambda: tf.identity(variable.value))
@@ -163,17 +163,17 @@ def restore_sums(model, values: Sequence[Sequence[np.ndarray]], names: Sequence[
     metrics, description = list(model.metrics), described(model)
     if description != list(names) or len(metrics) < len(values):
         raise ValueError(f"{', '.join(description)}, after {', '.join(names)}")
-    late, pairs = [], []
+    unbuilt, pairs = [], []
     for i, metric in enumerate(metrics):
         variables, saved = list(metric.variables), values[i] if i < len(values) else []
         if saved and not variables:
-            late.append(i)
+            unbuilt.append(i)
         elif [v.shape for v in saved] != [tuple(v.shape) for v in variables]:
             raise ValueError(f"a metric {metric.name!r} with other variables")
         else:
             pairs += zip(variables, saved, strict=True)
     _replace(model, pairs, added=False)
-    return late
+    return unbuilt
 
 
 def add(model, values: Mapping[int, Sequence[np.ndarray]]) -> None:
@@ -249,7 +249,7 @@ def direct_assign(original, self, value):
     """
     assigned.note_assignment(self)
     tf_variable = keras_objects.variable_of(self)
-    shown, whole = step_logs.seen(), whole_batch.current()
+    shown, whole = step_logs.seen(), whole_batch.current_context()
     if shown is not None:
         shown.written.add(id(self))
     if whole is not None and self.aggregation == "sum" and _is_read_as_a_sum(tf_variable):

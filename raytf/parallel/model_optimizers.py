@@ -14,7 +14,7 @@ from raytf.parallel import metric_state
 from raytf.storage import checkpoint_files
 
 FILE = "optimizers.json"
-# Key of a worker's `shards.Shares` in the attributes of an optimizer.
+# Key of a worker's `shards.OptimizerShards` in the attributes of an optimizer.
 SHARES = "_raytf_shares"
 _STEPS = {"fit": "train_step", "evaluate": "test_step", "predict": "predict_step"}
 
@@ -198,12 +198,12 @@ def noted(model) -> dict[str, dict]:
     Raises:
         ConfigError: An optimizer trains weights outside of the model, which no checkpoint contains.
     """
-    places = {id(v): i for i, v in enumerate(model.weights)}
+    indices = {id(v): i for i, v in enumerate(model.weights)}
     entries = {}
     for name, optimizer in optimizers_of(model).items():
         if not optimizer.built:
             continue
-        trained = [places.get(id(v)) for v in keras_objects.variables_of_optimizer(optimizer)]
+        trained = [indices.get(id(v)) for v in keras_objects.variables_of_optimizer(optimizer)]
         if None in trained:
             raise ConfigError(
                 "What an optimizer trains must belong to the model, or checkpoints do not hold it",

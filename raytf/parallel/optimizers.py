@@ -70,9 +70,9 @@ def _updated(original, optimizer, grads, variables):
         with step_module.override_state(has_rows=True, tables=tables):
             return update(grads)
     if compiled_update.compiles_per_shape(optimizer, grads):
-        with step_module.override_state(apart=True):
+        with step_module.override_state(compiles_per_shape=True):
             return update(grads)
-    return None if compiled_update.made(optimizer, update, grads, trained) else update(grads)
+    return None if compiled_update.add_compiled_update(optimizer, update, grads, trained) else update(grads)
 
 
 @patch((TFOptimizer, "_distributed_tf_update_step"))
@@ -88,7 +88,7 @@ def distributed_update_step(original, self, distribution, grads_and_vars, learni
     if dense:
         grads, variables = zip(*dense, strict=True)
         update = lambda values: original(self, distribution, list(zip(values, variables, strict=True)), learning_rate)
-        if not compiled_update.made(self, update, grads, variables):
+        if not compiled_update.add_compiled_update(self, update, grads, variables):
             update(grads)
     if not sparse_rows.lazy:
         return original(self, distribution, by_rows, learning_rate)

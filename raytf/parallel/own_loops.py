@@ -27,7 +27,7 @@ _TAPED, _ALIKE, _DRAWN = "taped", "alike", "drawn"
 _MOST_OPERATIONS = 50_000
 
 
-class Loop:
+class CustomLoop:
     """Records results of tapes and sums in the replica that this thread traces or runs."""
 
     def __init__(self):
@@ -54,20 +54,20 @@ class Loop:
         return self._of_graphs.get(tensor.graph, {}).get(tensor.name)
 
 
-def _loop() -> Loop:
+def _loop() -> CustomLoop:
     known = getattr(step_module.state, "loop", None)
     if known is None:
-        known = step_module.state.loop = Loop()
+        known = step_module.state.loop = CustomLoop()
     return known
 
 
-def _is_one() -> bool:
+def _is_custom_loop() -> bool:
     return step_module.current() is None and step_module.in_replica_of_many()
 
 
 def note_taped(gradients) -> None:
     """Records gradients with respect to variables, in a user's own loop."""
-    if _is_one():
+    if _is_custom_loop():
         for gradient in gradients:
             if isinstance(gradient, tf.Tensor):
                 _loop().note(gradient, _TAPED)
@@ -75,7 +75,7 @@ def note_taped(gradients) -> None:
 
 def note_drawn(seed) -> None:
     """Records a seed of random numbers of a replica, in a user's own loop."""
-    if _is_one():
+    if _is_custom_loop():
         _loop().note(seed, _DRAWN)
 
 
@@ -83,7 +83,7 @@ def note_drawn(seed) -> None:
 def all_reduce(original, self, reduce_op, value, options=None):
     """Replaces `ReplicaContext.all_reduce`: an optimizer does not sum functions of its results again."""
     results = original(self, reduce_op, value, options)
-    if _is_one():
+    if _is_custom_loop():
         for tensor in tf.nest.flatten(results, expand_composites=True):
             _loop().note(tensor, _ALIKE)
     return results
@@ -96,10 +96,10 @@ def for_optimizer(grads: Sequence, total) -> list:
         grads: Gradients; some may be None.
         total: total(gradients) -> their sums over replicas.
     """
-    if not _is_one():
+    if not _is_custom_loop():
         return total(grads)
     loop, results = _loop(), list(grads)
-    ways = {i: _Way(loop, content_of(g)) for i, g in enumerate(grads) if g is not None}
+    ways = {i: _GradientPath(loop, content_of(g)) for i, g in enumerate(grads) if g is not None}
     changed = [i for i, way in ways.items() if way.taped and way.operations]
     liftable = all(ways[i].liftable and isinstance(grads[i], tf.Tensor) for i in changed)
     if changed and not liftable and not loop.warned:
@@ -125,7 +125,9 @@ def for_optimizer(grads: Sequence, total) -> list:
         for i in lifted:
             results[i] = ways[i].apply(values)
     drawn = [i for i, way in ways.items() if way.drawn and (way.alike or i in lifted) and tf.is_tensor(results[i])]
-    for i, value in zip(drawn, communicator.of_first([results[i] for i in drawn]) if drawn else [], strict=True):
+    for i, value in zip(
+        drawn, communicator.of_first_replica([results[i] for i in drawn]) if drawn else [], strict=True
+    ):
         results[i] = value
     return results
 
@@ -140,7 +142,7 @@ def content_of(gradient):
     return gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
 
 
-class _Way:
+class _GradientPath:
     """The operations from tapes' gradients to a gradient for an optimizer.
 
     Attributes:
@@ -151,7 +153,7 @@ class _Way:
         drawn: Whether it is a function of random numbers, which each replica has of its own.
     """
 
-    def __init__(self, loop: Loop, tensor):
+    def __init__(self, loop: CustomLoop, tensor):
         self._tensor, self.taped, self.operations = tensor, [], []
         kind = loop.kind_of(tensor)
         self.alike = kind == _ALIKE
@@ -171,7 +173,7 @@ class _Way:
                 ends |= {t.name for t in operation.outputs}
                 self.liftable &= not operation.op_def.is_stateful or _draws(operation)
 
-    def _visit_operations(self, loop: Loop) -> tuple[set[str], bool, bool]:
+    def _visit_operations(self, loop: CustomLoop) -> tuple[set[str], bool, bool]:
         """Returns (names of earlier operations, whether some are no pure functions, whether one is the loop's sum)."""
         seen, pending, unknown, summed = set(), [self._tensor], False, False
         visited: set[str] = set()

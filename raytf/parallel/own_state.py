@@ -69,21 +69,25 @@ def written_early(model) -> list[str]:
     return sorted(v.path for key, v in _written(model).items() if key not in own_ids)
 
 
-def began(model) -> None:
+def send_at_epoch_begin(model) -> None:
     """Sends a worker's own state at the begin of an epoch; every worker calls it."""
-    recovery_client.client.began(gradient_ring.ring_of(model.distribute_strategy), content_of(model))
+    recovery_client.client.send_state_at_epoch_begin(
+        gradient_ring.ring_of(model.distribute_strategy), content_of(model)
+    )
 
 
-def averaged(model) -> None:
+def send_averaged(model) -> None:
     """Sends a worker's own state after a checkpoint that averaged it over workers; every worker calls it."""
     if recovery_client.client.armed:
-        recovery_client.client.averaged(gradient_ring.ring_of(model.distribute_strategy), content_of(model))
+        recovery_client.client.send_averaged_state(gradient_ring.ring_of(model.distribute_strategy), content_of(model))
 
 
-def resumes(model) -> None:
+def send_before_execution(model) -> None:
     """Sends own state that callbacks that read batches may have changed since the last step, as `evaluate` does."""
     if recovery_client.client.armed and model.__dict__.get("_raytf_sync_batches"):
-        recovery_client.client.resumes(gradient_ring.ring_of(model.distribute_strategy), content_of(model))
+        recovery_client.client.send_state_before_execution(
+            gradient_ring.ring_of(model.distribute_strategy), content_of(model)
+        )
 
 
 def content_of(model) -> bytes:

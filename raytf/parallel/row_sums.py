@@ -77,12 +77,12 @@ class RowSums:
 
     def _reach(self) -> None:
         """Finds the operations that depend on the batch."""
-        ahead = [op for leaf in self._leaves for op in leaf.consumers()]
-        while ahead:
-            op = ahead.pop()
+        pending = [op for leaf in self._leaves for op in leaf.consumers()]
+        while pending:
+            op = pending.pop()
             if op not in self._reached:
                 self._reached.add(op)
-                ahead += [consumer for output in op.outputs for consumer in output.consumers()]
+                pending += [consumer for output in op.outputs for consumer in output.consumers()]
 
     def _depends(self, tensor) -> bool:
         return tensor.op in self._reached or any(tensor is leaf for leaf in self._leaves)

@@ -38,7 +38,7 @@ _OPTIONS += ("centered",)  # of RMSprop, whose difference of products XLA rounds
 enabled = False
 
 
-class Shares:
+class OptimizerShards:
     """This worker's share of the state of one optimizer.
 
     Args:
@@ -85,11 +85,11 @@ class Shares:
         """Returns a new slot of the size of this worker's share of a trained variable."""
         begin, end = self._bounds[id(variable)]
         path = f"{variable.path.replace('/', '_')}_{name or 'var'}"
-        self._ring.initializes_alone = True  # shares have other sizes on other workers
+        self._ring.initializes_locally = True  # shares have other sizes on other workers
         try:
             made = self._optimizer().add_variable((end - begin,), initializer, variable.dtype, name=path)
         finally:
-            self._ring.initializes_alone = False
+            self._ring.initializes_locally = False
         self.slots[id(made)] = made, variable
         return made
 
@@ -149,14 +149,14 @@ class Shares:
             update = lambda i, *pair: self._update(variables[i], *self._decayed(variables[i], *pair))
         if not compiled_update.is_possible(optimizer, list(zip(inputs, variables, strict=True))):
             return [update(i, *pair) for i, pair in enumerate(inputs)]
-        if has_rows or compiled_update.compiles_together(self.variables):
+        if has_rows or compiled_update.compiles_as_one(self.variables):
             whole = lambda _, *flat: [update(i, *flat[2 * i : 2 * i + 2]) for i in range(len(inputs))]
             flat = tuple(tensor for pair in inputs for tensor in pair)
-            return compiled_update.outcomes(optimizer, ["all"], whole, [flat], lambda _: [])[0]
+            return compiled_update.compile_per_kind(optimizer, ["all"], whole, [flat], lambda _: [])[0]
         decays = [keras_objects.decays(optimizer, v) for v in variables]
         kinds = [(v.dtype, pair[1].shape[0], d) for v, pair, d in zip(variables, inputs, decays, strict=True)]
         handles = lambda i: [slot.handle for slot in self._slots_of(variables[i]).values()]
-        return compiled_update.outcomes(optimizer, kinds, update, inputs, handles)
+        return compiled_update.compile_per_kind(optimizer, kinds, update, inputs, handles)
 
     def _slots_of(self, variable) -> dict:
         begin, end = self._bounds[id(variable)]
@@ -227,8 +227,8 @@ class Shares:
             return int(self._ring.all_reduce_arrays([np.array([number])])[0][0])
 
     @contextlib.contextmanager
-    def whole(self, rank: int) -> Iterator[None]:
-        """See the function `whole`. A worker serves one slot at a time, so none holds the whole state twice."""
+    def gather_full_state(self, rank: int) -> Iterator[None]:
+        """Sends whole slots to the worker `rank` within the context, one at a time: no worker holds the state twice."""
         self._serves = self._ring.ring.rank == rank
         end = len(self.slots) + 1
         try:
@@ -242,8 +242,8 @@ class Shares:
                 self._shared(number - 1)
 
     @contextlib.contextmanager
-    def whole_everywhere(self) -> Iterator[None]:
-        """See the function `whole`. All workers gather each slot at once, and each copies what it writes."""
+    def gather_full_state_on_all(self) -> Iterator[None]:
+        """Gathers each slot on all workers within the context, and each worker copies what it writes."""
         self._next = 0
         try:
             yield
@@ -308,18 +308,18 @@ def attach(model, strategy) -> None:
             ", ".join(received),
             "Use one of them, or leave shard_optimizer out",
         )
-    shares = vars(optimizer)[model_optimizers.SHARES] = Shares(model, ring)
+    shares = vars(optimizer)[model_optimizers.SHARES] = OptimizerShards(model, ring)
     vars(optimizer).update(save_own_variables=shares.save, load_own_variables=shares.load)
 
 
-def shares_of(optimizer) -> Shares | None:
+def shares_of(optimizer) -> OptimizerShards | None:
     """Returns this worker's share of an optimizer's state, or None if it has all of it."""
     return vars(optimizer).get(model_optimizers.SHARES)
 
 
 def in_step(model, replica_step):
     """Returns a replica's training step whose tape leaves gradients to an optimizer with shares."""
-    if not are_in(model):
+    if not has_shards(model):
         return replica_step
 
     def step(data):
@@ -329,17 +329,17 @@ def in_step(model, replica_step):
     return step
 
 
-def are_in(model) -> bool:
+def has_shards(model) -> bool:
     """Returns whether this worker has a share of the state of a model's optimizer."""
     return model.optimizer is not None and shares_of(model.optimizer) is not None
 
 
 def sharded_variables(model) -> list:
     """Returns the trained variable of each slot that is shared out; the whole slot is as large."""
-    return [variable for _, variable in shares_of(model.optimizer).slots.values()] if are_in(model) else []
+    return [variable for _, variable in shares_of(model.optimizer).slots.values()] if has_shards(model) else []
 
 
-def whole(model, rank: int = 0, writers: int = 1) -> contextlib.AbstractContextManager[None]:
+def gather_full_state(model, rank: int = 0, writers: int = 1) -> contextlib.AbstractContextManager[None]:
     """Returns a context in which workers can save a checkpoint of a model; every worker enters it.
 
     Args:
@@ -347,10 +347,10 @@ def whole(model, rank: int = 0, writers: int = 1) -> contextlib.AbstractContextM
         rank: The worker that saves it, if that is one. The others send their shares until it leaves the context.
         writers: Number of workers that save parts of it. With several, each saves at most one part.
     """
-    if not are_in(model):
+    if not has_shards(model):
         return contextlib.nullcontext()
     shares = shares_of(model.optimizer)
-    return shares.whole_everywhere() if writers > 1 else shares.whole(rank)
+    return shares.gather_full_state_on_all() if writers > 1 else shares.gather_full_state(rank)
 
 
 @patch((TFOptimizer, "add_variable_from_reference"))

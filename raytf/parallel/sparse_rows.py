@@ -104,8 +104,8 @@ def _merged(gradient: tf.IndexedSlices) -> tf.IndexedSlices:
     step = step_module.current()
     if step is not None and step.is_merged(gradient):
         return gradient
-    ids, places = tf.unique(gradient.indices)
-    values = tf.math.unsorted_segment_sum(gradient.values, places, tf.size(ids))
+    ids, segments = tf.unique(gradient.indices)
+    values = tf.math.unsorted_segment_sum(gradient.values, segments, tf.size(ids))
     values.set_shape([None, *gradient.values.shape[1:]])
     return tf.IndexedSlices(values, ids, gradient.dense_shape)
 

@@ -149,7 +149,7 @@ def current() -> Step | None:
 
 
 def is_trial() -> bool:
-    """Returns whether a user's function is tried on synthetic rows; see `halves`."""
+    """Returns whether a user's function is tried on synthetic rows; see `reduction_probe`."""
     return getattr(state, "trial", False)
 
 
@@ -278,7 +278,7 @@ def initialize(original, self, initializer):
 
 @contextlib.contextmanager
 def outside():
-    """Within it variables are made at once, and not in the function that is traced."""
+    """Creates variables within the context at once, and not in the function that is traced."""
     strategy = tf.distribute.get_strategy()
     # an empty graph: the function's own would create variables in its own way, also in eager mode
     with tf.init_scope(), tf.Graph().as_default(), context.eager_mode(), strategy.scope():

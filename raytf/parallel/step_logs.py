@@ -19,7 +19,7 @@ from keras import tree
 
 from raytf.collectives import communicator, exchange
 from raytf.compat.tensorflow import rank as rank_of
-from raytf.parallel import halves
+from raytf.parallel import reduction_probe
 from raytf.parallel import step as step_module
 
 
@@ -56,7 +56,7 @@ class Notes:
     """Facts about the functions of a model, from their traces.
 
     Args:
-        trials: Outcomes of trials, see `halves.known`.
+        trials: Outcomes of trials, see `reduction_probe.probe_cached`.
         traces: Traces of the train step (True) and the test step (False).
         last: Key in `traces` of the step that ran last.
         gathers: Whether a step gathers the rows of all replicas.
@@ -127,7 +127,7 @@ def resolved(outputs: Any, shown: StepObservations, result: Callable[[Origin], t
         origin = known[1] if known is not None else Origin()
         if known is None and tf.is_tensor(leaf) and step is not None:
             leaves[i] = leaf = _from_results_of_all(leaf, shown, result, copies)
-            if halves.has_rows(leaf, step.known_rows):
+            if reduction_probe.has_rows(leaf, step.known_rows):
                 origin = Origin(by_row=True)
                 leaves[i] = leaf[: tf.where(step.rows > 0, tf.shape(leaf)[0], 0)] if step.partial else leaf
         origins.append(origin)
@@ -150,12 +150,12 @@ def _from_results_of_all(leaf: tf.Tensor, shown: StepObservations, result: Calla
 
 def _ancestors(tensor: tf.Tensor) -> set:
     """Returns the operations of its graph that compute a tensor."""
-    operations, ahead = set(), [tensor.op]
-    while ahead:
-        op = ahead.pop()
+    operations, pending = set(), [tensor.op]
+    while pending:
+        op = pending.pop()
         if op not in operations:
             operations.add(op)
-            ahead += [given.op for given in op.inputs]
+            pending += [given.op for given in op.inputs]
     return operations
 
 
@@ -168,16 +168,16 @@ def _copied(tensor: tf.Tensor, copies: dict[int, tf.Tensor]) -> tf.Tensor:
             return copies[id(source)]
         return done[source.op][source.value_index]
 
-    ahead = [tensor.op]
-    while ahead:
-        op = ahead[-1]
+    pending = [tensor.op]
+    while pending:
+        op = pending[-1]
         missing = [t.op for t in op.inputs if id(t) not in copies and t.op not in done]
         if op in done or missing:
-            ahead += missing if op not in done else []
+            pending += missing if op not in done else []
             if op in done:
-                ahead.pop()
+                pending.pop()
             continue
-        ahead.pop()
+        pending.pop()
         given = [copy_of(t) for t in op.inputs]
         if all(a is b for a, b in zip(given, op.inputs, strict=True)):
             done[op] = list(op.outputs)

@@ -29,7 +29,7 @@ from raytf.parallel import (
     compiled_update,
     epoch_iterator,
     gradients,
-    iterator_ends,
+    iterator_release,
     joined_state,
     local_sgd,
     losses,
@@ -53,7 +53,7 @@ REPLACING = (
     compiled_update,
     epoch_iterator,
     gradients,
-    iterator_ends,
+    iterator_release,
     losses,
     metrics,
     optimizers,
@@ -128,7 +128,7 @@ def _make_function(original, self, step_function):
                 break
         return result
 
-    def together(iterator) -> bool:
+    def fits_one_call(iterator) -> bool:
         """Returns whether one call may make all steps of an execution."""
         if compiled is None or not isinstance(iterator, (tf.data.Iterator, tf.distribute.DistributedIterator)):
             return False
@@ -139,7 +139,7 @@ def _make_function(original, self, step_function):
         return not step_logs.notes_of(self).gathers
 
     def function(iterator):
-        outputs, rows = compiled(iterator) if together(iterator) else eager_steps(iterator)
+        outputs, rows = compiled(iterator) if fits_one_call(iterator) else eager_steps(iterator)
         self.__dict__["_raytf_last"] = (outputs, rows)
         if not training:
             return outputs
@@ -170,7 +170,7 @@ def _track_activity(model, function: Callable, training: bool) -> Callable:
     def trained(iterator):
         activity_log.enter(activity.STEP)
         notes.last = True
-        own_state.resumes(model)
+        own_state.send_before_execution(model)
         try:
             with (
                 recovery_client.client.execution(),
@@ -252,7 +252,9 @@ def _agreed_fit(original, self, x, y, batch_size, epochs, verbose, callbacks, *a
 def _agree_on_seed(strategy):
     """Broadcasts the chief's seed if none is set: workers must shuffle the same arrays in the same order."""
     if tf.compat.v1.get_seed(None)[0] is None:
-        (seed,) = communicator.from_chief(strategy, [np.random.SeedSequence().generate_state(1).astype(np.int64) >> 1])
+        (seed,) = communicator.broadcast_from_chief(
+            strategy, [np.random.SeedSequence().generate_state(1).astype(np.int64) >> 1]
+        )
         tf.random.set_seed(int(seed[0]))
 
 

@@ -16,12 +16,12 @@ from keras import tree
 from raytf.collectives import exchange
 from raytf.collectives.communicator import all_sum, spans_workers
 from raytf.compat.keras import get_keras_mask, logits_of, set_keras_mask, set_logits
-from raytf.parallel import halves
+from raytf.parallel import reduction_probe
 from raytf.parallel import step as step_module
 
 
 @dataclasses.dataclass(frozen=True)
-class Whole:
+class GlobalBatchContext:
     """The context of a function that gets the rows of all replicas.
 
     Args:
@@ -33,12 +33,14 @@ class Whole:
     counts: tf.Tensor
 
 
-def current() -> Whole | None:
+def current_context() -> GlobalBatchContext | None:
     """Returns the context of the running function of all rows, or None."""
     return getattr(step_module.state, "whole_batch", None)
 
 
-def computed(step: step_module.Step, function: Callable, given: Any, rows: int | None = halves.ANY) -> Any:
+def compute_on_global_batch(
+    step: step_module.Step, function: Callable, given: Any, rows: int | None = reduction_probe.ANY_ROWS
+) -> Any:
     """Returns function(given) for the rows of all replicas.
 
     In a step the gradient of a value is weighted by this replica's share of the rows. So the part of the gradient for
@@ -46,20 +48,20 @@ def computed(step: step_module.Step, function: Callable, given: Any, rows: int |
 
     Args:
         given: Nest of tensors and other values; tensors with rows are gathered.
-        rows: Number of rows, see `halves.has_rows`.
+        rows: Number of rows, see `reduction_probe.has_rows`.
 
     Returns:
         Scalars unchanged. Of values for each row, this replica's own; a sum of these has the gradient of the sum over
         all rows.
     """
     leaves = tree.flatten(given)
-    places = [i for i, leaf in enumerate(leaves) if halves.has_rows(leaf, rows)]
+    indices = [i for i, leaf in enumerate(leaves) if reduction_probe.has_rows(leaf, rows)]
     if step.notes is not None:
         step.notes.gathers = True
-    gathered, extent, counts = _of_all_replicas(step, [tf.convert_to_tensor(leaves[i]) for i in places])
-    for i, whole in zip(places, gathered, strict=True):
+    gathered, extent, counts = _of_all_replicas(step, [tf.convert_to_tensor(leaves[i]) for i in indices])
+    for i, whole in zip(indices, gathered, strict=True):
         leaves[i] = whole
-    with step_module.override_state(whole_batch=Whole(step, counts), step=None):
+    with step_module.override_state(whole_batch=GlobalBatchContext(step, counts), step=None):
         value = function(tree.pack_sequence_as(given, leaves))
     value = tree.map_structure(lambda v: _own_part(step, v, extent) if _is_by_row(v) else v, value)
     for part in tree.flatten(value):
@@ -72,7 +74,7 @@ def _is_by_row(value: Any) -> bool:
 
 
 def _own_part(step: step_module.Step, values: tf.Tensor, extent: tuple) -> tf.Tensor:
-    """Returns this replica's part of values for each row, or for some rows; see `computed` for the gradient."""
+    """Returns this replica's part of values for each row, or for some rows, see `compute_on_global_batch`."""
     offset, total = extent
     complete = tf.equal(tf.shape(values)[0], total)  # otherwise the values are for some rows, whose replica is unknown
     begin, count = tf.where(complete, offset, 0), tf.where(complete, step.rows, tf.shape(values)[0])
@@ -87,7 +89,7 @@ def _own_part(step: step_module.Step, values: tf.Tensor, extent: tuple) -> tf.Te
 
 
 def _of_all_replicas(step: step_module.Step, tensors: list) -> tuple[list, tuple, tf.Tensor]:
-    """Returns (tensors of all replicas, (begin of own rows, number of all rows) of the first one, `Whole.counts`).
+    """Returns (tensors of all replicas, (begin of own rows, number of all rows) of the first one, `counts`).
 
     The tensors may have other numbers of rows than the batch, and than each other.
     """

@@ -161,8 +161,12 @@ class EpochRunner:
                 steps_made = self.remote.steps() - initial
                 if saver is not None and first > begin and saver.wants(position.step + steps_made):
                     break
-                ahead = steps_made + self._ahead(steps_made / (time.monotonic() - began)) if saver is not None else last
-                while first < min(last, begin + ahead):
+                scheduled_until = (
+                    steps_made + self._steps_ahead(steps_made / (time.monotonic() - began))
+                    if saver is not None
+                    else last
+                )
+                while first < min(last, begin + scheduled_until):
                     first = self._begin("train", number, first, last, results)
                 self._poll(progress, begin, initial)
             stood_since = time.monotonic()
@@ -170,7 +174,7 @@ class EpochRunner:
         position.advance(first)
         return totals, stood_since
 
-    def _ahead(self, rate: float) -> int:
+    def _steps_ahead(self, rate: float) -> int:
         """Returns how many steps to schedule ahead: enough for all workers, and few enough to end soon."""
         return int(max(_SPANS_AHEAD * self._longest("train") * self._servers.plan.num_workers, rate * _AHEAD_INTERVAL))
 

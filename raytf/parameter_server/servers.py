@@ -44,7 +44,7 @@ class ServerSpec:
         worker_resources: Resources of each worker. A parameter server gets as many CPUs, and nothing else.
         environment: Runtime environment of their processes.
         group: Placement group of the run, or None before its start.
-        places: Index of the bundle in the placement group for each task, by the task's name.
+        bundle_indices: Index of the bundle in the placement group for each task, by the task's name.
     """
 
     num_workers: int
@@ -52,7 +52,7 @@ class ServerSpec:
     worker_resources: dict[str, float]
     environment: dict = field(default_factory=dict, repr=False)
     group: PlacementGroup | None = field(default=None, repr=False)
-    places: dict[str, int] = field(default_factory=dict, repr=False)
+    bundle_indices: dict[str, int] = field(default_factory=dict, repr=False)
 
     def tasks(self) -> list[Task]:
         """Returns the tasks of all workers and parameter servers."""
@@ -85,7 +85,7 @@ class ServerActor:
         self, task: Task, cluster: dict[str, list[str]], cpus: int, workers: int, feeds: dict[str, dict[str, Any]]
     ) -> None:
         """Starts TensorFlow's server on `cpus` CPUs; `workers` and `feeds` as in `feed`."""
-        output.say_who(str(task))
+        output.set_output_name(str(task))
         os.environ.update(settings.variables(cpus, max(settings.SERVER_THREADS, cpus)))
         if task.role == "ps":
             os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
@@ -164,14 +164,14 @@ class ServerGroup:
             self._process_killer.watch(task, location)
         self._collect([self._serve(task) for task in self._tasks], timeouts.get().process_setup, "TensorFlow's servers")
 
-    def _collect(self, asked: list, seconds: float, action: str, tasks: list[Task] | None = None) -> list:
+    def _collect(self, requests: list, seconds: float, action: str, tasks: list[Task] | None = None) -> list:
         def failed(name: str, error: Exception) -> Exception:
             if isinstance(error, RayTaskError):  # an error of its task, such as unreadable rows
                 return error
             return ServerLostError(f"{name} did not start: {first_line(error)}{self._kill_reason(name)}")
 
         return collect_answers(
-            asked, seconds, action, names=[str(task) for task in tasks or self._tasks], failure=failed
+            requests, seconds, action, names=[str(task) for task in tasks or self._tasks], failure=failed
         )
 
     def _kill_reason(self, name: str) -> str:
@@ -180,7 +180,7 @@ class ServerGroup:
 
     def _actor(self, task: Task):
         options = {"runtime_env": self.plan.environment, "max_concurrency": 3}
-        bundle = self.plan.places[str(task)]
+        bundle = self.plan.bundle_indices[str(task)]
         return placed_actor(ServerActor, self.plan.group, bundle, self.plan.bundle(task), **options)
 
     def _serve(self, task: Task):

@@ -97,8 +97,8 @@ def _settled(refs: Sequence, seconds: float | None, action: str, names, check) -
             index, answer = done.get(timeout=step)
         except queue.Empty:
             if remaining == 0:
-                late = names or _workers(refs)
-                raise NoAnswerError([late[index] for index in sorted(pending)], seconds, action) from None
+                all_names = names or _workers(refs)
+                raise NoAnswerError([all_names[index] for index in sorted(pending)], seconds, action) from None
             if check is not None:
                 check()
             continue

@@ -156,13 +156,13 @@ def agree_on_pinning(addresses: Sequence[str], have: Sequence[bool]) -> list[boo
     return [host not in unpinned_hosts for host in hosts]
 
 
-def claimed_cores(among: Iterable[int]) -> frozenset[int]:
+def claimed_cores(candidates: Iterable[int]) -> frozenset[int]:
     """Returns those of some cores that any process has claimed on this host."""
     result = set()
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as asks:
-        for core in among:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as probe:
+        for core in candidates:
             try:
-                asks.connect(_name(core))
+                probe.connect(_name(core))
             except ConnectionRefusedError:
                 continue
             except OSError:  # another program's socket, of another kind

@@ -47,7 +47,7 @@ class HangMonitor:
     Args:
         execute: execute(rank, function) calls a function of `activity` in a worker's process, and returns the ref of
             the result; None is no answer.
-        places: Locations of the workers' processes, by rank.
+        locations: Locations of the workers' processes, by rank.
         limit: Seconds after which a hang is reported, see `hangs`.
         first: The same in seconds, until all workers have made a step.
         emit: Function that gets each `RunEvent`; default `events.emit`.
@@ -63,7 +63,7 @@ class HangMonitor:
     def __init__(
         self,
         execute: Callable[[int, Callable], Any],
-        places: Mapping[int, ProcessLocation],
+        locations: Mapping[int, ProcessLocation],
         limit: float,
         first: float,
         emit: Callable[[RunEvent], object] = events.emit,
@@ -73,10 +73,10 @@ class HangMonitor:
         clock: Callable[[], float] = time.monotonic,
     ):
         self._clock = clock
-        self._execute, self._places, self._emit = execute, dict(places), emit
+        self._execute, self._locations, self._emit = execute, dict(locations), emit
         lead = min(_LEAD_INTERVAL, limit / 4)
         self._limit = limit - lead
-        self._names = dict(names or {rank: f"worker {rank}" for rank in places})
+        self._names = dict(names or {rank: f"worker {rank}" for rank in locations})
         self._detector = HangDetector(self._limit, first, self._names)
         self._finished: dict[int, float] = {}
         self._is_relayed, self._made, self._repeats = through_others, made, made > 0
@@ -111,12 +111,12 @@ class HangMonitor:
         with self._lock:
             return max([self._made, *(snapshot["step"] for snapshot in self._snapshots.values())])
 
-    def last_words(self, rank: int) -> tuple[str, str]:
+    def final_report(self, rank: int) -> tuple[str, str]:
         """Returns (a clause about the workers that wait for a worker, its stack), before another process ends it."""
         with self._lock:
             snapshots = dict(self._snapshots)
         return (self._detector.describe_waiting(rank, snapshots) if snapshots else ""), self._stack_from_outside(
-            self._places[rank]
+            self._locations[rank]
         )
 
     def _follow(self) -> None:
@@ -133,7 +133,7 @@ class HangMonitor:
             snapshots = dict(self._snapshots) | {
                 rank: self._ended_well(rank) for rank in self._finished if rank in self._snapshots
             }
-        if self.ended or len(snapshots) < len(self._places):
+        if self.ended or len(snapshots) < len(self._locations):
             return
         silent, stopped = self._find_silent()
         if self._closed.is_set():
@@ -148,7 +148,7 @@ class HangMonitor:
             self._check_stragglers(snapshots)
             return
         if reported is None or hang.ends:
-            location = self._places[hang.rank]
+            location = self._locations[hang.rank]
             # when the storage's error is known, a stack adds nothing
             stack = "" if snapshots[hang.rank]["failing"] else self._stack(hang.rank)
             if self._closed.is_set():
@@ -171,7 +171,7 @@ class HangMonitor:
     def _check_stragglers(self, snapshots: Mapping[int, Mapping[str, Any]]) -> None:
         slow = None if self._finished else self._stragglers.detect(snapshots)
         if slow is not None:
-            self._emit_event(Kind.STRAGGLER, slow.rank, node=self._places[slow.rank].host, why=str(slow))
+            self._emit_event(Kind.STRAGGLER, slow.rank, node=self._locations[slow.rank].host, why=str(slow))
 
     def _emit_event(self, kind: Kind, rank: int, **more) -> None:
         self._emit(RunEvent(kind=kind, ranks=(rank,), name=self._names[rank], **more))
@@ -189,7 +189,7 @@ class HangMonitor:
             if self._requests
             else ()
         )
-        ranks = self._places.keys() - self._finished.keys()
+        ranks = self._locations.keys() - self._finished.keys()
         for rank in ranks & self._requests.keys():
             ref = self._requests[rank]
             answer = self._snapshot_of(ref) if ref in done else None
@@ -209,7 +209,7 @@ class HangMonitor:
     def _polls_all(self) -> bool:
         """Returns whether to poll all workers: one may hang, or not all have answered so far."""
         snapshots = self._snapshots.values()
-        if max(self._silent.values(), default=0.0) >= _SILENT_INTERVAL or len(self._snapshots) < len(self._places):
+        if max(self._silent.values(), default=0.0) >= _SILENT_INTERVAL or len(self._snapshots) < len(self._locations):
             return True
         waiting = (snapshot["collective"][2] for snapshot in snapshots if snapshot["collective"] is not None)
         lasting = (snapshot["seconds"] for snapshot in snapshots)
@@ -228,9 +228,11 @@ class HangMonitor:
     def _find_silent(self) -> tuple[dict[int, float], dict[int, str]]:
         """Returns (seconds without an answer and without processor use, by rank; how the kernel stops some of them)."""
         seconds_of, stopped = {}, {}
-        asked = [rank for rank, seconds in self._silent.items() if seconds >= max(_SILENT_INTERVAL, self._limit / 2)]
+        silent_ranks = [
+            rank for rank, seconds in self._silent.items() if seconds >= max(_SILENT_INTERVAL, self._limit / 2)
+        ]
         states = self._call_on_hosts(
-            {rank: self._places[rank] for rank in asked}, procfs.read_state, timeouts.get().stack
+            {rank: self._locations[rank] for rank in silent_ranks}, procfs.read_state, timeouts.get().stack
         )
         for rank, seconds in self._silent.items():
             if seconds < _SILENT_INTERVAL:
@@ -255,24 +257,24 @@ class HangMonitor:
                 stack = None if ref is None else ray.get(ref)
                 if stack is not None:
                     return stack
-        return self._stack_from_outside(self._places[rank])
+        return self._stack_from_outside(self._locations[rank])
 
     def _stack_from_outside(self, location: ProcessLocation) -> str:
         stack = self._call_on_hosts({0: location}, stacks.stack_of, timeouts.get().far_stack).get(0)
         return stack if stack is not None else "its stack is not known: its host does not answer"
 
     def _call_on_hosts(
-        self, places: Mapping[int, ProcessLocation], function: Callable, seconds: float
+        self, locations: Mapping[int, ProcessLocation], function: Callable, seconds: float
     ) -> dict[int, Any]:
         """Returns a function's result for each process from its host, by rank, without hosts that do not answer.
 
         All hosts work in parallel, with one deadline after `seconds`.
         """
         node, results, refs = ray.get_runtime_context().get_node_id(), {}, {}
-        for rank, location in places.items():
+        for rank, location in locations.items():
             if location.node != node:
                 refs[process_monitor.call_on_node(location.node, function, location.pid)] = rank
-        for rank, location in places.items():
+        for rank, location in locations.items():
             if location.node == node:
                 results[rank] = function(location.pid)
         for ref in self._as_they_come(list(refs), seconds):

@@ -3,7 +3,7 @@
 A worker is named if, for the whole limit, others have waited, and it has stayed in one part of its step. It also used
 little processor time, and was not ready to run. The limit is the option, or `_TIMES_USUAL` usual steps if more:
 some steps take 20 times as long. A part that took long once, and then continued, may later take twice as long. The run
-ends after `_ENDS` times the limit, or `_ENDS_LATE` times if the worker may just be slow. A
+ends after `_ENDS` times the limit, or `_ENDS_SLOW` times if the worker may just be slow. A
 `process_monitor.ProcessKiller` ends stopped processes (SIGSTOP) sooner. See docs/design/hang-detection.md.
 """
 
@@ -18,7 +18,7 @@ from typing import Any
 from raytf import activity
 
 _TIMES_USUAL = 30.0
-_ENDS, _ENDS_LATE = 3.0, 30.0
+_ENDS, _ENDS_SLOW = 3.0, 30.0
 # Share of a processor above which a process computes, and seconds to measure it; threads that only send and answer use
 # less.
 _WORKS, _WORKED_INTERVAL = 0.2, 4.0
@@ -173,14 +173,14 @@ class HangDetector:
         return max(self._limit, _TIMES_USUAL * usual, self._longest.get(part, 0.0))
 
     def _report(
-        self, rank: int, snapshots, seconds: float, waited: float, activity_clause: str, part: str, late: bool
+        self, rank: int, snapshots, seconds: float, waited: float, activity_clause: str, part: str, is_slow: bool
     ) -> HangReport | None:
         """Returns a hang if `seconds` in one part, and the `waited` seconds of others, exceed the limit."""
         lasted, limit = min(seconds, waited), self._limits(snapshots, part)
         if lasted < limit:
             return None
-        late = late or part in _PAUSES or self._makes_progress(rank, lasted)
-        ends = lasted >= limit * (_ENDS_LATE if late else _ENDS)
+        is_slow = is_slow or part in _PAUSES or self._makes_progress(rank, lasted)
+        ends = lasted >= limit * (_ENDS_SLOW if is_slow else _ENDS)
         return HangReport(
             rank=rank,
             activity_clause=activity_clause,
@@ -204,23 +204,29 @@ class HangDetector:
         # between two sums of a custom loop, a worker is late for as long as the others wait
         seconds = max(waiting.values()) if snapshot["phase"] == activity.BEGIN else snapshot["seconds"]
         return self._report(
-            rank, snapshots, seconds, max(waiting.values()), describe_activity(snapshot), snapshot["phase"], late=False
+            rank,
+            snapshots,
+            seconds,
+            max(waiting.values()),
+            describe_activity(snapshot),
+            snapshot["phase"],
+            is_slow=False,
         )
 
     def _find_divergent(self, snapshots, waiting: Mapping[int, float]) -> HangReport | None:
         """Finds the cause if all wait, but in different collectives: the worker with the fewest steps."""
-        places = {state["collective"][:2] for state in snapshots.values()}
-        if len(places) == 1:
+        collectives = {state["collective"][:2] for state in snapshots.values()}
+        if len(collectives) == 1:
             return None  # the network or Ray: the ring detects a lost host, and its option `timeout_s` more
         rank = min(snapshots, key=lambda r: (snapshots[r]["step"], snapshots[r]["numbers"][activity.SUM], -r))
         state = snapshots[rank]
         lasted = min(waiting.values())
-        ahead = next(o for o in snapshots.values() if o["collective"][:2] != state["collective"][:2])
+        advanced = next(o for o in snapshots.values() if o["collective"][:2] != state["collective"][:2])
         clause = (
-            f"is in {_describe_collective(state)} while others are in {_describe_collective(ahead)}: "
+            f"is in {_describe_collective(state)} while others are in {_describe_collective(advanced)}: "
             "it makes another number of steps, or an exchange that not all make"
         )
-        return self._report(rank, snapshots, lasted, lasted, clause, "elsewhere", late=False)
+        return self._report(rank, snapshots, lasted, lasted, clause, "elsewhere", is_slow=False)
 
     def _find_idle(self, snapshots) -> HangReport | None:
         """Finds a hang without a visible collective: some workers are idle while others compute, or all are idle."""
@@ -243,7 +249,7 @@ class HangDetector:
             waited,
             describe_activity(snapshot),
             snapshot["phase"],
-            late=not active,
+            is_slow=not active,
         )
 
 

@@ -223,13 +223,13 @@ def _claim(port: int) -> socket.socket | None:
 
 def _is_another_users(port: int) -> bool:
     """Returns whether another user's process has claimed a port."""
-    with socket.socket(socket.AF_UNIX) as asks:
-        asks.setblocking(False)
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.setblocking(False)
         try:
-            asks.connect(f"\0raytf/{port}")
+            probe.connect(f"\0raytf/{port}")
         except OSError as error:
             return error.errno == errno.EPROTOTYPE  # raytf's own sockets are of one kind
-        return not liveness.is_same_user(asks)
+        return not liveness.is_same_user(probe)
 
 
 def release_port() -> None:

@@ -215,7 +215,7 @@ class _RemoteReader:
 
     def __init__(self, node: str):
         self._node, self._answered, self.silent = node, False, 0.0
-        self._actor = self._asked = None
+        self._actor = self._pending = None
 
     @property
     def limit(self) -> float:
@@ -223,24 +223,24 @@ class _RemoteReader:
         return timeouts.get().host_silent if self._answered else timeouts.get().watcher_start
 
     def ask(self, pids: list[int]) -> None:
-        if self._asked is not None:
+        if self._pending is not None:
             return
         if self._actor is None:
             strategy = NodeAffinitySchedulingStrategy(self._node, soft=False)
             self._actor = ray.remote(_StateReader).options(num_cpus=0, scheduling_strategy=strategy).remote()
             self._answered = False
-        self._asked, self.silent = self._actor.read_states.remote(pids), 0.0
+        self._pending, self.silent = self._actor.read_states.remote(pids), 0.0
 
     def answer(self, passed: float) -> dict[int, ProcessState | None] | None:
         """Returns new states, or None; `passed` seconds have passed since its last call."""
-        if self._asked is None:
+        if self._pending is None:
             return None
-        if not ray.wait([self._asked], timeout=0)[0]:
+        if not ray.wait([self._pending], timeout=0)[0]:
             self.silent += passed
             return None
-        asked, self._asked, self.silent = self._asked, None, 0.0
+        pending, self._pending, self.silent = self._pending, None, 0.0
         try:
-            seen, self._answered = ray.get(asked), True
+            seen, self._answered = ray.get(pending), True
             return seen
         # if the node is lost, Ray reports it for its other actors, too; a draining node rejects new ones
         except (RayActorError, ActorUnschedulableError):
@@ -250,7 +250,7 @@ class _RemoteReader:
     def close(self) -> None:
         if self._actor is not None:
             ray.kill(self._actor)
-            self._actor = self._asked = None
+            self._actor = self._pending = None
 
 
 class ProcessKiller(ProcessMonitor):
@@ -260,26 +260,26 @@ class ProcessKiller(ProcessMonitor):
 
     Args:
         seconds: Length of a stop that is too long.
-        last_words: last_words(key) returns (a clause for the message, a result to store) of a process before its end.
+        final_report: final_report(key) returns (a clause for the message, a result to store) before a process is ended.
         clock: Returns seconds; for tests.
 
     Attributes:
-        last_words: Stored results of `last_words`, by key.
+        final_reports: Stored results of `final_report`, by key.
         ended: The reason for each process that it ended, by key: a sentence without a full stop.
-        gone: The same for processes whose host does not answer; Ray notices that later.
+        unreachable: The same for processes whose host does not answer; Ray notices that later.
     """
 
     def __init__(
         self,
         seconds: float | None = None,
-        last_words: Callable[[Any], tuple[str, Any]] | None = None,
+        final_report: Callable[[Any], tuple[str, Any]] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
         super().__init__(seconds, clock)
-        self._last_words = last_words
-        self.last_words: dict = {}
+        self._final_report_of = final_report
+        self.final_reports: dict = {}
         self.ended: dict = {}
-        self.gone: dict = {}
+        self.unreachable: dict = {}
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._follow, daemon=True, name="raytf_process_killer")
         self._thread.start()
@@ -302,17 +302,19 @@ class ProcessKiller(ProcessMonitor):
                 stopped_processes = self.check()
                 self._end([state for state in stopped_processes if state.seen is not None])
                 hosts = [state for state in stopped_processes if state.seen is None]
-                self.gone |= {key: f"the host {host.location.host} {host.how}" for host in hosts for key in host.keys}
+                self.unreachable |= {
+                    key: f"the host {host.location.host} {host.how}" for host in hosts for key in host.keys
+                }
             except Exception:  # a failure may be temporary, and without this thread nothing checks processes
                 logger.exception("the process monitor could not poll processes, and retries")
 
     def _end(self, frozen: list[StoppedProcess]) -> None:
-        words = self._collect_last_words([key for stopped in frozen for key in stopped.keys])
+        words = self._collect_final_reports([key for stopped in frozen for key in stopped.keys])
         for stopped in frozen:
             (key,), location = stopped.keys, stopped.location
             text = f"its process {location.pid} on {location.host} is {stopped.how}"
             if key in words:
-                more, self.last_words[key] = words[key]
+                more, self.final_reports[key] = words[key]
                 text = f"{text}; {more}" if more else text
             self.ended[key] = text
             self.forget(key)
@@ -321,17 +323,17 @@ class ProcessKiller(ProcessMonitor):
             else:
                 call_on_node(location.node, kill_process, location.pid, stopped.seen.started)
 
-    def _collect_last_words(self, keys: list) -> dict:
-        """Returns the results of `last_words` for all keys, with one deadline."""
-        if self._last_words is None or not keys:
+    def _collect_final_reports(self, keys: list) -> dict:
+        """Returns the results of `final_report` for all keys, with one deadline."""
+        if self._final_report_of is None or not keys:
             return {}
         words: dict = {}
 
         def ask(key) -> None:
-            words[key] = self._last_words(key)
+            words[key] = self._final_report_of(key)
 
         threads = [threading.Thread(target=ask, args=(key,), daemon=True, name="raytf_last_words") for key in keys]
-        deadline = time.monotonic() + timeouts.get().last_words
+        deadline = time.monotonic() + timeouts.get().final_report
         for thread in threads:
             thread.start()
         for thread in threads:

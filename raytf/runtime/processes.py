@@ -54,9 +54,9 @@ class WarmPool:
     Attributes:
         members: (node, actor) of each process that may become a worker.
         warned: Entries by which the process that shows a warning claims it, see `shared_warnings.py`.
-        asked: Actor that answered the last request, or None.
-        compares: Whether that one still compares two workers with one device, see `verify.Following`.
-        ending: A `ends.GracefulStop`, whose signals end the processes' work, or None.
+        answered: Actor that answered the last request, or None.
+        compares: Whether that one still compares two workers with one device, see `verify.ComparisonReporter`.
+        ending: A `graceful_stop.GracefulStop`, whose signals end the processes' work, or None.
         run_config: RunConfig of the run.
         cancelled: Whether the run was cancelled.
     """
@@ -66,7 +66,7 @@ class WarmPool:
 
     def __init__(self, kind, scaling_config, run_config, workers: int, preload: Callable[[], None]):
         self.run_config, self.members, self._extra = run_config, [], []
-        self.asked, self.compares = None, False
+        self.answered, self.compares = None, False
         # A process must not search for devices before Ray assigns it some: without devices it can only try the model.
         if resources.only_cpus(scaling_config):
             environment = _early_environment(run_config, scaling_config, thread_variables(_cpus(scaling_config)))
@@ -101,27 +101,27 @@ class WarmPool:
             except (RayActorError, ActorUnschedulableError, RuntimeEnvSetupError) as error:
                 failed = error
                 continue
-            self.asked = self._ready[ready]
-            self.settle()
+            self.answered = self._ready[ready]
+            self.end_unused()
             return answer
         raise failed
 
     def _names(self) -> list[str]:
         return [f"process {i}" for i in range(len(self._ready))]
 
-    def settle(self) -> None:
-        """Ends the processes that cannot become workers, except the last one that answered, see `end_asked`."""
-        _end([actor for actor in self._extra if actor is not self.asked])
-        self._extra = [actor for actor in self._extra if actor is self.asked]
+    def end_unused(self) -> None:
+        """Ends the processes that cannot become workers, except the last one that answered, see `end_answered`."""
+        _end([actor for actor in self._extra if actor is not self.answered])
+        self._extra = [actor for actor in self._extra if actor is self.answered]
 
     def drop(self, actor) -> None:
-        """Ends a process that becomes no worker; one that still compares ends with that, see `end_asked`."""
-        if actor is self.asked and self.compares:
+        """Ends a process that becomes no worker; one that still compares ends with that, see `end_answered`."""
+        if actor is self.answered and self.compares:
             self._extra.append(actor)
         else:
             ray.kill(actor)
 
-    def end_asked(self) -> None:
+    def end_answered(self) -> None:
         """Ends the process that answered last, if it cannot become a worker; its work is done."""
         _end(self._extra)
         self._extra = []

@@ -50,13 +50,13 @@ def bundle_layout(
     """
     bundles = [dict(worker_resources) for _ in range(workers)]
     if strategy != "STRICT_SPREAD" or workers + len(sidecars) <= nodes:
-        places = {name: workers + i for i, name in enumerate(sidecars)}
-        return bundles + [dict(amounts) for amounts in sidecars.values()], places
-    places = {name: i % workers for i, name in enumerate(sidecars)}
-    for name, index in places.items():
+        bundle_indices = {name: workers + i for i, name in enumerate(sidecars)}
+        return bundles + [dict(amounts) for amounts in sidecars.values()], bundle_indices
+    bundle_indices = {name: i % workers for i, name in enumerate(sidecars)}
+    for name, index in bundle_indices.items():
         for resource, amount in sidecars[name].items():
             bundles[index][resource] = bundles[index].get(resource, 0) + amount
-    return bundles, places
+    return bundles, bundle_indices
 
 
 class Reservation:
@@ -70,7 +70,7 @@ class Reservation:
 
     Attributes:
         group: The placement group, or None.
-        places: Index of the bundle of each additional task, by name.
+        bundle_indices: Index of the bundle of each additional task, by name.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Reservation:
         self._cleaner = None
         self._name, self._number = f"raytf-{uuid.uuid4().hex}", 0
         self.group: PlacementGroup | None = None
-        self.places: dict[str, int] = {}
+        self.bundle_indices: dict[str, int] = {}
         self._bundles: list[dict[str, float]] = []
         self._workers = 0
         self._wait_began: float | None = None
@@ -102,7 +102,9 @@ class Reservation:
             return self.group
         self.drop()
         nodes = sum(node["Alive"] for node in ray.nodes())
-        self._bundles, self.places = bundle_layout(workers, worker_resources, self._sidecar_bundles, strategy, nodes)
+        self._bundles, self.bundle_indices = bundle_layout(
+            workers, worker_resources, self._sidecar_bundles, strategy, nodes
+        )
         self._workers, self._number = workers, self._number + 1
         self._start_cleaner()
         selectors = bundle_selectors(selectors, len(self._bundles))

@@ -236,18 +236,18 @@ def suggest_fix(process_resources: dict[str, float], count: int) -> str:
         count: Number of processes.
     """
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    return suggest_workers(nodes, process_resources, count, started_here=ray_core.has_started_ray())
+    return suggest_workers(nodes, process_resources, count, has_started_ray=ray_core.has_started_ray())
 
 
 def suggest_workers(
-    nodes: list[dict[str, float]], process_resources: dict[str, float], count: int, started_here: bool = False
+    nodes: list[dict[str, float]], process_resources: dict[str, float], count: int, has_started_ray: bool = False
 ) -> str:
     """Returns the same as `suggest_fix`; pure.
 
     Args:
         nodes: Total resources of each node.
         process_resources, count: Resources and number of the processes.
-        started_here: Whether the driver has started Ray on this machine.
+        has_started_ray: Whether the driver has started Ray on this machine.
     """
     short = [
         name for name, amount in process_resources.items() if count_fitting(nodes, {name: amount}) < count
@@ -262,7 +262,7 @@ def suggest_workers(
         ways.append(fewer if has_gpus else no_gpus)
     if "CPU" in short:
         ways.append("ask for less of each (--cpus-per-worker 0.5, or ScalingConfig(resources_per_worker={'CPU': 0.5}))")
-        if started_here:
+        if has_started_ray:
             total = math.ceil(process_resources["CPU"] * count)
             ways.append(f"start Ray with ray.init(num_cpus={total}) before the data is named")
     ways += [f"ask for less {name}" for name in short if name not in ("CPU", "GPU")]
@@ -322,8 +322,8 @@ def total_resources(bundles: list[dict[str, float]]) -> dict[str, float]:
 
 def _mean(bundles: list[dict[str, float]]) -> dict[str, float]:
     """Returns the mean amount of each resource over the bundles that request it."""
-    asks = {name: [bundle[name] for bundle in bundles if bundle.get(name)] for name in total_resources(bundles)}
-    return {name: sum(amounts) / len(amounts) for name, amounts in asks.items() if amounts}
+    requests = {name: [bundle[name] for bundle in bundles if bundle.get(name)] for name in total_resources(bundles)}
+    return {name: sum(amounts) / len(amounts) for name, amounts in requests.items() if amounts}
 
 
 def check_bundles(bundles: list[dict[str, float]], waited: float = 0.0) -> None:

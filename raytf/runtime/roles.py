@@ -149,7 +149,7 @@ def ends_run(tasks: Sequence[Task]) -> set[Task]:
     return {task for task in tasks if task.role in ("chief", "worker")}
 
 
-def can_restart_alone(task: Task, tasks: Sequence[Task]) -> bool:
+def can_restart_by_itself(task: Task, tasks: Sequence[Task]) -> bool:
     """Returns whether a task can restart while the others continue: a worker of a coordinator, or an evaluator."""
     return task.role == "evaluator" or (task.role == "worker" and any(other.role == "ps" for other in tasks))
 

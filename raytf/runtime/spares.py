@@ -70,9 +70,9 @@ class StandbyPool:
         if why is None:
             if spare.ready:
                 self._failures.pop(spare.node, None)
-            if spare.less is not None and not self._reported:
+            if spare.limitation is not None and not self._reported:
                 self._reported = True
-                events.emit(RunEvent(kind=Kind.STANDBY_LIMITED, node=spare.node, why=spare.less))
+                events.emit(RunEvent(kind=Kind.STANDBY_LIMITED, node=spare.node, why=spare.limitation))
             return True
         spare.end()
         events.emit(RunEvent(kind=Kind.STANDBY_LOST, node=spare.node, why=why))
@@ -82,7 +82,7 @@ class StandbyPool:
         return False
 
     def take(self, node: str, ask: Callable):
-        """Takes a standby worker of a node; returns (its actor, its answer), or None if there is none.
+        """Removes and returns a standby worker of a node, as (its actor, its answer); None if there is none.
 
         Args:
             node: Ray's id of the node.
@@ -116,12 +116,12 @@ class _StandbyProcess:
 
     Attributes:
         ready: Whether it has completed its start, at the last `check`.
-        less: The work that it could not do ahead, in one line, or None.
+        limitation: The work that it could not do ahead, in one line, or None.
     """
 
     def __init__(self, node: str, actor, preload: Callable[[], None]):
         self.node, self.actor, self.ready = node, actor, False
-        self.less: str | None = None
+        self.limitation: str | None = None
         self._answer = actor.execute.remote(timeouts.call_with, timeouts.get(), preload)
 
     def check(self) -> str | None:
@@ -133,7 +133,7 @@ class _StandbyProcess:
         except Exception as error:  # any failure: a process that starts when needed reports it again
             return one_line(user_error(error))
         if not self.ready:
-            self.ready, self.less = True, limits
+            self.ready, self.limitation = True, limits
         self._answer = self.actor.execute.remote(time.monotonic)
         return None
 

@@ -31,7 +31,7 @@ class WriterNote:
         self._filesystem = filesystem
         self._path = posixpath.join(folder, f"{_PREFIX}{secrets.token_hex(8)}")
         self._lock = threading.Lock()
-        self._is_over = self._is_there = False
+        self._is_over = self._exists = False
 
     def write(self, size: int = 0) -> None:
         """Notes that the writer finishes `size` bytes; a storage that refuses the note refuses the checkpoint, too."""
@@ -41,13 +41,13 @@ class WriterNote:
                     file.write(
                         f"a worker of this run has gone; what it handed over is written, bytes: {size}\n".encode()
                     )
-                self._is_there = True
+                self._exists = True
 
     def remove(self) -> None:
         """Removes the note when the writer has finished; no note is written after this."""
         if self._lock.acquire(timeout=timeouts.get().note_removal):
             self._is_over = True
-            if self._is_there:
+            if self._exists:
                 with contextlib.suppress(OSError):
                     self._filesystem.delete_file(self._path)
             self._lock.release()

@@ -41,7 +41,7 @@ class MountedFile:
         os.unlink(taken)
         return self.create(text)
 
-    def settle(self) -> None:
+    def wait_until_visible(self) -> None:
         """Returns at once: creation is exclusive."""
 
     def read(self) -> str | None:
@@ -110,8 +110,8 @@ class StoredFile:
         self._write(self._path, text)
         return True
 
-    def settle(self) -> None:
-        """Waits until a driver that wrote at the same moment has written."""
+    def wait_until_visible(self) -> None:
+        """Waits until a driver that writes at the same time has written."""
         time.sleep(max(0.0, self._written + SETTLE_INTERVAL - time.monotonic()))
 
     def read(self) -> str | None:

@@ -115,7 +115,7 @@ class RunLock:
         Raises:
             ConfigError: Another driver holds it.
         """
-        self._file.settle()
+        self._file.wait_until_visible()
         owner = read_owner(self._file)[1]
         if owner.get("id") != self._id:
             self._stop()

@@ -59,27 +59,29 @@ class RangeCutter:
 
     def __init__(self, index: int, count: int):
         self.index_and_count = index, count
-        self._image_of: FileTemplate | None = None
+        self._template_of: FileTemplate | None = None
 
     def piece(self, archive: ZipTemplate) -> TemplatePart:
         """Returns the range from the archive's current content."""
-        if self._image_of is not archive.image:
-            self._image_of = archive.image
+        if self._template_of is not archive.template:
+            self._template_of = archive.template
             index, count = self.index_and_count
-            begin, end = ranges(archive.image.size, count)[index]
+            begin, end = ranges(archive.template.size, count)[index]
             self._parts = [  # (index of the array, first byte, end byte)
                 (i, max(begin - offset, 0), min(end - offset, size))
-                for i, (offset, size) in enumerate(archive.image.places)
+                for i, (offset, size) in enumerate(archive.template.regions)
                 if max(offset, begin) < min(offset + size, end)
             ]
-            places = [(max(archive.image.places[i][0], begin) - begin, stop - start) for i, start, stop in self._parts]
+            regions = [
+                (max(archive.template.regions[i][0], begin) - begin, stop - start) for i, start, stop in self._parts
+            ]
             texts = [
                 (max(offset, begin) - begin, text[max(begin - offset, 0) : end - offset])
-                for offset, text in archive.image.texts
+                for offset, text in archive.template.texts
                 if max(offset, begin) < min(offset + len(text), end)
             ]
-            self._image = FileTemplate(end - begin, texts, places)
-        return TemplatePart(self._image, [_cut(archive.values[i], start, stop) for i, start, stop in self._parts])
+            self._template = FileTemplate(end - begin, texts, regions)
+        return TemplatePart(self._template, [_cut(archive.values[i], start, stop) for i, start, stop in self._parts])
 
 
 def _cut(value: np.ndarray | LazyArray, begin: int, end: int) -> np.ndarray | LazyArray:
@@ -89,11 +91,11 @@ def _cut(value: np.ndarray | LazyArray, begin: int, end: int) -> np.ndarray | La
     return flat_bytes(value)[begin:end]
 
 
-def layout_checksum(image: FileTemplate) -> int:
-    """Returns a checksum that is equal for images with the same layout of arrays, whatever these hold."""
-    places = [
-        image.size,
-        *(number for region in image.places for number in region),
-        *(offset for offset, _ in image.texts),
+def layout_checksum(template: FileTemplate) -> int:
+    """Returns a checksum that is equal for templates with the same layout of arrays, whatever these hold."""
+    regions = [
+        template.size,
+        *(number for region in template.regions for number in region),
+        *(offset for offset, _ in template.texts),
     ]
-    return gather_io.crc32([np.array(places, np.int64).tobytes(), *(text for _, text in image.texts)])
+    return gather_io.crc32([np.array(regions, np.int64).tobytes(), *(text for _, text in template.texts)])

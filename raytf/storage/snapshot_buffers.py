@@ -20,7 +20,7 @@ _ALIGNED = 64
 # Extra bytes for the parts of a snapshot that grow: histories, counters.
 _ROOM = 1 << 20
 
-# Raw content, an `.npz` of arrays by name, a zip, or an image.
+# Raw content, an `.npz` of arrays by name, a zip, or a template.
 Part = bytes | str | Mapping[str, np.ndarray] | ZipTemplate | TemplatePart
 
 
@@ -37,7 +37,7 @@ class Buffer:
         self.descriptor = os.memfd_create("raytf_snapshot")
         self.size = 0
         self.busy: int | None = None  # number of the request whose data it holds
-        self.image: FileTemplate | None = None  # the image at its beginning
+        self.template: FileTemplate | None = None  # the template at its beginning
         self._map: mmap.mmap | None = None
         self.memory = np.empty(0, np.uint8)
 
@@ -56,12 +56,12 @@ class Buffer:
         """Allocates the pages, without the interpreter's lock."""
         self.memory[:: mmap.PAGESIZE] = 0
 
-    def write_template(self, image: FileTemplate | None) -> None:
-        """Writes an image at the beginning, without its arrays."""
-        if image is not None and self.image is not image:
-            for offset, text in image.texts:
+    def write_template(self, template: FileTemplate | None) -> None:
+        """Writes a template at the beginning, without its arrays."""
+        if template is not None and self.template is not template:
+            for offset, text in template.texts:
                 self.put(offset, text)
-        self.image = image
+        self.template = template
 
     def put(self, offset: int, content) -> None:
         data = np.frombuffer(content, np.uint8)
@@ -80,7 +80,7 @@ class Buffer:
     def empty(self) -> None:
         """Frees its memory."""
         self._unmap()
-        self.size, self.image = 0, None
+        self.size, self.template = 0, None
         os.ftruncate(self.descriptor, 0)
 
     def close(self) -> None:
@@ -89,14 +89,16 @@ class Buffer:
 
 
 class SnapshotLayout:
-    """Assigns offsets in a buffer: an image first, then all other parts."""
+    """Assigns offsets in a buffer: a template first, then all other parts."""
 
     def __init__(self, parts: Mapping[str, Part]):
-        images = [part.image for part in parts.values() if isinstance(part, (ZipTemplate, TemplatePart))]
-        if len(images) > 1:
-            raise ConfigError("A snapshot has one file with an image", f"{len(images)}", "Write the others as bytes")
-        self.image = images[0] if images else None
-        self.size = self.image.size if self.image else 0
+        templates = [part.template for part in parts.values() if isinstance(part, (ZipTemplate, TemplatePart))]
+        if len(templates) > 1:
+            raise ConfigError(
+                "A snapshot has one file with a template", f"{len(templates)}", "Write the others as bytes"
+            )
+        self.template = templates[0] if templates else None
+        self.size = self.template.size if self.template else 0
         self.texts: list[tuple[int, bytes]] = []
         self.values: list[tuple[int, np.ndarray]] = []
         self.head = [self._part(file, part) for file, part in parts.items()]
@@ -106,12 +108,12 @@ class SnapshotLayout:
         if file == MANIFEST:
             raise ConfigError("The manifest of a snapshot is written by its writer", file, "Leave the manifest out")
         if isinstance(part, (ZipTemplate, TemplatePart)):
-            regions = [(offset, size) for offset, size in part.image.places]
+            regions = [(offset, size) for offset, size in part.template.regions]
             if [value.nbytes for value in part.values] != [size for _, size in regions]:
-                raise ValueError(f"the arrays of {file} are not those of its image")
+                raise ValueError(f"the arrays of {file} are not those of its template")
             self.values += [(offset, value) for (offset, _), value in zip(regions, part.values, strict=True)]
             if isinstance(part, TemplatePart):
-                return {"file": file, "at": 0, "size": part.image.size}
+                return {"file": file, "at": 0, "size": part.template.size}
             return {"file": file, "members": [[name, *self._member(content)] for name, content in part.members]}
         if isinstance(part, Mapping):
             return {"file": file, "arrays": [self._array(key, np.asarray(value)) for key, value in part.items()]}
@@ -152,7 +154,7 @@ class SnapshotLayout:
         """Copies everything into the buffer."""
         if buffer.size < self.size:
             buffer.grow(self.needs)
-        buffer.write_template(self.image)
+        buffer.write_template(self.template)
         for offset, value in self.values:
             buffer.put_array(offset, value)
         for offset, content in self.texts:

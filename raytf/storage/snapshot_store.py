@@ -62,12 +62,12 @@ class WriteResult:
 
     Args:
         bytes: Bytes that this process wrote.
-        late: Workers whose parts missed the timeout, so that this process wrote them.
+        late_workers: Workers whose parts missed the timeout, so that this process wrote them.
         others: Those of them that wrote different bytes.
     """
 
     bytes: int
-    late: list[int] = dataclasses.field(default_factory=list)
+    late_workers: list[int] = dataclasses.field(default_factory=list)
     others: list[int] = dataclasses.field(default_factory=list)
 
 
@@ -158,8 +158,8 @@ class SnapshotStore:
             for part, pieces in files.items():
                 if part not in others.awaited:
                     _write_local(os.path.join(partial, part), pieces)
-            for part, is_there in others.wait():
-                if is_there:
+            for part, is_complete in others.wait():
+                if is_complete:
                     os.rename(os.path.join(others.folder, part), os.path.join(partial, part))
                 else:
                     _write_local(os.path.join(partial, part), files[part])
@@ -197,8 +197,8 @@ class SnapshotStore:
         for part, pieces in files.items():
             if part not in others.awaited:
                 self._write_remote(posixpath.join(folder, part), pieces)
-        for part, is_there in others.wait():
-            if not is_there:
+        for part, is_complete in others.wait():
+            if not is_complete:
                 self._write_remote(posixpath.join(folder, part), files[part])
         others.remove_stale_parts()
         self._inject_failure()
@@ -298,7 +298,7 @@ class SnapshotStore:
 
 
 def abandoned_folders(
-    names: Iterable[str], unfinished: Container[str], asked: Container[str], whole: Container[str], newest: int
+    names: Iterable[str], unfinished: Container[str], requested: Container[str], whole: Container[str], newest: int
 ) -> list[str]:
     """Returns half-written folders that no process continues; pure. Uses no clock, as clocks of hosts differ.
 
@@ -306,7 +306,7 @@ def abandoned_folders(
         names: The names of the existing folders.
         unfinished: Names, half written when this process, which has written a snapshot since, began. They are of
             an earlier run, or of a killed process.
-        asked: The snapshots that this process wrote, or tried to.
+        requested: The snapshots that this process wrote, or tried to.
         whole: The whole snapshots.
         newest: The steps before the newest of them.
     """
@@ -317,7 +317,11 @@ def abandoned_folders(
             continue
         step = step_folders.step_of_folder(snapshot)
         is_old = step is not None and step < newest  # a worker that still writes it is too late
-        if is_old or (name.startswith(_PARTS) and snapshot in whole) or (name in unfinished and snapshot not in asked):
+        if (
+            is_old
+            or (name.startswith(_PARTS) and snapshot in whole)
+            or (name in unfinished and snapshot not in requested)
+        ):
             leftovers.append(name)
     return leftovers
 
@@ -358,11 +362,13 @@ class _OtherParts:
         deadline = time.monotonic() + max(timeouts.get().checkpoint_parts, _PATIENCE * (time.monotonic() - self._began))
         for name, size in self.awaited.items():
             path = posixpath.join(self.folder, name)
-            while not (is_there := self._filesystem.get_file_info(path).size == size) and time.monotonic() < deadline:
+            while (
+                not (is_complete := self._filesystem.get_file_info(path).size == size) and time.monotonic() < deadline
+            ):
                 time.sleep(_POLL_INTERVAL)
-            if not is_there:
+            if not is_complete:
                 self.late_parts.append(self._index[name])
-            yield name, is_there
+            yield name, is_complete
 
     def remove_stale_parts(self) -> None:
         """Removes parts with different bytes and records their workers in `others`."""

@@ -4,7 +4,7 @@
 
 It imports neither TensorFlow nor Keras nor Ray, unless the storage's file system is a class of those. A request is a
 message of a few bytes, sent when the data in its buffer is complete. So data is written even if the sender is killed
-right after; held data only then. Limit: `Timeouts.writer_alone` seconds with a processor, more for many bytes.
+right after; held data only then. Limit: `Timeouts.orphan_writer` seconds with a processor, more for many bytes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _LONGEST_MESSAGE = 1 << 16
 _FIRST_WAIT, _LONGEST_WAIT, _HURRIED_WAIT = 0.5, 60.0, 1.0
 
 
-class _Server:
+class _WriteLoop:
     """Serves requests one by one, always the newest; a pinned one precedes it unless it has just failed.
 
     Args:
@@ -90,7 +90,7 @@ class _Server:
             request = json.loads(message)
             if "id" in request:
                 received = self._received(request) or received
-            elif "yield" in request:
+            elif "release_buffer" in request:
                 self._hurried = woken = self._yields = True
             elif "unpin" in request:
                 received, self._pinned = True, 0
@@ -104,7 +104,7 @@ class _Server:
     def _received(self, request: dict) -> bool:
         """Records a request, which makes a held one needless. Returns whether to write it now."""
         self._store.fails += request["fails"]
-        self._held_request = request if request.get("held") else None
+        self._held_request = request if request.get("in_memory") else None
         if self._held_request is None:
             self._waiting.append(request)
             self._pinned = request["id"] if request.get("pinned") else self._pinned
@@ -174,7 +174,7 @@ class _Server:
                 return
 
     def _is_yielded(self, request: dict) -> bool:
-        """Gives up a failed unpinned request if the peer needs its buffer. Returns whether it did."""
+        """Drops a failed unpinned request if the peer needs its buffer. Returns whether it did."""
         self._take(0.0)
         if not self._yields or self._peer_gone or request["id"] == self._pinned:
             return False
@@ -257,22 +257,22 @@ def _exit_after_peer(control: socket.socket, unwritten: Callable[[], int], note:
         if size := unwritten():
             threading.Thread(target=note.write, args=(size,), daemon=True).start()
         priority.set_normal(os.getpid())  # no training is left that it would slow down
-        _wait_alone(unwritten)
+        _wait_as_orphan(unwritten)
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
 
 
-def _wait_alone(unwritten: Callable[[], int]) -> None:
+def _wait_as_orphan(unwritten: Callable[[], int]) -> None:
     """Blocks until the time that this process may run alone, with the remaining bytes, is over."""
     began, queued, most = time.monotonic(), _queued(), 0
     while True:
         current = timeouts.get()
         waited, most = (
-            min(_queued() - queued, current.writer_alone_at_most - current.writer_alone),
+            min(_queued() - queued, current.orphan_writer_at_most - current.orphan_writer),
             max(most, unwritten()),
         )
-        seconds = began + timeouts.deadline(current.writer_alone, most) + waited - time.monotonic()
+        seconds = began + timeouts.deadline(current.orphan_writer, most) + waited - time.monotonic()
         if seconds <= 0:
             return
         time.sleep(seconds)
@@ -300,7 +300,7 @@ def main(arguments: list[str]) -> None:
     control = socket.socket(fileno=int(arguments[0]))
     filesystem, folder = pickle.loads(settings["filesystem"]), settings["folder"]
     store = SnapshotStore(filesystem, folder, settings["keep"])
-    server = _Server(control, [int(a) for a in arguments[1:]], store, priority.set_lowest())
+    server = _WriteLoop(control, [int(a) for a in arguments[1:]], store, priority.set_lowest())
     note = finishing.WriterNote(filesystem, folder)
     _exit_after_peer(control, server.unwritten, note)
     server.run()

@@ -40,7 +40,7 @@ _FEW_BYTES = 64 << 20
 # Poll interval of a waiting thread for the closing of everything.
 _POLL_INTERVAL = 0.2
 # After this number of snapshots with missing parts, the chief writes alone.
-_MOST_LATE = 2
+_MOST_LATE_PARTS = 2
 
 
 class NotWrittenError(RaytfError, OSError):
@@ -62,7 +62,7 @@ class NotWrittenError(RaytfError, OSError):
         return type(self), (self.name, self.why)
 
 
-class NoRoomError(NotWrittenError):
+class BufferFullError(NotWrittenError):
     """A snapshot found no memory, as the storage has not written the buffered one in time."""
 
 
@@ -97,13 +97,13 @@ class SnapshotWriter:
 
         writer = SnapshotWriter(filesystem, "runs/one")
         writer.write("step_000000000100", {"state.json": text, "seeds.npz": {"0": seed}, "model.keras": archive})
-        writer.write("step_000000000110", parts, held=True)     # written only if this process dies
+        writer.write("step_000000000110", parts, in_memory=True)     # written only if this process dies
         number = writer.write("checkpoint_one", parts, pinned=True)     # no newer one replaces it
         writer.finish(60.0, number=number)     # it is whole, or NotWrittenError explains why not
         writer.close()
 
     Snapshots that were sent are written even if this process is killed. The other process ends after `close`, or when
-    this process has gone, at the latest `Timeouts.writer_alone_at_most` seconds later.
+    this process has gone, at the latest `Timeouts.orphan_writer_at_most` seconds later.
 
     Args:
         filesystem: A picklable `pyarrow.fs.FileSystem`.
@@ -115,7 +115,7 @@ class SnapshotWriter:
     Attributes:
         written: Reports on the last whole snapshots: "name", "bytes", "seconds", "cpu" (its processor seconds so far),
             "removed".
-        left_out: Number of snapshots that newer ones replaced before they could be written.
+        skipped: Number of snapshots that newer ones replaced before they could be written.
 
     Raises:
         ConfigError: The file system cannot be sent to another process.
@@ -123,7 +123,7 @@ class SnapshotWriter:
 
     def __init__(self, filesystem, folder: str, keep: int = 2, cpus: Collection[int] | None = None):
         self.written: list[dict] = []
-        self.left_out = 0
+        self.skipped = 0
         self.pid: int | None = None
         self._process_state: _WriterProcess | None = None
         self._queued: dict[int, float] = {}  # seconds by process: the started one starts another one
@@ -133,7 +133,7 @@ class SnapshotWriter:
         self._names: dict[int, str] = {}
         self._count = self._last = self._held_id = self._pinned = self._begun = 0
         self._lock, self._closing = threading.RLock(), False
-        self._failed, self._writer_ended, self._late = "", False, 0
+        self._failed, self._writer_ended, self._late_count = "", False, 0
         self._holds = False  # whether some are held
         self._readied: threading.Thread | None = None
         self._logged: set[str] = set()
@@ -191,7 +191,7 @@ class SnapshotWriter:
 
         Raises:
             ConfigError: A name is not one of a folder in the run's.
-            NoRoomError: It is pinned, and the storage has not written the previous one.
+            BufferFullError: It is pinned, and the storage has not written the previous one.
             NotWrittenError: The other process has ended.
         """
         snapshot_store.check_name(name)
@@ -251,7 +251,13 @@ class SnapshotWriter:
                 self._update_priority()
         location = {"buffer": buffer.number, "at": plan.head_at, "size": plan.size}
         self._send(
-            {"id": self._count, **location, "held": in_memory, "pinned": pinned, "fails": injected_faults.take_faults()}
+            {
+                "id": self._count,
+                **location,
+                "in_memory": in_memory,
+                "pinned": pinned,
+                "fails": injected_faults.take_faults(),
+            }
         )
         if previous_held:
             self._end(previous_held)  # from here on the other side writes the new one if this process ends
@@ -296,7 +302,7 @@ class SnapshotWriter:
                 return
             name = self._names[wanted]
             if not (self._writer_ended or self._closing):
-                self._send({"hurry": True})
+                self._send({"flush": True})
         began = time.monotonic()
         while self._is_busy(wanted):
             longest = failing if failing is not None and self._failed else seconds
@@ -314,11 +320,11 @@ class SnapshotWriter:
     @contextlib.contextmanager
     def writer_priority(self) -> Iterator[None]:
         """Raises the other process's priority to normal while the training waits for it in the block."""
-        self._wait_one(1)
+        self._count_waiters(1)
         try:
             yield
         finally:
-            self._wait_one(-1)
+            self._count_waiters(-1)
 
     def queued(self) -> float:
         """Returns the seconds in which the other process was runnable without a processor; from any thread."""
@@ -327,7 +333,7 @@ class SnapshotWriter:
             self._queued[pid] = procfs.total_queued_seconds(pid)
         return sum(self._queued.values())
 
-    def _wait_one(self, more: int) -> None:
+    def _count_waiters(self, more: int) -> None:
         with self._lock:
             self._waits += more
             self._update_priority()
@@ -386,9 +392,9 @@ class SnapshotWriter:
                     candidate.empty()
             chosen = next((candidate for candidate in free if self._has_room(candidate, needs)), None)
         if chosen is None and not pinned:
-            self._leave_out()
+            self._skip_snapshot()
         elif chosen is not None and chosen.busy is not None:
-            self._leave_out(chosen.busy)
+            self._skip_snapshot(chosen.busy)
         return chosen
 
     def _has_room(self, buffer: Buffer, needs: int) -> bool:
@@ -400,15 +406,15 @@ class SnapshotWriter:
 
     def _wait_and_write(self, name: str, plan: SnapshotLayout) -> int:
         """Writes a pinned snapshot once the other side has written the buffered one, or failed to."""
-        began, asked = time.monotonic(), False
+        began, is_requested = time.monotonic(), False
         with self.writer_priority():
             while True:
                 with self._lock:
                     if (buffer := self._free_buffer(name, plan.needs, in_memory=False, pinned=True)) is not None:
                         return self._write(name, plan, buffer, in_memory=False, pinned=True)
-                    if not asked:
-                        self._send({"yield": True})
-                        asked = True
+                    if not is_requested:
+                        self._send({"release_buffer": True})
+                        is_requested = True
                 current = timeouts.get()
                 remaining = (
                     began
@@ -416,12 +422,12 @@ class SnapshotWriter:
                     - time.monotonic()
                 )
                 if remaining <= 0:
-                    raise NoRoomError(name, self._failed or "timeout: its storage has not finished the one before")
+                    raise BufferFullError(name, self._failed or "timeout: its storage has not finished the one before")
                 self._drain(min(remaining, _POLL_INTERVAL))
 
-    def _leave_out(self, number: int | None = None) -> None:
+    def _skip_snapshot(self, number: int | None = None) -> None:
         self._names.pop(number, None)
-        self.left_out += 1
+        self.skipped += 1
         if not self._failed:  # else the failure was already reported
             text = f"The storage of {self._folder!r} is slower than checkpoints come: some are skipped"
             self._log("left out", f"{text}. Raise the interval of checkpoint_every")
@@ -486,7 +492,7 @@ class SnapshotWriter:
             self._end(number)
             self._update_priority()
             if kind == "dropped":
-                self._leave_out(number)
+                self._skip_snapshot(number)
             else:
                 self._failed = ""
                 self._handle_parts(name, event)
@@ -500,8 +506,8 @@ class SnapshotWriter:
                     )
 
     def _handle_parts(self, name: str, event: dict) -> None:
-        late, unequal = event.get("late", []), event.get("others", [])
-        self._late = self._late + 1 if late else 0
+        slow, unequal = event.get("late_workers", []), event.get("others", [])
+        self._late_count = self._late_count + 1 if slow else 0
         if unequal:
             self._log(
                 "others",
@@ -509,10 +515,10 @@ class SnapshotWriter:
                 "longer alike. The chief's are saved, and training continues. Find the callback or step that changes "
                 "weights on one worker only",
             )
-        elif late:
+        elif slow:
             self._log(
                 "late",
-                f"Workers {late} had not written their parts of {name} in time, and the chief has: they are slow, or "
+                f"Workers {slow} had not written their parts of {name} in time, and the chief has: they are slow, or "
                 f"{self._folder!r} is not the same folder for all workers. The checkpoint is whole. Examine the "
                 "storage: raytf doctor --storage PATH",
             )
@@ -523,9 +529,9 @@ class SnapshotWriter:
         return self._failed
 
     @property
-    def alone(self) -> bool:
+    def parts_are_missing(self) -> bool:
         """Returns whether others' parts were missing repeatedly."""
-        return self._late >= _MOST_LATE
+        return self._late_count >= _MOST_LATE_PARTS
 
     def _end(self, number: int) -> None:
         for buffer in self._buffers:
@@ -587,7 +593,7 @@ def wait_for_all(filesystem, folder: str, seconds: float | None = None) -> bool:
 
 
 def _standalone_deadline() -> float:
-    return timeouts.get().writer_alone_at_most + 10.0
+    return timeouts.get().orphan_writer_at_most + 10.0
 
 
 @contextlib.contextmanager

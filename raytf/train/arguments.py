@@ -421,7 +421,7 @@ def servers(num_ps: int, scaling_config: ScalingConfig, environment: dict) -> tu
     return coordinator, plan
 
 
-def asked_keras_2(config: TensorflowConfig, run_config: RunConfig | None) -> str | None:
+def keras_2_request(config: TensorflowConfig, run_config: RunConfig | None) -> str | None:
     """Returns what requests Keras 2 for the workers, in the config or in their environments; otherwise None."""
     worker = (run_config.worker_runtime_env if run_config else None) or {}
     job = ray.get_runtime_context().runtime_env if ray.is_initialized() else {}

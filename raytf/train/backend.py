@@ -49,16 +49,16 @@ def worker_context(setup: WorkerSetup):
         output.as_status(),
         autograph.in_memory(),
         context.prepared(setup),
-        spoken(chief, setup.board),
+        keras_output(chief, setup.board),
         shared_warnings.shown_once(setup.warned),
         legacy_names.explaining(),
-        telling_activity(),
+        track_activity(),
     ):
         yield
 
 
 @contextlib.contextmanager
-def telling_activity():
+def track_activity():
     """Marks this thread as the training thread in `activity`, until the context ends."""
     activity.tracker.reset()
     activity.tracker.register_thread()
@@ -69,7 +69,7 @@ def telling_activity():
 
 
 @contextlib.contextmanager
-def context_here(setup: WorkerSetup):
+def local_context(setup: WorkerSetup):
     """Prepares the driver's process for a train loop, without a change of its output."""
     from raytf.worker import context
 
@@ -80,7 +80,7 @@ def context_here(setup: WorkerSetup):
 # ------------------------------------------------------------------------------------------ on the worker
 
 
-def spoken(chief: bool, board):
+def keras_output(chief: bool, board):
     """Returns the context of `verbosity.limit_output` on a worker with Keras 3; Keras 2 prints as usual."""
     if chief and board is not None:
         board.begin("")  # the user's loop may make no steps of Keras
@@ -102,7 +102,7 @@ def reserve(allowed: settings.Listening, count: int) -> tuple[str, bool]:
     return ports.reserve_address(allowed), cores.claim_cores(count)
 
 
-def to_claim(setup: WorkerSetup, cpus: float) -> int:
+def cores_to_claim(setup: WorkerSetup, cpus: float) -> int:
     """Returns the number of cores that a worker with `cpus` CPUs of Ray claims.
 
     Workers with less than one CPU share cores.
@@ -130,7 +130,7 @@ def set_environment(
         cores.enforce_cores()
     else:
         cores.release_cores()
-    output.say_who(f"worker {rank}")
+    output.set_output_name(f"worker {rank}")
     ring_token.keep_token(token)
     set_variables(config, addresses, rank, cpus)
 

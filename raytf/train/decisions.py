@@ -30,7 +30,7 @@ class Phase(enum.Enum):
     ENDED = enum.auto()
 
 
-class Do(enum.Enum):
+class ActionKind(enum.Enum):
     """Kind of an action."""
 
     IGNORE = enum.auto()
@@ -52,7 +52,7 @@ class RunState:
         preemptions_left: Number of times that drained nodes may still interrupt the run, and it counts as no failure.
         recovers: Whether a lost worker is replaced in place if possible.
         ends_after_step: Whether workers can be requested to stop after a step.
-        asks_again: Whether the request to stop is sent again after a recovery.
+        resends_stop: Whether the request to stop is sent again after a recovery.
         phase: Phase of the run.
         lost: Ranks that are being replaced.
         stopping: Whether a stop of the run was requested.
@@ -64,7 +64,7 @@ class RunState:
     failures_left: float
     recovers: bool
     ends_after_step: bool = True
-    asks_again: bool = True
+    resends_stop: bool = True
     preemptions_left: float = float("inf")
     phase: Phase = Phase.STARTING
     lost: frozenset[int] = frozenset()
@@ -137,11 +137,11 @@ class Drained:
 
 
 @dataclass(frozen=True)
-class Room:
-    """The cluster has room for `workers` workers; `late` if a requested stop after a step is overdue."""
+class CapacityChanged:
+    """The cluster has room for `workers` workers; `overdue` if a requested stop after a step is overdue."""
 
     workers: int
-    late: bool = False
+    overdue: bool = False
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,7 @@ Event = (
     | NotRecovered
     | StopRequested
     | Drained
-    | Room
+    | CapacityChanged
     | StopNotDelivered
     | Ended
 )
@@ -174,14 +174,14 @@ class Action:
     """An action, and the state of the run after it.
 
     Args:
-        do: Kind of the action.
+        kind: Kind of the action.
         state: State of the run after it.
         ranks: Lost ranks that the action handles.
         why: Reason as a clause, or why workers stop after a step (`stop.STOP`, `DRAIN`, `RESIZE`).
         failure: Why the run fails, as a clause; "" if it does not.
     """
 
-    do: Do
+    kind: ActionKind
     state: RunState
     ranks: frozenset[int] = frozenset()
     why: str = ""
@@ -190,7 +190,7 @@ class Action:
 
 def decide(state: RunState, event: Event) -> Action:
     """Returns the action that follows from an event."""
-    ignore = Action(do=Do.IGNORE, state=state)
+    ignore = Action(kind=ActionKind.IGNORE, state=state)
     if state.phase is Phase.ENDED and not isinstance(event, Started):
         return ignore
     match event:
@@ -208,7 +208,7 @@ def decide(state: RunState, event: Event) -> Action:
         case NotRecovered(why, lost_another, also_lost, new_lost) if state.phase is Phase.RECOVERING:
             state = dataclasses.replace(state, failures_left=state.failures_left - new_lost)
             action = _recover(state, state.lost | also_lost) if lost_another else _restart_all(state, why)
-            complete = action.do is Do.RECOVER or not lost_another
+            complete = action.kind is ActionKind.RECOVER or not lost_another
             return action if complete else dataclasses.replace(action, why=f"{why}, and {action.why}")
         case StopRequested():
             state = dataclasses.replace(state, stopping=True)
@@ -219,19 +219,19 @@ def decide(state: RunState, event: Event) -> Action:
             if state.phase is Phase.STARTING:
                 return ignore
             return _end_after_step(state, DRAIN if stays and not state.stopping else STOP)
-        case Room(workers, late):
-            waits = state.phase is not Phase.TRAINING and not (late and state.phase is Phase.LEAVING)
+        case CapacityChanged(workers, overdue):
+            waits = state.phase is not Phase.TRAINING and not (overdue and state.phase is Phase.LEAVING)
             if waits or state.stopping or workers == state.workers or not state.fewest <= workers <= state.most:
                 return ignore
-            if state.ends_after_step and not late:
+            if state.ends_after_step and not overdue:
                 return _end_after_step(state, RESIZE)
-            return _with_state(Action(do=Do.RESIZE, state=state), phase=Phase.STARTING)
+            return _with_state(Action(kind=ActionKind.RESIZE, state=state), phase=Phase.STARTING)
         case StopNotDelivered() if state.phase is Phase.LEAVING and not state.stopping:
             return _with_state(ignore, phase=Phase.TRAINING)
         case Ended() if state.phase is not Phase.STARTING:
             if state.stopping:
                 return _with_state(ignore, phase=Phase.ENDED)
-            return _with_state(Action(do=Do.RESTART, state=state), phase=Phase.STARTING, lost=frozenset())
+            return _with_state(Action(kind=ActionKind.RESTART, state=state), phase=Phase.STARTING, lost=frozenset())
     return ignore
 
 
@@ -244,7 +244,7 @@ def _phase(state: RunState) -> Phase:
 
 
 def _end_after_step(state: RunState, why: str) -> Action:
-    action = Action(do=Do.END_AFTER_STEP, state=state, why=why)
+    action = Action(kind=ActionKind.END_AFTER_STEP, state=state, why=why)
     leaves = state.ends_after_step and state.phase is not Phase.RECOVERING
     return _with_state(action, phase=Phase.LEAVING) if leaves else action
 
@@ -259,14 +259,14 @@ def _recover(state: RunState, ranks: frozenset[int], reported: frozenset[int] = 
         return _restart_all(state, "no other worker is left that holds the training's state")
     if count > state.failures_left:
         return _restart_all(state, NO_FAILURES_LEFT)
-    if state.phase is Phase.LEAVING and not state.asks_again:
+    if state.phase is Phase.LEAVING and not state.resends_stop:
         return _restart_all(state, "the trial stops after that step")
     if reporters:
         return _restart_all(
             state, f"{worker_names(ranks)} was lost between two steps, after a report of {worker_names(reporters)}"
         )
     failures_left = state.failures_left - (0 if ranks else 1)
-    action = Action(do=Do.RECOVER, state=state, ranks=ranks)
+    action = Action(kind=ActionKind.RECOVER, state=state, ranks=ranks)
     return _with_state(action, phase=Phase.RECOVERING, lost=ranks, failures_left=failures_left)
 
 
@@ -277,12 +277,12 @@ def _restart_all(state: RunState, why: str) -> Action:
     if state.failures_left < 1:
         return _fail_run(state, why, NO_FAILURES_LEFT)
     failures_left = state.failures_left - 1
-    action = Action(do=Do.RESTART, state=state, why=why)
+    action = Action(kind=ActionKind.RESTART, state=state, why=why)
     return _with_state(action, phase=Phase.STARTING, failures_left=failures_left, lost=frozenset())
 
 
 def _fail_run(state: RunState, why: str, failure: str) -> Action:
-    action = Action(do=Do.FAIL, state=state, why=why, failure=failure)
+    action = Action(kind=ActionKind.FAIL, state=state, why=why, failure=failure)
     return _with_state(action, phase=Phase.ENDED, lost=frozenset())
 
 
@@ -297,7 +297,7 @@ class Decisions:
     def __init__(self, state: RunState):
         self.state, self.made, self._lock = state, 0, threading.Lock()
 
-    def pardon(self, failures: int) -> bool:
+    def allow_preemption(self, failures: int) -> bool:
         """Allows so many more failures for a drained node, and returns True, unless no preemption is left."""
         with self._lock:
             state, allowed = self.state, self.state.preemptions_left >= 1
@@ -327,21 +327,25 @@ class WorkerState(enum.Enum):
     AFFECTED = enum.auto()  # by the loss of another worker
 
 
-def happened(seen: Sequence[WorkerState]) -> Ended | Failed | Lost | None:
+def event_of_states(states: Sequence[WorkerState]) -> Ended | Failed | Lost | None:
     """Returns the event that follows from the states of all workers, by rank; None without one."""
-    if WorkerState.ENDED in seen:  # the others stop after that step, too
+    if WorkerState.ENDED in states:  # the others stop after that step, too
         return Ended()
-    if failed := ranks_of(seen, WorkerState.FAILED):
+    if failed := ranks_of(states, WorkerState.FAILED):
         return Failed(failed)
-    lost = ranks_of(seen, WorkerState.LOST)
+    lost = ranks_of(states, WorkerState.LOST)
     return Lost(lost) if lost else None
 
 
-def staying(seen: Sequence[WorkerState]) -> frozenset[int]:
+def reusable_ranks(states: Sequence[WorkerState]) -> frozenset[int]:
     """Returns the ranks whose processes the next group can use: none if a worker has failed by itself."""
-    return frozenset() if WorkerState.FAILED in seen else frozenset(range(len(seen))) - ranks_of(seen, WorkerState.LOST)
+    return (
+        frozenset()
+        if WorkerState.FAILED in states
+        else frozenset(range(len(states))) - ranks_of(states, WorkerState.LOST)
+    )
 
 
-def ranks_of(seen: Sequence[WorkerState], kind: WorkerState) -> frozenset[int]:
+def ranks_of(states: Sequence[WorkerState], kind: WorkerState) -> frozenset[int]:
     """Returns the ranks with this state."""
-    return frozenset(rank for rank, state in enumerate(seen) if state is kind)
+    return frozenset(rank for rank, state in enumerate(states) if state is kind)

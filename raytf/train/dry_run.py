@@ -46,9 +46,9 @@ def inspect(
     pickled: bytes,
     block: StoredDataset | TFData,
     rows: int | None = None,
-    order: verify.Order | None = None,
+    options: verify.VerificationOptions | None = None,
     validation: StoredDataset | TFData | None = None,
-) -> ConfigError | UnsupportedVersionError | Tried:
+) -> ConfigError | UnsupportedVersionError | DryRunResult:
     """Checks the model and the columns. Returns an error for the driver to raise, or the model's properties.
 
     It checks untested versions of Ray, Keras and TensorFlow first.
@@ -58,7 +58,7 @@ def inspect(
             callbacks or None), by cloudpickle.
         block: A block of the training data, or a pipeline.
         rows: Number of rows of the measured steps, or None for no figures.
-        order: How to compare two workers with one device meanwhile, or None.
+        options: How to compare two workers with one device meanwhile, or None.
         validation: A block of the validation data, or a pipeline, to check, too; or None.
     """
     block, validation = _local_rows(block), validation and _local_rows(validation)
@@ -68,19 +68,21 @@ def inspect(
     warning = _in_a_copy(_check_versions) if versions.untested_versions() else None
     if isinstance(warning, Exception):
         return warning
-    trial = None if order is None else verify.trial_of(pickled, block, validation, order.batch)
-    running = None if order is None else verify.begin(trial, last=order.may_continue)
+    trial = None if options is None else verify.task_factory(pickled, block, validation, options.batch)
+    comparison = None if options is None else verify.start_comparison(trial, low_priority=options.may_continue)
     result = _tried(pickled, block, rows, warning, validation)
-    if running is None:
+    if comparison is None:
         return result
-    if not isinstance(result, Tried):
-        verify.cancel(running)
+    if not isinstance(result, DryRunResult):
+        verify.cancel(comparison)
         return result
-    proof = verify.outcome(running, order.wait)
-    if proof is None and not order.may_continue:
-        verify.cancel(running)
-        proof = verify.Proof(skipped="it took too long")
-    return dataclasses.replace(result, proof=proof, running=running if proof is None else None)
+    verification = verify.outcome(comparison, options.wait)
+    if verification is None and not options.may_continue:
+        verify.cancel(comparison)
+        verification = verify.VerificationResult(skipped="it took too long")
+    return dataclasses.replace(
+        result, verification=verification, comparison=comparison if verification is None else None
+    )
 
 
 def _tried(
@@ -89,10 +91,10 @@ def _tried(
     rows: int | None,
     warning: str | None,
     validation: StoredDataset | TFData | None,
-) -> ConfigError | Tried:
+) -> ConfigError | DryRunResult:
     """Does the work of `inspect` for compatible versions."""
 
-    def answer() -> ConfigError | Tried:
+    def answer() -> ConfigError | DryRunResult:
         # without Ray from this line on
         os.environ.update(CUDA_VISIBLE_DEVICES="-1", TF_CPP_MIN_LOG_LEVEL="2")
         build_model, config, batch, names, callbacks = cloudpickle.loads(pickled)
@@ -109,7 +111,7 @@ def _tried(
         functions = [build_model] if callbacks is None else [build_model, callbacks]
         unread = config_keys.unread_keys(names, noted, functions, references)
         facts = None if rows is None else _measured(model, _feed(block, batch, rows))
-        return Tried(facts, identity, warning, unread, _logs(model), pipelines)
+        return DryRunResult(facts, identity, warning, unread, _logs(model), pipelines)
 
     return _in_a_copy(answer)
 
@@ -146,7 +148,7 @@ def _logs(model) -> tuple[str, ...] | None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Tried:
+class DryRunResult:
     """Properties of a model and columns that fit each other.
 
     Args:
@@ -157,8 +159,8 @@ class Tried:
         logs: Names of an epoch's metrics and of its validation's, without metrics of callbacks; None if the model has
             its own step.
         pipelines: Properties of pipelines, by name of the dataset.
-        proof: Result of the comparison of two workers with one device, or None.
-        running: The comparison if it continues in the process that ran `inspect`, or None.
+        verification: Result of the comparison of two workers with one device, or None.
+        comparison: The comparison if it continues in the process that ran `inspect`, or None.
     """
 
     facts: ModelFacts | None
@@ -167,8 +169,8 @@ class Tried:
     unread: dict[str, str] = dataclasses.field(default_factory=dict)
     logs: tuple[str, ...] | None = None
     pipelines: dict[str, PipelineFacts] = dataclasses.field(default_factory=dict)
-    proof: verify.Proof | None = None
-    running: verify.Running | None = None
+    verification: verify.VerificationResult | None = None
+    comparison: verify.ComparisonProcess | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -29,14 +29,14 @@ from raytf.runtime.answers import NoAnswerError
 from raytf.runtime.failures import WorkerFrozenError, user_error
 from raytf.runtime.processes import WarmPool, worker_environment
 from raytf.runtime.reservation import Reservation
-from raytf.train import backend, decisions, ends, entry
+from raytf.train import backend, decisions, entry, graceful_stop
 from raytf.train.checkpoint_list import CheckpointList
-from raytf.train.decisions import Decisions, Do, Phase, Started, WorkerState
-from raytf.train.group import LostGroupError, seen
+from raytf.train.decisions import ActionKind, Decisions, Phase, Started, WorkerState
+from raytf.train.group import LostGroupError, worker_state
 from raytf.train.run_group import GroupSpec, RunGroup
 from raytf.train.run_worker import RunJob, RunWorker
-from raytf.train.session_functions import place_of
-from raytf.worker.stop import MovedError
+from raytf.train.session_functions import ranks_of_worker
+from raytf.worker.stop import StoppedForRestartError
 
 logger = logs.get_logger(__name__)
 
@@ -184,7 +184,7 @@ class Engine:
         self._decisions.take(Started(size))
         self._tab.started(
             [
-                {"actor": member.actor, "place": group.places[rank], "ranks": place_of(rank, group.nodes)}
+                {"actor": member.actor, "location": group.locations[rank], "ranks": ranks_of_worker(rank, group.nodes)}
                 for rank, member in enumerate(group.members)
             ],
             self._spec.worker_resources,
@@ -242,8 +242,11 @@ class Engine:
         """Ends a group; returns the size of the next one, unless the run fails."""
         state = self._decisions.state
         has_ended = state.phase is Phase.ENDED
-        counts = has_ended and not state.stopping  # an end after a step may be a failure, see `Decisions.pardon`
-        failed = {rank: e for rank, e in errors.items() if counts or not isinstance(user_error(e), MovedError)}
+        # an end after a step may be a failure, see `Decisions.allow_preemption`
+        counts = has_ended and not state.stopping
+        failed = {
+            rank: e for rank, e in errors.items() if counts or not isinstance(user_error(e), StoppedForRestartError)
+        }
         try:
             if self._elastic is not None:
                 lost = [rank for rank, error in failed.items() if isinstance(user_error(error), RayActorError)]
@@ -254,13 +257,13 @@ class Engine:
             if failed and has_ended:
                 self._tab.ended(one_line(user_error(next(iter(failed.values())))))
                 raise failures.first_cause(failed)
-            if any(seen(error) is WorkerState.FAILED for error in failed.values()):
+            if any(worker_state(error) is WorkerState.FAILED for error in failed.values()):
                 logger.warning(
                     "all workers restart from the last checkpoint, as one has failed; correct the error if it repeats: "
                     f"{failures.first_cause(failed)}"
                 )
             self._tab.ended(None, restarts=True)
-            self._idle[:0] = group.staying(errors)  # the chief stays where it is
+            self._idle[:0] = group.reusable_workers(errors)  # the chief stays where it is
         finally:
             self._end(group)
         return self._size()
@@ -272,7 +275,7 @@ class Engine:
     def stop(self) -> list:
         """Requests a stop of the run. Returns the actors that must stop after a step, none if no worker trains."""
         action, group = self._decisions.take(decisions.StopRequested()), self._group
-        return group.actors if action.do is Do.END_AFTER_STEP and group is not None else []
+        return group.actors if action.kind is ActionKind.END_AFTER_STEP and group is not None else []
 
     def close(self) -> None:
         """Ends all processes."""
@@ -310,7 +313,7 @@ class _Elastic:
         self._resize_interval = _RESIZE_INTERVAL if given == _RAYS_RESIZE_INTERVAL else given
         self._next_check = self._not_before = self._request_at = 0.0
         self._requester, self._requested = f"raytf-{uuid.uuid4().hex}", False
-        self._late_at = float("inf")  # when a requested stop after a step is overdue
+        self._overdue_at = float("inf")  # when a requested stop after a step is overdue
 
     def _free(self) -> dict[str, dict[str, float]]:
         living = resources.living(self.suspects)
@@ -371,20 +374,20 @@ class _Elastic:
         self._next_check = now + self._resize_interval
         self._request_nodes()
         if state.phase is Phase.TRAINING:
-            self._late_at = float("inf")
-        late = now >= self._late_at
-        if (state.phase is not Phase.TRAINING and not late) or now < self._not_before:
+            self._overdue_at = float("inf")
+        overdue = now >= self._overdue_at
+        if (state.phase is not Phase.TRAINING and not overdue) or now < self._not_before:
             return
         current = len(group.members)
         size = min(state.most, current + resources.count_fitting(list(self._free().values()), self._wanted))
         if size == current:
             return
-        action = self._decisions.take(decisions.Room(size, late))
-        if action.do is Do.RESIZE:
+        action = self._decisions.take(decisions.CapacityChanged(size, overdue))
+        if action.kind is ActionKind.RESIZE:
             raise _Resize
-        if action.do is Do.END_AFTER_STEP:
+        if action.kind is ActionKind.END_AFTER_STEP:
             limits = timeouts.get()
-            self._late_at = now + limits.joiner_ready + limits.workers_leave
+            self._overdue_at = now + limits.joiner_ready + limits.workers_leave
             threading.Thread(target=self._change, args=(group.actors, size), daemon=True).start()
 
     def _change(self, actors: list, new_size: int) -> None:
@@ -394,11 +397,11 @@ class _Elastic:
         if not ready:
             self._not_before = time.monotonic() + _AGAIN_INTERVAL
         else:
-            self._late_at = time.monotonic() + timeouts.get().workers_leave
+            self._overdue_at = time.monotonic() + timeouts.get().workers_leave
             events.emit(RunEvent(kind=Kind.RESIZED, workers=new_size, before=current))
-        if not ready or not ends.end_of_resized(actors):
+        if not ready or not graceful_stop.stop_for_resize(actors):
             self._decisions.take(decisions.StopNotDelivered())  # a worker is being replaced, or all restart
-            self._late_at = float("inf")
+            self._overdue_at = float("inf")
 
     def _prepare(self, old_size: int, new_size: int) -> bool:
         """Starts processes on the nodes where Ray would place new workers; returns whether they are ready."""
@@ -407,11 +410,11 @@ class _Elastic:
         nodes = resources.likely_nodes(self._spec.scaling, new_size - old_size)
         started = [(node, self._spec.start_process(node)) for node in nodes]
         warm_up_job = self._spec.warm_up_job
-        asked = [
+        requests = [
             actor.execute.remote(entry.warm_up_standby, warm_up_job, new_size, self._spec.cpus) for _, actor in started
         ]
         try:
-            answers.collect_answers(asked, timeouts.get().joiner_ready, "the start of a new worker")
+            answers.collect_answers(requests, timeouts.get().joiner_ready, "the start of a new worker")
         except (RaytfError, RayError) as error:  # its node was lost, or it is too slow
             for _, actor in started:
                 ray.kill(actor)

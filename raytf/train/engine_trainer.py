@@ -16,7 +16,7 @@ from raytf.console import quiet
 from raytf.runtime import reservation
 from raytf.runtime.processes import worker_environment
 from raytf.runtime.reservation import Reservation
-from raytf.train import backend, ends, local
+from raytf.train import backend, graceful_stop, local
 from raytf.train.engine import Engine, Startup, is_slice
 
 
@@ -34,7 +34,7 @@ class EngineTrainer(DataParallelTrainer):
     """
 
     _cancelled = False
-    _ending: ends.GracefulStop | None = None
+    _ending: graceful_stop.GracefulStop | None = None
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class EngineTrainer(DataParallelTrainer):
 
     def fit(self):
         if self.running_in_local_mode:
-            return self._fit_here()
+            return self._fit_in_driver()
         given = self._launch
         self._launch = given or Startup(self.scaling_config, self.run_config)
         self._launch.ending = self._launch.ending or self._ending
@@ -92,10 +92,10 @@ class EngineTrainer(DataParallelTrainer):
             self.train_loop_per_worker, self.train_loop_config, context, "train_loop_per_worker"
         )
 
-    def _fit_here(self):
+    def _fit_in_driver(self):
         self._cancelled = False
         cancelled = lambda: self._cancelled or (self._launch is not None and self._launch.cancelled)
-        loop = self.loop(functools.partial(backend.context_here, self.backend_config))
+        loop = self.loop(functools.partial(backend.local_context, self.backend_config))
         with quiet.quiet_native():
             run = functools.partial(local.run, loop, self.train_run_context, self.datasets, cancelled)
             return (
@@ -119,7 +119,9 @@ class EngineTrainer(DataParallelTrainer):
         selectors = ray_configs.label_selectors(scaling, scaling.num_workers)
         group_reservation.take(scaling.num_workers, per_worker, scaling.placement_strategy, selectors)
         return (
-            dataclasses.replace(plan, group=group_reservation.group, places=group_reservation.places) if plan else plan
+            dataclasses.replace(plan, group=group_reservation.group, bundle_indices=group_reservation.bundle_indices)
+            if plan
+            else plan
         )
 
     def _cancel(self) -> None:

@@ -27,7 +27,7 @@ def import_raytf() -> None:
     Raises:
         UnsupportedVersionError: An untested version lacks a name that raytf imports.
     """
-    output.say_check()
+    output.mark_as_model_check()
     import_keras()
     from raytf.data import feed  # noqa: F401
 
@@ -56,7 +56,7 @@ def warm_up_standby(refs: list, workers: int, cpus: int) -> str | None:
         return None
     from raytf.worker import context, warm_up
 
-    output.say_who("spare")
+    output.set_output_name("spare")
     try:
         task, setup = ray.get(refs[0])
         backend.set_variables(setup.config, [f"127.0.0.1:{1 + rank}" for rank in range(workers)], workers - 1, cpus)

@@ -39,7 +39,7 @@ PREFIX = "eval_"
 # Tries for a checkpoint whose evaluation kills the process, and number of such checkpoints in a row after which the
 # evaluator gives up: their memory and time belong to the training.
 _TRIES, _CHECKPOINTS_IN_A_ROW = 2, 2
-_GIVEN_UP = f"the evaluator was given up, as it died or did not start for {_CHECKPOINTS_IN_A_ROW} checkpoints in a row"
+_DISABLED = f"the evaluator was given up, as it died or did not start for {_CHECKPOINTS_IN_A_ROW} checkpoints in a row"
 _CHECK_INTERVAL = 2.0
 
 
@@ -47,21 +47,21 @@ class Evaluator:
     """Evaluates the model of a task with the weights of one checkpoint after another; an actor.
 
     Args:
-        given: (ref of a `TrainJob` with a dataset "validation", `Record` of the results, entries of
+        given: (ref of a `TrainJob` with a dataset "validation", `EvaluationResults` of it, entries of
             `shared_warnings.py`).
         deadlines: Timeouts of the driver.
     """
 
     def __init__(self, given: tuple, deadlines: Timeouts):
         timeouts.set_current(deadlines)
-        output.say_who("evaluator 0")
+        output.set_output_name("evaluator 0")
         task, record, self._warned = given
         self._task, self._record, self._model = ray.get(task), record, None
-        record.entries.put("place", vars(process_monitor.current_process()))
+        record.entries.put("location", vars(process_monitor.current_process()))
 
-    def evaluate(self, checkpoint: Checkpoint, asked: str) -> dict[str, float]:
-        """Returns the metrics of a checkpoint on the validation data, by name; `asked` identifies the call."""
-        self._record.entries.put("begun", asked)
+    def evaluate(self, checkpoint: Checkpoint, call_id: str) -> dict[str, float]:
+        """Returns the metrics of a checkpoint on the validation data, by name; `call_id` identifies the call."""
+        self._record.entries.put("begun", call_id)
         with shared_warnings.shown_once(self._warned):
             return self._evaluate(checkpoint)
 
@@ -88,7 +88,7 @@ class Evaluator:
         self._model = model
 
 
-class Record:
+class EvaluationResults:
     """Results of an evaluator, and reasons for missing ones; its entries outlive the evaluator.
 
     Args:
@@ -113,7 +113,7 @@ class Record:
         self.entries.put("failures", failures)
         return failures
 
-    def given_up(self) -> bool:
+    def is_disabled(self) -> bool:
         """Returns whether the evaluator died, or did not start, too often to be called again."""
         return (self.entries.get("failures") or 0) >= _CHECKPOINTS_IN_A_ROW
 
@@ -175,13 +175,13 @@ class EvaluatorSidecar:
 
     Attributes:
         name: Name of its task among the tasks of the run.
-        record: Record of its results.
+        results: Its `EvaluationResults`.
     """
 
     name = "evaluator 0"
 
     def __init__(self, task: TrainJob, resources: dict[str, float], environment: dict, warned: Entries):
-        self.resources, self.record, self._warned = resources, Record(), warned
+        self.resources, self.results, self._warned = resources, EvaluationResults(), warned
         self._task, self._environment = task, environment
         self._actor, self._group, self._given = None, None, None
 
@@ -195,23 +195,23 @@ class EvaluatorSidecar:
         self._given = self._given or ray.put(self._task)
         name = f"raytf-evaluator-{uuid.uuid4().hex}"
         options = {"runtime_env": self._environment, "name": name, "max_restarts": -1}
-        options["arguments"] = (self._given, self.record, self._warned), timeouts.get()
+        options["arguments"] = (self._given, self.results, self._warned), timeouts.get()
         self._actor = placed_actor(
-            Evaluator, reservation.group, reservation.places[self.name], self.resources, **options
+            Evaluator, reservation.group, reservation.bundle_indices[self.name], self.resources, **options
         )
-        self.record.entries.put("actor", name)
+        self.results.entries.put("actor", name)
 
     def validation(self) -> ValidationConfig:
         """Returns the config with the function that Ray Train calls for a checkpoint; a lost task is retried."""
-        ask = functools.partial(_ask, self.record)
+        ask = functools.partial(_ask, self.results)
         return ValidationConfig(fn=ask, ray_remote_kwargs={"num_cpus": 0, "max_retries": -1})
 
 
-def _ask(record: Record, checkpoint: Checkpoint) -> dict[str, float]:
+def _ask(record: EvaluationResults, checkpoint: Checkpoint) -> dict[str, float]:
     """Returns the metrics of a checkpoint; {} if there are none, with the reason in the record."""
     epoch = _epoch(checkpoint)
-    if record.given_up():
-        record.missing(epoch, _GIVEN_UP)
+    if record.is_disabled():
+        record.missing(epoch, _DISABLED)
         return {}
     why = ""
     for _ in range(_TRIES):
@@ -236,7 +236,7 @@ def _ask(record: Record, checkpoint: Checkpoint) -> dict[str, float]:
     return {}
 
 
-def _end(record: Record) -> None:
+def _end(record: EvaluationResults) -> None:
     """Ends the actor for good, to free its memory and cores for the training."""
     with contextlib.suppress(ValueError):  # there is no actor
         ray.kill(ray.get_actor(record.entries.get("actor")))
@@ -250,14 +250,14 @@ class _FrozenError(Exception):
     """The evaluator was frozen, and was killed."""
 
 
-def _evaluated(record: Record, checkpoint: Checkpoint) -> dict[str, float]:
+def _evaluated(record: EvaluationResults, checkpoint: Checkpoint) -> dict[str, float]:
     """Returns the metrics from the evaluator; kills one that is frozen, and waits for one that restarts."""
-    late = time.monotonic() + timeouts.get().evaluator_start
+    deadline = time.monotonic() + timeouts.get().evaluator_start
     with ProcessKiller() as watching:
         while True:
-            asked = uuid.uuid4().hex
-            ref = _find(record, late).evaluate.remote(checkpoint, asked)
-            begun = _follow(ref, record, asked, late, watching)
+            call_id = uuid.uuid4().hex
+            ref = _find(record, deadline).evaluate.remote(checkpoint, call_id)
+            begun = _follow(ref, record, call_id, deadline, watching)
             try:
                 return ray.get(ref)
             except RayTaskError:
@@ -265,32 +265,32 @@ def _evaluated(record: Record, checkpoint: Checkpoint) -> dict[str, float]:
             except RayError as error:
                 if "evaluator" in watching.ended:
                     raise _FrozenError(f"the evaluator was frozen: {watching.ended['evaluator']}") from error
-                if begun or time.monotonic() >= late:
+                if begun or time.monotonic() >= deadline:
                     raise
                 time.sleep(_CHECK_INTERVAL)
 
 
-def _follow(ref, record: Record, asked: str, late: float, watching: ProcessKiller) -> bool:
+def _follow(ref, record: EvaluationResults, call_id: str, deadline: float, watching: ProcessKiller) -> bool:
     """Blocks until a call ends; returns whether its evaluation had begun."""
     while True:
         done, _ = ray.wait([ref], timeout=_CHECK_INTERVAL)
-        begun = record.entries.get("begun") == asked
+        begun = record.entries.get("begun") == call_id
         if done:
             return begun
-        location = record.entries.get("place")
+        location = record.entries.get("location")
         if location is not None:
             watching.watch("evaluator", ProcessLocation(**location))
-        if not begun and time.monotonic() >= late:
+        if not begun and time.monotonic() >= deadline:
             raise _NotStartedError(f"timeout after {timeouts.get().evaluator_start:g} s: the evaluator did not start")
 
 
-def _find(record: Record, late: float):
+def _find(record: EvaluationResults, deadline: float):
     """Returns the actor that the engine started last; between two groups of an elastic run it waits for one."""
     while True:
         try:
             return ray.get_actor(record.entries.get("actor"))
         except ValueError:
-            if time.monotonic() >= late:
+            if time.monotonic() >= deadline:
                 raise _NotStartedError(
                     f"timeout after {timeouts.get().evaluator_start:g} s: no evaluator ran"
                 ) from None

@@ -26,10 +26,10 @@ from raytf.runtime.processes import Process
 from raytf.runtime.settings import Listening
 from raytf.timeouts import Timeouts
 from raytf.train import backend, decisions, recovery_coordinator
-from raytf.train.decisions import Decisions, Do, Lost, WorkerState
+from raytf.train.decisions import ActionKind, Decisions, Lost, WorkerState
 from raytf.train.recovery_coordinator import RAISE_LIMIT, REPLACING, RESTARTING, Member, RecoveryCoordinator
 from raytf.train.training_events import TrainingEvents
-from raytf.worker.stop import DRAIN, MovedError
+from raytf.worker.stop import DRAIN, StoppedForRestartError
 
 # Seconds between two checks of all that sends no event.
 _CHECK_INTERVAL = 0.2
@@ -41,11 +41,11 @@ _SILENT_INTERVAL = 3.0
 _LOSS_INTERVAL = 2.0
 
 
-class Wait:
+class WaitingForRing:
     """Event: the training waits for the next ring, after the loss of a worker or of all connections."""
 
 
-class Woken:
+class PeerLossNoticed:
     """Event: the training has just lost another worker."""
 
 
@@ -94,7 +94,7 @@ class EventGroup:
 
     Attributes:
         members: The workers by rank.
-        places: Locations of their processes by rank.
+        locations: Locations of their processes by rank.
         reported: Number of reports that were received, by rank.
         config: The workers' `settings.TensorflowConfig`.
         cores: Number of cores that each worker claims.
@@ -104,9 +104,9 @@ class EventGroup:
 
     def __init__(self, setup, worker_resources: dict[str, float]):
         self._setup, self.config, self._worker_resources = setup, setup.config, worker_resources
-        self.cores = backend.to_claim(setup, worker_resources.get("CPU", 1))
+        self.cores = backend.cores_to_claim(setup, worker_resources.get("CPU", 1))
         self.members: list[Member] = []
-        self.places: dict[int, ProcessLocation] = {}
+        self.locations: dict[int, ProcessLocation] = {}
         self.reported: dict[int, int] = {}
         self._generation = 0  # generation of the workers' ring
         self._hangs: HangMonitor | None = None
@@ -115,7 +115,7 @@ class EventGroup:
         self._training_events = TrainingEvents()
         limit = self.config.hang_timeout_s
         self._process_killer = ProcessKiller(
-            STOPPED_INTERVAL if limit is None else max(1.0, limit - POLL_INTERVAL), self._words
+            STOPPED_INTERVAL if limit is None else max(1.0, limit - POLL_INTERVAL), self._final_report
         )
 
     @property
@@ -126,32 +126,32 @@ class EventGroup:
     @property
     def nodes(self) -> list[str]:
         """Ray's id of each worker's node, by rank."""
-        return [self.places[rank].node for rank in sorted(self.places)]
+        return [self.locations[rank].node for rank in sorted(self.locations)]
 
     def _reserve(self) -> tuple[list[str], list[bool]]:
         """Returns the address of each worker, and whether it has cores of its own."""
         calls = [actor.reserve.remote(timeouts.get(), self.config.listening, self.cores) for actor in self.actors]
         reserved = self._answers(calls, timeouts.get().process_start, "the start of its process")
         for rank, (_, _, location) in enumerate(reserved):
-            self._see(rank, location)
+            self._record_location(rank, location)
         addresses = [address for address, _, _ in reserved]
         return addresses, cores.agree_on_pinning(addresses, [claimed for _, claimed, _ in reserved])
 
     def _answers(self, calls: list, seconds: float, action: str) -> list:
         return answers.collect_answers(calls, seconds, action)
 
-    def _see(self, rank: int, location: ProcessLocation) -> None:
-        self.places[rank] = location
+    def _record_location(self, rank: int, location: ProcessLocation) -> None:
+        self.locations[rank] = location
         self._process_killer.watch(rank, location)
 
-    def _words(self, rank: int) -> tuple[str, str]:
+    def _final_report(self, rank: int) -> tuple[str, str]:
         hangs = self._hangs
-        return ("", "") if hangs is None else hangs.last_words(rank)
+        return ("", "") if hangs is None else hangs.final_report(rank)
 
     # ------------------------------------------------------------------------------------------ events
 
     def _take_event(self, member: Member, event: Any) -> bool:
-        """Takes an event; returns whether the worker is to be asked for the next one now."""
+        """Handles an event; returns whether to request the next one from the worker now."""
         raise NotImplementedError
 
     def _begin_following(self, calls: dict[Any, int]) -> None:
@@ -160,7 +160,7 @@ class EventGroup:
         self._answered_at = dict.fromkeys(range(len(self.members)), now)
         self._errors: dict[int, Exception] = {}
         self._waits: set[int] = set()  # ranks that wait for the next ring
-        self._stale: set[Any] = set()  # refs from before a recovery: what waited then may have gone on
+        self._stale: set[Any] = set()  # refs from before a recovery: a worker that waited then may have continued
         self._failed_at: float | None = None
         self._pending = calls
         self._process_killer.mark_alive(*self._answered_at)
@@ -184,11 +184,11 @@ class EventGroup:
                 continue
             self._answered_at[rank] = time.monotonic()
             self._process_killer.mark_alive(rank)
-            if isinstance(event, Wait) and ref not in self._stale:
+            if isinstance(event, WaitingForRing) and ref not in self._stale:
                 self._waits.add(rank)
             elif event is None:
                 self._waits.discard(rank)
-            elif isinstance(event, Woken):
+            elif isinstance(event, PeerLossNoticed):
                 self._failed_at = self._failed_at or time.monotonic()
             if self._take_any(self.members[rank], event):
                 self._poll(rank)
@@ -198,20 +198,20 @@ class EventGroup:
         if isinstance(event, RunEvent):
             self._training_events.take(event)
             return True
-        return event is None or isinstance(event, (Wait, Woken)) or self._take_event(member, event)
+        return event is None or isinstance(event, (WaitingForRing, PeerLossNoticed)) or self._take_event(member, event)
 
-    def _judge(self) -> None:
+    def _handle_failures(self) -> None:
         """Executes the action for what has happened to workers.
 
         Raises:
             LostGroupError: The group has ended.
         """
         for rank, how in list(self._process_killer.ended.items()):
-            self._errors[rank] = WorkerFrozenError(how, self._process_killer.last_words.get(rank, ""))
+            self._errors[rank] = WorkerFrozenError(how, self._process_killer.final_reports.get(rank, ""))
         for rank, error in list(self._hangs.ended.items()) if self._hangs is not None else ():
             if rank not in self._process_killer.ended:
                 self._errors[rank] = error
-        event = decisions.happened([seen(self._errors.get(member.rank)) for member in self.members])
+        event = decisions.event_of_states([worker_state(self._errors.get(member.rank)) for member in self.members])
         if event is None and self._errors:
             event = self._lost_by_silence(time.monotonic())
         if event is None and self._waits and len(self._waits) == len(self.members):
@@ -222,14 +222,14 @@ class EventGroup:
             event = Lost(event.ranks, self._reporters())
             causes = [user_error(self._errors[rank]) for rank in event.ranks]
             if all(getattr(cause, "preempted", False) for cause in causes):
-                self._decisions.pardon(max(1, len(causes)))
+                self._decisions.allow_preemption(max(1, len(causes)))
         if isinstance(event, decisions.Ended):
             self._wait_for_all()
-            if self._moved().why == DRAIN and not self._decisions.pardon(0):
+            if self._stop_error().why == DRAIN and not self._decisions.allow_preemption(0):
                 event = decisions.Failed(frozenset(self._errors))
         action = self._decisions.take(event)
         self._emit(event, action)
-        if action.do is not Do.RECOVER:
+        if action.kind is not ActionKind.RECOVER:
             raise LostGroupError(dict(self._errors), action.why if action.state.recovers else None)
         for rank in self._hangs.ended if self._hangs is not None else ():
             ray.kill(self.members[rank].actor)
@@ -239,27 +239,29 @@ class EventGroup:
         """Returns the ranks that have reported, and wait: their step cannot be made again."""
         return frozenset()
 
-    def _moved(self) -> MovedError:
-        return next(error for error in map(user_error, self._errors.values()) if isinstance(error, MovedError))
+    def _stop_error(self) -> StoppedForRestartError:
+        return next(
+            error for error in map(user_error, self._errors.values()) if isinstance(error, StoppedForRestartError)
+        )
 
     def _emit(self, event, action: decisions.Action) -> None:
         if isinstance(event, decisions.Ended):
-            moved = self._moved()
+            moved = self._stop_error()
             events.emit(RunEvent(kind=Kind.ENDED_AFTER_STEP, step=moved.step, why=str(moved)))
             return
         kind = Kind.WORKER_LOST if isinstance(event, Lost) else Kind.WORKER_FAILED
         reason = "" if action.why in ("", action.failure) else f". It is not replaced in place, as {action.why}"
-        more = REPLACING if action.do is Do.RECOVER else reason + self._describe_end(action)
+        more = REPLACING if action.kind is ActionKind.RECOVER else reason + self._describe_end(action)
         for rank in sorted(action.ranks or event.ranks):
             why = one_line(user_error(self._errors[rank]))
             events.emit(RunEvent(kind=kind, ranks=(rank,), why=why, more=more))
 
     def _describe_end(self, action: decisions.Action) -> str:
         """Returns what follows from the end of the group, and what the user can do, as sentences."""
-        if action.do is Do.FAIL:
+        if action.kind is ActionKind.FAIL:
             fix = RAISE_LIMIT if action.failure == decisions.NO_FAILURES_LEFT else ""
             return f". The run fails, as {action.failure}; its checkpoints stay{fix}"
-        return RESTARTING if action.do is Do.RESTART else ""
+        return RESTARTING if action.kind is ActionKind.RESTART else ""
 
     def _lost_by_silence(self, now: float) -> decisions.Event | None:
         """Returns the event for workers that fail by another's loss, if that loss itself shows in no way."""
@@ -274,7 +276,7 @@ class EventGroup:
         if now - self._failed_at < timeouts.get().silent_worker:
             return None
         for rank, seconds in silent.items():
-            location = self.places[rank]
+            location = self.locations[rank]
             how = f"timeout after {seconds:.0f} s: its process {location.pid} on {location.host} sent nothing"
             self._errors[rank] = WorkerFrozenError(how)
         return Lost(frozenset(silent))
@@ -290,7 +292,7 @@ class EventGroup:
     def _connect(self) -> None:
         """Reconnects workers in the step that all are in: their connections are lost, and their processes live."""
         action = self._decisions.take(decisions.Disconnected())
-        if action.do is Do.RECOVER:
+        if action.kind is ActionKind.RECOVER:
             self._recover(frozenset())
         else:
             why = f"the workers have lost their connections, and {action.why or 'all workers restart'}"
@@ -304,25 +306,25 @@ class EventGroup:
             self._generation += 1
             tried = RecoveryCoordinator(self, lost, self._generation)
             while not tried.done:
-                self._serve_joining()
+                self._serve_replacements()
                 tried.wait(SOON_INTERVAL)
             if tried.recovered:
                 break
             action = self._decisions.take(
                 decisions.NotRecovered(tried.why, tried.lost_another, frozenset(tried.also_lost), tried.new_lost)
             )
-            if action.do is not Do.RECOVER:
+            if action.kind is not ActionKind.RECOVER:
                 self._give_up(tried, action)
             ranks, lost = tuple(sorted(lost)), action.ranks
             events.emit(RunEvent(kind=Kind.RECOVERY_INTERRUPTED, ranks=ranks, why=tried.why))
         self._decisions.take(decisions.Recovered())
-        self._take_in(tried)
+        self._adopt_replacements(tried)
         self._waits.clear()
         self._stale = set(self._pending)
         self._watch_for_hangs()
 
-    def _serve_joining(self) -> None:
-        """Takes events of replacement workers, which may request what the driver has before they join."""
+    def _serve_replacements(self) -> None:
+        """Handles events of replacement workers, which may request what the driver has before they join."""
         for ref in ray.wait(list(self._joining), timeout=0)[0] if self._joining else ():
             member = self._joining.pop(ref)
             event = _taken(ref)
@@ -331,7 +333,7 @@ class EventGroup:
             if self._take_any(member, event):
                 self._joining[member.actor.next_event.remote(SOON_INTERVAL)] = member
 
-    def _take_in(self, tried: RecoveryCoordinator) -> None:
+    def _adopt_replacements(self, tried: RecoveryCoordinator) -> None:
         pending = {ref: rank for ref, rank in self._pending.items() if rank not in tried.new}
         joining, self._joining = self._joining, {}
         self._pending = pending | {ref: member.rank for ref, member in joining.items()}
@@ -339,9 +341,9 @@ class EventGroup:
             self.members[rank] = member
             self._errors.pop(rank, None)
             self._process_killer.ended.pop(rank, None)
-            self._process_killer.last_words.pop(rank, None)
-            self._process_killer.gone.pop(rank, None)
-            self._process_killer.watch(rank, self.places[rank])
+            self._process_killer.final_reports.pop(rank, None)
+            self._process_killer.unreachable.pop(rank, None)
+            self._process_killer.watch(rank, self.locations[rank])
             if rank not in self._pending.values():
                 self._poll(rank)
         self._answered_at = dict.fromkeys(self._answered_at, time.monotonic())
@@ -351,7 +353,7 @@ class EventGroup:
         for rank in tried.lost:  # a call to it would block until Ray detects the loss of its node
             ray.kill(self.members[rank].actor)
         tried.give_up()
-        restarts = action.do is Do.RESTART
+        restarts = action.kind is ActionKind.RESTART
         more = f". All workers restart from {tried.restart_point}" if restarts else self._describe_end(action)
         why, ranks = action.why or tried.why, tuple(sorted(tried.lost))
         events.emit(RunEvent(kind=Kind.RECOVERY_FAILED, ranks=ranks, step=tried.saved_step, why=why, more=more))
@@ -363,19 +365,19 @@ class EventGroup:
 
     def replace(self, rank: int) -> Member:
         """Starts a process that replaces a lost worker, and returns it when its place is known."""
-        member = self._started_again(rank)
+        member = self._start_replacement(rank)
         try:
             call = member.actor.execute.remote(process_monitor.current_process)
-            self.places[rank] = ray.get(call, timeout=timeouts.get().replacement_start)
+            self.locations[rank] = ray.get(call, timeout=timeouts.get().replacement_start)
         except BaseException:
             ray.kill(member.actor)
             raise
         return member
 
-    def _started_again(self, rank: int) -> Member:
+    def _start_replacement(self, rank: int) -> Member:
         raise NotImplementedError
 
-    def settle(self, member: Member, addresses: list[str], token: bytes, pinned: bool) -> Any:
+    def send_environment(self, member: Member, addresses: list[str], token: bytes, pinned: bool) -> Any:
         """Returns the ref of the answer of a worker that is sent its environment."""
         raise NotImplementedError
 
@@ -390,7 +392,7 @@ class EventGroup:
             execute = lambda rank, function: self.members[rank].actor.execute.remote(function)
             limits = self.config.hang_timeout_s, self.config.first_step_timeout_s
             made, self._made = self._made, 0
-            self._hangs = HangMonitor(execute, self.places, *limits, made=made)
+            self._hangs = HangMonitor(execute, self.locations, *limits, made=made)
 
     def _stop_watching_for_hangs(self) -> None:
         hangs, self._hangs = self._hangs, None
@@ -423,10 +425,10 @@ def _taken(ref) -> Any:
         return error
 
 
-def seen(error: BaseException | None) -> WorkerState:
+def worker_state(error: BaseException | None) -> WorkerState:
     """Returns the state of a worker from its error."""
     cause = user_error(error)
-    if isinstance(cause, MovedError):
+    if isinstance(cause, StoppedForRestartError):
         return WorkerState.ENDED
     if isinstance(cause, (RayActorError, ActorUnschedulableError, WorkerFrozenError)):
         return WorkerState.LOST

@@ -39,9 +39,9 @@ from raytf.runtime.settings import TensorflowConfig
 from raytf.storage import checkpoint_files, run_folder, snapshots
 from raytf.storage.run_folder import RunFolder
 from raytf.storage.run_lock import RunLock
-from raytf.train import arguments, ends, evaluator, ray_config, results, verify
+from raytf.train import arguments, evaluator, graceful_stop, ray_config, results, verify
 from raytf.train.backend import TensorflowBackendConfig
-from raytf.train.dry_run import Tried, inspect
+from raytf.train.dry_run import DryRunResult, inspect
 from raytf.train.engine import Startup
 from raytf.train.engine_trainer import EngineTrainer
 from raytf.train.entry import import_raytf, train
@@ -216,7 +216,7 @@ class KerasTrainer:
             validation.check_flag(name, getattr(self, name))
 
     def _check_arguments(self) -> None:
-        legacy_keras.refuse_keras_2(arguments.asked_keras_2(self.tensorflow_config, self.run_config))
+        legacy_keras.refuse_keras_2(arguments.keras_2_request(self.tensorflow_config, self.run_config))
         arguments.check_build(self.build_model)
         if self.batch.map is not None:
             arguments.check_pickles(self.batch.map, "map", "batches")
@@ -248,7 +248,7 @@ class KerasTrainer:
         of_functions = arguments.check_pipelines(self)
         if not of_functions:
             arguments.check_ray_datasets(self.datasets)
-            self.datasets = ray_config.obeyed(self.datasets, self.dataset_config)
+            self.datasets = ray_config.apply_data_config(self.datasets, self.dataset_config)
         if self.batch.features is None and not of_functions:
             raise ConfigError("features must name columns", None, "Name a column, a list of columns or a dict")
         ingest.check(self.materialize, self.datasets)
@@ -303,7 +303,7 @@ class KerasTrainer:
         """
         with phases_module.show_phases(self.progress, phases_module.starting_phase(self._finished())) as phases:
             inner = place_workers(self)  # may start Ray, which takes SIGTERM for itself
-            with ends.GracefulStop() as ending:
+            with graceful_stop.GracefulStop() as ending:
                 return self._fit_placed(inner, ending, phases)
 
     def _finished(self) -> str | None:
@@ -313,7 +313,7 @@ class KerasTrainer:
         return results.has_ended(self.run_config, self.config["epochs"])
 
     def _fit_placed(
-        self, inner: ScalingConfig, ending: ends.GracefulStop, phases: phases_module.Phases
+        self, inner: ScalingConfig, ending: graceful_stop.GracefulStop, phases: phases_module.Phases
     ) -> ray.train.Result:
         """Trains as the only driver of the run's folder."""
         run_config = self.run_config
@@ -373,7 +373,7 @@ class KerasTrainer:
             logger.info(f"{folder.name}: {_describe_resume(last, order)}")
         if self.resume is False and (archived := folder.archive()):
             logger.info(f"{folder.name}: starts from scratch; the previous run is archived as {archived!r}")
-        with verify.Following(tried.running, launch):
+        with verify.ComparisonReporter(tried.comparison, launch):
             return self._train(launch, blocks, identity)
 
     def _order(self, last: run_folder.LastCheckpoint, blocks: dict) -> dict[str, Any]:
@@ -535,7 +535,7 @@ class KerasTrainer:
         try:
             result = self._fit(task, launch, sidecar)
         finally:
-            metrics = sidecar.record.close()
+            metrics = sidecar.results.close()
         if self.nan != "ignore" and math.isfinite((result.metrics or {}).get("loss", 0.0)):
             evaluator.report_not_finite(metrics)
         return _with_history(self, result, evaluator.checkpoint_metrics(result) | metrics)
@@ -570,7 +570,7 @@ class KerasTrainer:
         rows: int | None = None,
         known_keys: Collection[str] = tuple(DEFAULTS),
         may_continue: bool = False,
-    ) -> Tried:
+    ) -> DryRunResult:
         """Tries the model of a config on the data.
 
         Warns of keys of the config that nothing reads. Warns of differences between two workers and one process, or
@@ -582,7 +582,7 @@ class KerasTrainer:
             config: Config for `build_model`.
             rows: Number of rows of measured steps, instead of a comparison; None for no figures.
             known_keys: Keys of the config for raytf itself, of which it does not warn.
-            may_continue: Whether a comparison may continue after the return, see `verify.Following`.
+            may_continue: Whether a comparison may continue after the return, see `verify.ComparisonReporter`.
 
         Returns:
             Properties of the model, and figures of it if `rows` is given.
@@ -610,16 +610,16 @@ class KerasTrainer:
             logger.warning(outcome.warning)
         if outcome.unread:
             warn_user(config_keys.unread_warning(outcome.unread), stacklevel=5)
-        if outcome.proof is not None:
-            verify.report_proof(outcome.proof, self.verify)
+        if outcome.verification is not None:
+            verify.report_result(outcome.verification, self.verify)
         return outcome
 
-    def _comparison(self, may_continue: bool) -> verify.Order | None:
+    def _comparison(self, may_continue: bool) -> verify.VerificationOptions | None:
         """Returns how to compare two workers with one device, or None if there is nothing to compare."""
         replicas = resources.most_workers(self.scaling_config) * arguments.devices(self.scaling_config)
         if not self.verify or replicas < 2 or self.num_ps or self.tensorflow_config.sync_every > 1:
             return None
-        order = verify.Order(batch=self.config["batch_size"], may_continue=may_continue)
+        order = verify.VerificationOptions(batch=self.config["batch_size"], may_continue=may_continue)
         if self.verify == "error":
             return dataclasses.replace(order, may_continue=False, seconds=timeouts.get().verify_error)
         return order

@@ -30,7 +30,7 @@ class LocalStartup(WarmPool):
     def __init__(self, scaling_config, run_config):
         super().__init__(Process, scaling_config, run_config, 1, import_raytf)
 
-    def settle(self) -> None:
+    def end_unused(self) -> None:
         """Ends the process, as it cannot become a worker."""
         self._close()
 
@@ -54,7 +54,7 @@ def run(function: Callable[[], Any], context, datasets: Mapping[str, Any], cance
             utils = _Utils(channel, RunJob(function, context, datasets, nodes=("",)))
             set_train_fn_utils(utils)
             value = function()
-            utils.settle()
+            utils.finish_reports()
         except Exception as error:
             for callback in callbacks:
                 callback.after_exception(run_context=context, worker_exceptions={0: error})
@@ -74,7 +74,7 @@ class _LocalChannel(Channel):
         cancelled: Returns whether the run is cancelled.
     """
 
-    is_here = True
+    is_in_driver = True
 
     def __init__(self, context, cancelled: Callable[[], bool]):
         super().__init__(0, 1, context.run_config.name)

@@ -24,8 +24,8 @@ from raytf.train.prepare import Prepared, place_workers
 
 # At the start of `fit` the chief broadcasts its variables, in groups of about this many bytes, or one larger variable.
 # A worker holds three copies of a group: old, received, and TensorFlow's. It also holds seven copies of a message
-# (`communicator.from_chief`). Measured with 183 MiB of weights and slots: 65 to 76 MiB in 4 MiB variables, and
-# 73 to 120 MiB with one of 61 MiB, with equal variables on all workers.
+# (`communicator.broadcast_from_chief`). Measured with 183 MiB of weights and slots: 65 to 76 MiB in 4 MiB variables,
+# and 73 to 120 MiB with one of 61 MiB, with equal variables on all workers.
 _GROUP_BYTES, _GROUP_COPIES, _TRAVELLING_BYTES = 16 << 20, 3, 7 * (4 << 20)
 # Share of a worker's memory; the remaining part is for activations, the feed and TensorFlow itself.
 _MEMORY_FRACTION = 0.8
@@ -188,7 +188,7 @@ def _plan(trainer: KerasTrainer, phases: phases_module.Phases) -> Plan:
         rows = _rows(trainer, sources["train"])
     name = pick_strategy(trainer.strategy, workers=workers, devices=devices, tpu=bool(scaling.use_tpu))
     sent = wire_bytes(facts, name, workers, trainer.tensorflow_config)
-    places = resources.interfaces(scaling, trainer.tensorflow_config.network) if sent else {}
+    interfaces = resources.interfaces(scaling, trainer.tensorflow_config.network) if sent else {}
     result = Plan(
         strategy="one process" if name == "default" else name,
         why=_why(trainer.strategy, name, workers, devices),
@@ -205,7 +205,7 @@ def _plan(trainer: KerasTrainer, phases: phases_module.Phases) -> Plan:
         gradient_bytes=facts.gradient_bytes,
         start_bytes=start_bytes(facts, name, workers),
         wire_bytes=sent,
-        networks={node: interface for node, (interface, _) in places.items()},
+        networks={node: interface for node, (interface, _) in interfaces.items()},
         row_bytes=facts.row_bytes,
         step_seconds=facts.step_seconds,
         room_bytes=_room(scaling, workers),
@@ -223,14 +223,14 @@ def _rows(trainer: KerasTrainer, dataset: stored.StoredDataset | TFData) -> int 
     """Returns the rows of an epoch; for a pipeline those of its steps if known, as full batches."""
     if isinstance(dataset, TFData):
         return None if dataset.facts.steps is None else dataset.facts.steps * trainer.config["batch_size"]
-    with stored.quiet(), streamed.watched("train"):
+    with stored.quiet(), streamed.log_slow_reads("train"):
         return trainer.datasets["train"].count()
 
 
 def _first(name: str, dataset, trainer) -> stored.StoredDataset | TFData:
     if isinstance(dataset, TFData):
         return dataset
-    with streamed.watched(name):
+    with streamed.log_slow_reads(name):
         if ingest.materialized(trainer.materialize, name) is False:
             with stored.quiet():
                 partitions.divide(dataset)  # raises ConfigError for a dataset that cannot be streamed

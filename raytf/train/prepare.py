@@ -83,7 +83,7 @@ class Prepared:
             streamed.close(self.rows)
 
     def read(self, trainer) -> dict[str, Any]:
-        """Reads the datasets of a KerasTrainer after `place`. Returns their rows by name.
+        """Reads the datasets of a KerasTrainer after `place_workers`. Returns their rows by name.
 
         Raises:
             ConfigError: As in `ingest.read_all`.

@@ -17,7 +17,7 @@ from raytf.compat.ray_train import RAY_TRAIN_CALLBACKS_ENV_VAR
 from raytf.errors import ConfigError
 
 
-def obeyed(datasets: Mapping[str, Any], dataset_config: DataConfig | None) -> dict[str, Any]:
+def apply_data_config(datasets: Mapping[str, Any], dataset_config: DataConfig | None) -> dict[str, Any]:
     """Returns the datasets with the execution options of a `DataConfig`; leaves the caller's datasets unchanged.
 
     Raises:

@@ -132,10 +132,10 @@ class RecoveryCoordinator:
         with self._lock:
             made = dict(self._made)
         self.also_lost |= self._dead(self._survivors)
-        gone = self._dead(made)
-        self.new_lost = len(gone)
+        dead = self._dead(made)
+        self.new_lost = len(dead)
         lost = [worker_names(self.also_lost)] if self.also_lost else []
-        lost += [f"the process that was to become worker {rank}" for rank in sorted(gone)]
+        lost += [f"the process that was to become worker {rank}" for rank in sorted(dead)]
         if lost:
             self.why = f"{' and '.join(lost)} was lost"
 
@@ -174,7 +174,7 @@ class RecoveryCoordinator:
         try:
             refs = [
                 self._survivors[min(self._survivors)].actor.execute.remote(
-                    recovery_client.keep, self._states, self.older
+                    recovery_client.save_checkpoint, self._states, self.older
                 )
             ]
             seconds = self._pace.deadline(timeouts.get().recovery_checkpoint, copies=1)
@@ -207,7 +207,10 @@ class RecoveryCoordinator:
             [waiting[rank].address for rank in sorted(waiting)],
             ring_token.new_token(),
             self._generation,
-            {kind: max(state.numbers[kind] for state in waiting.values()) for kind in waiting[min(waiting)].numbers},
+            {
+                kind: max(state.sequence_numbers[kind] for state in waiting.values())
+                for kind in waiting[min(waiting)].sequence_numbers
+            },
             repeats_all,
         )
         everyone = self._survivors | self._made
@@ -221,7 +224,9 @@ class RecoveryCoordinator:
         donor = self._survivors[min(self._survivors)].actor
         copies = self._pace.deadline(timeouts.get().recovery_answer, copies=1)
         (state,) = self._ask(
-            [donor.execute.remote(recovery_client.image, from_scratch)], "a copy of the training's state", copies
+            [donor.execute.remote(recovery_client.capture_state, from_scratch)],
+            "a copy of the training's state",
+            copies,
         )
         self._states = self._all_states(state, waiting)
         owned = self._owned(state, waiting)
@@ -240,7 +245,7 @@ class RecoveryCoordinator:
                 f"timeout after {timeouts.get().replacement_start:g} s: no replacement worker has started"
             )
         self._start_replacements(state, owned, waiting)
-        seconds = self._pace.deadline(timeouts.get().replacement_place, copies=1, first_steps=1)
+        seconds = self._pace.deadline(timeouts.get().replacement_location, copies=1, first_steps=1)
         waiting |= self._all_wait(self._made, seconds, "make the step")
 
     def _start(self) -> None:
@@ -318,14 +323,14 @@ class RecoveryCoordinator:
             calls, "the receipt of the training's state", self._pace.deadline(timeouts.get().recovery_answer, copies=1)
         )
         allowed, cores = self._group.config.listening, self._group.cores
-        asked = timeouts.call_with, timeouts.get(), backend.reserve, allowed, cores
-        calls = [worker.actor.execute.remote(*asked) for worker in self._made.values()]
+        reserve_arguments = timeouts.call_with, timeouts.get(), backend.reserve, allowed, cores
+        calls = [worker.actor.execute.remote(*reserve_arguments) for worker in self._made.values()]
         reserved = dict(zip(self._made, self._ask(calls, "an address"), strict=True))
         known = {rank: ports.join_address(*state.address) for rank, state in waiting.items()}
         known |= {rank: address for rank, (address, _) in reserved.items()}
         addresses, token = [known[rank] for rank in sorted(known)], ring_token.new_token()
-        settle = self._group.settle
-        calls = [settle(self._made[rank], addresses, token, pinned) for rank, (_, pinned) in reserved.items()]
+        send_environment = self._group.send_environment
+        calls = [send_environment(self._made[rank], addresses, token, pinned) for rank, (_, pinned) in reserved.items()]
         self._ask(calls, "its environment")
         for worker in self._made.values():
             self._group.start_again(worker)
@@ -354,8 +359,8 @@ class RecoveryCoordinator:
             if len(states) == len(workers):
                 return states
             if time.monotonic() > deadline:
-                late = ", ".join(f"worker {rank}" for rank in ranks)
-                raise RecoveryFailedError(f"timeout after {seconds:.0f} s: {late} did not {action}")
+                missing = ", ".join(f"worker {rank}" for rank in ranks)
+                raise RecoveryFailedError(f"timeout after {seconds:.0f} s: {missing} did not {action}")
 
 
 def error_clause(error: BaseException) -> str:

@@ -1,4 +1,4 @@
-"""The workers of a run: starts them in its reservation, answers their requests, keeps spares. Driver side."""
+"""The workers of a run: starts them in its reservation, answers their requests, keeps standby workers. Driver side."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from raytf.events import Kind, RunEvent
 from raytf.runtime import processes, resources
 from raytf.runtime.failures import WorkerFrozenError, user_error
 from raytf.runtime.spares import StandbyPool
-from raytf.train import backend, decisions, ends, entry
+from raytf.train import backend, decisions, entry, graceful_stop
 from raytf.train.checkpoint_list import CheckpointList
-from raytf.train.decisions import Decisions, Do, Drained
-from raytf.train.group import SOON_INTERVAL, EventGroup, LoopEnded, Report, seen
+from raytf.train.decisions import ActionKind, Decisions, Drained
+from raytf.train.group import SOON_INTERVAL, EventGroup, LoopEnded, Report, worker_state
 from raytf.train.recovery_coordinator import Member
 from raytf.train.run_worker import Request, RunJob, RunWorker
 from raytf.worker.stop import DRAIN
@@ -96,7 +96,7 @@ class RunGroup(EventGroup):
         try:
             addresses, pinned = self._reserve()
             token = ring_token.new_token()
-            calls = [self.settle(member, addresses, token, pinned[member.rank]) for member in self.members]
+            calls = [self.send_environment(member, addresses, token, pinned[member.rank]) for member in self.members]
             self._answers(calls, timeouts.get().process_setup, "its environment")
         except BaseException as error:
             frozen = dict(self._process_killer.ended)
@@ -129,7 +129,7 @@ class RunGroup(EventGroup):
         self._held_actors.append(actor)
         return actor
 
-    def settle(self, member: Member, addresses: list[str], token: bytes, pinned: bool) -> Any:
+    def send_environment(self, member: Member, addresses: list[str], token: bytes, pinned: bool) -> Any:
         arguments = self.config, addresses, member.rank, self._spec.cpus, token, pinned
         return member.actor.execute.remote(backend.set_environment, *arguments)
 
@@ -155,7 +155,7 @@ class RunGroup(EventGroup):
         self._received: dict[int, deque] = defaultdict(deque)
         self._process_reports = dict.fromkeys(self._answered_at, 0)  # reports of each rank's process
         self._values: dict[int, Any] = {}
-        self._asking: dict[int, tuple[Member, Request, float]] = {}
+        self._waiting_requests: dict[int, tuple[Member, Request, float]] = {}
         self._gathered: dict[int, Any] = {}
         self._drains_at = time.monotonic()
         self._watch_for_hangs()
@@ -167,7 +167,7 @@ class RunGroup(EventGroup):
                 self._take_reports()
                 self._answer_requests()
                 if not self._survivors_continue():
-                    self._judge()
+                    self._handle_failures()
                 if not self._errors:
                     self._keep_spares()
                     self._check_drains()
@@ -196,7 +196,7 @@ class RunGroup(EventGroup):
             member.actor.answer.remote(self._list.answer(event.kind))
             return True
         else:
-            self._asking[rank] = member, event, time.monotonic()
+            self._waiting_requests[rank] = member, event, time.monotonic()
         return False
 
     def _needed(self) -> list[Member]:
@@ -215,19 +215,19 @@ class RunGroup(EventGroup):
             for member in self._needed():
                 member.actor.answer.remote(value)
                 self._poll(member.rank)
-        for rank, (member, event, asked_at) in list(self._asking.items()):
+        for rank, (member, event, requested_at) in list(self._waiting_requests.items()):
             if event.kind == "reported":
                 validated, seconds = event.value
                 waits = (self._process_reports[rank] and self._received[rank]) or (validated and self._list.validates())
-                if waits and (seconds is None or time.monotonic() - asked_at < seconds):
+                if waits and (seconds is None or time.monotonic() - requested_at < seconds):
                     continue
-            del self._asking[rank]
+            del self._waiting_requests[rank]
             member.actor.answer.remote(self._list.answer(event.kind))
             self._poll(rank)
 
     # ------------------------------------------------------------------------------------------ recovery
 
-    def _started_again(self, rank: int) -> Member:
+    def _start_replacement(self, rank: int) -> Member:
         """Replaces a lost worker on the node of its bundle by a standby worker or a new process."""
         bundle, taken = self.members[rank].bundle, None
         if self._spares is not None:
@@ -238,21 +238,21 @@ class RunGroup(EventGroup):
     def start_again(self, member: Member) -> None:
         member.actor.begin.remote(self._job, member.rank)
         self._process_reports[member.rank] = 0
-        self._asking.pop(member.rank, None)
+        self._waiting_requests.pop(member.rank, None)
         self._joining[member.actor.next_event.remote(SOON_INTERVAL)] = member
 
     def has_room(self, ranks: Iterable[int]) -> bool:
         """Returns whether processes can start for these ranks: their bundles are on a living node, or fit on one."""
         if not self._spec.elastic:
             return True
-        living = resources.living({self.places[rank].node for rank in ranks})
+        living = resources.living({self.locations[rank].node for rank in ranks})
         nodes = placement_group_table(self._group)["bundles_to_node_id"]
         homeless = sum(nodes.get(self.members[rank].bundle) not in living for rank in ranks)
         wanted = {name: amount for name, amount in self._worker_resources.items() if amount > 0}
         free = [capacity for node, capacity in ray_core.free_by_node().items() if node in living]
         return not homeless or not wanted or resources.count_fitting(free, wanted) >= homeless
 
-    # ------------------------------------------------------------------------------------------ spares, drains, the end
+    # ------------------------------------------------------------------------------- standby workers, drains, the end
 
     def _keep_spares(self) -> None:
         state = self._decisions.state
@@ -283,32 +283,34 @@ class RunGroup(EventGroup):
             ranks = tuple(rank for rank, home in enumerate(self.nodes) if home == node)
             events.emit(RunEvent(kind=Kind.NODE_DRAINED, ranks=ranks, node=node))
         action = self._decisions.take(Drained(stays=own_node not in drained))
-        if action.do is Do.END_AFTER_STEP and not ends.end_of_drained(self.actors, stay=action.why == DRAIN):
+        if action.kind is ActionKind.END_AFTER_STEP and not graceful_stop.stop_for_drain(
+            self.actors, stay=action.why == DRAIN
+        ):
             self._decisions.take(decisions.StopNotDelivered())
 
     def _survivors_continue(self) -> bool:
-        """Whether workers of a drained node are gone, and its deadline is not over for the others' own loops."""
-        gone = [rank for rank, error in self._errors.items() if getattr(user_error(error), "preempted", False)]
-        if not gone or self._decisions.state.ends_after_step:
+        """Returns whether workers of a drained node have ended, before its deadline for the others' own loops."""
+        preempted = [rank for rank, error in self._errors.items() if getattr(user_error(error), "preempted", False)]
+        if not preempted or self._decisions.state.ends_after_step:
             return False
-        deadline = max(self._deadlines.get(self.nodes[rank], 0.0) for rank in gone) + self._spec.preemption.seconds
+        deadline = max(self._deadlines.get(self.nodes[rank], 0.0) for rank in preempted) + self._spec.preemption.seconds
         return time.time() < deadline and len(self._errors.keys() | self._values.keys()) < len(self.members)
 
-    def staying(self, errors: Mapping[int, Exception]) -> list[tuple[str, Any]]:
+    def reusable_workers(self, errors: Mapping[int, Exception]) -> list[tuple[str, Any]]:
         """Returns (node, actor) of the workers whose processes the next group can use, ready for another training."""
         if not self._spec.stays:
             return []
-        stay = decisions.staying([seen(errors.get(member.rank)) for member in self.members])
-        asked = {
+        stay = decisions.reusable_ranks([worker_state(errors.get(member.rank)) for member in self.members])
+        requests = {
             member.actor.leave.remote(timeouts.get().workers_stay): member
             for member in self.members
             if member.rank in stay and member.actor not in self._held_actors
         }
         seconds = 2 * timeouts.get().workers_stay
-        done, _ = ray.wait(list(asked), num_returns=len(asked), timeout=seconds) if asked else ([], [])
-        stayers = [member for ref, member in asked.items() if ref in done and _is_true(ref)]
+        done, _ = ray.wait(list(requests), num_returns=len(requests), timeout=seconds) if requests else ([], [])
+        stayers = [member for ref, member in requests.items() if ref in done and _is_true(ref)]
         self.members = [member for member in self.members if member not in stayers]
-        return [(self.places[member.rank].node, member.actor) for member in stayers]
+        return [(self.locations[member.rank].node, member.actor) for member in stayers]
 
     def close(self) -> None:
         """Ends the workers that do not stay, and all that watches them."""

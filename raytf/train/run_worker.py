@@ -30,10 +30,10 @@ from raytf.console.quiet import log_levels
 from raytf.errors import ConfigError
 from raytf.events import RunEvent
 from raytf.runtime.failures import is_consequence, user_error
-from raytf.train.group import LoopEnded, MemberProcess, Report, Wait, Woken
+from raytf.train.group import LoopEnded, MemberProcess, PeerLossNoticed, Report, WaitingForRing
 from raytf.train.session_functions import TrialContext, TrialSetup, TrialTrainFnUtils
 from raytf.worker import clearing, stop
-from raytf.worker.stop import MovedError
+from raytf.worker.stop import StoppedForRestartError
 
 # Seconds for which a worker's process waits for an event before it answers other calls.
 _BEAT_INTERVAL = 0.2
@@ -44,7 +44,7 @@ class Request:
     """A request of the training thread, which waits for the answer.
 
     Args:
-        kind: "meet": all workers get rank 0's `value`, when all have asked. "checkpoint": the last checkpoint.
+        kind: "meet": all workers get rank 0's `value`, when all have requested it. "checkpoint": the last checkpoint.
             "reported": all reported checkpoints, when those of this worker are listed.
         value: Value of this worker; for "reported" (whether all have to be validated, seconds to wait or None).
     """
@@ -81,7 +81,7 @@ class Channel:
     """
 
     folder = None
-    is_here = False  # whether this process is the driver's
+    is_in_driver = False  # whether this process is the driver's
 
     def __init__(self, rank: int, size: int, name: str):
         self.rank, self.size, self.name = rank, size, name
@@ -116,7 +116,7 @@ class Channel:
     def wake(self) -> None:
         """Has the driver look after the workers; an event that waits already does so."""
         if self._room.acquire(blocking=False):
-            self._events.put(Woken())
+            self._events.put(PeerLossNoticed())
 
 
 class RunTrainFnUtils(TrialTrainFnUtils):
@@ -180,7 +180,7 @@ class RunTrainFnUtils(TrialTrainFnUtils):
             return stored_checkpoint, validation
 
         sent = self.report_later(metrics, keep)
-        if checkpoint_upload_mode is not CheckpointUploadMode.ASYNC or self._channel.is_here:
+        if checkpoint_upload_mode is not CheckpointUploadMode.ASYNC or self._channel.is_in_driver:
             sent.result()
 
     def report_later(self, metrics: dict[str, Any], checkpoint_of: Callable[[], tuple[Any, Any]]):
@@ -199,7 +199,7 @@ class RunTrainFnUtils(TrialTrainFnUtils):
         self._last = self._thread.submit(send_report)
         return self._last
 
-    def settle(self) -> None:
+    def finish_reports(self) -> None:
         """Blocks until all reports are made; raises the error of one that failed."""
         self._thread.shutdown()
         if self._failed is not None:
@@ -210,7 +210,7 @@ class RunTrainFnUtils(TrialTrainFnUtils):
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def report_loss(self) -> None:
-        """Has the driver look after the workers."""
+        """Makes the driver check the workers."""
         self._channel.wake()
 
     def send_run_event(self, event: RunEvent) -> None:
@@ -256,7 +256,7 @@ class RunWorker(MemberProcess):
         set_train_fn_utils(utils)
         try:
             ended = LoopEnded(job.train())
-            utils.settle()
+            utils.finish_reports()
         except BaseException as error:
             self._error = with_stack(error)
             ended = LoopEnded(error=self._error)
@@ -266,13 +266,13 @@ class RunWorker(MemberProcess):
         channel.send(ended)
 
     def next_event(self, seconds: float = _BEAT_INTERVAL) -> Any:
-        """Returns the next event of the training; after a timeout None, or `Wait` if it waits for a ring.
+        """Returns the next event of the training; after a timeout None, or `WaitingForRing` if it does.
 
         The timeout lets this process answer other calls.
         """
         with contextlib.suppress(queue.Empty):
             return self._channel.take(seconds)
-        return Wait() if isinstance(recovery_client.client.waiting(), BlockedWorker) else None
+        return WaitingForRing() if isinstance(recovery_client.client.waiting(), BlockedWorker) else None
 
     def answer(self, value: Any) -> None:
         """Answers a request of the training thread."""
@@ -296,7 +296,7 @@ class RunWorker(MemberProcess):
             if seconds <= 0:
                 return False
         cause = user_error(self._error)
-        if cause is None or not (isinstance(cause, MovedError) or is_consequence(cause)):
+        if cause is None or not (isinstance(cause, StoppedForRestartError) or is_consequence(cause)):
             return False
         from raytf.collectives import exchange
 

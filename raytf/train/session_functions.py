@@ -46,7 +46,7 @@ class TrialSetup:
     dataset_config: DataConfig = dataclasses.field(default_factory=DataConfig)
 
 
-def place_of(rank: int, nodes: Sequence[str]) -> dict[str, int]:
+def ranks_of_worker(rank: int, nodes: Sequence[str]) -> dict[str, int]:
     """Returns a worker's ranks as Ray Train counts them: among all workers, on its node, and of its node.
 
     Args:
@@ -67,7 +67,7 @@ class TrialContext(LocalTrainContext):
     """Context of a worker of a trial, or of a run with `storage`, for `ray.train.get_context()`."""
 
     def __init__(self, name: str, rank: int, trial_setup: TrialSetup, storage: StorageContext | None = None):
-        super().__init__(experiment_name=name, **place_of(rank, trial_setup.nodes))
+        super().__init__(experiment_name=name, **ranks_of_worker(rank, trial_setup.nodes))
         self._trial_setup, self._storage = trial_setup, storage
 
     def get_storage(self) -> StorageContext:

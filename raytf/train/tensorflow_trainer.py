@@ -26,7 +26,7 @@ from raytf.runtime.settings import TensorflowConfig
 from raytf.storage import run_folder
 from raytf.storage.run_folder import RunFolder
 from raytf.storage.run_lock import RunLock
-from raytf.train import arguments, ends, ray_config, results, run_list
+from raytf.train import arguments, graceful_stop, ray_config, results, run_list
 from raytf.train.backend import TensorflowBackendConfig
 from raytf.train.engine_trainer import EngineTrainer
 
@@ -126,9 +126,9 @@ class TensorflowTrainer(EngineTrainer):
                 f"spares={tensorflow_config.spares}",
                 "Leave spares out",
             )
-        asked = arguments.asked_keras_2(tensorflow_config, run_config)
-        if asked is not None:
-            legacy_keras.check_installed(asked)
+        request = arguments.keras_2_request(tensorflow_config, run_config)
+        if request is not None:
+            legacy_keras.check_installed(request)
             run_config = with_variables(run_config or RunConfig(), legacy_keras.VARIABLES)
             tensorflow_config = dataclasses.replace(tensorflow_config, legacy_keras=True)
         super().__init__(
@@ -159,7 +159,7 @@ class TensorflowTrainer(EngineTrainer):
             connect(
                 resources.run_bundles(self.scaling_config, self._servers)
             )  # may start Ray, which replaces the handler of SIGTERM
-        with ends.GracefulStop(after_step=False) as self._ending:
+        with graceful_stop.GracefulStop(after_step=False) as self._ending:
             return self._fit_placed()
 
     def _fit_placed(self) -> ray.train.Result:

@@ -34,7 +34,7 @@ from raytf.errors import PeerLostError, one_line
 from raytf.logs import warn_user
 from raytf.runtime.answers import NoAnswerError, collect_answers
 from raytf.storage import priority
-from raytf.train.verify_comparison import Proof, judged, suspected
+from raytf.train.verify_comparison import VerificationResult, compare_runs, differing_values
 
 logger = logs.get_logger(__name__)
 
@@ -51,11 +51,11 @@ _CHECK_INTERVAL = 0.5
 # Seconds between two requests of the driver for the result of a running comparison.
 _POLL_INTERVAL = 1.0
 
-NOT_IN_TIME = Proof(failed="the training has ended first; verify='error' waits for it")
+NOT_IN_TIME = VerificationResult(failed="the training has ended first; verify='error' waits for it")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Order:
+class VerificationOptions:
     """How to compare two workers with one device.
 
     Args:
@@ -74,22 +74,24 @@ class Order:
 
 
 @dataclasses.dataclass(frozen=True)
-class Running:
+class ComparisonProcess:
     """A comparison that runs in parallel to this process.
 
     Args:
         pid: Id of the process that makes it.
-        reader: File descriptor of this process for reading its `Proof`.
+        reader: File descriptor of this process for reading its `VerificationResult`.
     """
 
     pid: int
     reader: int
 
 
-def trial_of(
+def task_factory(
     pickled: bytes, block: StoredDataset | TFData, validation: StoredDataset | TFData | None, global_batch: int
-) -> Callable[[], Any] | Proof:
-    """Returns the function that makes the trial of a KerasTrainer's model, for `begin`; a `Proof` if there is one row.
+) -> Callable[[], Any] | VerificationResult:
+    """Returns the function that makes the trial of a KerasTrainer's model, for `start_comparison`.
+
+    A `VerificationResult` if the data has one row.
 
     Args:
         pickled: (build_model, config, the `batch_spec.BatchSpec`, ...), by cloudpickle, see `dry_run.inspect`.
@@ -115,7 +117,7 @@ def trial_of(
         )
         return few.with_whole_batch(whole, whole_held_out)
 
-    return trial if train is not None else Proof(skipped="the data has one row")
+    return trial if train is not None else VerificationResult(skipped="the data has one row")
 
 
 def few_rows(block: StoredDataset | TFData) -> tuple[StoredDataset | TFData, int] | None:
@@ -156,32 +158,32 @@ def _table_of(block: StoredDataset) -> pa.Table:
 
 def _spread(block: StoredDataset, table: pa.Table, count: int) -> StoredDataset:
     """Returns so many rows from all over a block."""
-    places = np.linspace(0, table.num_rows - 1, count).astype(int)
-    rows = pa.concat_tables([table.slice(int(row), 1) for row in places])  # `take` lacks some types of columns
+    indices = np.linspace(0, table.num_rows - 1, count).astype(int)
+    rows = pa.concat_tables([table.slice(int(row), 1) for row in indices])  # `take` lacks some types of columns
     return StoredDataset([rows], [count], block.columns)
 
 
 # ------------------------------------------------------------------------------------------ the processes
 
 
-def begin(trial: Callable[[], Any] | Proof, last: bool = False) -> Running:
+def start_comparison(trial: Callable[[], Any] | VerificationResult, low_priority: bool = False) -> ComparisonProcess:
     """Starts a comparison in other processes, which end with this one.
 
     Args:
         trial: Returns the `verification.VerificationTask`; called in each process that trains, as it may run
-            TensorFlow. Or a `Proof` if there is nothing to try.
-        last: Whether other processes have priority, such as workers that start meanwhile.
+            TensorFlow. Or a `VerificationResult` if there is nothing to try.
+        low_priority: Whether other processes have priority, such as workers that start meanwhile.
     """
     reader, writer = os.pipe()
-    asking = os.getpid()
+    requester = os.getpid()
     pid = os.fork()
     if pid:
         os.close(writer)
-        return Running(pid, reader)
+        return ComparisonProcess(pid, reader)
     try:
         os.close(reader)
         os.setsid()
-        if last:
+        if low_priority:
             priority.set_lowest(forever=True)
         quiet = os.open(os.devnull, os.O_RDWR)
         for stream in (0, 1, 2):
@@ -189,20 +191,20 @@ def begin(trial: Callable[[], Any] | Proof, last: bool = False) -> Running:
         os.environ.update(CUDA_VISIBLE_DEVICES="-1", TF_CPP_MIN_LOG_LEVEL="3")
         try:
             with autograph.in_memory():
-                proof = trial if isinstance(trial, Proof) else _Supervisor(trial, asking).proof()
+                result = trial if isinstance(trial, VerificationResult) else _Supervisor(trial, requester).run()
         except BaseException as error:
-            proof = Proof(failed=one_line(error))
+            result = VerificationResult(failed=one_line(error))
         with os.fdopen(writer, "wb") as file:
-            pickle.dump(proof, file)
+            pickle.dump(result, file)
     finally:
         os._exit(0)
 
 
-def outcome(running: Running, seconds: float, urgent: bool = False) -> Proof | None:
-    """Returns the proof, or None if the comparison continues; then it can be called again.
+def outcome(running: ComparisonProcess, seconds: float, urgent: bool = False) -> VerificationResult | None:
+    """Returns the result, or None if the comparison continues; then it can be called again.
 
     Args:
-        running: Result of `begin`, in this process.
+        running: Result of `start_comparison`, in this process.
         seconds: Seconds to wait, at least 0.
         urgent: Whether the user waits for it, too: from now on it has normal priority.
     """
@@ -215,10 +217,10 @@ def outcome(running: Running, seconds: float, urgent: bool = False) -> Proof | N
     with os.fdopen(running.reader, "rb") as file:
         content = file.read()
     os.waitpid(running.pid, 0)
-    return pickle.loads(content) if content else Proof(failed="its process was killed")
+    return pickle.loads(content) if content else VerificationResult(failed="its process was killed")
 
 
-def cancel(running: Running) -> None:
+def cancel(running: ComparisonProcess) -> None:
     """Ends a comparison whose result is not needed any more."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(running.pid, signal.SIGKILL)
@@ -231,7 +233,7 @@ def cancel(running: Running) -> None:
 # ------------------------------------------------------------------------------------------ at the driver
 
 
-class Following:
+class ComparisonReporter:
     """Reports the result of a comparison that continues during a training; a context around the training.
 
     Args:
@@ -239,11 +241,11 @@ class Following:
         processes: A `processes.WarmPool`, one process of which makes the comparison.
     """
 
-    def __init__(self, running: Running | None, processes):
+    def __init__(self, running: ComparisonProcess | None, processes):
         self._running, self._processes, self._well = running, processes, False
         self._ends, self._thread = threading.Event(), threading.Thread(target=self._follow, daemon=True)
 
-    def __enter__(self) -> Following:
+    def __enter__(self) -> ComparisonReporter:
         if self._running is not None:
             self._processes.compares = True
             self._thread.start()
@@ -253,55 +255,55 @@ class Following:
         self._well = kind is None
         self._ends.set()
         if self._running is not None:
-            self._thread.join(timeouts.get().verify_end + timeouts.get().verify_parting)
+            self._thread.join(timeouts.get().verify_end + timeouts.get().verify_thread_join)
 
     def _follow(self) -> None:
-        proof, ended = None, False
+        result, ended = None, False
         try:
             limits = timeouts.get()
-            while proof is None and not ended:
+            while result is None and not ended:
                 ended = self._ends.wait(_POLL_INTERVAL)
                 seconds = limits.verify_end if ended and self._well else 0.0
-                call = self._processes.asked.execute.remote(outcome, self._running, seconds, seconds > 0)
-                (proof,) = collect_answers(
+                call = self._processes.answered.execute.remote(outcome, self._running, seconds, seconds > 0)
+                (result,) = collect_answers(
                     [call], seconds + limits.verify_answer, "the result of verify", names=["a process"]
                 )
-            proof = proof or NOT_IN_TIME
+            result = result or NOT_IN_TIME
         except (ray.exceptions.RayError, NoAnswerError) as error:
-            ends = self._ends.wait(limits.verify_parting)  # the workers end a moment before the training does
-            proof = NOT_IN_TIME if ends else Proof(failed=f"its process has gone: {one_line(error)}")
+            ends = self._ends.wait(limits.verify_thread_join)  # the workers end a moment before the training does
+            result = NOT_IN_TIME if ends else VerificationResult(failed=f"its process has gone: {one_line(error)}")
         finally:
             self._processes.compares = False
-            self._processes.end_asked()
-        if self._well or proof is not NOT_IN_TIME:
-            report_proof(proof, "warn")
+            self._processes.end_answered()
+        if self._well or result is not NOT_IN_TIME:
+            report_result(result, "warn")
 
 
-def report_proof(proof: Proof, word: str) -> None:
-    """Warns of the differences of a proof; logs in a line if the result is unknown.
+def report_result(result: VerificationResult, word: str) -> None:
+    """Warns of the differences of a result; logs in a line if the result is unknown.
 
     Args:
-        proof: Result of a comparison.
+        result: Result of a comparison.
         word: "warn" or "error".
 
     Raises:
         ConfigError: With "error", two workers do not train as one process does, or this is unknown.
     """
-    if word == "error" and (proof.differences or proof.failed is not None):
-        raise proof.error()
-    if proof.failed is not None:  # nothing is wrong with the model: no warning
-        logger.info(proof.text())
-    elif text := proof.text():
+    if word == "error" and (result.differences or result.failed is not None):
+        raise result.error()
+    if result.failed is not None:  # nothing is wrong with the model: no warning
+        logger.info(result.text())
+    elif text := result.text():
         warn_user(text, stacklevel=3)
-    if proof.few is not None:
+    if result.few is not None:
         logger.info(
             "verify: two workers train this model as one process does on a few rows; a whole batch was not compared "
-            f"({proof.few}), so that code that takes rows by their position, as values[:100], may differ"
+            f"({result.few}), so that code that takes rows by their position, as values[:100], may differ"
         )
-    if proof.skipped is not None:
-        logger.debug("verify: nothing was compared: %s", proof.skipped)
-    if proof.random:
-        logger.debug("verify: random in one process as well: %s", ", ".join(proof.random))
+    if result.skipped is not None:
+        logger.debug("verify: nothing was compared: %s", result.skipped)
+    if result.random:
+        logger.debug("verify: random in one process as well: %s", ", ".join(result.random))
 
 
 # ------------------------------------------------------------------------------------------ the runs
@@ -328,15 +330,15 @@ class _Supervisor:
 
     Args:
         trial: Returns a `verification.VerificationTask`.
-        asking: Id of the process that requested the comparison.
+        requester: Id of the process that requested the comparison.
     """
 
-    def __init__(self, trial: Callable[[], Any], asking: int):
-        self._trial, self._asking, self._eagerly = trial, asking, True
+    def __init__(self, trial: Callable[[], Any], requester: int):
+        self._trial, self._requester, self._eagerly = trial, requester, True
         self._whole_s: float | None = None
         self._deadline = time.monotonic() + timeouts.get().verify
 
-    def proof(self) -> Proof:
+    def run(self) -> VerificationResult:
         result = self._compared()
         if result.failed is not None and result.failed.startswith("one device"):
             self._eagerly = False  # the model may work in graphs only
@@ -352,11 +354,11 @@ class _Supervisor:
         whole = self._compared()
         return whole if whole.failed is None else dataclasses.replace(result, few=whole.failed)
 
-    def _compared(self) -> Proof:
+    def _compared(self) -> VerificationResult:
         with local_addresses(2) as addresses:
             return self._compared_at(addresses)
 
-    def _compared_at(self, addresses: list[str]) -> Proof:
+    def _compared_at(self, addresses: list[str]) -> VerificationResult:
         initial = os.memfd_create("initial")
         shared, tells = os.pipe()
         token = ring_token.new_token()
@@ -392,14 +394,14 @@ class _Supervisor:
         if (done := _unable(single, two, second)) is not None:
             return done
         self._whole_s = single.get("whole_s")
-        suspects = suspected(single, two)
+        candidates = differing_values(single, two)
         alike = two["digest"] == second["digest"]
-        if not suspects and alike:
-            return Proof()
+        if not candidates and alike:
+            return VerificationResult()
         (repeated,) = self._ended([start_run(lambda: device(lambda: read_memory(initial), repeats=True))])
         if "error" in repeated:
-            return Proof(failed=f"one device could not train a second time: {repeated['error']}")
-        return judged(single, two, repeated, suspects, alike)
+            return VerificationResult(failed=f"one device could not train a second time: {repeated['error']}")
+        return compare_runs(single, two, repeated, candidates, alike)
 
     def _ended(self, runs: Sequence[ForkedTraining]) -> list[dict]:
         """Returns the outcome of each run; ends all runs at the timeout, or if the requesting process has ended."""
@@ -413,7 +415,7 @@ class _Supervisor:
                     poll.unregister(descriptor)
                     os.waitpid(running.pop(descriptor).pid, 0)
                     os.close(descriptor)
-                if os.getppid() != self._asking:
+                if os.getppid() != self._requester:
                     raise _ComparisonLostError
                 if running and time.monotonic() > self._deadline:
                     raise TimeoutError(f"timeout after {timeouts.get().verify:g} s")
@@ -465,17 +467,19 @@ def read_memory(memory: int) -> Any:
         return pickle.load(file) if os.fstat(memory).st_size else None
 
 
-def _unable(single: dict, double: dict, other: dict) -> Proof | None:
+def _unable(single: dict, double: dict, other: dict) -> VerificationResult | None:
     """Returns why nothing can be compared, or a failure on two workers only; otherwise None."""
     skipped = next((run["skipped"] for run in (single, double, other) if "skipped" in run), None)
     if skipped is not None:
-        return Proof(skipped=skipped)
+        return VerificationResult(skipped=skipped)
     failures = [run for run in (double, other) if "error" in run]
     causes = [run for run in failures if not run.get("lost")]
     if "error" in single and not single.get("lost"):
-        return Proof(failed=f"one device fails on them: {single['error']}")
+        return VerificationResult(failed=f"one device fails on them: {single['error']}")
     if causes and "error" not in single:
-        return Proof(differences=(f"a step fails on two workers, and not on one device: {causes[0]['error']}",))
+        return VerificationResult(
+            differences=(f"a step fails on two workers, and not on one device: {causes[0]['error']}",)
+        )
     if failures or "error" in single:
-        return Proof(failed=(causes or failures or [single])[0]["error"])
+        return VerificationResult(failed=(causes or failures or [single])[0]["error"])
     return None

@@ -18,7 +18,7 @@ _TIMES = 30.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Proof:
+class VerificationResult:
     """Result of a comparison.
 
     Args:
@@ -114,27 +114,29 @@ def _most(gap: np.ndarray, a: np.ndarray, b: np.ndarray) -> float:
     return float(np.max(np.where(np.isnan(gap), np.inf, gap), initial=0.0))
 
 
-def suspected(single: Mapping[str, Any], double: Mapping[str, Any]) -> list[str]:
+def differing_values(single: Mapping[str, Any], double: Mapping[str, Any]) -> list[str]:
     """Returns the names of values that differ by more than rounding does in most models."""
     most = _HALF_ROUNDING if single["half"] else _ROUNDING
     return [name for name, difference in _gaps(single, double).items() if not difference.gap <= most * difference.scale]
 
 
-def judged(single: dict, double: dict, repeated: dict, suspects: Sequence[str], alike: bool) -> Proof:
+def compare_runs(
+    single: dict, double: dict, repeated: dict, candidates: Sequence[str], alike: bool
+) -> VerificationResult:
     """Returns the proof: which suspects differ by more than other last bits and other seeds change on one device.
 
     Args:
         single, double: Outcomes on one device and on two workers.
         repeated: Outcome on one device with other last bits and seeds.
-        suspects: Result of `suspected`.
+        candidates: Result of `differing_values`.
         alike: Whether both workers have the same weights.
     """
     gaps, noise = _gaps(single, double), _gaps(single, repeated)
-    real = [name for name in suspects if gaps[name].gap > _TIMES * noise[name].gap]
+    real = [name for name in candidates if gaps[name].gap > _TIMES * noise[name].gap]
     kinds = lambda names: {gaps[name].kind for name in names}
-    if "weight" in kinds(set(suspects) - set(real)) and "weight" not in kinds(real):
+    if "weight" in kinds(set(candidates) - set(real)) and "weight" not in kinds(real):
         real = [name for name in real if gaps[name].kind != "log"]  # logs of random weights are random, too
-    random = tuple(name for name in suspects if name not in real)
+    random = tuple(name for name in candidates if name not in real)
     traits, differences = single["traits"], []
     if not alike:
         differences.append(
@@ -156,7 +158,7 @@ def judged(single: dict, double: dict, repeated: dict, suspects: Sequence[str], 
         gap_text = f"the learning rate of {name.removeprefix('rate ')}: {gaps[name].shown}"
         differences.append(f"{gap_text}. Let it depend on the step alone, or on what all workers know alike")
     differences += [_of_log(name.removeprefix("log "), gaps[name], traits, bool(weights)) for name in logs]
-    return Proof(differences=tuple(differences), random=random)
+    return VerificationResult(differences=tuple(differences), random=random)
 
 
 def _of_state(name: str, gap: _Gap) -> str:

@@ -35,18 +35,18 @@ from raytf.runtime.failures import WorkerFrozenError
 from raytf.runtime.resources import placed_actor
 from raytf.storage import scratch
 from raytf.storage.folder_contents import size_of_files, write_files
-from raytf.train import backend, ends
+from raytf.train import backend, graceful_stop
 from raytf.train.decisions import (
     Action,
+    ActionKind,
     Decisions,
-    Do,
     Drained,
     Phase,
     RunState,
     StopRequested,
 )
 from raytf.train.entry import import_raytf
-from raytf.train.group import EventGroup, LoopEnded, LostGroupError, MemberProcess, Report, Wait
+from raytf.train.group import EventGroup, LoopEnded, LostGroupError, MemberProcess, Report, WaitingForRing
 from raytf.train.recovery_coordinator import Member
 from raytf.train.session_functions import TrialSetup, TrialTrainFnUtils
 from raytf.train.training_events import TrainingEvents
@@ -123,7 +123,7 @@ class WorkerGroup(EventGroup):
         kind: Class of the workers; `GroupWorker` by default.
 
     Attributes:
-        asked: Why a stop of the trial was requested (`stop.STOP`, `stop.DRAIN`), or None.
+        stop_reason: Why a stop of the trial was requested (`stop.STOP`, `stop.DRAIN`), or None.
         ended: Step after which the trial was stopped, as its loop returned it, or None.
     """
 
@@ -146,7 +146,7 @@ class WorkerGroup(EventGroup):
         self._run: Any = None  # the ref of the trial's TrialRun
         self._replacement_trial: Callable[[], TrialRun] | None = None
         self._settled: dict[int, int] = {}  # resident bytes of each rank's process after its first trial
-        self.asked: str | None = None
+        self.stop_reason: str | None = None
         self.ended: int | None = None
         try:
             self._open()
@@ -202,7 +202,7 @@ class WorkerGroup(EventGroup):
             job: The trial.
             replacement_trial: Returns the trial for a replacement worker, if it differs.
         """
-        self.asked = self.ended = None
+        self.stop_reason = self.ended = None
         self._training_events = TrainingEvents()
         self._replacement_trial = replacement_trial
         self._run, workers = ray.put(job), len(self.members)
@@ -212,7 +212,7 @@ class WorkerGroup(EventGroup):
             most=workers,
             failures_left=job.max_recoveries,
             recovers=job.max_recoveries > 0,
-            asks_again=False,
+            resends_stop=False,
             phase=Phase.TRAINING,
         )
         self._decisions = Decisions(state)
@@ -235,8 +235,8 @@ class WorkerGroup(EventGroup):
             self._begin_following({member.actor.continue_trial.remote(): member.rank for member in self.members})
             while len(self._received) < len(self.members):
                 self._follow()
-                self._judge()
-                self._check_alone()
+                self._handle_failures()
+                self._check_single_failure()
                 self._request_stop(why)
         except LostGroupError as lost:
             raise self._lost_group(lost) from None
@@ -263,22 +263,22 @@ class WorkerGroup(EventGroup):
             self._first_error_at = self._first_error_at or time.monotonic()
         return False
 
-    def _words(self, rank: int) -> tuple[str, str]:
+    def _final_report(self, rank: int) -> tuple[str, str]:
         return "", ""  # the others wait for its report, too
 
-    def _judge(self) -> None:
-        for rank, how in list(self._process_killer.gone.items()):  # Ray would notice it later
+    def _handle_failures(self) -> None:
+        for rank, how in list(self._process_killer.unreachable.items()):  # Ray would notice it later
             self._errors[rank] = WorkerFrozenError(how)
-        super()._judge()
+        super()._handle_failures()
 
     def _reporters(self) -> frozenset[int]:
         return frozenset(self._received)
 
-    def _check_alone(self) -> None:
+    def _check_single_failure(self) -> None:
         """Raises the error for workers that failed while others wait: the cause is a frozen one, or else the first."""
         if not self._pending or self._first_error_at is None:
             return
-        if time.monotonic() - self._first_error_at < timeouts.get().alike_failures:
+        if time.monotonic() - self._first_error_at < timeouts.get().same_failure:
             return
         if (frozen := self._process_killer.stopped_process()) is not None:
             raise WorkerGroupLostError(
@@ -289,8 +289,8 @@ class WorkerGroup(EventGroup):
 
     def _lost_group(self, lost: LostGroupError) -> WorkerGroupLostError:
         rank, error = min(lost.errors.items())
-        if rank in self._process_killer.gone:
-            error_found = WorkerGroupLostError(self._process_killer.gone[rank])
+        if rank in self._process_killer.unreachable:
+            error_found = WorkerGroupLostError(self._process_killer.unreachable[rank])
         elif rank in self._process_killer.ended:
             error_found = WorkerGroupLostError(self._frozen(rank, self._process_killer.ended[rank]))
         elif isinstance(error, WorkerFrozenError):
@@ -303,28 +303,28 @@ class WorkerGroup(EventGroup):
     def _describe_end(self, action: Action) -> str:
         return ". All workers of the group end: a trial restarts as FailureConfig allows, a call of raytf.fit fails"
 
-    def _started_again(self, rank: int) -> Member:
+    def _start_replacement(self, rank: int) -> Member:
         return self._process(rank, self.members[rank].bundle)
 
-    def settle(self, member: Member, addresses: list[str], token: bytes, pinned: bool) -> Any:
+    def send_environment(self, member: Member, addresses: list[str], token: bytes, pinned: bool) -> Any:
         if self._replacement_trial is not None:
             self._run, self._replacement_trial = ray.put(self._replacement_trial()), None
         self._settled.pop(member.rank, None)
-        return member.actor.settle.remote(*self._opening(member.rank, addresses, token, pinned))
+        return member.actor.store_opening.remote(*self._opening(member.rank, addresses, token, pinned))
 
     def start_again(self, member: Member) -> None:
         member.actor.start_as_replacement.remote(self._run)
 
     def _request_stop(self, why: Callable[[], str | None] | None) -> None:
         """Stops all workers after the same step, once there is a reason."""
-        if not self._pending or why is None or self.asked is not None or (reason := why()) is None:
+        if not self._pending or why is None or self.stop_reason is not None or (reason := why()) is None:
             return
         action = self._decisions.take(StopRequested() if reason == stop.STOP else Drained(stays=True))
-        if action.do is not Do.END_AFTER_STEP:
+        if action.kind is not ActionKind.END_AFTER_STEP:
             return
-        self.asked = action.why
+        self.stop_reason = action.why
         try:
-            ends.agree(self.actors, action.why)
+            graceful_stop.agree(self.actors, action.why)
         except NoAnswerError as error:
             raise WorkerGroupLostError(str(error)) from None
         except ray.exceptions.RayActorError as error:
@@ -351,7 +351,7 @@ class WorkerGroup(EventGroup):
         if well:
             with contextlib.suppress(NoAnswerError):
                 for _ in in_completion_order(
-                    [w.stop.remote() for w in self.actors], timeouts.get().worker_parting, "the end of its process"
+                    [w.stop.remote() for w in self.actors], timeouts.get().worker_cleanup, "the end of its process"
                 ):
                     pass
         self.end(self.actors)
@@ -365,20 +365,20 @@ class WorkerGroup(EventGroup):
 
     def _answers(self, calls: list, seconds: float, action: str) -> list:
         """Returns the results of calls; raises WorkerGroupLostError once a worker dies, is stopped, or is late."""
-        self._process_killer.mark_alive(*self.places)
+        self._process_killer.mark_alive(*self.locations)
         try:
             return collect_answers(calls, seconds, action, check=self._check_processes, failure=_lost)
         except NoAnswerError as error:
             raise WorkerGroupLostError(str(error)) from None
 
     def _check_processes(self) -> None:
-        for how in self._process_killer.gone.values():
+        for how in self._process_killer.unreachable.values():
             raise WorkerGroupLostError(how)
         for rank, how in self._process_killer.ended.items():
             raise WorkerGroupLostError(self._frozen(rank, how))
 
     def _frozen(self, rank: int, how: str) -> str:
-        host = f" on {self.places[rank].host}"
+        host = f" on {self.locations[rank].host}"
         return f"worker {rank}{host} is frozen: {how.replace(host, '', 1)}"
 
 
@@ -396,11 +396,11 @@ def _take(spares: Sequence[tuple[str, Any]], node: str):
     Ray's key-value store has the used ones, as a worker of another group would answer only after its step.
     """
     leader = ray.get_runtime_context().current_actor
-    gone = (ray.exceptions.RayActorError, ray.exceptions.ActorUnschedulableError, ray.exceptions.GetTimeoutError)
+    lost_errors = (ray.exceptions.RayActorError, ray.exceptions.ActorUnschedulableError, ray.exceptions.GetTimeoutError)
     for spare_node, actor in spares:
         if spare_node != node or ray_core.kv_put(ray_core.id_of(actor), b"taken", overwrite=False, namespace=_TAKEN):
             continue
-        with contextlib.suppress(*gone):
+        with contextlib.suppress(*lost_errors):
             ray.get(actor.end_with.remote(leader), timeout=timeouts.get().imports)
             return actor
     return None
@@ -436,14 +436,14 @@ class GroupWorker(MemberProcess):
 
         self._rank, self._size, self._nodes = rank, len(addresses), nodes
         self._stack.enter_context(context.prepared(setup))
-        self._stack.enter_context(backend.spoken(rank == 0, None))
+        self._stack.enter_context(backend.keras_output(rank == 0, None))
         self._stack.enter_context(shared_warnings.shown_once(setup.warned))
         with autograph.in_memory():
             context.get_strategy()
         clearing.record_settings()
 
     def begin(self, job: TrialRun) -> None:
-        output.say_who(f"{job.name} worker {self._rank}")
+        output.set_output_name(f"{job.name} worker {self._rank}")
         self._folder = scratch.make_folder(size_of_files(job.files or {}))
         checkpoint = None
         if job.files is not None:
@@ -456,7 +456,7 @@ class GroupWorker(MemberProcess):
         self._thread = threading.Thread(target=self._run, args=(job, self._session, self._folder), daemon=True)
         self._thread.start()
 
-    def settle(self, *opening) -> None:
+    def store_opening(self, *opening) -> None:
         """Stores the arguments of `open` for `start_as_replacement`."""
         self._opening = opening
 
@@ -499,14 +499,14 @@ class GroupWorker(MemberProcess):
         finally:
             set_train_fn_utils(None)
 
-    def continue_trial(self) -> Report | LoopEnded | RunEvent | Wait | None:
+    def continue_trial(self) -> Report | LoopEnded | RunEvent | WaitingForRing | None:
         """Continues the trial; returns the result of `next_event`."""
         activity.tracker.renew()
         self._session.commands.put("go")
         return self.next_event()
 
-    def next_event(self) -> Report | LoopEnded | RunEvent | Wait | None:
-        """Returns the next event of the trial's thread; after a timeout None, or `Wait` if it waits for a ring.
+    def next_event(self) -> Report | LoopEnded | RunEvent | WaitingForRing | None:
+        """Returns the next event of the trial's thread; after a timeout None, or `WaitingForRing`.
 
         The timeout lets this process answer other calls.
         """
@@ -515,7 +515,7 @@ class GroupWorker(MemberProcess):
             if kind == "event":
                 return value
             return Report(value) if kind == "report" else LoopEnded(value) if kind == "end" else LoopEnded(error=value)
-        return Wait() if isinstance(recovery_client.client.waiting(), BlockedWorker) else None
+        return WaitingForRing() if isinstance(recovery_client.client.waiting(), BlockedWorker) else None
 
     def save(self) -> dict[str, bytes] | None:
         self._session.commands.put("save")

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 # Size of the picture in its own units; it is scaled to a column of the page.
 _WIDTH, _HEIGHT = 460, 270
-_LEFT, _RIGHT, _TOP, _BOTTOM = 62, 14, 26, 42
+_LEFT_MARGIN, _RIGHT_MARGIN, _TOP_MARGIN, _BOTTOM_MARGIN = 62, 14, 26, 42
 # Ratio of the largest to the smallest value from which on an axis is logarithmic.
 _DECADES = 20.0
 # Share of a logarithmic axis between zeros and the smallest other value.
@@ -62,7 +62,7 @@ class Axis:
     """An axis of parallel coordinates: the position of each line on it, from 0 to 1, and its ticks."""
 
     label: str
-    places: Sequence[float]
+    positions: Sequence[float]
     ticks: Sequence[tuple[float, str]] = field(default=())
 
 
@@ -119,9 +119,9 @@ def line_chart(
     if not points:
         return None
     ys = [y for _, y in points]
-    x_scale = _Scale([x for x, _ in points], (_LEFT, _WIDTH - _RIGHT), whole=True)
+    x_scale = _Scale([x for x, _ in points], (_LEFT_MARGIN, _WIDTH - _RIGHT_MARGIN), whole=True)
     log = not zero and _spans_decades_above_zero(ys)
-    y_scale = _Scale([*ys, *([0.0] if zero else [])], (_HEIGHT - _BOTTOM, _TOP), log=log)
+    y_scale = _Scale([*ys, *([0.0] if zero else [])], (_HEIGHT - _BOTTOM_MARGIN, _TOP_MARGIN), log=log)
     body = [_frame(x_scale, y_scale, x_label, y_label, show)]
     named = [curve for curve in series if curve.named]
     colors = [curve.color or COLORS[i % len(COLORS)] for i, curve in enumerate(named)]
@@ -137,8 +137,8 @@ def scatter_chart(points: Sequence[Point], x_label: str, y_label: str, value_lab
     if not points:
         return None
     xs, ys = [p.x for p in points], [p.y for p in points]
-    x_scale = _Scale(xs, (_LEFT + 8, _WIDTH - _RIGHT - 8), log=spans_decades(xs), ticks_at_values=True)
-    y_scale = _Scale(ys, (_HEIGHT - _BOTTOM - 6, _TOP + 6), log=min(ys) > 0 and max(ys) / min(ys) > 5)
+    x_scale = _Scale(xs, (_LEFT_MARGIN + 8, _WIDTH - _RIGHT_MARGIN - 8), log=spans_decades(xs), ticks_at_values=True)
+    y_scale = _Scale(ys, (_HEIGHT - _BOTTOM_MARGIN - 6, _TOP_MARGIN + 6), log=min(ys) > 0 and max(ys) / min(ys) > 5)
     body = [_frame(x_scale, y_scale, x_label, y_label, format_number)]
     for p in sorted(points, key=lambda p: p.value):
         position = f'cx="{x_scale(p.x):.1f}" cy="{y_scale(p.y):.1f}" r="6.5"'
@@ -157,12 +157,12 @@ def parallel_chart(axes: Sequence[Axis], values: Sequence[float], details: Seque
     """
     width = max(_WIDTH, _AXIS_WIDTH * len(axes))
     step = (width - 130) / (len(axes) - 1)
-    top, bottom = _TOP + 16, _HEIGHT - 16
+    top, bottom = _TOP_MARGIN + 16, _HEIGHT - 16
     position = lambda i, tick: (65 + i * step, bottom - tick * (bottom - top))
     body = []
     for line in sorted(range(len(values)), key=lambda n: values[n]):
-        places = [position(i, axis.places[line]) for i, axis in enumerate(axes)]
-        path = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in places)
+        points = [position(i, axis.positions[line]) for i, axis in enumerate(axes)]
+        path = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in points)
         color = _shade(values[line])
         body.append(f'<path class="c" d="{path}" stroke="{color}" stroke-width="1.8">{_title(details[line])}</path>')
     for i, axis in enumerate(axes):
@@ -243,17 +243,15 @@ def _log_ticks(low: float, high: float) -> list[float]:
 
 
 def _frame(x_scale: _Scale, y_scale: _Scale, x_label: str, y_label: str, show: Callable[[float], str]) -> str:
-    parts = []
+    parts, right, base = [], _WIDTH - _RIGHT_MARGIN, _HEIGHT - _BOTTOM_MARGIN
     for tick in y_scale.ticks:
         y = y_scale(tick)
-        parts.append(f'<line x1="{_LEFT}" y1="{y:.1f}" x2="{_WIDTH - _RIGHT}" y2="{y:.1f}" class="g"/>')
-        parts.append(_text(_LEFT - 6, y + 4, show(tick), "end", "t"))
+        parts.append(f'<line x1="{_LEFT_MARGIN}" y1="{y:.1f}" x2="{right}" y2="{y:.1f}" class="g"/>')
+        parts.append(_text(_LEFT_MARGIN - 6, y + 4, show(tick), "end", "t"))
     for tick in x_scale.ticks:
-        parts.append(_text(x_scale(tick), _HEIGHT - _BOTTOM + 16, format_number(tick), "middle", "t"))
-    parts.append(
-        f'<line x1="{_LEFT}" y1="{_HEIGHT - _BOTTOM}" x2="{_WIDTH - _RIGHT}" y2="{_HEIGHT - _BOTTOM}" class="a"/>'
-    )
-    parts.append(_text((_LEFT + _WIDTH - _RIGHT) / 2, _HEIGHT - 8, x_label, "middle", "l"))
+        parts.append(_text(x_scale(tick), base + 16, format_number(tick), "middle", "t"))
+    parts.append(f'<line x1="{_LEFT_MARGIN}" y1="{base}" x2="{right}" y2="{base}" class="a"/>')
+    parts.append(_text((_LEFT_MARGIN + right) / 2, _HEIGHT - 8, x_label, "middle", "l"))
     parts.append(_text(8, 14, _cut(y_label, 48), "start", "l", y_label))
     return "".join(parts)
 
@@ -281,8 +279,8 @@ def _curve(series: Series, color: str, x_scale: _Scale, y_scale: _Scale, show: C
     return f'<g class="c">{_title(tooltip)}{"".join(parts)}</g>'
 
 
-def _figure(body: str, legend: str, about: str, width: int = _WIDTH, style: str = "") -> str:
-    label = html.escape(about)
+def _figure(body: str, legend: str, description: str, width: int = _WIDTH, style: str = "") -> str:
+    label = html.escape(description)
     svg = f'<svg viewBox="0 0 {width} {_HEIGHT}" role="img" aria-label="{label}"{style}>{body}</svg>'
     return f'<div class="chart">{svg}{legend}</div>'
 

@@ -338,7 +338,7 @@ def _axis(name: str, values: list) -> charts.Axis:
         order = sorted({_format_value(v) for v in values})
         position = {text: 0.5 if len(order) == 1 else i / (len(order) - 1) for i, text in enumerate(order)}
         ticks = [(position[text], text) for text in order]
-        return charts.Axis(label=name, places=[position[_format_value(v)] for v in values], ticks=_thin_ticks(ticks))
+        return charts.Axis(label=name, positions=[position[_format_value(v)] for v in values], ticks=_thin_ticks(ticks))
     log = min(values) > 0 and max(values) / min(values) > 10
     scaled = [math.log10(v) for v in values] if log else [float(v) for v in values]
     low, high = min(scaled), max(scaled)
@@ -346,7 +346,7 @@ def _axis(name: str, values: list) -> charts.Axis:
     marks = sorted(set(scaled))
     marks = marks if len(marks) <= _TICKS else [low + (high - low) * i / 4 for i in range(5)]
     ticks = [(scale(mark), charts.format_number(10**mark if log else mark)) for mark in marks]
-    return charts.Axis(label=name, places=[scale(v) for v in scaled], ticks=ticks)
+    return charts.Axis(label=name, positions=[scale(v) for v in scaled], ticks=ticks)
 
 
 def _thin_ticks(ticks: list[tuple[float, str]]) -> list[tuple[float, str]]:

@@ -50,8 +50,8 @@ from raytf.storage import pickle_safety, run_folder, scratch
 from raytf.storage.run_folder import RunFolder
 from raytf.storage.run_lock import RunLock
 from raytf.train import arguments, ray_config
-from raytf.train.ends import GracefulStop
 from raytf.train.entry import import_raytf, train
+from raytf.train.graceful_stop import GracefulStop
 from raytf.train.keras_trainer import KerasTrainer
 from raytf.train.prepare import Prepared, placed
 from raytf.train.tensorflow_trainer import TensorflowTrainer
@@ -64,7 +64,7 @@ from raytf.tune.table import Stopper, SweepTable
 from raytf.tune.trial import SweepSpec, Trial, UnknownMetricError
 from raytf.worker import model_source
 from raytf.worker.job import TrainJob
-from raytf.worker.stop import MovedError
+from raytf.worker.stop import StoppedForRestartError
 
 logger = logs.get_logger(__name__)
 
@@ -217,7 +217,7 @@ def sweep(
         failures = (settled.failure_config or tune.FailureConfig()).max_failures
         failures, score = math.inf if failures == -1 else failures, settled.checkpoint_config
         plan, identity = _plan(trainer, config, options, training, failures, score, shown)
-        processes.settle()
+        processes.end_unused()
         shown.close()
         if named is not None:
             _check_same(options.identity, identity, named)
@@ -248,13 +248,17 @@ def sweep(
         if plan.end is not None:
             ends.callback(plan.end.clear)
         with table, _quiet_tune() as tunes:
-            asking = None if plan.end is None else SweepStop(plan.end, tunes.interrupt, ending.emit_stop_requested)
-            table.asking = asking
-            with ending.calls(tunes.interrupt if asking is None else lambda: tunes.has_begun() and asking.request()):
+            stop_request = (
+                None if plan.end is None else SweepStop(plan.end, tunes.interrupt, ending.emit_stop_requested)
+            )
+            table.stop_request = stop_request
+            with ending.calls(
+                tunes.interrupt if stop_request is None else lambda: tunes.has_begun() and stop_request.request()
+            ):
                 grid = tuner.fit()
         lock.check()
-        if asking is not None and asking.lost:
-            raise TrainingError(None, f"the sweep was requested to stop after a step: {'; '.join(asking.lost)}")
+        if stop_request is not None and stop_request.lost:
+            raise TrainingError(None, f"the sweep was requested to stop after a step: {'; '.join(stop_request.lost)}")
         if ending.number is not None:
             raise StoppedError(ending.number, _describe_progress(grid, plan.end is not None))
         if table.fatal is not None:
@@ -525,7 +529,7 @@ def check_metric(metric: str, logs: Collection[str], validates: bool, has_callba
 
     Args:
         metric: Metric that compares the trials.
-        logs: Names that the model reports, see `dry_run.Tried`.
+        logs: Names that the model reports, see `dry_run.DryRunResult`.
         validates: Whether there are rows for validation.
         has_callbacks: Whether the trials have callbacks, which may add others.
     """
@@ -547,7 +551,7 @@ class _KerasLoop:
         """Trains. Returns the step after which the training ended on request; None if it is complete."""
         try:
             ended = train(dataclasses.replace(self.task, config=config), session)
-        except MovedError as moved:
+        except StoppedForRestartError as moved:
             return moved.step
         return None if ended is None else ended["step"]
 

@@ -14,7 +14,7 @@ from raytf.console.progress import Entries
 from raytf.errors import RaytfError
 
 _POLL_INTERVAL = 0.1
-_ASKED, _ENDED, _TRIALS = "asked", "over", "trials/"
+_REQUESTED, _ENDED, _TRIALS = "requested", "over", "trials/"
 
 
 class NotReleasedError(RaytfError, TimeoutError):
@@ -32,7 +32,7 @@ class SweepEnd:
         self._entries = Entries("sweep_end") if entries is None else entries
 
     def is_requested(self) -> bool:
-        return self._entries.get(_ASKED) is not None
+        return self._entries.get(_REQUESTED) is not None
 
     def record_begun(self, trial: str) -> None:
         """Records that a trial is about to train steps, which are lost unless it ends after one."""
@@ -49,7 +49,7 @@ class SweepEnd:
         Raises:
             NotReleasedError: Tune does not end.
         """
-        self._entries.put(_TRIALS + trial, {"ended": True, "step": step, "kept": is_saved})
+        self._entries.put(_TRIALS + trial, {"ended": True, "step": step, "is_saved": is_saved})
         # after its end a trial waits for the end of Tune, which waits for all trials
         seconds = 2 * timeouts.get().run_end
         deadline = time.monotonic() + seconds
@@ -60,7 +60,7 @@ class SweepEnd:
 
     def request(self) -> None:
         """Requests that all trials end after a step."""
-        self._entries.put(_ASKED, True)
+        self._entries.put(_REQUESTED, True)
 
     def release(self) -> None:
         """Releases the trials that have ended."""
@@ -84,7 +84,7 @@ def describe_losses(notes: Mapping[str, dict | None]) -> list[str]:
     """Returns the losses, a clause for each trial; pure."""
     lost = [f"trial {trial} has not ended" for trial in working_trials(notes)]
     for trial, note in notes.items():
-        if note is not None and note["ended"] and not note["kept"]:
+        if note is not None and note["ended"] and not note["is_saved"]:
             lost.append(f"trial {trial} has stopped after step {note['step']}, and its checkpoint is not saved")
     return lost
 

@@ -45,13 +45,13 @@ class SweepTable(tune.Callback):
 
     Attributes:
         fatal: An error of the first trial that ends the sweep, or None.
-        asking: The `sweep_end.SweepStop` of a sweep that ends after a step, or None.
+        stop_request: The `sweep_end.SweepStop` of a sweep that ends after a step, or None.
     """
 
     def __init__(self, metric: str, mode: str, total: int | None, show: bool):
         self._metric, self._mode, self._total, self._show = metric, mode, total, show
         self.fatal: Exception | None = None
-        self.asking: SweepStop | None = None
+        self.stop_request: SweepStop | None = None
         self._live = self._console = self._phases = None
         self._began: dict[str, float] = {}
         self._spent: list[float] = []
@@ -62,7 +62,7 @@ class SweepTable(tune.Callback):
 
     def __getstate__(self):  # Tune stores its callbacks next to the trials
         shown = {"_live": None, "_console": None, "_phases": None}
-        cleared = {**shown, "_trials": [], "_due": None, "fatal": None, "asking": None}
+        cleared = {**shown, "_trials": [], "_due": None, "fatal": None, "stop_request": None}
         return {**vars(self), **cleared}
 
     def __enter__(self):
@@ -101,8 +101,8 @@ class SweepTable(tune.Callback):
         if self._phases is not None and time.monotonic() >= self._line_due:
             self._line_due += _LINE_INTERVAL
             self._console.print(self._title(), highlight=False, soft_wrap=True)
-        if self.asking is not None:
-            self.asking.check(lambda: [trial.trial_id for trial in trials if trial.status == "RUNNING"])
+        if self.stop_request is not None:
+            self.stop_request.check(lambda: [trial.trial_id for trial in trials if trial.status == "RUNNING"])
         self._check_resources()
         if self._live is not None:
             self._live.update(self._table())

@@ -27,7 +27,7 @@ from raytf.train.worker_group import TrialError, TrialRun, WorkerGroup, WorkerGr
 from raytf.tune import learning_rate, trial_steps
 from raytf.tune.sweep_end import SweepEnd
 from raytf.worker.session import TRIAL
-from raytf.worker.stop import DRAIN, STOP, MovedError
+from raytf.worker.stop import DRAIN, STOP, StoppedForRestartError
 from raytf.worker.trial_session import TrialCheckpointDir
 
 # Seconds between saves of a long trial, so that one whose worker dies does not start from scratch.
@@ -41,8 +41,8 @@ class SweepSpec:
     """Settings that all trials of a sweep share.
 
     Args:
-        train: Function train(session, config) for a worker; train.apart() returns a copy for one group, and
-            train.rest() releases what its datasets have prefetched.
+        train: Function train(session, config) for a worker; train.clone() returns a copy for one group, and
+            train.release_prefetch() releases what its datasets have prefetched.
         config: The trainer's config, which a trial's values override.
         scaling_config, setup: The trainer's.
         environment: Runtime environment of the workers.
@@ -96,7 +96,7 @@ class Trial(tune.Trainable):
         logging.getLogger(loggers.TUNE_STORAGE).setLevel(logging.WARNING)  # it logs each checkpoint
         timeouts.set_current(plan.setup.timeouts)
         self._plan, self._worker_group = plan, None
-        output.say_who(self.trial_name)
+        output.set_output_name(self.trial_name)
         self._record()
         self._take_config(config)
 
@@ -145,7 +145,7 @@ class Trial(tune.Trainable):
             self._close()  # Tune ends the actor of a trial that failed
             raise _explained(error, self._config) from None
         if metrics is None and self._worker_group.ended is not None:
-            return self._ended(self._worker_group.ended, self._worker_group.asked)
+            return self._ended(self._worker_group.ended, self._worker_group.stop_reason)
         if metrics is None:
             # one that resumes from the end of a training, its own or another's, has nothing left to do
             if not self._reported and self._start is None:
@@ -158,8 +158,10 @@ class Trial(tune.Trainable):
         self._reported = True
         # Tune counts from its own checkpoint, and later reports are not repeated. Both keys stay in Tune's positions,
         # as it appends to a CSV file without a check of its header
-        ahead = {DONE: False, TRAINING_ITERATION: self.iteration + 1 + self._pending} if self._pending else {}
-        return {**metrics, **self._derived, **self._maybe_save(), **ahead}
+        placeholder_result = (
+            {DONE: False, TRAINING_ITERATION: self.iteration + 1 + self._pending} if self._pending else {}
+        )
+        return {**metrics, **self._derived, **self._maybe_save(), **placeholder_result}
 
     def _emit_restart(self, error: WorkerGroupLostError) -> None:
         """Emits the restart of a trial that has lost a worker for good."""
@@ -177,7 +179,7 @@ class Trial(tune.Trainable):
         )
         if why == DRAIN:
             self._close()
-            moved = MovedError(step)
+            moved = StoppedForRestartError(step)
             events.emit(RunEvent(kind=Kind.ENDED_AFTER_STEP, step=step, why=str(moved)))
             raise moved  # Tune does not count it as a failure, and starts the trial elsewhere
         self._plan.end.ended(self.trial_id, step, is_saved)
@@ -201,8 +203,8 @@ class Trial(tune.Trainable):
             if self._worker_group is None:
                 per_worker = ray_configs.resources_per_worker(plan.scaling_config)
                 self._train = plan.train.clone()
-                places = {"first_bundle": _first_bundle(), "spares": plan.spares}
-                self._worker_group = WorkerGroup(plan.setup, per_worker, workers, plan.environment, **places)
+                placement = {"first_bundle": _first_bundle(), "spares": plan.spares}
+                self._worker_group = WorkerGroup(plan.setup, per_worker, workers, plan.environment, **placement)
             storage = ray_tune.storage_of(self)
             context = {"datasets": plan.datasets, "dataset_config": plan.dataset_config}
             context |= {"filesystem": storage.storage_filesystem, "folder": storage.trial_fs_path}

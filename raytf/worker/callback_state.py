@@ -113,11 +113,11 @@ class CallbackStates:
         _warn_of_unrestored(unrestored, [e["class"] for e in unmatched if e.get("attributes") or "own" in e], chief)
 
 
-def _warn_of_unrestored(new: list[str], gone: list[str], chief: bool) -> None:
+def _warn_of_unrestored(new: list[str], dropped: list[str], chief: bool) -> None:
     if chief and new:
         warn_user(f"Callbacks that the checkpoint does not know start from scratch: {', '.join(new)}", stacklevel=2)
-    if chief and gone:
-        warn_user(f"The state of callbacks that the run has no longer is dropped: {', '.join(gone)}", stacklevel=2)
+    if chief and dropped:
+        warn_user(f"The state of callbacks that the run has no longer is dropped: {', '.join(dropped)}", stacklevel=2)
 
 
 def _is_entry(entry) -> bool:
@@ -214,7 +214,7 @@ def _arguments(callback) -> set[str]:
 
 
 def _names(value, is_one: Callable[[str], bool]) -> bool:
-    """Whether a plain value contains a string for which `is_one` holds, except for keys of dicts (metric names)."""
+    """Returns whether a plain value contains a string for which `is_one` holds, keys of dicts (metrics) apart."""
     if isinstance(value, str):
         return is_one(value)
     if isinstance(value, Mapping):

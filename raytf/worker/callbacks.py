@@ -207,7 +207,7 @@ class ReportCallback(keras.callbacks.Callback):
         is_saved = self._write_error() is None
         if not communicator.spans_workers(self.model.distribute_strategy):
             return is_saved
-        (chief_kept,) = communicator.from_chief(self.model.distribute_strategy, [np.int64(is_saved)])
+        (chief_kept,) = communicator.broadcast_from_chief(self.model.distribute_strategy, [np.int64(is_saved)])
         return bool(chief_kept)
 
     def _fingerprint(self):
@@ -215,29 +215,29 @@ class ReportCallback(keras.callbacks.Callback):
 
     def _report(self, stopped: bool):
         self._reported = self._fingerprint()
-        moment = self._snapshot(stopped) if self._checkpoint else None
-        writers = 1 if moment is None else moment.writers
-        with activity.tracker.in_phase(activity.CHECKPOINT), shards.whole(self.model, writers=writers):
-            self._write_error = self._send_report(dict(self._history[-1]), moment)
+        snapshot = self._snapshot(stopped) if self._checkpoint else None
+        writers = 1 if snapshot is None else snapshot.writers
+        with activity.tracker.in_phase(activity.CHECKPOINT), shards.gather_full_state(self.model, writers=writers):
+            self._write_error = self._send_report(dict(self._history[-1]), snapshot)
 
     def _snapshot(self, stopped: bool) -> checkpoints.CheckpointSnapshot:
-        moment = checkpoints.CheckpointSnapshot(self.model, self._state(stopped), self._states, self._build)
+        snapshot = checkpoints.CheckpointSnapshot(self.model, self._state(stopped), self._states, self._build)
         writers = 1 if self._writers is None else self._writers.count(self.model)
         if writers == 1:
-            return moment
+            return snapshot
         broadcast_name = functools.partial(self._writers.name, self.model)
-        return dataclasses.replace(moment, writers=writers, broadcast_name=broadcast_name)
+        return dataclasses.replace(snapshot, writers=writers, broadcast_name=broadcast_name)
 
-    def parts(self, variables: Mapping[str, np.ndarray], ahead: int = 0, **state_fields: Any) -> dict[str, Any]:
+    def parts(self, variables: Mapping[str, np.ndarray], steps_ahead: int = 0, **state_fields: Any) -> dict[str, Any]:
         """Returns the files of a checkpoint within an epoch, see `checkpoint.checkpoint_parts`.
 
         Args:
             variables: Arrays of `metrics.npz`.
-            ahead: Steps of the current execution for which callbacks were not called yet.
+            steps_ahead: Steps of the current execution for which callbacks were not called yet.
             state_fields: epoch_step, logs, metrics and order of the `CheckpointState`.
         """
         state = self._state(stopped=False)
-        state = dataclasses.replace(state, step=state.step + ahead, **_number(state_fields))
+        state = dataclasses.replace(state, step=state.step + steps_ahead, **_number(state_fields))
         return checkpoints.checkpoint_parts(self.model, state, self._states, self._build, variables)
 
     def _state(self, stopped: bool) -> checkpoints.CheckpointState:

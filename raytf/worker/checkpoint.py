@@ -59,7 +59,7 @@ __all__ = [
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointSnapshot:
-    """A checkpoint of the current state of a training: `moment(folder)` writes it, `checkpoint_parts` returns it.
+    """A checkpoint of the current state of a training: `snapshot(folder)` writes it, `checkpoint_parts` returns it.
 
     Args:
         model: See `checkpoint_parts`.

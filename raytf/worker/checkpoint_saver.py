@@ -12,7 +12,7 @@ from raytf.runtime import cores
 from raytf.storage import checkpoint_files, sharded_write, snapshots
 from raytf.storage.file_template import FileTemplate, ZipTemplate
 from raytf.storage.sharded_write import RangeCutter
-from raytf.storage.snapshots import NoRoomError, NotWrittenError, SnapshotWriter
+from raytf.storage.snapshots import BufferFullError, NotWrittenError, SnapshotWriter
 from raytf.timeouts import deadline
 from raytf.worker.checkpoint import CheckpointSnapshot
 
@@ -38,7 +38,7 @@ class CheckpointSaver:
         self._file: Any = None  # a `model_file.ModelFile`
         self._cutter: RangeCutter | None = None
         self._layout: tuple[FileTemplate, int] | None = None
-        self._writes_alone = False
+        self._writes_all_parts = False
 
     def wait_for_others(self) -> None:
         """Blocks until checkpoints of killed workers are written; call it before the newest one is selected."""
@@ -61,7 +61,7 @@ class CheckpointSaver:
             self._start()
             self._writer.ready(size + _OTHER_BYTES, in_memory)
 
-    def keep(self, name: str, model, parts: Mapping[str, Any], writers: int = 1, last: bool = False) -> bool:
+    def save_async(self, name: str, model, parts: Mapping[str, Any], writers: int = 1, last: bool = False) -> bool:
         """Saves a checkpoint, see `session.Session.save_step`.
 
         Args:
@@ -100,14 +100,14 @@ class CheckpointSaver:
 
     def layout(self, model) -> int:
         """Returns a number that is equal on workers whose model files have the same arrays at the same offsets."""
-        image = self._content(model).image
-        if self._layout is None or self._layout[0] is not image:
-            self._layout = image, sharded_write.layout_checksum(image)
+        template = self._content(model).template
+        if self._layout is None or self._layout[0] is not template:
+            self._layout = template, sharded_write.layout_checksum(template)
         return self._layout[1]
 
-    def writes_alone(self) -> bool:
+    def writes_all_parts(self) -> bool:
         """Returns whether this worker must write alone, as parts of other workers did not arrive before."""
-        return self._writes_alone or (self._writer is not None and self._writer.alone)
+        return self._writes_all_parts or (self._writer is not None and self._writer.parts_are_missing)
 
     def _content(self, model) -> ZipTemplate:
         return self._layout_of(model).content()
@@ -127,11 +127,11 @@ class CheckpointSaver:
         if self._writer is not None:
             try:
                 return self._writer.write(name, parts, **how)
-            except NoRoomError:
+            except BufferFullError:
                 raise
             except NotWrittenError as error:  # the writer process was killed
                 logger.warning(f"{error}; another one is started")
-                self._writes_alone = self._writer.alone
+                self._writes_all_parts = self._writer.parts_are_missing
                 self._writer.close()
         self._start()
         return self._writer.write(name, parts, **how)
@@ -141,12 +141,12 @@ class CheckpointSaver:
         activity.tracker.queued_writer = self._writer.queued
         activity.tracker.failing_storage = functools.partial(getattr, self._writer, "failing")
 
-    def save_epoch_end(self, name: str, moment: CheckpointSnapshot) -> Callable[[], None]:
+    def save_epoch_end(self, name: str, snapshot: CheckpointSnapshot) -> Callable[[], None]:
         """Saves the checkpoint at the end of an epoch; newer ones do not replace it before it is written.
 
         Args:
             name: Name of the checkpoint's folder in the run's folder.
-            moment: State of the training at the end of the epoch.
+            snapshot: State of the training at the end of the epoch.
 
         Returns:
             A function that blocks until the checkpoint is whole, in any thread, or raises NotWrittenError.
@@ -155,7 +155,7 @@ class CheckpointSaver:
         Raises:
             NotWrittenError: The writer process was killed, and its replacement too.
         """
-        number = self._copy(name, moment.model, moment.parts(), writers=moment.writers, pinned=True)
+        number = self._copy(name, snapshot.model, snapshot.parts(), writers=snapshot.writers, pinned=True)
         writer = self._writer
 
         def wait() -> None:

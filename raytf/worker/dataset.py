@@ -114,8 +114,8 @@ def get_dataset(
     if isinstance(setup.datasets[name], TFData):
         given = {"features": features, "labels": labels, "sample_weights": sample_weights, "map": map}
         given |= {"shuffle": shuffle, "drop_remainder": drop_remainder or None}
-        if asked := [key for key, value in given.items() if value is not None]:
-            raise ConfigError(f"{name!r} is a raytf.TFData, which defines these", ", ".join(asked), "Leave them out")
+        if passed := [key for key, value in given.items() if value is not None]:
+            raise ConfigError(f"{name!r} is a raytf.TFData, which defines these", ", ".join(passed), "Leave them out")
         per_replica_batch(batch_size, context.get_world_size())
         feed = open_feed(
             setup.datasets[name],

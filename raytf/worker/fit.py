@@ -20,7 +20,7 @@ from raytf.worker.job import TrainJob
 from raytf.worker.part import Training
 from raytf.worker.parts import PARTS
 from raytf.worker.session import Session
-from raytf.worker.stop import STOP, MovedError, StopTraining
+from raytf.worker.stop import STOP, StoppedForRestartError, StopTraining
 
 
 def train(task: TrainJob, session: Session) -> dict | None:
@@ -34,7 +34,7 @@ def train(task: TrainJob, session: Session) -> dict | None:
         None if the training is complete; {"step": number of steps in all} if it was stopped.
 
     Raises:
-        MovedError: The training was stopped for the run to continue with other workers.
+        StoppedForRestartError: The training was stopped for the run to continue with other workers.
     """
     context.get_strategy()
     task = task.for_workers(session.size)
@@ -46,7 +46,7 @@ def train(task: TrainJob, session: Session) -> dict | None:
             loop.run_training(prepare(task, session, waited, callbacks.feed_state, folder, state), PARTS)
         except StopTraining as stop:
             if stop.why != STOP:
-                raise MovedError(stop.step, stop.why) from None
+                raise StoppedForRestartError(stop.step, stop.why) from None
             return {"step": stop.step}
     return None
 

@@ -16,7 +16,7 @@ from raytf.worker.checkpoint_every import CheckpointInterval
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainingOptions:
-    """Options of a training that its parts read, see `part.Part`.
+    """Options of a training that its parts read, see `part.TrainingPart`.
 
     Args:
         steps_per_execution: "auto", or a number of steps, at least 1.
@@ -112,5 +112,5 @@ class TrainJob(TrainingOptions):
 
 
 def is_complete(state, task: TrainJob) -> bool:
-    """Whether a run that resumes from a `checkpoint.CheckpointState` (None: from scratch) is already complete."""
+    """Returns whether a run that resumes from a `checkpoint.CheckpointState` (None: from scratch) is complete."""
     return state is not None and (state.stopped or state.epoch >= task.config["epochs"])

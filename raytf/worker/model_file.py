@@ -2,7 +2,7 @@
 
 A `.keras` file is an uncompressed zip of config.json, metadata.json, an HDF5 file with the arrays, and assets such as
 vocabularies. Each array of the HDF5 file is contiguous. So Keras' own walk over the saved objects computes the layout
-once, from shapes. The layout is an image of the file, and the owner of each array. `save_own_variables` of layers is
+once, from shapes. The layout is a template of the file, and the owner of each array. `save_own_variables` of layers is
 called each time. If layers, optimizers or shapes change, the layout is computed again.
 """
 
@@ -24,7 +24,7 @@ _WEIGHTS, _CONFIG, _METADATA = "model.weights.h5", "config.json", "metadata.json
 
 
 class ModelFile:
-    """Returns the content of a model's `.keras` file, as `model.save` would write it at this moment.
+    """Returns the content of a model's `.keras` file, as `model.save` would write it now.
 
     Args:
         model: A compiled and built model, whose vocabularies do not change any more.
@@ -37,7 +37,9 @@ class ModelFile:
     @property
     def size(self) -> int:
         """Returns the size of the file in bytes, without some thousand bytes of zip headers."""
-        return self._image.size + sum(len(content) for content in self._members.values() if isinstance(content, bytes))
+        return self._template.size + sum(
+            len(content) for content in self._members.values() if isinstance(content, bytes)
+        )
 
     def content(self) -> ZipTemplate:
         """Returns the current file. Its arrays may share TensorFlow's memory: copy them before the next step."""
@@ -48,7 +50,7 @@ class ModelFile:
         if (configured := _configured(layers, optimizers)) != self._made_with:
             self._config, self._made_with = self._described(), configured
         members = {**self._members, _CONFIG: self._config, _METADATA: self._dated()}
-        return ZipTemplate([(name, members[name]) for name in self._members], self._image, values)
+        return ZipTemplate([(name, members[name]) for name in self._members], self._template, values)
 
     def pieces(self) -> list:
         """Returns the file as pieces of memory, with arrays by reference: use them before the next step."""
@@ -67,16 +69,16 @@ class ModelFile:
         is_known = layout.fixed and all(identity in known for _, identity in layout.owners)
         # without owners the layout is computed for each checkpoint
         self._owners = [(path, known[identity]) for path, identity in layout.owners] if is_known else None
-        self._order = list(layout.places)
+        self._order = list(layout.regions)
         self._kinds = [(layout.values[path].shape, layout.values[path].dtype) for path in self._order]
-        self._image = FileTemplate(layout.size, layout.texts, [layout.places[path] for path in self._order])
-        self._members: dict[str, bytes | FileTemplate] = {**layout.members, _WEIGHTS: self._image}
+        self._template = FileTemplate(layout.size, layout.texts, [layout.regions[path] for path in self._order])
+        self._members: dict[str, bytes | FileTemplate] = {**layout.members, _WEIGHTS: self._template}
         self._config, self._metadata = layout.members[_CONFIG], json.loads(layout.members[_METADATA])
         self._made_of, self._made_with = _ids(layers, optimizers), _configured(layers, optimizers)
         return [layout.values[path] for path in self._order]
 
     def _values(self) -> list[np.ndarray] | None:
-        """Returns the arrays in the order of the image; None if they differ in number, shape or dtype from it."""
+        """Returns the arrays in the order of the template; None if they differ in number, shape or dtype from it."""
         if self._owners is None:
             return None
         state = {

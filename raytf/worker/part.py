@@ -45,10 +45,10 @@ class TrainingPart(keras.callbacks.Callback):
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes the `state_dict` of another worker, before the training begins."""
+        """Restores the `state_dict` of another worker, before the training begins."""
 
     def exchanges(self, step: int) -> bool:
-        """Whether it may exchange data with other workers after a step; `step` is the number of steps in all."""
+        """Returns whether it may exchange data with other workers after a step; `step` is the total number of steps."""
         return False
 
     def running(self) -> contextlib.AbstractContextManager[None]:
@@ -83,7 +83,7 @@ class Training:
         first_epoch: Index of the first epoch of the run.
         arguments: Further arguments of Keras' `fit`.
         build: See `checkpoint.checkpoint_parts`.
-        report: Function `report(metrics, moment)` for ends of epochs; the session's by default.
+        report: Function `report(metrics, snapshot)` for ends of epochs; the session's by default.
         workers: Number of processes that make steps; the session's by default.
 
     Attributes:

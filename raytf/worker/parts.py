@@ -15,12 +15,12 @@ from raytf.worker.epoch_checks import EpochChecks
 from raytf.worker.figures import FiguresCallback
 from raytf.worker.part import TrainingPart
 from raytf.worker.replacement import CallbackPhases, RecoveryCallback
-from raytf.worker.step_checkpoints import BeforeResumption, Resumption, StepCheckpointCallback
+from raytf.worker.step_checkpoints import MidEpochResume, PrepareMidEpochResume, StepCheckpointCallback
 from raytf.worker.steps_per_execution import ExecutionCallback
 
 PARTS: tuple[type[TrainingPart], ...] = (
     CallbackPhases,  # before all, as it marks when callbacks begin
-    BeforeResumption,  # before all that may change a value at the begin of a training or an epoch
+    PrepareMidEpochResume,  # before all that may change a value at the begin of a training or an epoch
     ExecutionCallback,  # measures the time between executions, which includes all other callbacks
     FeedCallback,  # sets epoch and step that all others read
     UsersCallbacks,
@@ -30,7 +30,7 @@ PARTS: tuple[type[TrainingPart], ...] = (
     ProgressCallback,  # before reports, which may wait
     FiguresCallback,  # before reports, whose time is of the next epoch
     StepReportCallback,
-    Resumption,  # after all that reset values at the begin of an epoch
+    MidEpochResume,  # after all that reset values at the begin of an epoch
     EpochReports,  # a checkpoint has the state of all before it
     StepCheckpointCallback,  # after the epoch's own checkpoint; ends the training on request, so nothing follows
     RecoveryCallback,  # after all, as it marks when callbacks end

@@ -2,10 +2,10 @@
 
 A replacement worker gets weights and optimizer of a worker that waits in the next step, which has not changed them. It
 also gets the lost worker's own state from that worker's successor, and the state of callbacks that all workers share.
-Its `fit` begins with the step of the others; until then it exchanges nothing (`recovery_client.Detached`).
+Its `fit` begins with the step of the others; until then it exchanges nothing (`recovery_client.PlaceholderRing`).
 
-If no process can replace the lost worker, another worker saves a checkpoint of the last common step (`keep`). All
-workers restart from it. See docs/design/recovery.md.
+If no process can replace the lost worker, another worker saves a checkpoint of the last common step
+(`save_checkpoint`). All workers restart from it. See docs/design/recovery.md.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def _unrecoverable(model, holder) -> str | None:
     """Returns why the loss of a worker is not recoverable, as a clause, or None."""
     if holder is None:
         return "workers do not sum gradients in raytf's ring"
-    if shards.are_in(model):
+    if shards.has_shards(model):
         return "with shard_optimizer a lost worker's share of the optimizer's state exists nowhere else"
     if local_sgd.averaging_interval(model.distribute_strategy) > 1:
         return "with sync_every workers have different weights"
@@ -218,7 +218,7 @@ class RecoveryCallback(TrainingPart):
         model, report = training.model, training.parts[EpochReports]
         named = {f"{i}.{j}": value(v) for i, metric in enumerate(model.metrics) for j, v in enumerate(metric.variables)}
         state = {"logs": logs, "metrics": metrics.described(model), "order": dict(training.order)}
-        return report.parts(named, ahead=self._pending_steps(), epoch_step=self._steps_made(), **state)
+        return report.parts(named, steps_ahead=self._pending_steps(), epoch_step=self._steps_made(), **state)
 
     def _save(self, owned: Sequence[bytes], older_ranks: Collection[int]) -> int:
         """Saves a checkpoint of the last common step, see `RecoveryClient.arm`; this worker makes no further step.
@@ -227,10 +227,12 @@ class RecoveryCallback(TrainingPart):
         metrics of the epoch then lack its rows of one step, and a warning reports it.
         """
         model, session, step = self._training.model, self._training.session, recovery_client.client.step
-        if early := own_state.written_early(model):
-            raise RaytfError(f"its steps change {', '.join(early)} before gradients are summed, or after updates")
+        if changed_early := own_state.written_early(model):
+            raise RaytfError(
+                f"its steps change {', '.join(changed_early)} before gradients are summed, or after updates"
+            )
         variables = own_state.variables_of(model)
-        values = metrics.together(
+        values = metrics.merge_states(
             model, variables, [own_state.values_of(model, content) for content in owned], older_ranks
         )
         known = {id(v): value for v, value in zip(variables, values, strict=True)}
@@ -288,7 +290,7 @@ class RecoveryCallback(TrainingPart):
     def on_epoch_begin(self, epoch, logs=None):
         replacement_state, self._replacement_state_taken = self._replacement_state_taken, None
         if replacement_state is None and recovery_client.client.armed:
-            own_state.began(self.model)
+            own_state.send_at_epoch_begin(self.model)
         elif replacement_state is not None:
             self._take_state(replacement_state)
 
@@ -300,7 +302,7 @@ class RecoveryCallback(TrainingPart):
             self.model.__dict__["_raytf_last"] = replacement_state.shared_state["last"]
         if replacement_state.at_end:
             recovery_client.client.end_epoch()
-        recovery_client.client.enter(replacement_state.steps_in_execution)
+        recovery_client.client.join_at_next_exchange(replacement_state.steps_in_execution)
         if replacement_state.after_execution:
             self._end_batch()
 

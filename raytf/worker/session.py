@@ -31,7 +31,7 @@ from raytf.storage.snapshots import NotWrittenError
 from raytf.worker import stop
 from raytf.worker.checkpoint import CheckpointSnapshot
 from raytf.worker.checkpoint_saver import CheckpointSaver
-from raytf.worker.stop import MovedError
+from raytf.worker.stop import StoppedForRestartError
 
 logger = logs.get_logger(__name__)
 
@@ -75,7 +75,7 @@ class PendingCheckpoint:
         self._finalized, self._lock = False, threading.Lock()
         self._error: NotWrittenError | None = None
 
-    def settle(self) -> bool:
+    def wait_until_done(self) -> bool:
         """Blocks until the checkpoint is done, in the thread that reports. Returns whether it is whole."""
         with self._lock:
             if not self._finalized:
@@ -99,7 +99,7 @@ class PendingCheckpoint:
         It does not wait for earlier reports, as their receiver may be slow.
         """
         with contextlib.nullcontext() if self._finalized else self._while_waiting():
-            self.settle()
+            self.wait_until_done()
         return self._error
 
 
@@ -154,7 +154,7 @@ class Session:
 
     Attributes:
         storage: Storage of the run, a `StorageContext` of Ray Train, or None.
-        saves: Whether checkpoints within epochs have a place.
+        saves: Whether checkpoints within epochs can be saved.
         recovers: Whether lost workers can be replaced in place.
         numbers_reports: Whether reports are only counted, so that a loss between two of them is recoverable.
         saves_at_loss: Whether any worker can save a checkpoint with `save_sync`.
@@ -217,7 +217,7 @@ class Session:
         """
 
     def holders(self) -> MemoryReplicas:
-        """Returns who keeps checkpoints in memory."""
+        """Returns which workers keep checkpoints in memory."""
         return NO_HOLDERS
 
     def stop_request(self) -> str | None:
@@ -311,7 +311,7 @@ class RaySession(Session):
 
     def _close(self, kind: type[BaseException] | None, *_) -> None:
         """Closes the saver of checkpoints; drops a checkpoint in memory if the training ended with a saved one."""
-        self._saver.close(well=kind is None or issubclass(kind, MovedError))
+        self._saver.close(well=kind is None or issubclass(kind, StoppedForRestartError))
         if kind is None:
             self._reports.end()
 
@@ -342,15 +342,15 @@ class RaySession(Session):
         if unlisted and last is not None:
             with contextlib.suppress(DamagedCheckpointError):  # a warning has already named it
                 listed = checkpoint_files.read_state_of(last).step
-        late = sorted((s.step, end, s.reported) for end, s in unlisted.items() if listed < s.step <= resumed_step)
-        return name, folder, [(end, metrics) for _, end, metrics in late]
+        unreported = sorted((s.step, end, s.reported) for end, s in unlisted.items() if listed < s.step <= resumed_step)
+        return name, folder, [(end, metrics) for _, end, metrics in unreported]
 
     def _snapshot_path(self, name: str) -> ray.train.Checkpoint:
         path = posixpath.join(self.storage.experiment_fs_path, name)
         return ray.train.Checkpoint(path, filesystem=self.storage.storage_filesystem)
 
     def save_step(self, name: str, model, parts: Mapping[str, Any], writers: int = 1) -> None:
-        self._saver.keep(name, model, parts, writers, last=self.stop_request() is not None)
+        self._saver.save_async(name, model, parts, writers, last=self.stop_request() is not None)
 
     def ready(self, model, in_memory: bool, writers: int = 1) -> None:
         copies_all = self.rank == 0 or (in_memory and self.holders().local)
@@ -374,16 +374,16 @@ class RaySession(Session):
         """Returns a number for the layout of the model's file, see `CheckpointSaver.layout`."""
         return self._saver.layout(model)
 
-    def writes_alone(self) -> bool:
-        """Returns whether the chief must write alone, see `CheckpointSaver.writes_alone`."""
-        return self._saver.writes_alone()
+    def writes_all_parts(self) -> bool:
+        """Returns whether the chief must write alone, see `CheckpointSaver.writes_all_parts`."""
+        return self._saver.writes_all_parts()
 
     def hold_in_memory(self, name: str, model, parts: Mapping[str, Any]) -> None:
         """Keeps a checkpoint in this host's memory, as `save_step`; see `CheckpointSaver.hold_in_memory`."""
         self._saver.hold_in_memory(name, model, parts)
 
     def holders(self) -> MemoryReplicas:
-        """Returns who keeps checkpoints in memory: the chief, and the first worker of the second host, if any."""
+        """Returns which workers keep checkpoints in memory: the chief, and the first worker of another host."""
         context = ray.train.get_context()
         peer = context.get_node_rank() == 1 and context.get_local_rank() == 0
         return MemoryReplicas(self.rank == 0 or peer, context.get_local_world_size() < self.size)
@@ -422,14 +422,16 @@ class RaySession(Session):
         )
         checkpoint_and_validate = self._snapshot_path(name), self._validate
         self._reports.add(
-            ray_train.report_later(metrics, lambda: checkpoint_and_validate if pending.settle() else (None, False))
+            ray_train.report_later(
+                metrics, lambda: checkpoint_and_validate if pending.wait_until_done() else (None, False)
+            )
         )
         return pending
 
-    def _save_epoch_end(self, name: str, moment: CheckpointSnapshot) -> Callable[[], None]:
+    def _save_epoch_end(self, name: str, snapshot: CheckpointSnapshot) -> Callable[[], None]:
         """Returns a function that blocks until the checkpoint is whole, see `CheckpointSaver.save_epoch_end`."""
         try:
-            return self._saver.save_epoch_end(name, moment)
+            return self._saver.save_epoch_end(name, snapshot)
         except NotWrittenError as error:
             failed = error
 

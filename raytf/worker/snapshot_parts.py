@@ -22,10 +22,10 @@ def broadcast_parts(strategy, parts: Mapping[str, str | Mapping[str, np.ndarray]
         parts: Result of `checkpoint.checkpoint_parts` on the chief; ignored on other workers.
     """
     packed = pack_parts(parts) if communicator.is_chief(strategy) else np.empty(0, _NUMBER)
-    (size,) = communicator.from_chief(strategy, [np.int64(packed.size)])
+    (size,) = communicator.broadcast_from_chief(strategy, [np.int64(packed.size)])
     if packed.size != size:
         packed = np.empty(int(size), _NUMBER)
-    (received,) = communicator.from_chief(strategy, [packed])
+    (received,) = communicator.broadcast_from_chief(strategy, [packed])
     return unpack_parts(received)
 
 

@@ -2,7 +2,7 @@
 
 `callbacks.ReportCallback` saves the checkpoints at ends of epochs. A resumed training makes the next step as without
 a break: with the same rows, masks, random numbers, metrics and callbacks. `fit` resets metrics and calls
-`on_epoch_begin` before it; `Resumption` undoes these changes.
+`on_epoch_begin` before it; `MidEpochResume` undoes these changes.
 """
 
 from __future__ import annotations
@@ -165,7 +165,9 @@ class StepCheckpointCallback(TrainingPart):
         began = time.monotonic()
         due, wait = self._clock.check(began, step)
         if communicator.spans_workers(self.model.distribute_strategy):
-            (chief_answer,) = communicator.from_chief(self.model.distribute_strategy, [np.int64(wait * 2 + due)])
+            (chief_answer,) = communicator.broadcast_from_chief(
+                self.model.distribute_strategy, [np.int64(wait * 2 + due)]
+            )
             wait, due = divmod(int(chief_answer), 2)
         self._clock.checked(time.monotonic() - began)
         self._next_check = step + wait
@@ -186,12 +188,12 @@ class StepCheckpointCallback(TrainingPart):
         assign = in_memory or self._interval.steps is not None
         values, averages, logs = metrics.collect_metrics(self.model, logs, assign)
         if assign:
-            own_state.averaged(self.model)
+            own_state.send_averaged(self.model)
         with _assigned(averages):
             chief = session.rank == 0
             parts = self._parts(values, logs) if chief else {}
             writers = self._writers.count(self.model) if to_storage and self._writers is not None else 1
-            with shards.whole(self.model, writers=writers):
+            with shards.gather_full_state(self.model, writers=writers):
                 if chief and to_storage:
                     session.save_step(step_folders.folder_name(step), self.model, parts, writers)
                 elif writers > 1:
@@ -201,9 +203,9 @@ class StepCheckpointCallback(TrainingPart):
             if in_memory and self._holders.peer:
                 parts = snapshot_parts.broadcast_parts(strategy, parts)
                 holds, peer = self._holders.local and not chief, 0
-                if shards.are_in(self.model):
+                if shards.has_shards(self.model):
                     (peer,) = map(int, communicator.sum_over_workers(strategy, [np.int64(holds * session.rank)]))
-                with shards.whole(self.model, peer):
+                with shards.gather_full_state(self.model, peer):
                     if holds:
                         session.hold_in_memory(step_folders.folder_name(step, copy=True), self.model, parts)
 
@@ -227,8 +229,8 @@ def _assigned(pairs):
             variable.assign(value)
 
 
-class BeforeResumption(TrainingPart):
-    """Holds, for `Resumption`, the restored values of a training that resumes within an epoch. Put it first.
+class PrepareMidEpochResume(TrainingPart):
+    """Holds, for `MidEpochResume`, the restored values of a training that resumes within an epoch. Put it first.
 
     Args:
         training: The training.
@@ -241,7 +243,7 @@ class BeforeResumption(TrainingPart):
         self._begins = True
 
     @classmethod
-    def create(cls, training: Training) -> BeforeResumption | None:
+    def create(cls, training: Training) -> PrepareMidEpochResume | None:
         """Returns the part if the training resumes after some steps of an epoch, or joins others in an epoch.
 
         If steps have another number of rows now, as that scales with the number of workers, it resumes after the rows
@@ -277,7 +279,7 @@ class BeforeResumption(TrainingPart):
             self.callback_copies, self.random = self._training.states.copy_states(), random_state.random_states()
 
 
-class Resumption(TrainingPart):
+class MidEpochResume(TrainingPart):
     """Resumes a training after some steps of an epoch; put it after all callbacks except those that report.
 
     Args:
@@ -287,9 +289,9 @@ class Resumption(TrainingPart):
 
     raytf_after_agreement = True
 
-    def __init__(self, training: Training, begin_state: BeforeResumption):
+    def __init__(self, training: Training, begin_state: PrepareMidEpochResume):
         super().__init__()
-        self._begin_state: BeforeResumption | None = begin_state
+        self._begin_state: PrepareMidEpochResume | None = begin_state
         self._repeats_step: tuple | None = None
         self._replacement_state, self._position, self._states = (
             training.replacement_state,
@@ -299,11 +301,11 @@ class Resumption(TrainingPart):
         self._epoch, self._logs, self._names = training.state.epoch, training.state.logs, training.state.metrics
         self._step, self._skip = begin_state.begin
         self._metrics = checkpoints.metrics_of(training.folder)
-        self._late_variables: dict[int, list[np.ndarray]] = {}
+        self._unbuilt_variables: dict[int, list[np.ndarray]] = {}
 
     @classmethod
-    def create(cls, training: Training) -> Resumption | None:
-        begin_state = training.parts.get(BeforeResumption)
+    def create(cls, training: Training) -> MidEpochResume | None:
+        begin_state = training.parts.get(PrepareMidEpochResume)
         return None if begin_state is None else cls(training, begin_state)
 
     def on_epoch_begin(self, epoch, logs=None):
@@ -320,7 +322,7 @@ class Resumption(TrainingPart):
         ):  # callbacks had the begin of the execution's batch
             self._repeats_step = begin_state.callback_copies, begin_state.variables, begin_state.random
         try:
-            self._late_variables = {
+            self._unbuilt_variables = {
                 i: self._metrics[i] for i in metrics.restore_sums(self.model, self._metrics, self._names)
             }
         except ValueError as error:  # with resume=True the model may have other metrics
@@ -363,6 +365,6 @@ class Resumption(TrainingPart):
 
     def on_train_batch_end(self, batch, logs=None):
         """Restores metrics that were created in the first execution."""
-        late, self._late_variables = self._late_variables, {}
-        if late:
-            metrics.add(self.model, late)
+        unbuilt, self._unbuilt_variables = self._unbuilt_variables, {}
+        if unbuilt:
+            metrics.add(self.model, unbuilt)

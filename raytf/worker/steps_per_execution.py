@@ -134,7 +134,7 @@ class ExecutionCallback(TrainingPart):
         if self._single is None and self._count == _WARM_UP + _LOOKED_AT:
             self._decide(batch)
         elif self._single is not None and self._count == self._judged_at():
-            self._judge()
+            self._choose_faster()
 
     def _decide(self, batch):
         if len(self._seconds_between) <= _WARM_UP:  # epochs of one step have no time between steps
@@ -151,7 +151,7 @@ class ExecutionCallback(TrainingPart):
         self.model.make_train_function(force=True)
         self._start_over()
 
-    def _judge(self):
+    def _choose_faster(self):
         function, single = self._single
         slower = self._broadcast(int(statistics.median(self._seconds_within[1:]) > single))
         if slower:
@@ -170,4 +170,4 @@ class ExecutionCallback(TrainingPart):
         strategy = self.model.distribute_strategy
         if not communicator.spans_workers(strategy):
             return number
-        return int(communicator.from_chief(strategy, [np.int64(number)])[0])
+        return int(communicator.broadcast_from_chief(strategy, [np.int64(number)])[0])

@@ -34,7 +34,7 @@ class StopTraining(BaseException):
         self.why, self.step = why, step
 
 
-class MovedError(RayActorError):
+class StoppedForRestartError(RayActorError):
     """Ends the workers after the same step, for the run to continue with others. To the driver it is a node loss.
 
     Args:

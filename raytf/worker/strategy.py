@@ -78,12 +78,14 @@ def _with_ring(config: TensorflowConfig, init: Callable, strategy, resolver, opt
     if ring_token.token() is None:
         gradient_ring.check_without(config.gradient_dtype)
         return False
-    recovery, detached = recovery_client.client, None
+    recovery, placeholder = recovery_client.client, None
     if recovery.replacement_state is not None or recovery.warms_up:
-        detached = recovery_client.Detached(members.rank, len(members.addresses), config.timeout_s, recovery.warms_up)
+        placeholder = recovery_client.PlaceholderRing(
+            members.rank, len(members.addresses), config.timeout_s, recovery.warms_up
+        )
     joined = gradient_ring.join(
         members,
-        detached=detached,
+        placeholder=placeholder,
         join_timeout_s=_JOIN_FACTOR * config.first_step_timeout_s,
         timeout_s=config.timeout_s,
         pack_bytes=config.bytes_per_pack,
@@ -91,7 +93,7 @@ def _with_ring(config: TensorflowConfig, init: Callable, strategy, resolver, opt
     )
     with multi_worker.ring_extended(joined):
         init(strategy, resolver, options)
-    exchange.keep(strategy, joined)
+    exchange.register(strategy, joined)
     return True
 
 

@@ -1,4 +1,4 @@
-"""The session of a trial in a sweep: reports and checkpoints go to the trial's actor, which asks for them."""
+"""The session of a trial in a sweep: reports and checkpoints go to the trial's actor on its request."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class TrialSession(Session):
 
     def save_step(self, name: str, model, parts: Mapping[str, Any], writers: int = 1) -> None:
         parts = {**parts, TRIAL: json.dumps({"reports": self._reports})}
-        self._saver.keep(name, model, parts, last=self.stop_request() is not None)
+        self._saver.save_async(name, model, parts, last=self.stop_request() is not None)
 
     def ready(self, model, in_memory: bool, writers: int = 1) -> None:
         if self._saver is not None:
@@ -130,7 +130,7 @@ class TrialSession(Session):
             self.events.put(("saved", self._files()))
 
     def _files(self) -> dict[str, bytes] | None:
-        """Returns the files of a checkpoint of this moment, by name; None if the loop wrote none on this worker."""
+        """Returns the files of a checkpoint of the current state, by name; None if this worker wrote none."""
         if self._snapshot is None or not (self._snapshot.everyone or self.rank == 0):
             return None
         return self._snapshot.files() if self._taken is None else self._taken

@@ -269,7 +269,7 @@ def constant_draws() -> Iterator[None]:
     Without it each replica draws other numbers, by its own seed and for its own rows. That is no difference to report.
     """
 
-    def between(shape, low, high, dtype):
+    def constant_between(shape, low, high, dtype):
         dtype = tf.as_dtype(dtype)
         low = tf.cast(low, dtype)
         high = tf.cast(dtype.max if high is None else high, dtype)
@@ -279,7 +279,7 @@ def constant_draws() -> Iterator[None]:
 
     def uniform(shape, minval=0, maxval=None, dtype=tf.float32, seed=None, name=None, **_):
         floating = tf.as_dtype(dtype).is_floating
-        return between(shape, minval, 1 if maxval is None and floating else maxval, dtype)
+        return constant_between(shape, minval, 1 if maxval is None and floating else maxval, dtype)
 
     def normal(shape, mean=0.0, stddev=1.0, dtype=tf.float32, seed=None, name=None, **_):
         mean, stddev = tf.cast(mean, dtype), tf.cast(stddev, dtype)

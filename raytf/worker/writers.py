@@ -37,7 +37,7 @@ class WriterCount:
             return 1
         variables = [*model.variables, *model_optimizers.alike(model), *shards.sharded_variables(model)]
         count = min(self._session.size, sum(map(communicator.bytes_of, variables)) // LEAST_BYTES)
-        return 1 if count < (_FEWEST_WITH_SHARES if shards.are_in(model) else FEWEST) else int(count)
+        return 1 if count < (_FEWEST_WITH_SHARES if shards.has_shards(model) else FEWEST) else int(count)
 
     def count(self, model) -> int:
         """Returns the number of workers that write a checkpoint of the current state; 1 is the chief alone.
@@ -48,8 +48,8 @@ class WriterCount:
         size, strategy, count = self._session.size, model.distribute_strategy, self.most(model)
         if count == 1:
             return 1
-        own_layout = np.array([self._session.layout(model), self._session.writes_alone()], np.int64)
-        (chief_layout,) = communicator.from_chief(strategy, [own_layout])
+        own_layout = np.array([self._session.layout(model), self._session.writes_all_parts()], np.int64)
+        (chief_layout,) = communicator.broadcast_from_chief(strategy, [own_layout])
         if chief_layout[1]:
             return 1
         (equal_count,) = communicator.sum_over_workers(strategy, [np.int64(chief_layout[0] == own_layout[0])])
@@ -70,5 +70,5 @@ class WriterCount:
         """
         text = np.zeros(_LONGEST_NAME, np.uint8)
         text[: len(name)] = np.frombuffer(name.encode(), np.uint8)
-        (chief_name,) = communicator.from_chief(model.distribute_strategy, [text.view(np.int64)])
+        (chief_name,) = communicator.broadcast_from_chief(model.distribute_strategy, [text.view(np.int64)])
         return chief_name.view(np.uint8).tobytes().rstrip(b"\0").decode()

@@ -59,7 +59,7 @@ def test_csv(tmp_path, log, monkeypatch):
         formats.roles(found, NOTHING, None)
     typed = formats.read("train", str(tmp_path), types={"a": "float32", "w": "string"})
     assert typed.dataset.schema().base_schema.field("a").type == pa.float32()
-    assert formats.read("validation", str(tmp_path / "b.csv"), like=typed).schema == typed.schema
+    assert formats.read("validation", str(tmp_path / "b.csv"), reference=typed).schema == typed.schema
 
 
 def test_features_and_labels_that_can_be_known(tmp_path, log):
@@ -93,13 +93,13 @@ def test_images_of_classes(tmp_path, log, monkeypatch):
     assert formats.preview(found.dataset)[0].startswith("image=<")
     (tmp_path / "more" / "dogs").mkdir(parents=True)
     (tmp_path / "cats" / "2.png").rename(tmp_path / "more" / "dogs" / "2.png")
-    more = formats.read("validation", str(tmp_path / "more"), like=found)
+    more = formats.read("validation", str(tmp_path / "more"), reference=found)
     assert [row["label"] for row in more.dataset.take_all()] == [1]
     more = formats.read("given", str(tmp_path / "more"), classes={"label": ["birds", "cats", "dogs"]})
     assert [row["label"] for row in more.dataset.take_all()] == [2]
     (tmp_path / "more" / "dogs").rename(tmp_path / "more" / "birds")
     with pytest.raises(raytf.ConfigError, match="Classes must be those of the training data; received: birds"):
-        formats.read("validation", str(tmp_path / "more"), like=found)
+        formats.read("validation", str(tmp_path / "more"), reference=found)
 
 
 def test_images_with_a_table_of_labels(tmp_path):

@@ -44,7 +44,7 @@ def test_waiting_run_holds_nothing_logs_what_it_waits_for_and_starts_later(monke
         assert not run.wait(1.0)
         until(lambda: ray.available_resources().get("CPU") == 1)
         other.release()
-        assert run.wait(30.0) and run.places == {"evaluator 0": 1}
+        assert run.wait(30.0) and run.bundle_indices == {"evaluator 0": 1}
         assert run.ensure(1, {"CPU": 1.0}, "PACK", None) == run.group, "workers that start anew have it still"
     run.release()
     output = capfd.readouterr().err

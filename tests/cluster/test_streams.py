@@ -140,7 +140,7 @@ def test_reading_continues_while_every_cpu_is_held(folder):
 
 def test_waiting_stream_logs_what_it_waits_for(monkeypatch, capsys):
     monkeypatch.setattr(streamed, "_REPORT_INTERVAL", 0.01)
-    with streamed.watched("train"):
+    with streamed.log_slow_reads("train"):
         signal.sigtimedwait([], 0.1)
     assert re.search("'train' is not read after 0 s; .*CPUs are .*Reading continues", capsys.readouterr().err)
 

@@ -96,7 +96,7 @@ def test_error_of_a_step_contains_its_cause(tmp_path):
 def _held_comparison():
     """One that waits for a pipe into which nobody writes."""
     reader, _ = os.pipe()
-    return verify.begin(lambda: os.read(reader, 1))
+    return verify.start_comparison(lambda: os.read(reader, 1))
 
 
 @pytest.mark.parametrize("dies", [False, True])
@@ -106,8 +106,8 @@ def test_training_that_ends_before_the_comparison_reports_it(set_timeouts, capsy
     running = ray.get(process.execute.remote(_held_comparison))
     if dies:
         ray.kill(process)
-    pool = types.SimpleNamespace(asked=process, end_asked=lambda: ray.kill(process))
-    with verify.Following(running, pool):
+    pool = types.SimpleNamespace(answered=process, end_answered=lambda: ray.kill(process))
+    with verify.ComparisonReporter(running, pool):
         pass
     assert "is not known: the training has ended first" in capsys.readouterr().err
 

@@ -145,7 +145,7 @@ def test_hosts_are_looked_at_by_an_actor_there(set_timeouts):
         while not done():
             assert time.monotonic() < end
             host = monitor._hosts.get(place.node)
-            now[0] += 1 if host is None or host._asked is None or not waits else 0
+            now[0] += 1 if host is None or host._pending is None or not waits else 0
             if found := monitor.check():
                 return found
             time.sleep(0.01)

@@ -198,7 +198,7 @@ def test_a_process_that_is_a_worker_before_it_has_imported_is_shown_as_one(ray_c
         from raytf.train import entry
 
         if before:
-            output.say_who("worker 1")
+            output.set_output_name("worker 1")
         with contextlib.redirect_stdout(io.StringIO()) as captured, contextlib.redirect_stderr(io.StringIO()):
             entry.import_raytf()
         return re.findall("raytf (.*)", captured.getvalue())

@@ -263,7 +263,7 @@ def run_locally(folder, text, *, monkeypatch, **options):
 
 
 def test_a_script_that_hangs_is_named_with_its_stack(tmp_path, monkeypatch, capfd):
-    monkeypatch.setattr(hangs, "_ENDS_LATE", 6.0)  # times the limit
+    monkeypatch.setattr(hangs, "_ENDS_SLOW", 6.0)  # times the limit
     options = {"num_workers": 2, "hang_timeout": 2.0}
     assert run_locally(tmp_path, DEADLOCK, monkeypatch=monkeypatch, **options) == 128 + signal.SIGKILL
     err = capfd.readouterr().err

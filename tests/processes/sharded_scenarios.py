@@ -94,8 +94,8 @@ def _trained(place: Place, build, features, epochs=2):
     sent = 0 if ring is None else ring.ring.sent - before
     size = sum(np.asarray(v).nbytes for v in model.optimizer.variables)
     why = replacement._unrecoverable(model, ring) or ""
-    assert ("exists nowhere else" in why) == shards.are_in(model)
-    with shards.whole(model):
+    assert ("exists nowhere else" in why) == shards.has_shards(model)
+    with shards.gather_full_state(model):
         saved = {}
         if place.rank == 0:
             own = compat_keras.own_state(model.optimizer)
@@ -116,10 +116,10 @@ def _in_parts(place: Place):
     for step in (1, 2):
         model.fit(data, epochs=1, verbose=0)
         name = step_folders.folder_name(step)
-        with shards.whole(model, writers=place.world):
+        with shards.gather_full_state(model, writers=place.world):
             if place.rank == 0:
                 state = checkpoint.CheckpointState(1, step, 7, False, [])
-                saver.keep(name, model, checkpoint.checkpoint_parts(model, state), place.world)
+                saver.save_async(name, model, checkpoint.checkpoint_parts(model, state), place.world)
             else:
                 saver.save_part(name, model, place.rank, place.world)
         saver.close()

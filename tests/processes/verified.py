@@ -69,7 +69,7 @@ def main(path: str, names: list[str]) -> None:
     found = {}
     for name in names:
         validates = not name.startswith(("gan_", "actor_", "two_scaled"))  # these have a train_step alone
-        proof = verify.outcome(verify.begin(lambda name=name, v=validates: trial_of(name, v)), 250)
+        proof = verify.outcome(verify.start_comparison(lambda name=name, v=validates: trial_of(name, v)), 250)
         found[name] = dataclasses.asdict(proof)
     pathlib.Path(path).write_text(json.dumps(found))
 

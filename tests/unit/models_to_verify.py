@@ -395,7 +395,7 @@ def main(path: str, names: list[str]) -> None:
 
         return made
 
-    found = {name: verify.outcome(verify.begin(trial(globals()[name])), 250) for name in names}
+    found = {name: verify.outcome(verify.start_comparison(trial(globals()[name])), 250) for name in names}
     pathlib.Path(path).write_text(json.dumps({name: dataclasses.asdict(proof) for name, proof in found.items()}))
 
 

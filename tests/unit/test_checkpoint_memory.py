@@ -13,7 +13,7 @@ import pytest
 
 from raytf.storage import checkpoint_files, snapshot_buffers, snapshots
 from raytf.storage.checkpoint_files import CheckpointState
-from raytf.storage.snapshots import NoRoomError, NotWrittenError, SnapshotWriter
+from raytf.storage.snapshots import BufferFullError, NotWrittenError, SnapshotWriter
 from raytf.storage.step_folders import folder_name
 from raytf.worker import checkpoint
 from raytf.worker.checkpoint_saver import CheckpointSaver
@@ -95,7 +95,9 @@ def test_all_that_the_first_one_needs_is_there_before_the_first_step(tmp_path, m
     monkeypatch.setattr(ModelFile, "_lay_out", None)
     monkeypatch.setattr(snapshot_buffers.Buffer, "grow", None)
     monkeypatch.setattr(subprocess, "Popen", None)
-    assert keeper.keep(folder_name(1), model, checkpoint.checkpoint_parts(model, CheckpointState(0, 1, 0, False, [])))
+    assert keeper.save_async(
+        folder_name(1), model, checkpoint.checkpoint_parts(model, CheckpointState(0, 1, 0, False, []))
+    )
     keeper._writer.finish(60.0)
     pid = keeper._writer.pid
     keeper.close()
@@ -146,7 +148,7 @@ def test_while_a_large_one_is_written_others_are_left_out_and_pinned_ones_wait(l
     large.finish(60.0)
     assert [its["name"] for its in large.written] == [folder_name(1), folder_name(2), folder_name(5)]
     check(tmp_path / "run" / folder_name(5), 5, 100_000)
-    assert memory(large) <= 2 * one() and large.left_out == 1
+    assert memory(large) <= 2 * one() and large.skipped == 1
 
 
 @pytest.mark.parametrize("sizes", [[100_000, 10], [10, 100_000], [10, 100_000, 50_000, 200_000]])
@@ -176,17 +178,17 @@ def test_pinned_snapshot_without_a_free_buffer_raises_and_the_writer_stays(tmp_p
     model, _ = trained(functional)
     keeper = CheckpointSaver(LOCAL, str(tmp_path / "run"))
     parts = checkpoint.checkpoint_parts(model, CheckpointState(0, 1, 0, False, []))
-    keeper.keep(folder_name(1), model, parts)
+    keeper.save_async(folder_name(1), model, parts)
     keeper._writer.finish(60.0)
     writer = keeper._writer
     stop(writer.pid)
     try:
-        keeper.keep(folder_name(2), model, parts)
+        keeper.save_async(folder_name(2), model, parts)
         with pytest.raises(
-            NoRoomError, match=f"{folder_name(3)} could not be saved: .*has not finished the one before"
+            BufferFullError, match=f"{folder_name(3)} could not be saved: .*has not finished the one before"
         ):
-            keeper.keep(folder_name(3), model, parts, last=True)
-        assert isinstance(NoRoomError("a", "b"), NotWrittenError) and keeper._writer is writer
+            keeper.save_async(folder_name(3), model, parts, last=True)
+        assert isinstance(BufferFullError("a", "b"), NotWrittenError) and keeper._writer is writer
     finally:
         os.kill(writer.pid, signal.SIGCONT)
     keeper.close()

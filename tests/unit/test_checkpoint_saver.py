@@ -38,7 +38,7 @@ def keeper(tmp_path):
 
 def keep(keeper, model, step):
     state = CheckpointState(1, step, 7, False, [{"epoch": 1}], epoch_step=2)
-    assert keeper.keep(
+    assert keeper.save_async(
         folder_name(step), model, checkpoint.checkpoint_parts(model, state, build=(functional, {}, ((3,), "float32")))
     )
 
@@ -140,7 +140,7 @@ def test_wait_for_an_epoch_checkpoint_ends_with_the_training(tmp_path, keeper, s
     )
     pending = PendingCheckpoint(keeper.save_epoch_end("checkpoint_one", moment), 1, keeper.writer_priority)
     with concurrent.futures.ThreadPoolExecutor(1) as thread:
-        settled = thread.submit(pending.settle)
+        settled = thread.submit(pending.wait_until_done)
         with warnings_logged("could not be saved"):
             keeper.close()
             assert not settled.result(30)
@@ -157,7 +157,7 @@ def test_the_training_waits_for_its_checkpoint_and_not_for_the_thread_that_repor
     assert pending() is None
     checkpoint_files.check_folder(str(tmp_path / "run" / "checkpoint_one"))
     keeper.close()
-    assert pending.settle(), "it was whole"
+    assert pending.wait_until_done(), "it was whole"
 
 
 @pytest.mark.parametrize("old", [True, False])

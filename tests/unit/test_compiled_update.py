@@ -242,7 +242,7 @@ def test_what_was_used_last_is_kept_for_the_next_models():
 @pytest.mark.parametrize("name", [pytest.param("adamw", marks=pytest.mark.slow), "momentum"])
 def test_many_variables_have_one_computation_for_each_shape(name):
     """XLA would take seconds for hundreds of variables."""
-    count = compiled_update._MOST_TOGETHER
+    count = compiled_update._MOST_AS_ONE
     weights = lambda: [v for _ in range(count) for v in variables()]
     draw = lambda step: [g * (i + 1) for i, g in enumerate(gradients(step) * count)]
     with patched(compiled_update, "_known", {}) as _:

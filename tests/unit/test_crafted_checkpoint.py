@@ -15,7 +15,7 @@ from ray.train import Checkpoint
 
 from raytf.errors import ConfigError
 from raytf.storage import checkpoint_files
-from raytf.train.evaluator import Evaluator, Record
+from raytf.train.evaluator import EvaluationResults, Evaluator
 from raytf.worker import checkpoint, model_loading
 from raytf.worker.callback_state import CallbackStates
 from tests.logged import warnings_logged
@@ -49,7 +49,7 @@ def ways(folder):
     """All ways in which a checkpoint is read: of each what it raised, or None."""
     model = functional({"units": 4})
     evaluator = object.__new__(Evaluator)  # without Ray, which would start it
-    evaluator._model, evaluator._dataset, evaluator._record = model, np.zeros((2, 3)), Record(Memory())
+    evaluator._model, evaluator._dataset, evaluator._record = model, np.zeros((2, 3)), EvaluationResults(Memory())
     evaluator._warned = None
     model.evaluate = lambda *a, **k: {}
     states = CallbackStates([keras.callbacks.EarlyStopping("loss")])

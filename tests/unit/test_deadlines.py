@@ -53,7 +53,7 @@ def test_worker_reports_its_pace_and_waits_no_shorter_than_the_driver_does():
             pace.deadline(its.recovery_answer, copies=1),
             its.replacement_start,
             pace.deadline(its.recovery_answer, copies=1),
-            max(pace.deadline(its.replacement_place, 1, 1), pace.deadline(its.recovery_checkpoint, 1)),
+            max(pace.deadline(its.replacement_location, 1, 1), pace.deadline(its.recovery_checkpoint, 1)),
         ]
         assert waits >= sum(parts)
 
@@ -87,8 +87,8 @@ def test_every_deadline_is_more_than_none_and_has_a_sentence():
 def test_what_waits_for_another_wait_waits_longer():
     its = Timeouts()
     assert its.model_answer > its.dry_run and its.verify_error > its.verify and its.far_stack > its.stack_dump
-    assert its.report_taken > its.checkpoint_write and its.writer_alone_at_most > its.writer_alone
-    assert snapshots._standalone_deadline() > its.writer_alone_at_most
+    assert its.report_taken > its.checkpoint_write and its.orphan_writer_at_most > its.orphan_writer
+    assert snapshots._standalone_deadline() > its.orphan_writer_at_most
 
 
 def test_deadlines_are_scaled_until_the_context_ends():

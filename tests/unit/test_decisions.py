@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 from raytf.train import decisions
 from raytf.train.decisions import (
+    ActionKind,
+    CapacityChanged,
     Decisions,
     Disconnected,
-    Do,
     Drained,
     Ended,
     Failed,
@@ -23,7 +24,6 @@ from raytf.train.decisions import (
     NotRecovered,
     Phase,
     Recovered,
-    Room,
     RunState,
     Started,
     StopNotDelivered,
@@ -78,43 +78,45 @@ class Run:
         before = self.state
         action = self.decisions.take(event)
         if isinstance(event, Disconnected):
-            self.failures -= action.do is Do.RECOVER
+            self.failures -= action.kind is ActionKind.RECOVER
         elif before.phase is Phase.RECOVERING and isinstance(event, (Recovered, NotRecovered)):
             self.failures -= len(before.lost) if isinstance(event, Recovered) else event.new_lost
         self.check(before, event, action)
-        if action.do is Do.RECOVER:
+        if action.kind is ActionKind.RECOVER:
             self.recover()
-        elif action.do in (Do.RESTART, Do.RESIZE):
-            counts = action.do is Do.RESTART and not isinstance(event, Ended)
+        elif action.kind in (ActionKind.RESTART, ActionKind.RESIZE):
+            counts = action.kind is ActionKind.RESTART and not isinstance(event, Ended)
             self.failures -= counts
-            self.restarts += counts or action.do is Do.RESIZE
+            self.restarts += counts or action.kind is ActionKind.RESIZE
             assert self.failures == self.state.failures_left
             if isinstance(event, Ended):
                 self.kept = self.step  # all keep the step after which they end
             self.start(not isinstance(event, Ended), self.wanted or getattr(event, "workers", None))
             self.wanted = 0
-        elif action.do is Do.FAIL:
+        elif action.kind is ActionKind.FAIL:
             self.result = "failed"
             started = decide(self.state, Started(self.state.workers)).state
             assert started.phase is (Phase.LEAVING if self.state.stopping else Phase.TRAINING)
-        elif action.do is Do.END_AFTER_STEP and before.phase is not Phase.RECOVERING:
+        elif action.kind is ActionKind.END_AFTER_STEP and before.phase is not Phase.RECOVERING:
             self.wanted = getattr(event, "workers", 0)
             self.end_after_step(action.why)
 
     def check(self, before: RunState, event, action) -> None:
         after = action.state
         assert after.failures_left >= 0 and self.failures >= 0
-        assert not (before.stopping and action.do in (Do.RESTART, Do.RESIZE)), "a stop is followed by no restart"
+        assert not (before.stopping and action.kind in (ActionKind.RESTART, ActionKind.RESIZE)), (
+            "a stop is followed by no restart"
+        )
         assert not before.stopping or after.stopping
         assert not (after.stopping and after.phase is Phase.TRAINING)
         assert (after.phase is Phase.RECOVERING) or not after.lost
-        if action.do is Do.RECOVER:
+        if action.kind is ActionKind.RECOVER:
             assert after.workers >= after.fewest and self.dead <= action.ranks
             assert len(action.ranks) < after.workers
             assert after.failures_left >= len(action.ranks)
         if after.phase in (Phase.TRAINING, Phase.RECOVERING, Phase.LEAVING):
             assert after.fewest <= after.workers <= after.most
-        if action.do is Do.FAIL:
+        if action.kind is ActionKind.FAIL:
             assert after.phase is Phase.ENDED
 
     def recover(self) -> None:
@@ -197,7 +199,7 @@ class Run:
             lambda: Failed(self.ranks()),
             Disconnected,
             lambda: Drained(self.source.random() < 0.8),
-            lambda: Room(self.source.randint(0, 6), self.source.random() < 0.2),
+            lambda: CapacityChanged(self.source.randint(0, 6), self.source.random() < 0.2),
             StopRequested,
         ]
         return self.source.choices(kinds, [6, 1, 1, 2, 1, 3, 1])[0]()
@@ -212,7 +214,7 @@ def limits(source: random.Random) -> RunState:
         failures_left=source.choice([0, 1, 2, 5, math.inf]),
         recovers=source.random() < 0.8,
         ends_after_step=source.random() < 0.8,
-        asks_again=source.random() < 0.5,
+        resends_stop=source.random() < 0.5,
     )
 
 
@@ -237,76 +239,88 @@ def test_a_thousand_runs(seed):
 @pytest.mark.parametrize(
     "change, event, do, why",
     [
-        ({}, Lost(frozenset([1])), Do.RECOVER, ""),
-        ({}, Lost(frozenset([0, 2])), Do.RECOVER, ""),
-        ({"failures_left": 1}, Lost(frozenset([0, 2])), Do.RESTART, "FailureConfig allows no more failures"),
-        ({"failures_left": 0}, Lost(frozenset([1])), Do.FAIL, "FailureConfig allows no more failures"),
-        ({"failures_left": math.inf}, Lost(frozenset([0, 1, 2])), Do.RESTART, "no other worker is left"),
-        ({"recovers": False}, Lost(frozenset([1])), Do.RESTART, ""),
-        ({}, Lost(frozenset([1]), frozenset([0])), Do.RESTART, "after a report of worker 0"),
-        ({}, Lost(frozenset([1]), frozenset([1])), Do.RECOVER, ""),
-        ({"phase": Phase.LEAVING}, Lost(frozenset([1])), Do.RECOVER, ""),
-        ({"phase": Phase.LEAVING, "asks_again": False}, Lost(frozenset([1])), Do.RESTART, "stops after that step"),
+        ({}, Lost(frozenset([1])), ActionKind.RECOVER, ""),
+        ({}, Lost(frozenset([0, 2])), ActionKind.RECOVER, ""),
+        ({"failures_left": 1}, Lost(frozenset([0, 2])), ActionKind.RESTART, "FailureConfig allows no more failures"),
+        ({"failures_left": 0}, Lost(frozenset([1])), ActionKind.FAIL, "FailureConfig allows no more failures"),
+        ({"failures_left": math.inf}, Lost(frozenset([0, 1, 2])), ActionKind.RESTART, "no other worker is left"),
+        ({"recovers": False}, Lost(frozenset([1])), ActionKind.RESTART, ""),
+        ({}, Lost(frozenset([1]), frozenset([0])), ActionKind.RESTART, "after a report of worker 0"),
+        ({}, Lost(frozenset([1]), frozenset([1])), ActionKind.RECOVER, ""),
+        ({"phase": Phase.LEAVING}, Lost(frozenset([1])), ActionKind.RECOVER, ""),
+        (
+            {"phase": Phase.LEAVING, "resends_stop": False},
+            Lost(frozenset([1])),
+            ActionKind.RESTART,
+            "stops after that step",
+        ),
         (
             {"phase": Phase.LEAVING, "stopping": True, "recovers": False},
             Lost(frozenset([1])),
-            Do.FAIL,
+            ActionKind.FAIL,
             "a stop of the run was requested",
         ),
-        ({"phase": Phase.RECOVERING, "lost": frozenset([1])}, Lost(frozenset([1])), Do.IGNORE, ""),
-        ({"phase": Phase.STARTING}, Lost(frozenset([1])), Do.IGNORE, ""),
-        ({}, Failed(frozenset([1])), Do.RESTART, ""),
-        ({"failures_left": 0}, Failed(frozenset([1])), Do.FAIL, ""),
-        ({}, Disconnected(), Do.RECOVER, ""),
-        ({"failures_left": 0}, Disconnected(), Do.FAIL, "FailureConfig allows no more failures"),
-        ({}, StopRequested(), Do.END_AFTER_STEP, "stop"),
-        ({"phase": Phase.STARTING}, StopRequested(), Do.FAIL, "a stop of the run was requested"),
-        ({}, Drained(stays=True), Do.END_AFTER_STEP, "drain"),
-        ({}, Drained(stays=False), Do.END_AFTER_STEP, "stop"),
-        ({"stopping": True, "phase": Phase.LEAVING}, Drained(stays=True), Do.END_AFTER_STEP, "stop"),
-        ({}, Room(4), Do.END_AFTER_STEP, "resize"),
-        ({}, Room(3), Do.IGNORE, ""),
-        ({}, Room(5), Do.IGNORE, ""),
-        ({}, Room(0), Do.IGNORE, ""),
-        ({"ends_after_step": False}, Room(4), Do.RESIZE, ""),
-        ({"phase": Phase.LEAVING}, Room(4), Do.IGNORE, ""),
-        ({"phase": Phase.LEAVING}, Room(4, late=True), Do.RESIZE, ""),
-        ({"phase": Phase.RECOVERING, "lost": frozenset([1])}, Room(4, late=True), Do.IGNORE, ""),
-        ({"phase": Phase.LEAVING}, Ended(), Do.RESTART, ""),
-        ({"phase": Phase.LEAVING, "stopping": True}, Ended(), Do.IGNORE, ""),
+        ({"phase": Phase.RECOVERING, "lost": frozenset([1])}, Lost(frozenset([1])), ActionKind.IGNORE, ""),
+        ({"phase": Phase.STARTING}, Lost(frozenset([1])), ActionKind.IGNORE, ""),
+        ({}, Failed(frozenset([1])), ActionKind.RESTART, ""),
+        ({"failures_left": 0}, Failed(frozenset([1])), ActionKind.FAIL, ""),
+        ({}, Disconnected(), ActionKind.RECOVER, ""),
+        ({"failures_left": 0}, Disconnected(), ActionKind.FAIL, "FailureConfig allows no more failures"),
+        ({}, StopRequested(), ActionKind.END_AFTER_STEP, "stop"),
+        ({"phase": Phase.STARTING}, StopRequested(), ActionKind.FAIL, "a stop of the run was requested"),
+        ({}, Drained(stays=True), ActionKind.END_AFTER_STEP, "drain"),
+        ({}, Drained(stays=False), ActionKind.END_AFTER_STEP, "stop"),
+        ({"stopping": True, "phase": Phase.LEAVING}, Drained(stays=True), ActionKind.END_AFTER_STEP, "stop"),
+        ({}, CapacityChanged(4), ActionKind.END_AFTER_STEP, "resize"),
+        ({}, CapacityChanged(3), ActionKind.IGNORE, ""),
+        ({}, CapacityChanged(5), ActionKind.IGNORE, ""),
+        ({}, CapacityChanged(0), ActionKind.IGNORE, ""),
+        ({"ends_after_step": False}, CapacityChanged(4), ActionKind.RESIZE, ""),
+        ({"phase": Phase.LEAVING}, CapacityChanged(4), ActionKind.IGNORE, ""),
+        ({"phase": Phase.LEAVING}, CapacityChanged(4, overdue=True), ActionKind.RESIZE, ""),
+        ({"phase": Phase.RECOVERING, "lost": frozenset([1])}, CapacityChanged(4, overdue=True), ActionKind.IGNORE, ""),
+        ({"phase": Phase.LEAVING}, Ended(), ActionKind.RESTART, ""),
+        ({"phase": Phase.LEAVING, "stopping": True}, Ended(), ActionKind.IGNORE, ""),
     ],
 )
 def test_each_decision(change, event, do, why):
     action = decide(dataclasses.replace(WHOLE, **change), event)
-    assert action.do is do and why in action.why and (why or not action.why or do in (Do.RESTART, Do.FAIL))
-    assert (action.do is Do.FAIL) == bool(action.failure), "a run that fails has a reason"
+    assert (
+        action.kind is do
+        and why in action.why
+        and (why or not action.why or do in (ActionKind.RESTART, ActionKind.FAIL))
+    )
+    assert (action.kind is ActionKind.FAIL) == bool(action.failure), "a run that fails has a reason"
 
 
 def test_a_recovery_that_begins_again_counts_what_was_lost_and_takes_all_places():
     run = Decisions(dataclasses.replace(WHOLE, workers=4, failures_left=3))
     assert run.take(Lost(frozenset([1]))).ranks == {1}
     action = run.take(NotRecovered("worker 3 was lost", lost_another=True, also_lost=frozenset([3]), new_lost=1))
-    assert (action.do, action.ranks, action.state.failures_left) == (Do.RECOVER, {1, 3}, 2)
+    assert (action.kind, action.ranks, action.state.failures_left) == (ActionKind.RECOVER, {1, 3}, 2)
     action = run.take(NotRecovered("both were lost", lost_another=True, new_lost=1))
-    assert (action.do, action.why) == (Do.RESTART, "both were lost, and FailureConfig allows no more failures")
+    assert (action.kind, action.why) == (
+        ActionKind.RESTART,
+        "both were lost, and FailureConfig allows no more failures",
+    )
     assert run.state.failures_left == 0
     run.take(Started(4))
-    assert run.take(Lost(frozenset([1]))).do is Do.FAIL
+    assert run.take(Lost(frozenset([1]))).kind is ActionKind.FAIL
 
 
 def test_a_group_that_starts_all_the_same_trains():
     run = Decisions(dataclasses.replace(WHOLE, failures_left=0))
-    assert run.take(Lost(frozenset([1]))).do is Do.FAIL
+    assert run.take(Lost(frozenset([1]))).kind is ActionKind.FAIL
     run.take(Started(2))
     assert run.state.phase is Phase.TRAINING and run.state.workers == 2
 
 
 def test_what_a_look_at_all_shows():
     well, ended, lost, failed, affected = WorkerState
-    assert decisions.happened([well, affected]) is None
-    assert decisions.happened([lost, affected, lost]) == Lost(frozenset([0, 2]))
-    assert decisions.happened([lost, lost]) == Lost(frozenset([0, 1]))
-    assert decisions.happened([lost, failed, affected]) == Failed(frozenset([1]))
-    assert decisions.happened([lost, ended, failed]) == Ended()
-    assert decisions.staying([well, lost, ended, affected]) == {0, 2, 3}
-    assert decisions.staying([well, failed]) == frozenset()
+    assert decisions.event_of_states([well, affected]) is None
+    assert decisions.event_of_states([lost, affected, lost]) == Lost(frozenset([0, 2]))
+    assert decisions.event_of_states([lost, lost]) == Lost(frozenset([0, 1]))
+    assert decisions.event_of_states([lost, failed, affected]) == Failed(frozenset([1]))
+    assert decisions.event_of_states([lost, ended, failed]) == Ended()
+    assert decisions.reusable_ranks([well, lost, ended, affected]) == {0, 2, 3}
+    assert decisions.reusable_ranks([well, failed]) == frozenset()

@@ -51,7 +51,7 @@ def healthy() -> Measurements:
         skew=dict.fromkeys((A, B, C), 0.01),
         links={(one, other): dict(link) for one in (A, B, C) for other in (A, B, C) if one != other},
         training={},
-        places={node: ("eth0", node) for node in (A, B, C)},
+        interfaces={node: ("eth0", node) for node in (A, B, C)},
         tested={"keras": ("3.14", "3.15")},
     )
 
@@ -80,7 +80,7 @@ FAULTS = [
     (change("facts", A, "container", "memory", to=GIB), "memory", (A,), "1.00 GiB, wanted 2"),
     (change("facts", A, "container", "memory", to=4 * GIB), "memory", (A,), "8.00 GiB counted, 4.00 allowed"),
     (change("facts", C, "container", "traces", to=False), "stacks", (C,), "lacks the capability SYS_PTRACE"),
-    (change("places", B, to=(None, None)), "network", (B,), "it has eth0 (10.0.0.2)"),
+    (change("interfaces", B, to=(None, None)), "network", (B,), "it has eth0 (10.0.0.2)"),
     (change("dashboard", A, to="[fd00::1]:8265: refused"), "dashboard", (A,), "[fd00::1]:8265: refused"),
     (change("facts", A, "disks", "/tmp", to=(GIB, 100 * GIB)), "disk", (A,), "1.00 GiB free"),
     (change("facts", A, "disks", "/tmp", to=(4 * GIB, 100 * GIB)), "disk", (A,), "4.00 GiB free of 100.00"),

@@ -5,7 +5,7 @@ from ray.train import Checkpoint
 
 from raytf.storage.checkpoint_files import CheckpointState
 from raytf.train import evaluator
-from raytf.train.evaluator import Record
+from raytf.train.evaluator import EvaluationResults
 from tests.logged import warnings_logged
 
 
@@ -18,7 +18,7 @@ class Memory(dict):
 
 def ask(monkeypatch, tmp_path, *calls):
     """The results, and the calls left, of as many checkpoints as there are lists of what each try comes to."""
-    record, left = Record(Memory()), [list(tries) for tries in calls]
+    record, left = EvaluationResults(Memory()), [list(tries) for tries in calls]
 
     def evaluated(record, checkpoint):
         found = left[evaluator._epoch(checkpoint) - 1].pop(0)
@@ -31,7 +31,7 @@ def ask(monkeypatch, tmp_path, *calls):
     for epoch, _ in enumerate(calls, 1):
         (tmp_path / "state.json").write_text(CheckpointState(epoch, 1, 0, False, []).to_json())
         evaluator._ask(record, Checkpoint.from_directory(tmp_path))
-    assert bool(record.entries.get("ended")) == record.given_up()
+    assert bool(record.entries.get("ended")) == record.is_disabled()
     return *record.results(), [len(tries) for tries in left]
 
 
@@ -57,7 +57,7 @@ def test_why_an_evaluation_is_missing(monkeypatch, tmp_path):
 
 
 def test_record_lists_what_is_missing_and_forgets_all():
-    record = Record(Memory())
+    record = EvaluationResults(Memory())
     record.put_metrics(1, {"eval_loss": 0.5})
     record.missing(2, "it rained")
     with warnings_logged(r"The evaluation is missing of epoch 2 \(it rained\)"):

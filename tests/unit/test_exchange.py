@@ -47,7 +47,7 @@ def test_arrays_of_any_types_and_shapes(workers):
     def work(worker):
         part = [at(worker, one) for one in given]
         flags, words = np.bool_([worker.ring.rank == 0] * 3), at(worker, big)
-        return worker.all_reduce_arrays(part), worker.chiefs_arrays([*part, flags, words])
+        return worker.all_reduce_arrays(part), worker.broadcast_arrays([*part, flags, words])
 
     for sums, chiefs in together(work, workers(3)):
         for one, total, first in zip(given, sums, chiefs[:-2], strict=True):
@@ -75,7 +75,7 @@ def test_what_is_no_number_is_refused(workers):
     with pytest.raises(ConfigError, match="received: bool"):
         first.add([tf.constant(True)])
     with pytest.raises(ConfigError, match="received: string"):
-        first.chiefs(tf.constant("a"))
+        first.broadcast(tf.constant("a"))
 
 
 @pytest.mark.slow
@@ -93,7 +93,7 @@ def test_one_order_in_conditions_and_loops_and_with_another_ring(workers):
             for _ in tf.range(times):
                 total += worker.add([tf.fill([4], rank + 1)])[0]
                 if times > 2:
-                    first += worker.chiefs(tf.fill([2], rank + 3))
+                    first += worker.broadcast(tf.fill([2], rank + 3))
                 summed, rows = worker.sum([tf.fill([20], rank), tf.fill([30], 2 * rank)], tf.constant(2))
                 total += summed[0][:4] + tf.cast(rows, tf.float32)
             found = worker.gather([tf.fill([int(rank) + 1], rank)])[0]

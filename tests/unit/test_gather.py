@@ -24,12 +24,14 @@ def test_gather_takes_rows_from_blocks_in_any_order(sizes, seed, count):
     rows = rng.integers(0, len(data), count)
     block = np.searchsorted(starts, rows, side="right") - 1
     stacked = gather.source(blocks, Columns.from_spec(["a", "b", "c"], "x")).gather(
-        gather.Places(block, rows - starts[block])
+        gather.RowLocations(block, rows - starts[block])
     )[0]
     np.testing.assert_array_equal(stacked, data[rows])
     assert stacked.dtype == np.float32
     assert not count or stacked.ctypes.data % gather.ALIGNMENT == 0
-    single = gather.source(blocks, Columns.from_spec("b", "x")).gather(gather.Places(block, rows - starts[block]))[0]
+    single = gather.source(blocks, Columns.from_spec("b", "x")).gather(
+        gather.RowLocations(block, rows - starts[block])
+    )[0]
     np.testing.assert_array_equal(single, data[rows, 1])
 
 
@@ -73,7 +75,7 @@ def gathered(array, spec, rows=(1, 0, 1)):
     tables = [table(x=array[:cut]), table(x=array[cut:])]
     rows = np.array(rows, int)
     return gather.source(tables, Columns.from_spec(spec, "x")).gather(
-        gather.Places((rows >= cut).astype(int), rows - (rows >= cut) * cut)
+        gather.RowLocations((rows >= cut).astype(int), rows - (rows >= cut) * cut)
     )
 
 
@@ -146,7 +148,7 @@ def test_blocks_are_never_handed_out():
     block = table(x=np.arange(64.0))
     view = gather.column_array(block, Column("x"))
     (copied,) = gather.source([block], Columns.from_spec("x", "x")).gather(
-        gather.Places(np.zeros(64, int), np.arange(64))
+        gather.RowLocations(np.zeros(64, int), np.arange(64))
     )
     assert not np.shares_memory(view, copied)
 

@@ -189,7 +189,7 @@ def test_the_dry_run_knows_what_trials_report(inspect, function, logs):
     table = pa.table({"x": np.arange(4.0, dtype=np.float32), "y": np.arange(4.0, dtype=np.float32)})
     pickled = cloudpickle.dumps((function, {"batch_size": 2, "epochs": 1}, BatchSpec.parsed(["x"], "y"), [], None))
     tried = inspect(pickled, StoredDataset([table], [4], ["x", "y"]))
-    assert isinstance(tried, dry_run.Tried) and tried.logs == logs, tried
+    assert isinstance(tried, dry_run.DryRunResult) and tried.logs == logs, tried
 
 
 @pytest.mark.slow
@@ -209,7 +209,7 @@ def test_columns_of_the_validation_have_the_shapes_of_the_training(inspect, x, y
     pickled = cloudpickle.dumps((build, {"batch_size": 2, "epochs": 1}, BatchSpec.parsed("x", "y"), [], None))
     train = block(np.ones((4, 1), np.float32), np.ones(4, np.float32))
     tried = inspect(pickled, train, validation=block(x, y))
-    assert isinstance(tried, dry_run.Tried) if why is None else why in str(tried), tried
+    assert isinstance(tried, dry_run.DryRunResult) if why is None else why in str(tried), tried
 
 
 def build_classifier(config):

@@ -77,7 +77,7 @@ told = {}
 for build in (by_key, later, in_step, whole, spread, default, unread):
     pickled = cloudpickle.dumps((build, config, batch, [], None))
     tried = dry_run.inspect(pickled, StoredDataset([table], [4], ["x", "y"]))
-    told[build.__name__] = tried.identity["config"] if isinstance(tried, dry_run.Tried) else str(tried)
+    told[build.__name__] = tried.identity["config"] if isinstance(tried, dry_run.DryRunResult) else str(tried)
 print(json.dumps(told))
 """
 CONFIG = {"alpha": 2.5, "patience": 5}

@@ -50,7 +50,7 @@ def test_held_snapshot_is_written_on_request_or_when_its_process_dies(tmp_path):
         gone(writer)
         assert written(run) == expected
         check(run / expected[-1], step_of_folder(expected[-1]))
-        assert not writer.left_out
+        assert not writer.skipped
 
 
 def test_one_that_is_kept_makes_the_held_one_needless(tmp_path):

@@ -37,7 +37,7 @@ CLAUSES = {
     "_refuse",
     "disarm",
     "NotWrittenError",
-    "NoRoomError",
+    "BufferFullError",
     "ServerLostError",
     "StoppedError",
     "TrainingError",
@@ -69,7 +69,7 @@ _PHASES = (
 )
 _DESCRIBED = (("data/ingest.py", "describe"), ("data/pipeline.py", "_remarks"), ("data/pipeline.py", "inspect"))
 _DAMAGED = (("storage/checkpoint_files.py", "describe_choice"), ("storage/checkpoint_files.py", "damaged_error"))
-_PROOF = (("train/verify_comparison.py", "Proof.text"), ("train/verify.py", "NOT_IN_TIME"))
+_PROOF = (("train/verify_comparison.py", "VerificationResult.text"), ("train/verify.py", "NOT_IN_TIME"))
 _TABLE = "values: see `trial 3/20` and `best` on the page"
 _LINES = "the lines of `_TEXTS`, see `event_texts`"
 _HELPER = "a helper whose calls are read"
@@ -108,7 +108,7 @@ ELSEWHERE: dict[tuple[str, str], str | tuple[tuple[str, str], ...]] = {
     ("train/results.py", "table"): "the metrics of the last epoch",
     ("train/tensorflow_trainer.py", "f'run     {location}'"): RESULT,
     ("train/tensorflow_trainer.py", "line"): RESULT,
-    ("train/verify.py", "proof.text()"): _PROOF,
+    ("train/verify.py", "result.text()"): _PROOF,
     ("train/verify.py", "text"): _PROOF,
     (
         "tune/table.py",
@@ -151,7 +151,7 @@ PARTS = (
     ("worker/epoch_checks.py", "EpochChecks._consequence"),
     ("train/decisions.py", "NO_FAILURES_LEFT"),
     ("train/decisions.py", "STOPPING"),
-    ("worker/stop.py", "MovedError"),
+    ("worker/stop.py", "StoppedForRestartError"),
     ("worker/stop.py", "_MOVES"),
 )
 

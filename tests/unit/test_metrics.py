@@ -23,7 +23,7 @@ def test_what_workers_have_together_for_one_that_cannot_reach_the_others():
     total, count = model.metrics_variables[:2]
     variables = [total, count, norm.moving_mean, seed]
     each = [[np.float32(rank), np.float32(3), np.full(2, rank, np.float32), np.array([5, rank])] for rank in range(3)]
-    summed, rows, mean, drawn = metrics.together(model, variables, each, older=[0])
+    summed, rows, mean, drawn = metrics.merge_states(model, variables, each, older=[0])
     assert (summed, rows, mean.tolist(), drawn.tolist()) == (3.0, 9.0, [1.0, 1.0], [5, 1])
     assert mean.dtype == np.float32
     names = {v.path.split("/")[-1] for v in (total, count)}

@@ -17,10 +17,10 @@ from tests.unit import kinds_of_models
 
 def written(archive: ZipTemplate) -> dict[str, bytes]:
     """The members of an archive as they would be in its file."""
-    for (_, size), value in zip(archive.image.places, archive.values, strict=True):
+    for (_, size), value in zip(archive.template.regions, archive.values, strict=True):
         assert value.nbytes == size
-    image = b"".join(map(bytes, archive.image.pieces(archive.values)))
-    assert len(image) == archive.image.size
+    image = b"".join(map(bytes, archive.template.pieces(archive.values)))
+    assert len(image) == archive.template.size
     members = [(name, image if isinstance(c, FileTemplate) else c) for name, c in archive.members]
     content = b"".join(gather_io.zip_pieces(members))
     with zipfile.ZipFile(io.BytesIO(content)) as file:

@@ -25,7 +25,7 @@ def gathered(tables, spec):
     source = gather.source(tables, Columns.from_spec(spec, "x"))
     table = np.repeat(np.arange(len(tables)), [len(t) for t in tables])
     row = np.concatenate([np.arange(len(t)) for t in tables])
-    return source.gather(gather.Places(table, row))
+    return source.gather(gather.RowLocations(table, row))
 
 
 # (column with nulls, options, what replaces them, what comes then)
@@ -117,7 +117,7 @@ def test_stacked_columns(copied_bytes):
         sources_of([table], [Columns.from_spec(["a", "b"], "x")], copied_bytes)
     columns = parse([Column("a", fill=2), "b"], "x")
     (source,) = sources_of([table], [columns], copied_bytes)
-    places = gather.Places(np.zeros(3, int), np.array([2, 1, 0]))
+    places = gather.RowLocations(np.zeros(3, int), np.array([2, 1, 0]))
     assert source.gather(places)[0].tolist() == [[3, 6], [2, 5], [1, 4]]
     stacked = table.append_column(columns.stored, gather.stack(table, columns))
     (source,) = sources_of([stacked], [columns], copied_bytes)

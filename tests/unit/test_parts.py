@@ -80,7 +80,7 @@ def test_a_part_has_one_place_and_raytf_reads_its_batches_without_an_exchange(ta
 def test_parts_after_the_agreement_are_last():
     """Keras gets them after the others whatever the table's order, which must be the same."""
     after = [getattr(kind, "raytf_after_agreement", False) for kind in PARTS]
-    first = PARTS.index(parts.Resumption)
+    first = PARTS.index(parts.MidEpochResume)
     assert all(after[first:])
 
 

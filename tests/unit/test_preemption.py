@@ -14,7 +14,7 @@ from raytf.train import group, run_group
 from raytf.train.decisions import Decisions, Phase, RunState
 from raytf.train.group import LostGroupError, Report
 from raytf.train.recovery_coordinator import Member
-from raytf.worker.stop import MovedError
+from raytf.worker.stop import StoppedForRestartError
 
 GONE = RayActorError(preempted=True)
 
@@ -37,12 +37,12 @@ class Group(run_group.RunGroup):
         self._decisions = Decisions(state)
         self._spec = types.SimpleNamespace(preemption=Preemption(-1, relaxed, seconds))
         self.members = [Member(Actor(), rank, rank) for rank in range(2)]
-        self.places = {rank: types.SimpleNamespace(node=f"node {rank}") for rank in range(2)}
+        self.locations = {rank: types.SimpleNamespace(node=f"node {rank}") for rank in range(2)}
         self._deadlines = {"node 1": time.time() + deadline}
-        self._errors, self._values, self._pending, self._gathered, self._asking = {}, {}, {}, {}, {}
+        self._errors, self._values, self._pending, self._gathered, self._waiting_requests = {}, {}, {}, {}, {}
         self._waits, self.reported, self._process_reports = set(), {}, collections.Counter()
         self._received = collections.defaultdict(collections.deque)
-        self._process_killer, self._hangs = types.SimpleNamespace(ended={}, last_words={}), None
+        self._process_killer, self._hangs = types.SimpleNamespace(ended={}, final_reports={}), None
         self.taken = []
         self._list = types.SimpleNamespace(take=lambda reports, context: self.taken.append(reports))
         self._context = None
@@ -78,14 +78,14 @@ def test_the_others_have_until_the_deadline_and_some_seconds_for_loops_of_their_
 
 @pytest.mark.parametrize(("limit", "phase"), [(math.inf, Phase.STARTING), (1, Phase.STARTING), (0, Phase.ENDED)])
 def test_a_drained_node_beyond_the_limit_is_a_failure(limit, phase):
-    for errors in ({0: MovedError(7), 1: MovedError(7)}, {1: GONE}):
+    for errors in ({0: StoppedForRestartError(7), 1: StoppedForRestartError(7)}, {1: GONE}):
         made = Group(ends_after_step=True, limit=limit)
         made._errors = dict(errors)
         with pytest.raises(LostGroupError):
-            made._judge()
+            made._handle_failures()
         assert made._decisions.state.phase is phase
 
 
 def test_a_failure_config_of_an_older_ray_has_none_of_these_options():
     assert of_preemption(types.SimpleNamespace(max_failures=1)) == (-1, False, 0.0)
-    assert MovedError(7).why == group.DRAIN
+    assert StoppedForRestartError(7).why == group.DRAIN

@@ -16,7 +16,7 @@ from ray.train.v2._internal.execution.context import TrainRunContext
 import raytf
 from raytf.runtime import reservation
 from raytf.train import arguments, local, ray_config
-from raytf.train.session_functions import TrialContext, TrialSetup, TrialTrainFnUtils, place_of, preemption
+from raytf.train.session_functions import TrialContext, TrialSetup, TrialTrainFnUtils, preemption, ranks_of_worker
 from raytf.worker.trial_session import TrialSession
 
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "reference" / "ray-compatibility.md"
@@ -146,7 +146,9 @@ REFUSED = {
         "preemption_grace_s=5.0",
     ),
     ("DataConfig(datasets_to_split)", "KerasTrainer"): (
-        lambda f: ray_config.obeyed({"train": None, "validation": None}, DataConfig(datasets_to_split=["train"])),
+        lambda f: ray_config.apply_data_config(
+            {"train": None, "validation": None}, DataConfig(datasets_to_split=["train"])
+        ),
         r"datasets_to_split=\['train'\]",
     ),
     ("RAY_TRAIN_CALLBACKS", "sweep"): (lambda f: sweep(), "RAY_TRAIN_CALLBACKS=some.module.Callback"),
@@ -214,7 +216,7 @@ def test_what_depends_on_more_is_refused_too(tmp_path):
             ),
             "one label selector for all",
         ),
-        (lambda: ray_config.obeyed({}, Own()), "a Own, which may cut"),
+        (lambda: ray_config.apply_data_config({}, Own()), "a Own, which may cut"),
         (lambda: ray_config.check_validation(CHECKS, True), "both"),
         (lambda: ray_config.check_validation(3, False), "received: 3"),
         (
@@ -287,7 +289,7 @@ def test_what_ray_refuses(name, tmp_path):
 def test_local_and_node_ranks_of_a_trials_workers():
     """As Ray Train counts: nodes in the order of their first ranks."""
     nodes = ("b", "a", "b", "c", "a")
-    places = [place_of(rank, nodes) for rank in range(5)]
+    places = [ranks_of_worker(rank, nodes) for rank in range(5)]
     assert [p["local_rank"] for p in places] == [0, 0, 1, 0, 1]
     assert [p["node_rank"] for p in places] == [0, 1, 0, 2, 1]
     assert [p["local_world_size"] for p in places] == [2, 2, 2, 1, 2]

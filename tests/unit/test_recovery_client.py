@@ -55,10 +55,10 @@ def survivor():
         losses = []
         healer.arm(lambda: Listener("127.0.0.1"), lambda: None, lambda: losses.append("lost"), step=0)
         with healer.execution():
-            healer.stepped(holder, b"mine")
+            healer.send_state_after_step(holder, b"mine")
             other.send_to_successor(2, b"the other's")
             other.close()
-            yield healer, holder, pool.submit(healer.make, holder, holder.add)
+            yield healer, holder, pool.submit(healer.run_exchange, holder, holder.add)
         holder.ring.close()
         assert losses, "the driver is told of a loss at once"
 
@@ -122,7 +122,7 @@ def test_next_training_of_the_process_counts_its_rings_from_zero(survivor):
         healer.arm(lambda: Listener("127.0.0.1"), lambda: None, lambda: None, step=0)
         with healer.execution():
             other.close()
-            sum_ = pool.submit(healer.make, holder, holder.add)
+            sum_ = pool.submit(healer.run_exchange, holder, holder.add)
             rejoin = ring_of(standing(healer), new, 1)
             healer.command(rejoin)
             ring = new.join(1, rejoin.addresses, TOKEN, 20.0, 20.0, generation=1)
@@ -156,9 +156,9 @@ class Epoch:
         ring, self.other = pool.map(lambda rank: joined(listeners, rank), range(2))
         self.healer, self.holder, self.made, self.pool = RecoveryClient(), Holder(ring), [], pool
         nothing = lambda: None
-        self.healer.arm(lambda: Listener("127.0.0.1"), nothing, nothing, step=0, note=self.note)
+        self.healer.arm(lambda: Listener("127.0.0.1"), nothing, nothing, step=0, capture_at_boundary=self.note)
         with self.healer.execution():
-            self.healer.stepped(self.holder, b"mine")
+            self.healer.send_state_after_step(self.holder, b"mine")
         self.healer.end_epoch()
         assert self.healer.mark_epoch_end(), "a loss is survived from here on, too"
         for name in ("logs", "rate"):
@@ -170,7 +170,7 @@ class Epoch:
         """Makes a step after which workers are known to meet."""
         self.foreseen = True
         with self.healer.execution():
-            self.healer.stepped(self.holder, b"mine")
+            self.healer.send_state_after_step(self.holder, b"mine")
             self.healer.steps_made()
 
     def note(self, epoch_ends):
@@ -186,12 +186,12 @@ class Epoch:
             self.made.append(name)
             return self.add(self.holder.ring, 2)
 
-        return self.healer.make(self.holder, exchange)
+        return self.healer.run_exchange(self.holder, exchange)
 
     @contextlib.contextmanager
     def lost_in_the_next(self, from_scratch):
         """Within its first step, as the other one is lost: (its sum, where this one waited, the new one's ring)."""
-        self.healer.began(self.holder, b"begun")
+        self.healer.send_state_at_epoch_begin(self.holder, b"begun")
         with self.healer.execution():
             self.other.close()
             yield self.pool.submit(self.make, "gradients"), *self.goes_on(from_scratch)
@@ -217,10 +217,10 @@ def test_what_followed_an_epoch_is_exchanged_again(ended):
     """Also within the first step of the next one, with a process that begins after the last step."""
     with ended.lost_in_the_next(from_scratch=True) as (sum_, waiting, ring):
         assert (waiting.boundary, waiting.tag, waiting.at_boundary) == (state_version(1), state_version(1) + 2, False)
-        assert ended.healer.image(True) == "the end"
+        assert ended.healer.capture_state(True) == "the end"
         assert [ended.add(ring, 1).tolist() for _ in range(3)] == [[3, 3]] * 3
         assert sum_.result(20).tolist() == [3, 3] and ended.made == ["logs", "rate", "gradients"]
-        ended.healer.stepped(ended.holder, b"mine")
+        ended.healer.send_state_after_step(ended.holder, b"mine")
     ring.close()
     with pytest.raises(PeerLostError):
         ended.make("in a callback of the next step")
@@ -231,9 +231,9 @@ def test_what_followed_an_epoch_is_exchanged_again(ended):
 def test_what_callbacks_left_of_what_each_has_for_itself_is_passed_on_again(ended):
     """Before the step that follows them; what it was after the step before them is kept, for one that begins there."""
     ended.make_a_step()
-    ended.healer.resumes(ended.holder, b"mine")
+    ended.healer.send_state_before_execution(ended.holder, b"mine")
     assert ended.healer.tag == state_version(2), "nothing has changed"
-    ended.healer.resumes(ended.holder, b"reset")
+    ended.healer.send_state_before_execution(ended.holder, b"reset")
     with ended.healer.execution():
         ended.other.close()
         step = ended.pool.submit(ended.make, "gradients")
@@ -249,24 +249,24 @@ def test_what_followed_an_execution_is_exchanged_again_where_that_was_foreseen(e
     """Of three workers' exchanges after a step the second breaks; the third is within the next step."""
     ended.foreseen = True
     with ended.healer.execution():
-        ended.healer.stepped(ended.holder, b"mine")
+        ended.healer.send_state_after_step(ended.holder, b"mine")
         ended.healer.steps_made()
         assert not ended.healer.executes
         both = ended.pool.submit(ended.add, ended.other, 1), ended.pool.submit(ended.make, "logs of the batch")
         assert [one.result(20).tolist() for one in both] == [[3, 3]] * 2
-    ended.healer.averaged(ended.holder, b"mean")
+    ended.healer.send_averaged_state(ended.holder, b"mean")
     ended.other.close()
     stop = ended.pool.submit(ended.make, "stop")
     waiting, ring = ended.goes_on(from_scratch=True)
     assert (waiting.boundary, waiting.tag, waiting.at_boundary) == (state_version(2), state_version(2) + 1, True)
     assert waiting.sent_messages == ((state_version(2), b"mine"), (state_version(2) + 1, b"mean"))
-    assert ended.healer.image(True) == "the step"
+    assert ended.healer.capture_state(True) == "the step"
     assert [ended.add(ring, 1).tolist() for _ in range(2)] == [[3, 3]] * 2
     assert stop.result(20).tolist() == [3, 3] and ended.made == ["logs of the batch", "stop"]
     assert ring.peer_messages == waiting.sent_messages, "of this one, should it be lost next"
     with pytest.raises(RaytfError, match="callbacks may have been called after the step"):
-        ended.healer._waiting, ended.healer._keep = waiting, lambda *_: 0
-        ended.healer.keep([], [])
+        ended.healer._waiting, ended.healer._save_checkpoint = waiting, lambda *_: 0
+        ended.healer.save_checkpoint([], [])
     ring.close()
 
 

@@ -162,8 +162,8 @@ def test_what_callbacks_did_at_the_begin_of_a_step_is_not_done_twice(model, tmp_
         iterator=lambda: types.SimpleNamespace(begin_at=lambda *_: None),
         replacement_state=types.SimpleNamespace(after_step=not begun, steps_in_execution=0),
     )
-    before = step_checkpoints.BeforeResumption.create(training)
-    after = step_checkpoints.Resumption(training, before)
+    before = step_checkpoints.PrepareMidEpochResume.create(training)
+    after = step_checkpoints.MidEpochResume(training, before)
     callbacks = keras.callbacks.CallbackList([before, counting, after], model=model)
     callbacks.on_train_begin()
     callbacks.on_epoch_begin(0)

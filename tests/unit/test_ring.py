@@ -182,13 +182,13 @@ def test_the_bits_do_not_depend_on_how_the_values_travel(ring_of, size, hosts, s
 def test_what_each_has_comes_to_all_while_sockets_are_full(ring_of):
     """Also after what was passed on and nobody has read."""
     places = ring_of(5)
-    most = max(size for size in range(0, 1 << 16, 64) if places[0].trades(size))
+    most = max(size for size in range(0, 1 << 16, 64) if places[0].uses_small_gather(size))
     content = [np.random.default_rng(i).integers(0, 256, most, np.uint8) for i in range(5)]
 
     def work(place):
         for number in range(5):
             place.send_to_successor(number, bytes(12_000))
-        traded = [place.trade(content[place.rank]).tobytes() for _ in range(50)]
+        traded = [place.all_gather_small(content[place.rank]).tobytes() for _ in range(50)]
         return traded, [number for number, _ in place.peer_messages]
 
     assert together(work, places) == [([np.stack(content).tobytes()] * 50, [1, 2, 3, 4])] * 5

@@ -48,10 +48,10 @@ def test_sum_has_the_bits_of_the_ring(size, hosts, monkeypatch):
         def check(items, kind, seed):
             items = places[0].padded(items)
             arrays = [(np.random.default_rng([seed, i]).normal(size=items) * 100).astype(kind) for i in range(size)]
-            assert places[0].trades(arrays[0].nbytes)
+            assert places[0].uses_small_gather(arrays[0].nbytes)
             found = together(lambda place: place.all_reduce(arrays[place.rank].copy()))
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(ring_module.Ring, "trades", lambda self, size: False)
+                patch.setattr(ring_module.Ring, "uses_small_gather", lambda self, size: False)
                 expected = together(lambda place: place.all_reduce(arrays[place.rank].copy()))
             assert len({one.tobytes() for one in (*found, *expected)}) == 1
 
@@ -62,7 +62,9 @@ def test_sum_has_the_bits_of_the_ring(size, hosts, monkeypatch):
 def test_each_gets_what_all_have_by_rank(size):
     with ring_of(size) as (_, together):
         for count in (1, 300):
-            for found in together(lambda place, count=count: place.trade(np.full(count, place.rank, np.uint8))):
+            for found in together(
+                lambda place, count=count: place.all_gather_small(np.full(count, place.rank, np.uint8))
+            ):
                 assert found.tolist() == [[rank] * count for rank in range(size)]
 
 

@@ -62,5 +62,9 @@ def test_roles_that_end_by_themselves():
     plain, servers = roles.run_tasks(2, evaluator=True), roles.run_tasks(2, num_ps=1)
     assert roles.ends_run(plain) == {Task("worker", 0), Task("worker", 1)}
     assert roles.ends_run(servers) == {Task("chief", 0)}
-    assert roles.can_restart_alone(Task("worker", 1), servers) and not roles.can_restart_alone(Task("worker", 1), plain)
-    assert not roles.can_restart_alone(Task("ps", 0), servers) and roles.can_restart_alone(Task("evaluator", 0), plain)
+    assert roles.can_restart_by_itself(Task("worker", 1), servers) and not roles.can_restart_by_itself(
+        Task("worker", 1), plain
+    )
+    assert not roles.can_restart_by_itself(Task("ps", 0), servers) and roles.can_restart_by_itself(
+        Task("evaluator", 0), plain
+    )

@@ -71,7 +71,7 @@ def test_of_two_that_come_at_once_one_gets_it(place, monkeypatch, set_timeouts):
             with lock:
                 lock.confirm()
                 barrier.wait()
-                lock._file.settle()  # on a store where two wrote at once, the one that lost it sees so
+                lock._file.wait_until_visible()  # on a store where two wrote at once, the one that lost it sees so
                 barrier.wait()
             got.append(lock)
         except ConfigError as error:

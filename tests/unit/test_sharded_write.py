@@ -44,12 +44,12 @@ def test_the_ranges_in_order_are_the_file(data):
     for (begin, size), value in zip(places, values, strict=True):
         expected[begin : begin + size] = value.tobytes()
     archive, count = ZipTemplate([], FileTemplate.from_content(content, places), values), data.draw(st.integers(1, 7))
-    assert b"".join(map(bytes, archive.image.pieces(values))) == expected
+    assert b"".join(map(bytes, archive.template.pieces(values))) == expected
     found = b""
     for index in range(count):
         piece = sharded_write.RangeCutter(index, count).piece(archive)
-        part = b"".join(map(bytes, piece.image.pieces(piece.values)))
-        assert len(part) == piece.image.size
+        part = b"".join(map(bytes, piece.template.pieces(piece.values)))
+        assert len(part) == piece.template.size
         found += part
     assert found == expected
     assert sharded_write.layout_checksum(FileTemplate.from_content(content, places)) == sharded_write.layout_checksum(
@@ -116,7 +116,7 @@ def test_three_workers_write_one_checkpoint(place, tmp_path):
         written = chief.put(folder_name(step), files_of(step), 3)
         for thread in threads:
             thread.join()
-        assert written.late == written.others == []
+        assert written.late_workers == written.others == []
         assert written.bytes < 0.5 * gather_io.total_size(files_of(step)[MODEL])
         check(filesystem, run, step, 3, tmp_path)
     if isinstance(filesystem, pyarrow.fs.LocalFileSystem):
@@ -129,7 +129,7 @@ def test_what_does_not_come_or_is_another_ones_the_chief_writes_itself(place, tm
     chief, other = (SnapshotStore(filesystem, run) for _ in range(2))
     other.put_part(folder_name(5), MODEL, 1, parts_of(4, 3)[1])
     written = chief.put(folder_name(5), files_of(5), 3)
-    assert (written.late, written.others) == ([1, 2], [1])
+    assert (written.late_workers, written.others) == ([1, 2], [1])
     check(filesystem, run, 5, 3, tmp_path)
 
 
@@ -166,7 +166,7 @@ def test_two_workers_save_a_model_that_is_loaded_and_resumed_from(tmp_path):
         model.fit(x, x[:, :1], epochs=1, batch_size=8, shuffle=False, verbose=0)
         state = CheckpointState(1, step, 7, False, [{"epoch": 1}], epoch_step=2)
         other.save_part(folder_name(step), model, 1, 2)
-        chief.keep(
+        chief.save_async(
             folder_name(step),
             model,
             checkpoint.checkpoint_parts(model, state, build=(functional, {}, ((3,), "float32"))),
@@ -174,7 +174,7 @@ def test_two_workers_save_a_model_that_is_loaded_and_resumed_from(tmp_path):
         )
         for keeper in (other, chief):
             keeper._writer.finish(60.0)
-    assert not chief.writes_alone() and not chief._writer._logged
+    assert not chief.writes_all_parts() and not chief._writer._logged
     pids = [chief._writer.pid, other._writer.pid]
     for keeper in (chief, other):
         keeper.close()

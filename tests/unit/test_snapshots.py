@@ -86,7 +86,7 @@ def test_the_last_ones_are_whole_and_older_ones_removed(writer, tmp_path):
     for step in range(1, 6):
         writer.write(folder_name(step), parts_of(step))
         writer.finish(60.0)
-    assert writer.left_out == 0
+    assert writer.skipped == 0
     assert sorted(os.listdir(tmp_path / "run")) == [folder_name(4), folder_name(5)]
     check(tmp_path / "run" / folder_name(4), 4)
     check(tmp_path / "run" / folder_name(5), 5)
@@ -258,13 +258,13 @@ def test_a_writer_that_is_slow_holds_nobody_up_and_the_newest_is_kept(writer, tm
         with warnings_logged("slower than checkpoints come") as seen:
             for step in range(2, 8):
                 writer.write(folder_name(step), parts_of(step))
-        assert len(seen) == 1 and writer.left_out == 3  # of six, three are in memory
+        assert len(seen) == 1 and writer.skipped == 3  # of six, three are in memory
         with pytest.raises(NotWrittenError, match=f"{folder_name(7)} could not be saved: timeout after 0 s"):
             writer.finish(0.01)
     finally:
         os.kill(writer.pid, signal.SIGCONT)
     writer.finish(60.0)
-    assert writer.left_out == 5 and sorted(os.listdir(tmp_path / "run")) == [folder_name(1), folder_name(7)]
+    assert writer.skipped == 5 and sorted(os.listdir(tmp_path / "run")) == [folder_name(1), folder_name(7)]
     check(tmp_path / "run" / folder_name(7), 7)
 
 
@@ -284,7 +284,7 @@ def test_pinned_snapshot_is_written_whatever_comes_after_it(writer, tmp_path, pi
     writer.finish(60.0, number=pin)
     writer.finish(60.0)
     written = [its["name"] for its in writer.written]
-    assert written[-2:] == [folder_name(pinned), folder_name(8)] and writer.left_out == 8 - len(written)
+    assert written[-2:] == [folder_name(pinned), folder_name(8)] and writer.skipped == 8 - len(written)
     check(tmp_path / "run" / folder_name(pinned), pinned)
     check(tmp_path / "run" / folder_name(8), 8)
 
@@ -315,7 +315,7 @@ def test_unpinned_snapshot_is_replaced_by_a_newer_one(writer, tmp_path):
         writer.finish(60.0, 0.2, number=pin)
     writer.unpin(pin)
     writer.write(folder_name(2), parts_of(2))
-    until(lambda: writer._drain(0.01) or writer.left_out)
+    until(lambda: writer._drain(0.01) or writer.skipped)
     (tmp_path / "run").unlink()
     writer.finish(60.0)
     assert os.listdir(tmp_path / "run") == [folder_name(2)]
@@ -336,7 +336,7 @@ def test_however_fast_they_come_none_is_torn_and_the_last_one_kept(writer, tmp_p
             assert writer.written[-1]["name"] == folder_name(step)
             for found in check_all(tmp_path / "run"):
                 check(tmp_path / "run" / folder_name(found), found, 30_000 if found else 1000)
-    assert writer.left_out + len(writer.written) <= 400 and len(writer._names) <= 3
+    assert writer.skipped + len(writer.written) <= 400 and len(writer._names) <= 3
 
 
 def test_others_see_that_a_writer_is_at_work_until_it_has_ended(tmp_path):
@@ -460,7 +460,7 @@ def test_what_was_handed_over_is_kept_when_its_process_is_killed(tmp_path, kille
 
 def test_nothing_is_left_of_a_writer_whose_storage_never_answers(tmp_path, monkeypatch, set_timeouts):
     """A FIFO instead of the folder holds each try up; the other side goes, and so does the writer."""
-    set_timeouts(writer_alone=0.5)
+    set_timeouts(orphan_writer=0.5)
     code = (
         "import raytf.storage.snapshot_writer as w, sys; "
         "w.SnapshotStore.put = lambda *a: __import__('time').sleep(1000); w.main(sys.argv[1:])"
@@ -479,20 +479,20 @@ def test_nothing_is_left_of_a_writer_whose_storage_never_answers(tmp_path, monke
 @pytest.mark.parametrize(("starved", "least"), [(False, 0.1), (True, 0.4)])
 def test_a_writer_that_is_alone_and_has_no_processor_has_more_time(monkeypatch, starved, least, set_timeouts):
     """What a busy machine keeps it from is not the storage's fault; its next run waits as long."""
-    set_timeouts(writer_alone=0.1, writer_alone_at_most=0.4)
+    set_timeouts(orphan_writer=0.1, orphan_writer_at_most=0.4)
     monkeypatch.setattr(snapshot_writer, "_queued", time.monotonic if starved else lambda: 7.0)
     began = time.monotonic()
-    snapshot_writer._wait_alone(lambda: 0)
+    snapshot_writer._wait_as_orphan(lambda: 0)
     assert time.monotonic() - began >= least
 
 
 def test_a_writer_that_is_alone_with_many_bytes_has_more_time(monkeypatch, tmp_path, set_timeouts):
     """So has who waits for it."""
-    set_timeouts(writer_alone=0.1, writer_bytes_at_most=30.0)
+    set_timeouts(orphan_writer=0.1, writer_bytes_at_most=30.0)
     monkeypatch.setattr(snapshot_writer, "_queued", lambda: 7.0)
     size = int(0.3 * timeouts.BYTES_A_SECOND)
     began = time.monotonic()
-    snapshot_writer._wait_alone(lambda: size)
+    snapshot_writer._wait_as_orphan(lambda: size)
     assert time.monotonic() - began >= 0.4
     finishing.WriterNote(LOCAL, str(tmp_path)).write(size)
     assert finishing.seconds_more(LOCAL, str(tmp_path)) == pytest.approx(0.3)

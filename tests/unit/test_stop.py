@@ -17,9 +17,9 @@ import pytest
 from raytf.errors import StoppedError, TrainingError
 from raytf.runtime import connection
 from raytf.storage.run_folder import RunFolder
-from raytf.train.ends import GracefulStop
+from raytf.train.graceful_stop import GracefulStop
 from raytf.worker import stop
-from raytf.worker.stop import DRAIN, RESIZE, STOP, MovedError, StopBarrier
+from raytf.worker.stop import DRAIN, RESIZE, STOP, StopBarrier, StoppedForRestartError
 
 
 class Worker(threading.Thread):
@@ -132,7 +132,7 @@ def test_errors_travel_and_bear_their_exit_codes():
     error = pickle.loads(pickle.dumps(StoppedError(signal.SIGTERM, "it stands there", 7)))
     assert (error.code, error.step, str(error)) == (143, 7, "SIGTERM: it stands there")
     assert isinstance(error, SystemExit) and StoppedError(signal.SIGINT, "").code == 130
-    drained = pickle.loads(pickle.dumps(MovedError(7)))
+    drained = pickle.loads(pickle.dumps(StoppedForRestartError(7)))
     assert drained.preempted and "after step 7, from which the run resumes" in str(drained)
 
 

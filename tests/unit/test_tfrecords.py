@@ -18,7 +18,7 @@ from raytf.data.batch_spec import BatchSpec
 from raytf.data.columns import Column, Columns
 from raytf.data.feed import Feed
 from raytf.data.files import listed
-from raytf.data.gather import Places, source
+from raytf.data.gather import RowLocations, source
 from raytf.data.sampling import Sampling
 from raytf.data.stored import StoredDataset
 from raytf.runtime.topology import Shard
@@ -80,7 +80,7 @@ def check(table, rows):
     assert table["weight"].to_pylist() == [1.5 if i % 3 else float(i) for i in rows]
     assert table["words"].to_pylist() == [[b"t0"] * (i % 2) for i in rows]
     assert table["pairs"].to_pylist() == [[[2 * j, 2 * j + 1] for j in range(i % 3)] for i in rows]
-    places = Places(np.zeros(len(table), int), np.arange(len(table)))
+    places = RowLocations(np.zeros(len(table), int), np.arange(len(table)))
     (image,) = source([table.select(["image"]).combine_chunks()], Columns.from_spec("image", "features")).gather(places)
     np.testing.assert_array_equal(image, [np.arange(6).reshape(2, 3) + i for i in rows])
     values, lengths = source([table], Columns.from_spec(Column("tokens", ragged=True), "features")).gather(places)

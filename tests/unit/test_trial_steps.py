@@ -15,7 +15,7 @@ from raytf.storage.step_folders import folder_name
 from raytf.tune import sweep_end, trial_steps
 from raytf.tune.sweep_end import SweepEnd, SweepStop
 from raytf.worker.session import TRIAL
-from raytf.worker.stop import MovedError
+from raytf.worker.stop import StoppedForRestartError
 from tests.logged import warnings_logged
 
 LOCAL = pyarrow.fs.LocalFileSystem()
@@ -124,7 +124,7 @@ def test_a_sweep_waits_for_the_trials_that_make_steps_and_for_no_others(set_time
 
 def test_to_tune_a_drained_node_is_no_failure():
     """It counts errors of an actor that are not `preempted`."""
-    error = RayTaskError("step", "", MovedError(7)).as_instanceof_cause()
+    error = RayTaskError("step", "", StoppedForRestartError(7)).as_instanceof_cause()
     assert isinstance(error, RayActorError) and error.preempted and error.step == 7
 
 

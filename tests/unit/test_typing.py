@@ -94,10 +94,10 @@ def test_checkers_see_the_public_names_where_they_are():
         for alias in node.names:
             assert alias.asname == alias.name, "without `as` a name is not handed on"
             found[alias.name] = node.module
-    assert found == raytf._PLACES and sorted(found) == raytf.__all__
+    assert found == raytf._MODULES and sorted(found) == raytf.__all__
 
 
-@pytest.mark.parametrize("name", [name for name in raytf.__all__ if raytf._PLACES[name].startswith("raytf.")])
+@pytest.mark.parametrize("name", [name for name in raytf.__all__ if raytf._MODULES[name].startswith("raytf.")])
 def test_every_argument_has_a_type(name):
     """Of functions, and of what can be called of classes; an argument without one takes anything."""
     found = getattr(raytf, name)

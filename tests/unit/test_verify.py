@@ -94,15 +94,15 @@ def test_what_cannot_be_compared_is_reported_and_ends_nothing(tmp_path):
 
 
 def test_error_contains_rule_received_and_fix():
-    proof = verify.Proof(differences=("the log loss: 1 on one device, 2 on two workers; its rows",))
-    verify.report_proof(verify.Proof(), "error")
-    verify.report_proof(verify.Proof(skipped="one row"), "error")
+    proof = verify.VerificationResult(differences=("the log loss: 1 on one device, 2 on two workers; its rows",))
+    verify.report_result(verify.VerificationResult(), "error")
+    verify.report_result(verify.VerificationResult(skipped="one row"), "error")
     with pytest.raises(ConfigError, match="the log loss: 1 on one device"):
-        verify.report_proof(proof, "error")
+        verify.report_result(proof, "error")
     with pytest.raises(ConfigError, match="no result: it was killed"):
-        verify.report_proof(verify.Proof(failed="it was killed"), "error")
+        verify.report_result(verify.VerificationResult(failed="it was killed"), "error")
     with pytest.warns(UserWarning, match="the log loss: 1 on one device"):
-        verify.report_proof(proof, "warn")
+        verify.report_result(proof, "warn")
 
 
 class _Equal(verify._Supervisor):
@@ -112,17 +112,17 @@ class _Equal(verify._Supervisor):
 
     def _compared(self):
         again, self._whole_s = self._whole_s is not None, self.seconds
-        return verify.Proof(failed=self.failed if again else None)
+        return verify.VerificationResult(failed=self.failed if again else None)
 
 
 @pytest.mark.parametrize(("seconds", "failed", "why"), [(1e6, None, "3000000 s"), (0.0, "no memory", "no memory")])
 def test_too_few_rows_for_a_whole_batch_are_reported(caplog, seconds, failed, why):
     supervisor = _Equal(lambda: None, os.getpid())
     supervisor.seconds, supervisor.failed = seconds, failed
-    proof = supervisor.proof()
+    proof = supervisor.run()
     assert proof.failed is None and why in proof.few
     with caplog.at_level("INFO", verify.logger.name):
-        verify.report_proof(proof, "error")
+        verify.report_result(proof, "error")
     assert "a whole batch was not compared" in caplog.text and why in caplog.text
 
 
@@ -145,17 +145,19 @@ def _held_trial():
 
 def test_an_outcome_may_be_asked_for_again():
     trial, writer = _held_trial()
-    running = verify.begin(trial)
+    running = verify.start_comparison(trial)
     assert verify.outcome(running, 0.0) is None
     os.write(writer, b"123456")  # two workers and a device, with a graph and without
     proof = verify.outcome(running, 60.0)
     assert proof.failed is not None and "was let go" in proof.failed
-    assert verify.outcome(verify.begin(verify.Proof(skipped="one row")), 60.0).skipped == "one row"
+    assert (
+        verify.outcome(verify.start_comparison(verify.VerificationResult(skipped="one row")), 60.0).skipped == "one row"
+    )
 
 
 def test_a_comparison_that_is_cancelled_leaves_no_process():
     trial, _ = _held_trial()
-    running = verify.begin(trial)
+    running = verify.start_comparison(trial)
     assert verify.outcome(running, 0.0) is None
     verify.cancel(running)
     with pytest.raises(ChildProcessError):

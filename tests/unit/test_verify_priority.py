@@ -31,7 +31,7 @@ def _endless():
 def test_wait_for_a_comparison_gives_it_normal_priority():
     if not priority._can_be_reverted():
         pytest.skip("this user may not lower niceness")
-    running = verify.begin(_endless, last=True)
+    running = verify.start_comparison(_endless, low_priority=True)
     try:
         until(lambda: len(_processes(running)) == 4)  # the comparison, and its runs
         ((policy, niceness),) = _priorities(running)

@@ -6,14 +6,14 @@ import queue
 import threading
 from concurrent.futures import ThreadPoolExecutor, as_completed
 
-from raytf.fitting.proving import _Turn
+from raytf.fitting.background_verification import _ComparisonLock
 
 
 def test_one_at_a_time_and_then_the_newest():
-    turn, entered, go_on = _Turn(), queue.SimpleQueue(), threading.Event()
+    turn, entered, go_on = _ComparisonLock(), queue.SimpleQueue(), threading.Event()
 
     def call(number):
-        with turn.taken() as admitted:
+        with turn.acquired() as admitted:
             if admitted:
                 entered.put(number)
                 assert go_on.wait(60)

@@ -100,15 +100,33 @@ NO_NAMES = {
     "over",
     "back",
     "without",
+    "places",
+    "moment",
+    "asked",
+    "asking",
+    "asks",
+    "late",
+    "early",
+    "later",
+    "alone",
+    "together",
+    "ahead",
+    "among",
+    "about",
+    "near",
+    "like",
+    "gone",
+    "between",
 }
+# So does a name that ends with one of these.
+NO_ENDINGS = ("_here", "_there", "_asked", "_alone", "_together")
 # These stay, and are not in the list: `now` of a clock, `out` as NumPy calls it, `other` as the operand of `__eq__` and
 # the like, `before`, and names that an interface of Keras, TensorFlow, Ray or click gives. So do these names of the
 # documented API, by the file that has them; `CheckpointSelector` has the argument of `load_model`, `export` and
-# `Predictor`, and a chart's `_LEFT` is a side.
+# `Predictor`.
 PUBLIC_NAMES = {
     ("errors.py", "where"),
     ("fitting/predictor.py", "which"),
-    ("tune/charts.py", "left"),
     ("worker/checkpoint_selector.py", "which"),
     ("worker/dataset.py", "rest"),
     ("worker/export.py", "which"),
@@ -192,7 +210,8 @@ def names_of(node: ast.AST) -> list[str | None]:
 def vague(source: str) -> set[str]:
     """Names in a source, without underscores around them, that name nothing."""
     bound = [name for node in ast.walk(ast.parse(source)) for name in names_of(node)]
-    return {name.strip("_").lower() for name in bound if name and not name.startswith("__")} & NO_NAMES
+    names = {name.strip("_").lower() for name in bound if name and not name.startswith("__")}
+    return {name for name in names if name in NO_NAMES or name.endswith(NO_ENDINGS)}
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda f: f.relative_to(FOLDER).as_posix())
@@ -259,6 +278,8 @@ def test_names_name_something():
         ("from raytf.console import once", "once"),
         ("match x:\n    case A(again): pass", "again"),
         ("match x:\n    case {**rest}: pass", "rest"),
+        ("_PLACES = 1", "places"),
+        ("def f(given_here): pass", "given_here"),
     ],
 )
 def test_names_that_name_nothing_are_noticed(source, name):
@@ -350,7 +371,7 @@ _OVERRIDES = ("_", "on_", "serialize", "deserialize")
 def public_definitions() -> dict[str, ast.ClassDef | ast.FunctionDef]:
     """Returns raytf's own public functions and classes, and the methods of these, by name."""
     found = {}
-    for name, module in raytf._PLACES.items():
+    for name, module in raytf._MODULES.items():
         if not module.startswith("raytf."):
             continue
         source = FOLDER.joinpath(*module.split(".")[1:]).with_suffix(".py").read_text()

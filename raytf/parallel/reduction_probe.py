@@ -31,7 +31,7 @@ _MANY_ROWS, _MANY_NUMBERS = 1024, 1 << 18
 _MOST_NUMBERS = 1 << 21
 _SMALL, _UNKNOWN_SIZE = 4, 4
 # A number of rows: every tensor with a dimension has rows.
-ANY = -1
+ANY_ROWS = -1
 # Numbers that mark labels as missing, in addition to those in a function's own code.
 _MISSING = (-1.0, -100.0, -999.0, -9999.0, 255.0)
 _MOST_MISSING, _LARGEST, _DEEPEST = 20, 1e9, 4
@@ -40,16 +40,16 @@ _MISSING_AT_ONCE = (_ROWS // 2 - 1) // 2
 # Entries of a list or a dict in which such a number is looked for.
 _MOST_ENTRIES = 64
 # Ways in which values of halves make the value of the whole.
-SAME, MEAN, SUM = "same", "mean", "sum"
+IDENTICAL, MEAN, SUM = "same", "mean", "sum"
 
 
 @dataclasses.dataclass(frozen=True)
-class Outcome:
+class ProbeResult:
     """The result of a function's trials.
 
     Args:
-        ways: How the values of halves make the value of the whole: `SAME`, `MEAN` and `SUM`; all if every value was
-            zero.
+        ways: How the values of halves make the value of the whole: `IDENTICAL`, `MEAN` and `SUM`; all if every value
+            was zero.
         rows: Whether the function returns a value for each row, which depends on that row only.
         why: Error of the trials if they have no result, "" if the function draws random numbers, otherwise None.
     """
@@ -65,7 +65,7 @@ class Outcome:
 
 
 @dataclasses.dataclass(frozen=True)
-class Missing:
+class MaskedLabels:
     """Labels, or tokens, of which a function may skip some: a mean over the remaining ones is no mean over rows.
 
     Args:
@@ -82,9 +82,9 @@ def whole_numbers(given: Any) -> list:
     return [leaf for leaf in tree.flatten(given) if hasattr(leaf, "dtype") and tf.as_dtype(leaf.dtype).is_integer]
 
 
-def outcome(
-    function: Callable, given: Any, rows: int | None = ANY, draws: bool = True, missing: Missing | None = None
-) -> Outcome:
+def probe(
+    function: Callable, given: Any, rows: int | None = ANY_ROWS, draws: bool = True, masked: MaskedLabels | None = None
+) -> ProbeResult:
     """Tries a function on a batch and on its halves, with synthetic rows.
 
     Args:
@@ -92,56 +92,58 @@ def outcome(
         given: Nest of tensors, symbolic or not, and other arguments.
         rows: Number of rows, see `has_rows`.
         draws: Whether it may draw random numbers, so that two calls may differ.
-        missing: Labels of which some may be missing.
+        masked: Labels of which some may be missing.
     """
-    outcomes: list[Outcome] = []
+    outcomes: list[ProbeResult] = []
     error: Exception | None = None
     with tf.init_scope(), recording(), step_module.override_state(step=None, whole_batch=None, trial=True):
         for kind in range(3):
             try:
-                outcomes.append(_tried(function, given, rows, kind, draws))
+                outcomes.append(_probe_once(function, given, rows, kind, draws))
             except Exception as raised:
                 error = raised
         if (many := _many(given, rows)) and (few := _combined(outcomes)) and (few.rows or few.ways):
             with contextlib.suppress(Exception):  # a function of fewer rows alone
-                outcomes.append(_tried(function, given, rows, 0, draws, count=many))
-        if missing is not None and any(trial.rows or MEAN in trial.ways for trial in outcomes):
-            outcomes += _tried_with_missing(function, given, rows, missing)
-    return _combined(outcomes) or Outcome(why=f"{type(error).__name__}: {error}")
+                outcomes.append(_probe_once(function, given, rows, 0, draws, count=many))
+        if masked is not None and any(trial.rows or MEAN in trial.ways for trial in outcomes):
+            outcomes += _probe_with_masks(function, given, rows, masked)
+    return _combined(outcomes) or ProbeResult(why=f"{type(error).__name__}: {error}")
 
 
-def _combined(outcomes: Sequence[Outcome]) -> Outcome | None:
+def _combined(outcomes: Sequence[ProbeResult]) -> ProbeResult | None:
     """Returns the outcome of all trials, or None without one."""
     if not outcomes or any(trial.unknown for trial in outcomes):
-        return Outcome(why="") if outcomes else None
-    telling = [trial for trial in outcomes if trial.ways != frozenset((SAME, MEAN, SUM)) or trial.rows] or outcomes
-    ways = frozenset.intersection(*(trial.ways for trial in telling))
-    return Outcome(ways, all(trial.rows for trial in outcomes))
+        return ProbeResult(why="") if outcomes else None
+    informative = [
+        trial for trial in outcomes if trial.ways != frozenset((IDENTICAL, MEAN, SUM)) or trial.rows
+    ] or outcomes
+    ways = frozenset.intersection(*(trial.ways for trial in informative))
+    return ProbeResult(ways, all(trial.rows for trial in outcomes))
 
 
-def known(
+def probe_cached(
     step: step_module.Step,
     owner: Any,
     function: Callable,
     given: Any,
-    rows: int | None = ANY,
+    rows: int | None = ANY_ROWS,
     *,
     index: int = 0,
     draws: bool = True,
-    missing: Missing | None = None,
-) -> Outcome:
-    """Returns `outcome`, computed once for each function and shapes of a model.
+    masked: MaskedLabels | None = None,
+) -> ProbeResult:
+    """Returns `probe`, computed once for each function and shapes of a model.
 
     Args:
         step: The step of the replica that is traced or runs.
         owner: The object that the function belongs to.
-        function, given, rows, draws, missing: As for `outcome`.
+        function, given, rows, draws, missing: As for `probe`.
         index: Index of the function among those of `owner`.
     """
     key = (id(owner), index, *(_signature(leaf, rows) for leaf in tree.flatten(given)))
     trials = {} if step.notes is None else step.notes.trials
     if key not in trials:
-        trials[key] = owner, outcome(function, given, rows, draws, missing)
+        trials[key] = owner, probe(function, given, rows, draws, masked)
     return trials[key][1]
 
 
@@ -152,18 +154,18 @@ def _signature(leaf: Any, rows: int | None) -> Any:
     return str(leaf.dtype), ("rows", *shape[1:]) if has_rows(leaf, rows) else shape
 
 
-def _tried_with_missing(function: Callable, given: Any, rows: int | None, missing: Missing) -> list[Outcome]:
+def _probe_with_masks(function: Callable, given: Any, rows: int | None, masked: MaskedLabels) -> list[ProbeResult]:
     """Returns outcomes with missing labels of a function that does not draw; skips numbers that it refuses."""
-    outcomes: list[Outcome] = []
-    numbers = _numbers_in(missing.code)
+    outcomes: list[ProbeResult] = []
+    numbers = _numbers_in(masked.code)
     parts = [numbers[i : i + _MISSING_AT_ONCE] for i in range(0, len(numbers), _MISSING_AT_ONCE)]
     pending = [*parts, [float("nan")]]
     while pending:
-        gone = _Gone({id(leaf) for leaf in tree.flatten(missing.labels)}, pending.pop(0))
+        mask = _MaskNumbers({id(leaf) for leaf in tree.flatten(masked.labels)}, pending.pop(0))
         try:
-            outcomes.append(_tried(function, given, rows, 0, False, gone))
+            outcomes.append(_probe_once(function, given, rows, 0, False, mask))
         except Exception:  # such as an unknown class, although another number marks missing labels
-            pending += [[number] for number in gone.numbers] if len(gone.numbers) > 1 else []
+            pending += [[number] for number in mask.numbers] if len(mask.numbers) > 1 else []
     return outcomes
 
 
@@ -210,24 +212,24 @@ def _numbers_in(code: Sequence[Any]) -> list[float]:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Gone:
+class _MaskNumbers:
     """The ids of labels, and the numbers that mark rows as missing."""
 
     labels: set[int]
     numbers: Sequence[float]
 
 
-def _tried(
+def _probe_once(
     function: Callable,
     given: Any,
     rows: int | None,
     kind: int,
     draws: bool,
-    gone: _Gone | None = None,
+    mask: _MaskNumbers | None = None,
     count: int | None = None,
-) -> Outcome:
+) -> ProbeResult:
     count, small = _sizes(given, rows) if count is None else (count, {})
-    whole = _made_up(given, rows, count, kind, small, gone)
+    whole = _synthetic(given, rows, count, kind, small, mask)
     cut = lambda leaf, made, start, stop: made[start:stop] if has_rows(leaf, rows) else leaf
     part = lambda start, stop: tree.map_structure(lambda *pair: cut(*pair, start, stop), given, whole)
     half = count // 2
@@ -237,7 +239,7 @@ def _tried(
         with keras.StatelessScope(), step_module.override_state(draws_other=True):
             repeated = _values(function(part(0, count)))
     if not all(map(_alike, value, repeated)):
-        return Outcome(why="")
+        return ProbeResult(why="")
     halves = []
     for start in (0, half):
         with keras.StatelessScope():
@@ -245,12 +247,12 @@ def _tried(
     return _compared(value, *halves, count)
 
 
-def _compared(whole: Sequence[np.ndarray], first: Sequence, second: Sequence, count: int) -> Outcome:
+def _compared(whole: Sequence[np.ndarray], first: Sequence, second: Sequence, count: int) -> ProbeResult:
     """Returns the outcome for the values of a batch and of its halves, which have equal numbers of rows."""
     ways = set()
     if all(len({a.shape for a in three}) == 1 for three in zip(whole, first, second, strict=True)):
         if all(map(_alike, whole, first)) and all(map(_alike, whole, second)):
-            ways.add(SAME)
+            ways.add(IDENTICAL)
         if all(_alike(w, (a + b) / 2) for w, a, b in zip(whole, first, second, strict=True)):
             ways.add(MEAN)
         if all(_alike(w, a + b) for w, a, b in zip(whole, first, second, strict=True)):
@@ -259,7 +261,7 @@ def _compared(whole: Sequence[np.ndarray], first: Sequence, second: Sequence, co
         w.ndim and len(w) % count == 0 and len(a) * 2 == len(b) * 2 == len(w) and _alike(w, np.concatenate([a, b]))
         for w, a, b in zip(whole, first, second, strict=True)
     )
-    return Outcome(frozenset(ways), by_row)
+    return ProbeResult(frozenset(ways), by_row)
 
 
 def _values(value: Any) -> list[np.ndarray]:
@@ -290,12 +292,12 @@ def has_rows(leaf: Any, rows: int | None) -> bool:
 
     Args:
         leaf: A leaf of a nest, which may be no tensor.
-        rows: Number of rows of the batch if it is known while the step is traced, or None, or `ANY`.
+        rows: Number of rows of the batch if it is known while the step is traced, or None, or `ANY_ROWS`.
     """
     shape = getattr(leaf, "shape", None)
     if shape is None or tf.TensorShape(shape).rank in (None, 0):
         return False
-    return shape[0] is None or rows == ANY or shape[0] == rows
+    return shape[0] is None or rows == ANY_ROWS or shape[0] == rows
 
 
 def _sizes(given: Any, rows: int | None) -> tuple[int, dict[int, int]]:
@@ -319,15 +321,15 @@ def _inner(leaf: Any) -> list[int]:
     return [size or _UNKNOWN_SIZE for size in leaf.shape[1:]]
 
 
-def _made_up(
-    given: Any, rows: int | None, count: int, kind: int, small: dict[int, int], gone: _Gone | None = None
+def _synthetic(
+    given: Any, rows: int | None, count: int, kind: int, small: dict[int, int], mask: _MaskNumbers | None = None
 ) -> Any:
     """Returns the nest with `count` synthetic rows in each tensor with rows; other values are unchanged.
 
     Args:
         kind: Kind of numbers, 0 to 2.
         small: Dimensions to shrink, see `_sizes`.
-        gone: Labels in which some rows have these numbers, see `_with_gone`.
+        mask: Labels in which some rows have these numbers, see `_with_mask`.
     """
     random = np.random.default_rng(kind)
     first = next((leaf for leaf in tree.flatten(given) if has_rows(leaf, rows)), None)
@@ -345,14 +347,14 @@ def _made_up(
         elif kind == 1:
             numbers = random.normal(size=shape) * (1 + second) + second
         made_up = tf.cast(tf.constant(numbers, tf.bool if numbers.dtype == bool else tf.float64), dtype)
-        if gone is None or id(leaf) not in gone.labels or dtype in (tf.bool, tf.string):
+        if mask is None or id(leaf) not in mask.labels or dtype in (tf.bool, tf.string):
             return made_up
-        return _with_gone(made_up, count, gone.numbers)
+        return _with_mask(made_up, count, mask.numbers)
 
     return tree.map_structure(made, given)
 
 
-def _with_gone(made_up: tf.Tensor, count: int, numbers: Sequence[float]) -> tf.Tensor:
+def _with_mask(made_up: tf.Tensor, count: int, numbers: Sequence[float]) -> tf.Tensor:
     """Returns labels with these numbers, as far as their dtype allows: once in the first half, twice in the second.
 
     The number may mark rows to skip, or those to take. The last row has none.
@@ -365,8 +367,8 @@ def _with_gone(made_up: tf.Tensor, count: int, numbers: Sequence[float]) -> tf.T
         values[: len(fit)] = values[half : half + len(fit)] = _in_rows(fit, values)
         values[half + len(fit) : half + 2 * len(fit)] = _in_rows(fit, values)
     else:  # few large rows: a different number in each position, in the first half in some
-        places = values[half : count - 1]
-        values[half : count - 1] = np.resize(fit, places.shape).astype(places.dtype)
+        second_half = values[half : count - 1]
+        values[half : count - 1] = np.resize(fit, second_half.shape).astype(second_half.dtype)
         row = values[0].reshape(-1)
         row[: row.size // 2] = np.resize(fit, row.size // 2)
         values[0] = row.reshape(values[0].shape)

@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 from raytf.compat.tensorflow import OwnedIterator
-from raytf.parallel import iterator_ends
+from raytf.parallel import iterator_release
 
 # The end of its iterator takes three seconds more when Python begins to end. Hooks run from the last to the first.
 ENDS_WITH_PYTHON = """
@@ -40,7 +40,7 @@ assert not ended.is_set()
 @pytest.fixture
 def replaced(monkeypatch):
     def end(self):
-        iterator_ends.end(None, self)
+        iterator_release.release_iterator(None, self)
 
     monkeypatch.setattr(OwnedIterator, "__del__", end, raising=False)
 
@@ -112,7 +112,7 @@ def test_python_exits_after_all_iterators_are_freed():
 
 
 def test_slow_end_is_logged_and_has_a_limit(monkeypatch, capsys, set_timeouts):
-    monkeypatch.setattr(iterator_ends, "_QUIET_INTERVAL", 0.0)
+    monkeypatch.setattr(iterator_release, "_QUIET_INTERVAL", 0.0)
     set_timeouts(iterator_end=0.1)
     waits, ended = threading.Event(), threading.Event()
 
@@ -121,7 +121,7 @@ def test_slow_end_is_logged_and_has_a_limit(monkeypatch, capsys, set_timeouts):
             waits.wait(60)
             ended.set()
 
-    ends = iterator_ends._Ends()
+    ends = iterator_release._IteratorReaper()
     ends.begin([Held()])
     ends.close()
     lines = capsys.readouterr().err.splitlines()

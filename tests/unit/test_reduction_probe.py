@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from keras import layers, ops
 
-from raytf.parallel import halves, losses, step_logs, trainer
+from raytf.parallel import losses, reduction_probe, step_logs, trainer
 from raytf.parallel import step as step_module
 
 PER_ROW = {
@@ -52,9 +52,9 @@ NEITHER = {
 }
 
 
-def tried(function, *shape, dtypes=(tf.float32, tf.float32), rows=halves.ANY):
+def tried(function, *shape, dtypes=(tf.float32, tf.float32), rows=reduction_probe.ANY_ROWS):
     specs = tuple(tf.TensorSpec((None, *shape), dtype) for dtype in dtypes)
-    return halves.outcome(lambda its: function(*its), specs, rows)
+    return reduction_probe.probe(lambda its: function(*its), specs, rows)
 
 
 @pytest.mark.parametrize("name", [*PER_ROW, *COMPARING])
@@ -104,8 +104,8 @@ def test_a_mean_over_labels_that_are_there_is_none_over_rows(name):
     function = LEAVING_OUT[name]
     specs = tf.TensorSpec((None, 2), tf.float32), tf.TensorSpec((None, 2), tf.float32)
     call = lambda its: function(*its)
-    assert "mean" in halves.outcome(call, specs).ways
-    assert not halves.outcome(call, specs, missing=halves.Missing(specs[0], [function])).ways
+    assert "mean" in reduction_probe.probe(call, specs).ways
+    assert not reduction_probe.probe(call, specs, masked=reduction_probe.MaskedLabels(specs[0], [function])).ways
 
 
 def test_classes_may_be_missing_that_a_loss_does_not_know():
@@ -115,7 +115,7 @@ def test_classes_may_be_missing_that_a_loss_does_not_know():
         return tf.reduce_sum(tf.where(y == 254, 0.0, each)) / tf.reduce_sum(tf.cast(y != 254, tf.float32))
 
     specs = tf.TensorSpec((None,), tf.uint8), tf.TensorSpec((None, 3), tf.float32)
-    assert not halves.outcome(masked, specs, missing=halves.Missing(specs[0], [masked])).ways
+    assert not reduction_probe.probe(masked, specs, masked=reduction_probe.MaskedLabels(specs[0], [masked])).ways
 
 
 @pytest.mark.parametrize("name", [*MEANS, *PER_ROW])
@@ -123,7 +123,9 @@ def test_what_leaves_nothing_out_is_what_it_was(name):
     function = (MEANS | PER_ROW)[name]
     specs = tf.TensorSpec((None, 3), tf.float32), tf.TensorSpec((None, 3), tf.float32)
     call = lambda its: function(*its)
-    assert halves.outcome(call, specs, missing=halves.Missing(specs[0], [function])) == halves.outcome(call, specs)
+    assert reduction_probe.probe(
+        call, specs, masked=reduction_probe.MaskedLabels(specs[0], [function])
+    ) == reduction_probe.probe(call, specs)
 
 
 IGNORED, IN_A_LIST, IN_A_DICT = 12, [3, 12], {"ignored": {"classes": [12]}}
@@ -166,13 +168,13 @@ def taken_rather_than_skipped(labels, values):
 def test_numbers_that_mask_rows_are_found_where_code_keeps_them(owner, shape):
     function = getattr(owner, "call", owner)
     specs = tf.TensorSpec(shape, tf.int64), tf.TensorSpec(shape, tf.float32)
-    missing = halves.Missing(specs[0], [function, owner])
-    assert not halves.outcome(lambda given: function(*given), specs, missing=missing).ways
+    missing = reduction_probe.MaskedLabels(specs[0], [function, owner])
+    assert not reduction_probe.probe(lambda given: function(*given), specs, masked=missing).ways
 
 
 def test_classes_are_rows_of_what_a_loss_knows():
     specs = (tf.TensorSpec((None,), tf.int64), tf.TensorSpec((None, 7), tf.float32))
-    found = halves.outcome(lambda its: keras.losses.sparse_categorical_crossentropy(*its), specs)
+    found = reduction_probe.probe(lambda its: keras.losses.sparse_categorical_crossentropy(*its), specs)
     assert found.rows
 
 
@@ -196,14 +198,14 @@ def test_large_rows_are_tried_with_small_ones():
 def test_large_vocabularies_are_tried_with_short_sequences():
     specs = (tf.TensorSpec((None, 1024), tf.int64), tf.TensorSpec((None, 1024, 50257)))
     loss = lambda its: keras.losses.sparse_categorical_crossentropy(*its, from_logits=True)
-    assert halves.outcome(loss, specs).rows
+    assert reduction_probe.probe(loss, specs).rows
 
 
 def test_what_has_no_rows_is_given_as_it_is():
     """Positions of a sequence, or weights of classes."""
     weights = tf.constant([1.0, 2.0, 3.0])
     call = lambda its: ops.mean(its[0] * its[1], axis=-1)
-    assert halves.outcome(call, (tf.TensorSpec((None, 3)), weights), None).rows
+    assert reduction_probe.probe(call, (tf.TensorSpec((None, 3)), weights), None).rows
 
 
 def test_noise_is_distinguished_from_what_cannot_be_tried():

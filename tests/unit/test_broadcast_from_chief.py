@@ -27,7 +27,7 @@ def test_values_come_whole_in_small_pieces(sent):
     rng = np.random.default_rng(0)
     values = [rng.normal(size=shape).astype("float32") for shape in [(40, 13), (), (0, 3), (7,), (301,)]]
     values[2:2] = [np.arange(500), np.int32(-7), rng.normal(size=3).astype(np.float16)]
-    found = communicator.from_chief(tf.distribute.OneDeviceStrategy("cpu:0"), values)
+    found = communicator.broadcast_from_chief(tf.distribute.OneDeviceStrategy("cpu:0"), values)
     for one, value in zip(found, values, strict=True):
         assert one.dtype == np.asarray(value).dtype and np.array_equal(one, value) and one.shape == np.shape(value)
     assert all(len(arrays) == 1 and arrays[0].nbytes <= 1024 for arrays in sent)
@@ -36,13 +36,13 @@ def test_values_come_whole_in_small_pieces(sent):
 
 
 def test_a_training_starts_variable_by_variable(sent, monkeypatch):
-    most, original = [], communicator.from_chief
+    most, original = [], communicator.broadcast_from_chief
 
     def recorded(strategy, values):
         most.append(sum(np.asarray(v).nbytes for v in values))
         return original(strategy, values)
 
-    monkeypatch.setattr(communicator, "from_chief", recorded)
+    monkeypatch.setattr(communicator, "broadcast_from_chief", recorded)
     with tf.distribute.OneDeviceStrategy("cpu:0").scope():
         model = keras.Sequential([keras.Input((16,)), *[keras.layers.Dense(16) for _ in range(20)]])
     model.compile("adam", "mse")

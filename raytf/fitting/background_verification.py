@@ -59,7 +59,9 @@ class BackgroundVerification:
         few = {name: verify.few_rows(block) for name, block in blocks.items()}
         size = sum(getattr(value, "nbytes", 0) for value in sending.values.values())
         if few["train"] is None or size > _MOST_BYTES:
-            self._outcome = verify.Proof(skipped="one row" if few["train"] is None else f"{size >> 20} MiB of weights")
+            self._outcome = verify.VerificationResult(
+                skipped="one row" if few["train"] is None else f"{size >> 20} MiB of weights"
+            )
             self._thread = None
             return
         parts = {
@@ -75,7 +77,7 @@ class BackgroundVerification:
         """Warns of the outcome, once it is known."""
         if self._outcome is not None and not self._reported:
             self._reported = True
-            verify.report_proof(self._outcome, self._subject)
+            verify.report_result(self._outcome, self._subject)
 
     def wait(self, seconds: float, more: bool = False) -> None:
         """Waits for the outcome, and warns of it.
@@ -90,7 +92,7 @@ class BackgroundVerification:
         if self._thread is not None:
             self._thread.join(seconds)
         if self._outcome is None and self._subject == "error":
-            self._outcome = verify.Proof(failed=f"no end after {seconds:g} s")
+            self._outcome = verify.VerificationResult(failed=f"no end after {seconds:g} s")
         self._extra_wait = more
         self.check()
         if more and not self._reported:
@@ -101,25 +103,26 @@ class BackgroundVerification:
         if (seconds := _exit_deadline() - time.monotonic()) > 0:
             logger.info(f"verify: the comparison is still running; the program waits for it, {seconds:.0f} s at most")
             self._is_urgent = True
-            self._hurry()
+            self._raise_priority()
             self._thread.join(seconds)
-        not_begun = verify.Proof(skipped="the program ended before its turn")  # the one that runs logs the same for all
+        # the one that runs logs the same for all
+        not_begun = verify.VerificationResult(skipped="the program ended before its turn")
         self._outcome = self._outcome or (verify.NOT_IN_TIME if self._is_begun else not_begun)
         self.check()
 
     def _run(self, *arguments) -> None:
-        with _turn.taken() if self._subject == "warn" else contextlib.nullcontext(True) as is_taken:
+        with _comparison_lock.acquired() if self._subject == "warn" else contextlib.nullcontext(True) as is_taken:
             if is_taken:
                 self._is_begun = True
                 self._compare(*arguments)
             else:
-                self._outcome = verify.Proof(skipped="the model of a later call was compared instead")
+                self._outcome = verify.VerificationResult(skipped="the model of a later call was compared instead")
         if self._extra_wait:
             atexit.unregister(self._give_up)
             self.check()
 
-    def _hurry(self) -> None:
-        """Gives the comparison normal priority, if this process waits for it and may do that."""
+    def _raise_priority(self) -> None:
+        """Sets the normal priority of the comparison, if this process waits for it and may do that."""
         if self._is_urgent and self._pid is not None:
             priority.set_normal_with_children(self._pid)
 
@@ -133,7 +136,7 @@ class BackgroundVerification:
                 importing, settings = process.execute.remote(_import, not self._is_urgent), timeouts.get()
                 ((pid, machine),) = collect_answers([importing], settings.imports, "its imports", names=["a process"])
                 self._pid = pid if machine == procfs.machine_id() else None
-                self._hurry()
+                self._raise_priority()
                 call = process.execute.remote(
                     timeouts.call_with, settings, compare_workers, sending, parts, self._subject == "warn"
                 )
@@ -143,10 +146,10 @@ class BackgroundVerification:
             finally:
                 ray.kill(process)
         except Exception as error:
-            self._outcome = self._outcome or verify.Proof(failed=one_line(error))
+            self._outcome = self._outcome or verify.VerificationResult(failed=one_line(error))
 
 
-class _Turn:
+class _ComparisonLock:
     """Admits one comparison of this process at a time, as each takes a core and some 800 MB.
 
     Of those that wait only the newest stays: calls in a loop are faster than comparisons.
@@ -156,7 +159,7 @@ class _Turn:
         self._changed, self._is_taken, self._newest = threading.Condition(), False, None
 
     @contextlib.contextmanager
-    def taken(self) -> Iterator[bool]:
+    def acquired(self) -> Iterator[bool]:
         """Waits until no comparison runs, each of which has a timeout; yields False if a newer one came meanwhile."""
         ticket = object()
         with self._changed:
@@ -174,7 +177,7 @@ class _Turn:
                     self._changed.notify_all()
 
 
-_turn = _Turn()
+_comparison_lock = _ComparisonLock()
 
 
 @functools.cache
@@ -191,14 +194,14 @@ def _import(at_low_priority: bool) -> tuple[int, str]:
     return os.getpid(), procfs.machine_id()
 
 
-def compare_workers(sending: SentModel, parts: dict[str, tuple], last: bool) -> verify.Proof:
+def compare_workers(sending: SentModel, parts: dict[str, tuple], low_priority: bool) -> verify.VerificationResult:
     """Compares two workers with one device, in a process that has run no TensorFlow.
 
     Args:
         sending: The model, with its data.
         parts: (batch, structure, result of `verify.few_rows`, that of `verify.whole_batch`) of "train", and optionally
             of "validation".
-        last: See `verify.begin`.
+        low_priority: See `verify.start_comparison`.
     """
     batch, structure, (rows, first), whole = parts["train"]
     validation_batch, validation_structure, validation, whole_validation = None, structure, None, None
@@ -230,5 +233,5 @@ def compare_workers(sending: SentModel, parts: dict[str, tuple], last: bool) -> 
         )
         return few.with_whole_batch(whole, whole_validation)
 
-    proof = verify.outcome(verify.begin(trial, last), timeouts.get().verify_error)
-    return proof or verify.Proof(failed=f"no end after {timeouts.get().verify_error:g} s")
+    result = verify.outcome(verify.start_comparison(trial, low_priority), timeouts.get().verify_error)
+    return result or verify.VerificationResult(failed=f"no end after {timeouts.get().verify_error:g} s")

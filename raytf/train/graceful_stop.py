@@ -213,22 +213,22 @@ class GracefulStop:
         )
 
 
-def end_of_drained(workers: Sequence, stay: bool) -> bool:
+def stop_for_drain(workers: Sequence, stay: bool) -> bool:
     """Stops workers after the same step because one of their nodes is drained; returns whether they will.
 
     Args:
         workers: Actors, as in `agree`.
         stay: Whether other workers can replace them; otherwise the run ends, see `GracefulStop.check`.
     """
-    return _end(workers, stop.DRAIN if stay else stop.STOP, "a node is drained")
+    return _try_stop(workers, stop.DRAIN if stay else stop.STOP, "a node is drained")
 
 
-def end_of_resized(workers: Sequence) -> bool:
+def stop_for_resize(workers: Sequence) -> bool:
     """Stops workers after the same step because their number changes; returns whether they will."""
-    return _end(workers, stop.RESIZE, "the number of workers is to change")
+    return _try_stop(workers, stop.RESIZE, "the number of workers is to change")
 
 
-def _end(workers: Sequence, how: str, why: str) -> bool:
+def _try_stop(workers: Sequence, how: str, why: str) -> bool:
     try:
         agree(workers, how)
         return True

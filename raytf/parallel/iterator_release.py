@@ -26,7 +26,7 @@ logger = logs.get_logger(__name__)
 _QUIET_INTERVAL = 5.0
 
 
-class _Ends:
+class _IteratorReaper:
     """The iterators that end in separate threads. It has no lock, as the code that an end interrupts may hold it."""
 
     def __init__(self):
@@ -72,15 +72,15 @@ class _Ends:
         self._resources = {}
 
 
-_ends = _Ends()
-atexit.register(_ends.close)
-os.register_at_fork(after_in_child=_ends.forget)
+_reaper = _IteratorReaper()
+atexit.register(_reaper.close)
+os.register_at_fork(after_in_child=_reaper.forget)
 
 
 @patch((OwnedIterator, "__del__"))
-def end(original, self):
+def release_iterator(original, self):
     """Ends an iterator in a separate thread instead of the training's, if TensorFlow may wait for it."""
-    if _ends.closed:
+    if _reaper.closed:
         return
     dataset = dataset_of(self)
     resource = None if dataset is None else take_resource(self)
@@ -93,4 +93,4 @@ def end(original, self):
     # Its functions are called until the end. Only the list holds both, so that the thread frees them.
     resources = [resource, dataset]
     del resource, dataset
-    _ends.begin(resources)
+    _reaper.begin(resources)
