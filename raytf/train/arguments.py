@@ -259,7 +259,7 @@ def check_score(checkpoint_config: Any, logs: Collection[str] | None, validates:
 
     Args:
         checkpoint_config: A CheckpointConfig of Ray Train or Ray Tune.
-        logs: Names that the model reports, see `dry_run.Tried`; None if unknown.
+        logs: Names that the model reports, see `dry_run.DryRunResult`; None if unknown.
         validates: Whether there are rows for validation.
         has_others: Whether callbacks or evaluations may add metrics.
     """
