@@ -52,9 +52,9 @@ class TensorflowConfig:
         timeout_s: Timeout in seconds of a collective of TensorFlow that a worker does not join. None waits forever.
         hang_timeout_s: Seconds after which a line names the worker that the others wait for, its phase and its Python
             stack; at least 2, 10 by default. It is 30 times the usual step if that is more. The run ends after three
-            times as long; in a callback, in the input or in a checkpoint, or while the worker makes progress, after 30
-            times as long. A process that is stopped (SIGSTOP) is ended, one that computes is not. None turns
-            hang detection off.
+            times as long. In a callback, in the input or in a checkpoint, or while the worker still makes progress, it
+            ends after 30 times as long. A process that is stopped (SIGSTOP) is ended, one that computes is not. None
+            turns hang detection off.
         heal: Whether a lost worker is replaced in place, where FailureConfig allows failures. True by default. For
             workers of a `KerasTrainer` or of trials of its sweep that use raytf's ring; `raytf.fit` replaces workers in
             any case, at most three times in a call. The other workers keep their processes and wait in their step.
