@@ -164,8 +164,8 @@ class SweepTable(tune.Callback):
         """Logs what a trial's training has found, such as a loss that is NaN, and has recorded in its folder."""
         with contextlib.suppress(OSError):  # of a storage; the sweep continues
             recorded = events.read_events(trial.storage.storage_filesystem, trial.path)
-            found = {event.kind: event for event in reversed(recorded) if event.kind in events.TRAINING_KINDS}
-            for event in reversed(found.values()):  # of each kind the first
+            firsts = {event.kind: event for event in reversed(recorded) if event.kind in events.TRAINING_KINDS}
+            for event in reversed(firsts.values()):
                 logger.warning(f"trial with {_config(trial)}: {event}")
 
     def best(self) -> tuple[float, Any] | None:

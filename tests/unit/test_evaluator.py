@@ -1,8 +1,11 @@
 """What becomes of checkpoints whose evaluator dies; the actor itself is in tests/cluster."""
 
+import math
+
 from ray.exceptions import ActorDiedError, OutOfMemoryError, RayTaskError
 from ray.train import Checkpoint
 
+from raytf import events
 from raytf.storage.checkpoint_files import CheckpointState
 from raytf.train import evaluator
 from raytf.train.evaluator import EvaluationResults
@@ -63,3 +66,11 @@ def test_record_lists_what_is_missing_and_forgets_all():
     with warnings_logged(r"The evaluation is missing of epoch 2 \(it rained\)"):
         assert record.close() == {1: {"eval_loss": 0.5}}
     assert not record.entries
+
+
+def test_the_first_epoch_whose_metrics_are_nan_is_an_event():
+    taken: list[events.RunEvent] = []
+    with events.recorded(taken.append):
+        evaluator.report_not_finite({1: {"eval_loss": 1.0}})
+        evaluator.report_not_finite({3: {"eval_loss": math.nan}, 1: {"eval_loss": 1.0}, 2: {"eval_loss": math.inf}})
+    assert [(event.kind, event.epoch, event.name) for event in taken] == [("validation_not_finite", 2, "eval_loss")]
