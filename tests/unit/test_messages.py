@@ -87,6 +87,8 @@ ELSEWHERE: dict[tuple[str, str], str | tuple[tuple[str, str], ...]] = {
     ("train/tensorflow_trainer.py", "line"): RESULT,
     ("train/verify.py", "proof.text()"): _PROOF,
     ("train/verify.py", "text"): _PROOF,
+    ("train/arguments.py", "doubt"): (("validation.py", "mode_warning"),),
+    ("train/run_list.py", "doubt"): (("validation.py", "mode_warning"),),
     ("tune/sweep.py", "doubt"): (("validation.py", "mode_warning"),),
     ("tune/sweep.py", "f'sweep   {resume or run_folder.folder_in_users_form(settled)}'"): RESULT,
     ("worker/checkpoint_selector.py", "doubt"): (("validation.py", "mode_warning"),),
