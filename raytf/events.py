@@ -325,8 +325,8 @@ def run_events(run: Any) -> list[RunEvent]:
     if hasattr(run, "filesystem"):
         filesystem, path = run.filesystem, run.path
     else:
-        what = "the Result of a run, or the path or URI of its folder"
-        validation.check_kind("run", run, (str, os.PathLike), what, "Pass what fit() returned", optional=False)
+        expected = "the Result of a run, or the path or URI of its folder"
+        validation.check_kind("run", run, (str, os.PathLike), expected, "Pass what fit() returned", optional=False)
         location = os.fspath(run)
         try:
             uri = location if "://" in location else os.path.abspath(location)

@@ -54,7 +54,7 @@ def _type_name(value: Any) -> str:
 
 
 def check_kind(
-    name: str, value: Any, kinds: type | tuple[type, ...], what: str, fix: str, *, optional: bool = True
+    name: str, value: Any, kinds: type | tuple[type, ...], expected: str, fix: str, *, optional: bool = True
 ) -> None:
     """Raises ConfigError unless `value` is an object of one of `kinds`.
 
@@ -62,12 +62,12 @@ def check_kind(
         name: Name of the argument.
         value: The user's value.
         kinds: Accepted types.
-        what: These types in words, with an article.
+        expected: These types in words, with an article.
         fix: What to do, as a clause.
         optional: Whether None is accepted, too.
     """
     if not isinstance(value, kinds) and not (optional and value is None):
-        raise ConfigError(f"{name} must be {what}", describe(value), fix)
+        raise ConfigError(f"{name} must be {expected}", describe(value), fix)
 
 
 def check_mapping(name: str, value: Any, example: str) -> None:

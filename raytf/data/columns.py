@@ -93,8 +93,10 @@ class Column:
 
 
 def _check_sizes(name: str, value: Any, least: int) -> None:
-    what = "a tuple of sizes"
-    validation.check_kind(f"{name} of a Column", value, (tuple, list), what, f"Pass one, such as {name}=(28, 28, 1)")
+    expected = "a tuple of sizes"
+    validation.check_kind(
+        f"{name} of a Column", value, (tuple, list), expected, f"Pass one, such as {name}=(28, 28, 1)"
+    )
     for size in value or ():
         validation.check_whole(f"A size of a Column's {name}", size, least)
 

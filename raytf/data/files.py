@@ -63,8 +63,8 @@ def listed(paths: str | os.PathLike | Sequence, filesystem: fs.FileSystem | None
     Raises:
         ConfigError: There are no such files, or they are on several file systems.
     """
-    kind, what = fs.FileSystem, "a pyarrow.fs.FileSystem"
-    validation.check_kind("filesystem", filesystem, kind, what, "Pass one, or the URI of the files without it")
+    kind, expected = fs.FileSystem, "a pyarrow.fs.FileSystem"
+    validation.check_kind("filesystem", filesystem, kind, expected, "Pass one, or the URI of the files without it")
     given = [paths] if isinstance(paths, str | os.PathLike) else list(paths) if isinstance(paths, Sequence) else []
     if not given or not all(isinstance(path, str | os.PathLike) for path in given):
         raise ConfigError("Data is named by a path, a URI, or a list of these", repr(paths), "Name files or a folder")

@@ -210,8 +210,8 @@ class KerasTrainer:
         ray_config.check_kinds(self.scaling_config, self.run_config)
         arguments.check_datasets(self.datasets)
         validation.check_mapping("config", self.config, '{"batch_size": 32, "epochs": 3}')
-        given, what = self.tensorflow_config, "a raytf.TensorflowConfig"
-        validation.check_kind("tensorflow_config", given, TensorflowConfig, what, "Pass one, or None")
+        given, expected = self.tensorflow_config, "a raytf.TensorflowConfig"
+        validation.check_kind("tensorflow_config", given, TensorflowConfig, expected, "Pass one, or None")
         for name in ("evaluator", "progress"):
             validation.check_flag(name, getattr(self, name))
 

@@ -90,8 +90,8 @@ class TensorflowTrainer(EngineTrainer):
         validation.check_mapping("train_loop_config", train_loop_config, '{"batch_size": 32}')
         ray_config.check_kinds(scaling_config, run_config)
         ray_config.check_validation(validation_config, evaluator=False)
-        what, fix = "a ray.train.DataConfig", "Pass one, or None"
-        validation.check_kind("dataset_config", dataset_config, DataConfig, what, fix)
+        expected, fix = "a ray.train.DataConfig", "Pass one, or None"
+        validation.check_kind("dataset_config", dataset_config, DataConfig, expected, fix)
         arguments.check_datasets(datasets)
         # Ray also takes functions that return a dataset
         read = {name: d for name, d in (datasets or {}).items() if not isinstance(d, TFData) and not callable(d)}

@@ -16,7 +16,7 @@ from tests.cluster import models
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
 
-def fit(tmp_path, **changes):
+def fit(tmp_path, checkpoint_config=None, **changes):
     arguments = {
         "build_model": models.mlp,
         "config": {"batch_size": 8},
@@ -24,7 +24,7 @@ def fit(tmp_path, **changes):
         "features": models.FEATURES,
         "labels": "label",
         "scaling_config": ScalingConfig(num_workers=1),
-        "run_config": RunConfig(storage_path=str(tmp_path), name="refused"),
+        "run_config": RunConfig(storage_path=str(tmp_path), name="refused", checkpoint_config=checkpoint_config),
         "progress": False,
     } | changes
     return raytf.KerasTrainer(**arguments).fit()
@@ -129,12 +129,7 @@ CASES = {
         "In the dataset 'validation' sparse_categorical_crossentropy takes labels from 0 to 3, .* a label of 7",
     ),
     "a misspelt score": (
-        lambda: {
-            "run_config": RunConfig(
-                name="refused", checkpoint_config=CheckpointConfig(checkpoint_score_attribute="los")
-            ),
-            **LOCAL,
-        },
+        lambda: {"checkpoint_config": CheckpointConfig(checkpoint_score_attribute="los"), **LOCAL},
         "checkpoint_score_attribute must be a metric that the run reports; received: 'los' of loss.* mean 'loss'",
     ),
     "nulls": (

@@ -143,13 +143,13 @@ def test_a_score_that_no_checkpoint_has():
         check("f1", has_others=True)
 
 
-def test_a_list_of_runs_doubts_the_mode_of_a_metric(tmp_path, caplog):
-    with caplog.at_level(logging.WARNING, "raytf"):
-        run_list.listed(tmp_path, "val_accuracy")
-    assert "is mode='max' meant?" in caplog.text
-    caplog.clear()
+def test_a_list_of_runs_doubts_the_mode_of_a_metric(tmp_path, monkeypatch):
+    warned = []
+    monkeypatch.setattr(run_list.logger, "warning", warned.append)
     run_list.listed(tmp_path, "val_accuracy", "max")
-    assert not caplog.text
+    assert not warned
+    run_list.listed(tmp_path, "val_accuracy")
+    assert len(warned) == 1 and "is mode='max' meant?" in warned[0]
 
 
 def build(config):

@@ -115,6 +115,8 @@ ELSEWHERE: dict[tuple[str, str], str | tuple[tuple[str, str], ...]] = {
         "f'trial {count}  {_config(trial)}  {outcome}  after {epochs} report(s), {self._spent[-1]:.1f} s'",
     ): _TABLE,
     ("tune/table.py", "f'best {self._metric} {_format_value(best.metrics[self._metric])}: {config}'"): _TABLE,
+    ("train/arguments.py", "doubt"): (("validation.py", "mode_warning"),),
+    ("train/run_list.py", "doubt"): (("validation.py", "mode_warning"),),
     ("tune/sweep.py", "doubt"): (("validation.py", "mode_warning"),),
     ("tune/sweep.py", "f'sweep   {resume or run_folder.folder_in_users_form(settled)}'"): RESULT,
     ("worker/checkpoint_selector.py", "doubt"): (("validation.py", "mode_warning"),),
