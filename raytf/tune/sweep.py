@@ -42,14 +42,14 @@ from raytf.console.phases import READING, TRYING, show_phases, starting_phase
 from raytf.data import stored, streamed
 from raytf.data.tf_data import TFData
 from raytf.errors import ConfigError, ResourceError, StoppedError, TrainingError
-from raytf.identity import canonical, fingerprint, same_run
+from raytf.identity import canonical, config_keys, fingerprint, same_run
 from raytf.runtime import resources
 from raytf.runtime.answers import NoAnswerError, in_completion_order
 from raytf.runtime.processes import WarmPool, worker_environment
 from raytf.storage import pickle_safety, run_folder, scratch
 from raytf.storage.run_folder import RunFolder
 from raytf.storage.run_lock import RunLock
-from raytf.train import ray_config
+from raytf.train import arguments, ray_config
 from raytf.train.ends import GracefulStop
 from raytf.train.entry import import_raytf, train
 from raytf.train.keras_trainer import KerasTrainer
@@ -475,7 +475,7 @@ def _plan(trainer, config: Mapping[str, Any], options: SweepOptions, training: P
     shown.begin(TRYING)
     tried = trainer._try_model(processes, contents, {**config, **options.sample}, known_keys=_OWN_KEYS)
     if tried.logs is not None and not options.identity:  # a resumed sweep may have no trial left to run
-        check_metric(options.metric, tried.logs, "validation" in contents, trainer.callbacks is not None)
+        check_metric(options.metric, tried.logs, "validation" in contents, trainer.callbacks)
     steps = None if interval is None else (interval, options.metric)
     by_epochs = isinstance(contents["train"], TFData) and contents["train"].facts.resume_unit == "epoch"
     recovers = trainer.tensorflow_config.heal and failures != 0 and not by_epochs
@@ -495,14 +495,14 @@ def _plan(trainer, config: Mapping[str, Any], options: SweepOptions, training: P
     return spec, trainer._identity(contents, tried.identity)
 
 
-def check_metric(metric: str, logs: Collection[str], validates: bool, has_callbacks: bool) -> None:
+def check_metric(metric: str, logs: Collection[str], validates: bool, callbacks: Callable | None) -> None:
     """Raises ConfigError if no trial can report a metric; warns if only a callback could add it.
 
     Args:
         metric: Metric that compares the trials.
         logs: Names that the model reports, see `dry_run.Tried`.
         validates: Whether there are rows for validation.
-        has_callbacks: Whether the trials have callbacks, which may add others.
+        callbacks: Function of the trials' callbacks, which may add others, or None.
     """
     known = [name for name in logs if validates or not name.startswith("val_")]
     if metric in known or metric in ("epoch", "step"):
@@ -511,9 +511,34 @@ def check_metric(metric: str, logs: Collection[str], validates: bool, has_callba
     fix = f"Did you mean {close[0]!r}?" if close else f"The model reports {', '.join(known)}"
     if metric in logs:
         fix = "Pass datasets['validation'], or --validation"
-    if not has_callbacks:
+    if callbacks is None or not _may_add(callbacks, metric, close):
         raise ConfigError("metric must be one that the trials report", f"{metric!r} of {', '.join(known)}", fix)
     warnings.warn(f"The model reports no {metric!r}, so that a callback must add it to logs. {fix}", stacklevel=4)
+
+
+def _may_add(callbacks: Callable, metric: str, close: list[str]) -> bool:
+    """Returns whether callbacks may add a metric; a slip of the pen must be named by their code."""
+    if isinstance(callbacks, arguments.Copies):
+        kinds = [type(callback) for callback in callbacks({})]
+        # those of Keras itself add nothing else, unless they call functions of the user's
+        if all(kind.__module__.startswith("keras.") and kind.__name__ != "LambdaCallback" for kind in kinds):
+            return metric == "learning_rate"
+        return not _is_slip(metric, close) or any(metric in config_keys.mentioned_keys(kind) for kind in kinds)
+    return not _is_slip(metric, close) or metric in config_keys.mentioned_keys(callbacks)
+
+
+def _is_slip(metric: str, close: list[str]) -> bool:
+    """Returns whether letters are missing, doubled or swapped in a name, or it is written in another way."""
+    plain = lambda name: "".join(character for character in name.lower() if character.isalnum())
+    for name in close:
+        parts = difflib.SequenceMatcher(None, metric, name).get_opcodes()
+        changed = [metric[a:b] + name[c:d] for kind, a, b, c, d in parts if kind != "equal"]
+        inserted = all(kind in ("equal", "insert", "delete") for kind, *_ in parts)
+        if inserted and len("".join(changed)) <= 2 and not any(c.isdigit() or c == "_" for c in "".join(changed)):
+            return True
+        if plain(metric) == plain(name):
+            return True
+    return False
 
 
 @dataclasses.dataclass(frozen=True)
