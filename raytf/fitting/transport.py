@@ -482,11 +482,13 @@ def _culprit(value, known: ObjectTable | None, ignored: Sequence[str] = ()) -> s
 def _culprit_in_model(model, known: ObjectTable | None) -> str:
     """Returns the layer and its attribute that are to blame, or "".
 
-    Layers reach each other, so only attributes of the user's are tried, and no layers among them.
+    Layers reach each other by their graph, so only other attributes are tried.
     """
-    ignored = {*vars(keras.layers.Layer()), *vars(keras.Sequential()), *vars(keras.Model())}
+    graph = keras.Operation, keras.KerasTensor, *TRACKED
+    ignored = {*vars(keras.layers.Layer())}
     for layer in keras_objects.layers_of(model):
-        within = [k for k, part in vars(layer).items() if isinstance(part, (keras.Operation, *TRACKED))]
+        is_model = isinstance(layer, keras.Model)
+        within = [k for k, v in vars(layer).items() if isinstance(v, graph) or (is_model and k.startswith("_"))]
         culprit = _culprit(layer, known, (*ignored, *within))
         if culprit:
             return culprit if layer is model else f", whose layer {layer.name!r} is a {type(layer).__name__}{culprit}"

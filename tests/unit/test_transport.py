@@ -187,7 +187,7 @@ def test_tables_of_words_travel():
             super().__init__()
             initializer = tf.lookup.KeyValueTensorInitializer(["a", "b"], tf.constant([0, 1], tf.int64))
             self.words = tf.lookup.StaticVocabularyTable(initializer, 2)
-            self.buckets = tf.lookup.StaticVocabularyTable(None, 3, lookup_key_dtype=tf.int64)
+            self.buckets = tf.lookup.StaticVocabularyTable(None, 3)
             self.dense = tf.lookup.experimental.DenseHashTable(tf.int64, tf.int64, 7, -1, -2)
             self.dense.insert(tf.constant([1, 2], tf.int64), tf.constant([10, 20], tf.int64))
 
@@ -197,8 +197,8 @@ def test_tables_of_words_travel():
     layer = Words()
     data, sent = transport.serialize(keras.Sequential([keras.Input((2,)), layer]))
     (copy,) = transport.deserialize(data, sent.values())[0].layers
-    for name, keys in (("words", ["a", "b", "z"]), ("buckets", [0, 1, 2, 3]), ("dense", [1, 2, 3])):
-        keys = tf.constant(keys, tf.string if name == "words" else tf.int64)
+    for name, keys in (("words", ["a", "b", "z"]), ("buckets", ["a", "b"]), ("dense", [1, 2, 3])):
+        keys = tf.constant(keys, tf.int64 if name == "dense" else tf.string)
         left, right = getattr(layer, name), getattr(copy, name)
         assert left is not right
         np.testing.assert_array_equal(left.lookup(keys).numpy(), right.lookup(keys).numpy())
