@@ -64,7 +64,7 @@ def tensorflow_cause(text: str) -> str:
         return f"{_shortened(eager[1])} (operation {eager[2]}{of_layer})" if eager else ""
     node = remaining.split(maxsplit=1)[0].rstrip(".")
     frames = re.findall(r'^  File "([^"]+)", line (\d+)', remaining, re.MULTILINE)
-    lines = re.split(r"\n\s*\[\[", remaining, maxsplit=1)[0].splitlines()
+    lines = re.split(r"\n\s*\[\[|\n\S.* GRPC error information", remaining, maxsplit=1)[0].splitlines()
     cause = next((line.strip() for line in reversed(lines) if line.strip()), "")
     cause = re.sub(r"^\(\d+\) [A-Z_]+: ", "", cause)
     user = frames and "site-packages" not in frames[-1][0]

@@ -214,6 +214,7 @@ def separate_function(function: Callable, **options):
 
 
 @uses_private("tensorflow.python.eager.polymorphic_function.concrete_function:ConcreteFunction.inference_fn")
+@uses_private("tensorflow.python.distribute.coordinator.values:RemoteValueImpl._error")
 def failed_with(value: tf.distribute.coordinator.RemoteValue, error: BaseException) -> bool:
     """Returns whether a scheduled function has raised this error; unlike `fetch`, it does not wait for the value."""
     return getattr(value, "_error", None) is error
@@ -257,10 +258,29 @@ def is_stateful(kind: str) -> bool:
 @uses_private(
     "tensorflow.python.ops.lookup_ops:StaticHashTable._default_value",
     "tensorflow.python.ops.lookup_ops:MutableHashTable._default_value",
+    "tensorflow.python.ops.lookup_ops:DenseHashTable._default_value",
 )
 def default_of(table):
     """Returns the value of a lookup table for missing keys; `export` omits it."""
     return table._default_value
+
+
+@uses_private(
+    "tensorflow.python.ops.lookup_ops:StaticVocabularyTable._table",
+    "tensorflow.python.ops.lookup_ops:StaticVocabularyTable._num_oov_buckets",
+)
+def vocabulary_of(table):
+    """Returns (the inner table of a vocabulary or None, its number of buckets for other words)."""
+    return table._table, table._num_oov_buckets
+
+
+@uses_private(
+    "tensorflow.python.ops.lookup_ops:DenseHashTable._empty_key",
+    "tensorflow.python.ops.lookup_ops:DenseHashTable._deleted_key",
+)
+def reserved_keys_of(table):
+    """Returns the keys of a dense table that mark empty and deleted entries."""
+    return table._empty_key, table._deleted_key
 
 
 def structure_of(tracked: TrackedStructure):

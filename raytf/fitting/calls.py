@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import keras
@@ -55,7 +55,7 @@ def fit(
     batch_size: int | None = None,
     epochs: int = 1,
     verbose: str | int = "auto",
-    callbacks: Sequence[keras.callbacks.Callback] | None = None,
+    callbacks: Sequence[keras.callbacks.Callback] | Callable | None = None,
     validation_split: float | None = 0.0,
     validation_data: Any = None,
     shuffle: bool = True,
@@ -100,7 +100,9 @@ def fit(
         epochs: Number of epochs to train, at least 1 and 1 by default. With `initial_epoch` it is the index of the
             epoch to end with, as in Keras.
         verbose: "auto", the default, 1 or 2 print a line per epoch, and a live line in terminals. 0 prints nothing.
-        callbacks: List of Keras callbacks. They run on every worker; only the chief writes files.
+        callbacks: List of Keras callbacks. They run on every worker; only the chief writes files. Or a function
+            `callbacks(config)` that returns them, as for `KerasTrainer`; it is called once, in this process, with
+            `batch_size` and `epochs`.
         validation_split: Share of the last rows of arrays that is used for validation, at least 0, the default, and
             less than 1.
         validation_data: `(x, y)`, `(x, y, sample_weight)`, a `raytf.TFData`, or rows with the columns of `x`.
@@ -190,7 +192,7 @@ def fit(
     _check_kinds(class_weight, validation_freq)
     validation.check_word("verify", verify, checks.VERIFY_WORDS)
     validation.check_word("nan", nan, validation.NAN_WORDS)
-    users = _callbacks(callbacks)
+    users = _callbacks(callbacks, {"batch_size": batch, "epochs": epochs})
     if validation_split and validation_data is None:
         if not arrays_module.is_arrays(x) or features is not None:
             raise ConfigError("validation_split is for arrays", f"x of type {type(x).__name__}", "Pass validation_data")
@@ -235,7 +237,7 @@ def evaluate(
     verbose: str | int = "auto",
     sample_weight: Any = None,
     steps: int | None = None,
-    callbacks: Sequence[keras.callbacks.Callback] | None = None,
+    callbacks: Sequence[keras.callbacks.Callback] | Callable | None = None,
     return_dict: bool = False,
     *,
     features: ColumnSpecs | None = None,
@@ -254,7 +256,8 @@ def evaluate(
         verbose: "auto", the default, 1 or 2 show what the call waits for. 0 shows nothing.
         sample_weight: Array of weights by row, or the name of a column.
         steps: Number of batches, at least 1; all by default.
-        callbacks: List of Keras callbacks, which run on every worker.
+        callbacks: List of Keras callbacks, which run on every worker, or a function `callbacks(config)` that returns
+            them; it is called once, in this process, with `batch_size`.
         return_dict: Whether to return a dict by name.
         features: Columns of `x` that are features, as in `raytf.fit`.
         labels: Columns of `x` that are labels, as in `raytf.fit`.
@@ -287,7 +290,7 @@ def evaluate(
             content = tf_data.rows_of(x, "x", other_arguments, reads_once=True)
         (x, y, sample_weight), batch_size = content.parts, content.batch
     batch = _check_batch(batch_size, workers, "batch_size")
-    users = _callbacks(callbacks)
+    users = _callbacks(callbacks, {"batch_size": batch})
     with show_phases(bool(verbose), READING):
         data = _steps(arrays_module.check_rows(x, y, sample_weight, None, features, labels), steps, batch)
         data = _inspected(data, batch, "train")
@@ -521,7 +524,10 @@ def _check_steps(steps_per_epoch, data: arrays_module.RowData, batch: int, drops
         )
 
 
-def _callbacks(callbacks) -> list:
+def _callbacks(callbacks, config: dict[str, Any]) -> list:
+    """Returns the callbacks of a call as a list, also those of a function of `config`."""
+    if callable(callbacks) and not isinstance(callbacks, (type, keras.callbacks.Callback)):
+        callbacks = callbacks(config)
     users = list(callbacks) if isinstance(callbacks, (list, tuple)) else [] if callbacks is None else [callbacks]
     validation.check_callbacks(users)
     for callback in users:

@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import pickle
 
+import numpy as np
 import tensorflow as tf
 
 from raytf.compat.tensorflow import Function as TfFunction
-from raytf.compat.tensorflow import TrackedStructure, default_of, function_arguments, structure_of
+from raytf.compat.tensorflow import (
+    TrackedStructure,
+    default_of,
+    function_arguments,
+    reserved_keys_of,
+    structure_of,
+    vocabulary_of,
+)
 
 
 def reduce_object(value):
@@ -24,6 +32,11 @@ def reduce_object(value):
         return _static_table, _table(value)
     if isinstance(value, tf.lookup.experimental.MutableHashTable):
         return _mutable_table, _table(value)
+    if isinstance(value, tf.lookup.StaticVocabularyTable):
+        inner, buckets = vocabulary_of(value)
+        return _vocabulary_table, (None if inner is None else _table(inner), buckets, value.key_dtype)
+    if isinstance(value, tf.lookup.experimental.DenseHashTable):
+        return _dense_table, (*_table(value), *map(np.asarray, reserved_keys_of(value)))
     if isinstance(value, tf.random.Generator):
         return _generator, (value.state.numpy(), value.algorithm)
     if isinstance(value, tf.distribute.Strategy):
@@ -55,6 +68,23 @@ def _mutable_table(keys, values, types, default):
     table = tf.lookup.experimental.MutableHashTable(*types, default)
     if len(keys):
         table.insert(tf.constant(keys, types[0]), tf.constant(values, types[1]))
+    return table
+
+
+def _vocabulary_table(content, buckets, key_type):
+    initializer = None
+    if content is not None:
+        keys, values, types, _ = content
+        initializer = tf.lookup.KeyValueTensorInitializer(keys, values, *types)
+    return tf.lookup.StaticVocabularyTable(initializer, buckets, lookup_key_dtype=key_type)
+
+
+def _dense_table(keys, values, types, default, empty_key, deleted_key):
+    table = tf.lookup.experimental.DenseHashTable(*types, default, empty_key, deleted_key)
+    reserved = [(keys == key).reshape(len(keys), -1).all(1) for key in (empty_key, deleted_key)]
+    used = ~(reserved[0] | reserved[1])  # `export` contains the entries that are not used, too
+    if used.any():
+        table.insert(tf.constant(keys[used], types[0]), tf.constant(values[used], types[1]))
     return table
 
 

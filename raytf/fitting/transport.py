@@ -448,25 +448,50 @@ def serialize_named(values: Sequence[tuple[str, Any]], known: ObjectTable | None
             try:
                 serialize(value, known)
             except Exception as error:
-                culprit = _culprit(value, known)
+                is_model = isinstance(value, keras.Model)
+                culprit = _culprit_in_model(value, known) if is_model else _culprit(value, known)
                 raise ConfigError(
                     "The model and the callbacks are sent to the workers, so all of them must pickle",
                     f"{name}{culprit} ({one_line(error)})",
-                    "Make what does not pickle (locks, files, connections, generators) where it is used, for example "
-                    "in on_train_begin",
+                    _FIX_OF_MODELS if is_model else _FIX_OF_CALLBACKS,
                 ) from error
         raise whole
 
 
-def _culprit(value, known: ObjectTable | None) -> str:
+_FIX_OF_CALLBACKS = (
+    "Make what does not pickle (locks, files, connections, generators) where it is used, for example in on_train_begin"
+)
+_FIX_OF_MODELS = (
+    "Make what does not pickle (locks, files, datasets, loaded models) in the layer's call(), or train with "
+    "raytf.KerasTrainer: its workers call build_model themselves, and no model is sent"
+)
+
+
+def _culprit(value, known: ObjectTable | None, ignored: Sequence[str] = ()) -> str:
     """Returns " with its attribute 'name'" if a single attribute is to blame, else ""."""
     for name, part in getattr(value, "__dict__", {}).items():
-        if name in (*_REBUILT, *_REBUILT_OF_LAYERS, *_REBUILT_OF_MODELS, *_OF_A_TRAINING):
+        if name in (*_REBUILT, *_REBUILT_OF_LAYERS, *_REBUILT_OF_MODELS, *_OF_A_TRAINING, *ignored):
             continue
         try:
             serialize(part, known)
         except Exception:
             return f" with its attribute {name!r}"
+    return ""
+
+
+def _culprit_in_model(model, known: ObjectTable | None) -> str:
+    """Returns the layer and its attribute that are to blame, or "".
+
+    Layers reach each other by their graph, so only other attributes are tried.
+    """
+    graph = keras.Operation, keras.KerasTensor, *TRACKED
+    ignored = {*vars(keras.layers.Layer())}
+    for layer in keras_objects.layers_of(model):
+        is_model = isinstance(layer, keras.Model)
+        within = [k for k, v in vars(layer).items() if isinstance(v, graph) or (is_model and k.startswith("_"))]
+        culprit = _culprit(layer, known, (*ignored, *within))
+        if culprit:
+            return culprit if layer is model else f", whose layer {layer.name!r} is a {type(layer).__name__}{culprit}"
     return ""
 
 

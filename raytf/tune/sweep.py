@@ -41,7 +41,7 @@ from raytf.console.phases import READING, TRYING, show_phases, starting_phase
 from raytf.data import stored, streamed
 from raytf.data.tf_data import TFData
 from raytf.errors import ConfigError, ResourceError, StoppedError, TrainingError
-from raytf.identity import canonical, fingerprint, same_run
+from raytf.identity import canonical, config_keys, fingerprint, same_run
 from raytf.logs import warn_user
 from raytf.runtime import resources
 from raytf.runtime.answers import NoAnswerError, in_completion_order
@@ -496,7 +496,7 @@ def _plan(
     tried = trainer._try_model(processes, contents, {**config, **options.sample}, known_keys=_OWN_KEYS)
     if tried.logs is not None and not options.identity:  # a resumed sweep may have no trial left to run
         validates = "validation" in contents
-        check_metric(options.metric, tried.logs, validates, trainer.callbacks is not None)
+        check_metric(options.metric, tried.logs, validates, trainer.callbacks)
         if score.checkpoint_score_attribute not in AUTO_RESULT_KEYS:
             arguments.check_score(score, tried.logs, validates, trainer.callbacks is not None)
     steps = None if interval is None else (interval, options.metric)
@@ -524,21 +524,46 @@ def _plan(
     return spec, identity
 
 
-def check_metric(metric: str, logs: Collection[str], validates: bool, has_callbacks: bool) -> None:
+def check_metric(metric: str, logs: Collection[str], validates: bool, callbacks: Callable | None) -> None:
     """Raises ConfigError if no trial can report a metric; warns if only a callback could add it.
 
     Args:
         metric: Metric that compares the trials.
         logs: Names that the model reports, see `dry_run.DryRunResult`.
         validates: Whether there are rows for validation.
-        has_callbacks: Whether the trials have callbacks, which may add others.
+        callbacks: Function of the trials' callbacks, which may add others, or None.
     """
     if (unknown := validation.unknown_metric(metric, logs, validates)) is None:
         return
     known, fix = unknown
-    if not has_callbacks:
+    if callbacks is None or not _may_add(callbacks, metric, difflib.get_close_matches(metric, logs, 1)):
         raise ConfigError("metric must be one that the trials report", f"{metric!r} of {known}", fix)
     warn_user(f"The model reports no {metric!r}, so that a callback must add it to logs. {fix}", stacklevel=4)
+
+
+def _may_add(callbacks: Callable, metric: str, close: list[str]) -> bool:
+    """Returns whether callbacks may add a metric; a slip of the pen must be named by their code."""
+    if isinstance(callbacks, arguments.Copies):
+        kinds = [type(callback) for callback in callbacks({})]
+        # those of Keras itself add nothing else, unless they call functions of the user's
+        if all(kind.__module__.startswith("keras.") and kind.__name__ != "LambdaCallback" for kind in kinds):
+            return metric == "learning_rate"
+        return not _is_slip(metric, close) or any(metric in config_keys.mentioned_keys(kind) for kind in kinds)
+    return not _is_slip(metric, close) or metric in config_keys.mentioned_keys(callbacks)
+
+
+def _is_slip(metric: str, close: list[str]) -> bool:
+    """Returns whether letters are missing, doubled or swapped in a name, or it is written in another way."""
+    plain = lambda name: "".join(character for character in name.lower() if character.isalnum())
+    for name in close:
+        parts = difflib.SequenceMatcher(None, metric, name).get_opcodes()
+        changed = [metric[a:b] + name[c:d] for kind, a, b, c, d in parts if kind != "equal"]
+        inserted = all(kind in ("equal", "insert", "delete") for kind, *_ in parts)
+        if inserted and len("".join(changed)) <= 2 and not any(c.isdigit() or c == "_" for c in "".join(changed)):
+            return True
+        if plain(metric) == plain(name):
+            return True
+    return False
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,7 +10,7 @@ import ray
 
 import raytf
 from raytf.fitting import warm
-from raytf.worker import checkpoint
+from raytf.worker import checkpoint, model_loading
 
 pytestmark = [pytest.mark.usefixtures("ray_cluster"), pytest.mark.slow]
 ROWS = 60
@@ -37,15 +37,21 @@ def model():
 
 
 class Noting(raytf.Predictor):
-    """Notes the processes that load a model, and those that predict."""
-
-    folder = ""
+    """Notes in each process how often a model is loaded, and how often it predicts."""
 
     def __init__(self, run, folder, **how):
         super().__init__(run, **how)
         self.folder = folder
-        with open(f"{folder}/made_{os.getpid()}", "a") as file:
+        load = model_loading.load_model
+        model_loading.load_model = lambda *args, **options: (self._note("loaded"), load(*args, **options))[1]
+
+    def _note(self, event):
+        with open(f"{self.folder}/{event}_{os.getpid()}", "a") as file:
             file.write("x")
+
+    def __call__(self, batch):
+        self._note("predicted")
+        return super().__call__(batch)
 
 
 def predicted(dataset):
@@ -70,8 +76,9 @@ def test_actors_load_a_run_once_each(images, model, tmp_path):
         compute=ray.data.ActorPoolStrategy(size=2),
     )
     np.testing.assert_allclose(predicted(found), model.predict(pixels, verbose=0), rtol=1e-5, atol=1e-6)
-    made = [path.read_text() for path in notes.iterdir()]
-    assert made and all(text == "x" for text in made), "the class is made once in each actor"
+    loaded, batches = ([path.read_text() for path in notes.glob(f"{event}_*")] for event in ("loaded", "predicted"))
+    assert sum(map(len, batches)) >= 4 and len(loaded) == len(batches) <= 2
+    assert all(text == "x" for text in loaded), "the run is loaded once in each actor, for all of its batches"
 
 
 def test_tasks_take_a_model_as_it_is(images, model):

@@ -152,6 +152,16 @@ def test_refused(name):
     assert text in str(error.value)
 
 
+@pytest.mark.parametrize("call, more", [(raytf.fit, {"epochs": 2}), (raytf.evaluate, {})])
+def test_callbacks_may_be_a_function_of_the_config(call, more):
+    """What it returns is checked as a list is."""
+    configs = []
+    make = lambda config: (configs.append(config), holds_a_lock())[1]
+    with pytest.raises(ConfigError, match="callback 1, a Holds with its attribute"):
+        call(model(), X, Y, batch_size=4, callbacks=make, **more)
+    assert configs == [{"batch_size": 4} | more]
+
+
 @pytest.mark.parametrize("call", [raytf.fit, raytf.evaluate])
 def test_missing_y_is_reported(call):
     with pytest.raises(ConfigError, match=r"x \(None, 3\) \w+ without y \(.*a loss compares with y"):

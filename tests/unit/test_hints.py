@@ -96,14 +96,45 @@ def test_a_metric_that_is_better_the_other_way(metric, mode, doubted):
 LOGS = ("loss", "mae", "val_loss", "val_mae")
 
 
+def scored(config):
+    class Scores(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            logs["los"] = 1.0
+
+    return [Scores()]
+
+
 def test_a_metric_that_no_trial_reports():
-    check_metric("val_mae", LOGS, validates=True, has_callbacks=False)
+    check_metric("val_mae", LOGS, validates=True, callbacks=None)
     with pytest.raises(ConfigError, match="Did you mean 'val_loss'?"):
-        check_metric("val_los", LOGS, validates=True, has_callbacks=False)
+        check_metric("val_los", LOGS, validates=True, callbacks=None)
     with pytest.raises(ConfigError, match="validation"):
-        check_metric("val_loss", LOGS, validates=False, has_callbacks=False)
+        check_metric("val_loss", LOGS, validates=False, callbacks=None)
     with pytest.warns(UserWarning, match="a callback must add it"):
-        check_metric("learning_rate", LOGS, validates=True, has_callbacks=True)
+        check_metric("learning_rate", LOGS, validates=True, callbacks=lambda config: [])
+
+
+def test_a_mistyped_metric_is_refused_although_there_are_callbacks():
+    """Unless their code names it; Keras' own callbacks add no other metric than the rate."""
+    of_keras = arguments.callbacks_function([keras.callbacks.EarlyStopping("loss")])
+    for metric, callbacks in (
+        ("los", of_keras),
+        ("f1", of_keras),
+        ("los", lambda config: [keras.callbacks.EarlyStopping("loss")]),
+        ("val-loss", lambda config: []),
+        ("val_lsos", lambda config: []),
+    ):
+        with pytest.raises(ConfigError, match="metric must be one that the trials report"):
+            check_metric(metric, LOGS, validates=True, callbacks=callbacks)
+    for metric, callbacks in (
+        ("learning_rate", of_keras),
+        ("los", scored),
+        ("los", arguments.callbacks_function(scored({}))),
+        ("val_f1", lambda config: []),
+        ("val_mse", lambda config: []),
+    ):
+        with pytest.warns(UserWarning, match="a callback must add it"):
+            check_metric(metric, LOGS, validates=True, callbacks=callbacks)
 
 
 @pytest.mark.parametrize(
@@ -342,6 +373,24 @@ def test_a_loss_or_metric_that_keras_does_not_know(inspect, wrong):
     pickled = cloudpickle.dumps((misspelt, {"batch_size": 2, "epochs": 1}, BatchSpec.parsed(["x"], "y"), [], None))
     message = str(inspect(pickled, StoredDataset([table], [4], ["x", "y"])))
     assert re.match(r"compile must name losses and metrics that Keras has.*(msee|acuracy)", message), message
+
+
+def test_a_step_of_a_plan_that_fails_is_refused_with_its_cause(inspect):
+    """`raytf.plan` measures steps; the model itself is in order."""
+
+    def checked(config):
+        import tensorflow as tf
+
+        check = keras.layers.Lambda(lambda x: tf.debugging.check_numerics(x, "a bad row"))
+        model = keras.Sequential([keras.Input((1,)), check, keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+        return model
+
+    table = pa.table({"x": np.array([1.0, np.nan], "float32"), "y": np.ones(2, "float32")})
+    pickled = cloudpickle.dumps((checked, {"batch_size": 2, "epochs": 1}, BatchSpec.parsed(["x"], "y"), [], None))
+    error = inspect(pickled, StoredDataset([table], [2], ["x", "y"]), 2)
+    assert error.rule == "A training step on the first rows must work"
+    assert error.received.startswith("InvalidArgumentError: a bad row : Tensor had NaN values (operation "), error
 
 
 @pytest.mark.slow

@@ -163,6 +163,16 @@ def test_a_run_that_only_build_model_builds_is_known_where_it_was_made(tmp_path,
     np.testing.assert_allclose(found, model.predict(BATCH["a"], verbose=0), rtol=1e-5)
 
 
+def test_copies_in_one_process_load_the_run_once(tmp_path, monkeypatch):
+    """Ray Data pickles a function for each task."""
+    folder = save(tmp_path / "checkpoint_2026-01-01_00-00-01", build({}))
+    loads, load = [], predictor.model_loading.load_model
+    monkeypatch.setattr(predictor.model_loading, "load_model", lambda *a, **k: (loads.append(a), load(*a, **k))[1])
+    sent = cloudpickle.dumps(raytf.Predictor(folder, features=FEATURES))
+    found = [cloudpickle.loads(sent)(BATCH)["p"] for _ in range(3)]
+    assert len(loads) == 1 and all((one == found[0]).all() for one in found)
+
+
 def test_wrong_arguments_raise(tmp_path):
     import keras
 

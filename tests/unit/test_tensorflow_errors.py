@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from raytf.errors import ConfigError, one_line
+from raytf.errors import ConfigError, one_line, with_cause
 from raytf.parallel import trainer
 from raytf.runtime.failures import is_consequence
 
@@ -113,3 +113,80 @@ def test_python_error_in_a_step_contains_its_own_type_and_the_step():
         model.fit(rows, verbose=0)
     assert one_line(caught.value).startswith("KeyError: 'nope' (test_tensorflow_errors.py, line ")
     assert ", in step " in one_line(caught.value)
+
+
+def compiled(function=None):
+    """A model of six numbers, whose layer calls a function."""
+    layers = [] if function is None else [keras.layers.Lambda(function, output_shape=(6,))]
+    model = keras.Sequential([keras.Input((6,)), *layers, keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    return model
+
+
+def read_file(x):
+    content = tf.io.read_file(tf.strings.join(["/no/such/", tf.strings.as_string(x)]))
+    return tf.zeros([6]) + tf.cast(tf.strings.length(content), tf.float32), 0.0
+
+
+def allocate(x):
+    size = tf.cast(tf.reduce_max(x), tf.int64) + (1 << 45)
+    return x + tf.reduce_sum(tf.random.uniform([size]))
+
+
+@pytest.mark.parametrize(
+    "kind, cause",
+    [("not found", "NotFoundError: /no/such/2; No such file"), ("out of memory", "ResourceExhaustedError: OOM when ")],
+)
+def test_file_and_memory_that_are_missing_are_named_with_the_step(kind, cause):
+    trainer.install()
+    with pytest.raises(tf.errors.OpError) as caught:
+        if kind == "not found":
+            compiled().fit(tf.data.Dataset.range(2, 6).map(read_file).batch(2), verbose=0)
+        else:
+            compiled(allocate).fit(np.zeros((4, 6)), np.zeros(4), batch_size=2, verbose=0)
+    line = one_line(caught.value)
+    assert line.startswith(cause) and ", in step 1" in line, line
+
+
+def test_error_of_a_validation_or_a_prediction_contains_the_step():
+    """The second call counts its own steps."""
+    trainer.install()
+    model = compiled(lambda x: tf.debugging.check_numerics(x, "a bad row"))
+    good, bad = np.zeros((8, 6), "float32"), np.zeros((8, 6), "float32")
+    bad[5] = np.nan
+    for call, clause in (
+        (lambda x: model.evaluate(x, np.zeros(8), batch_size=2, verbose=0), ", in step 3 of a validation"),
+        (lambda x: model.predict(x, batch_size=2, verbose=0), ", in step 3 of a prediction"),
+    ):
+        call(good)
+        with pytest.raises(tf.errors.InvalidArgumentError) as caught:
+            call(bad)
+        line = one_line(caught.value)
+        assert line.startswith("InvalidArgumentError: a bad row : Tensor had NaN values (operation ") and clause in line
+
+
+class Value:
+    """As a `RemoteValue` of a span of steps."""
+
+    def __init__(self, error=None):
+        self._error = error
+
+
+def test_error_of_a_span_on_a_parameter_servers_worker_contains_steps_and_worker():
+    from raytf.parameter_server.coordinator import _location
+
+    text = "Additional GRPC error information from remote target /job:worker/replica:0/task:1"
+    error = tf.errors.InvalidArgumentError(None, None, text)
+    spans = [(4, 6, Value()), (6, 8, Value(error)), (8, 9, Value())]
+    assert _location(error, spans, 10) == "in one of the steps 17 to 18, on worker 1"
+    assert _location(error, [(4, 5, Value(error))], 0, " of a validation") == "in step 5 of a validation, on worker 1"
+    unknown = tf.errors.InvalidArgumentError(None, None, "no")
+    assert _location(unknown, spans, 10) == "in one of the steps 15 to 19"
+    remote = f"{text} while calling /tensorflow.eager.EagerService/RunComponentFunction:\n:{{}}\n"
+    graph = (
+        "Detected at node f/Gather defined at (most recent call last):\n<stack>\nindices[0] = 50 is not in [0, 10)\n"
+    )
+    found = with_cause(f"{graph}\t [[{{{{node f/Gather}}}}]]\n{remote}", "in step 5")
+    assert found.startswith("indices[0] = 50 is not in [0, 10) (operation f/Gather), in step 5")
+    found = with_cause(f"{graph}{remote}", "in step 5")
+    assert found.startswith("indices[0] = 50 is not in [0, 10) (operation f/Gather), in step 5")

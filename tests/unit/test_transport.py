@@ -155,6 +155,57 @@ def test_what_does_not_pickle_is_named():
         )
 
 
+def test_what_does_not_pickle_of_a_model_is_named_with_its_layer():
+    """And the hint is one for models."""
+    import keras
+
+    class Locked(keras.layers.Layer):
+        def __init__(self, **kwargs):
+            super().__init__(**kwargs)
+            self.inner, self._guard = keras.layers.Dense(2), threading.Lock()
+
+        def call(self, x):
+            return self.inner(x)
+
+    nested = keras.Sequential([keras.Input((2,)), keras.layers.Dense(2), Locked(name="guarded")])
+    model = keras.Sequential([keras.Input((2,)), nested, keras.layers.Dense(1)])
+    text = r"the model, whose layer 'guarded' is a Locked with its attribute '_guard' .*raytf.KerasTrainer: its workers"
+    with pytest.raises(ConfigError, match=text):
+        transport.serialize_named([("the model", model)])
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.rows = (row for row in ())
+    with pytest.raises(ConfigError, match=r"the model with its attribute 'rows' \("):
+        transport.serialize_named([("the model", model), ("callback 0", keras.callbacks.History())])
+
+
+def test_tables_of_words_travel():
+    import keras
+    import tensorflow as tf
+
+    class Words(keras.layers.Layer):
+        def __init__(self):
+            super().__init__()
+            initializer = tf.lookup.KeyValueTensorInitializer(["a", "b"], tf.constant([0, 1], tf.int64))
+            self.words = tf.lookup.StaticVocabularyTable(initializer, 2)
+            self.buckets = tf.lookup.StaticVocabularyTable(None, 3)
+            self.dense = tf.lookup.experimental.DenseHashTable(tf.int64, tf.int64, 7, -1, -2)
+            self.dense.insert(tf.constant([1, 2], tf.int64), tf.constant([10, 20], tf.int64))
+
+        def call(self, x):
+            return x
+
+    layer = Words()
+    data, sent = transport.serialize(keras.Sequential([keras.Input((2,)), layer]))
+    (copy,) = transport.deserialize(data, sent.values())[0].layers
+    for name, keys in (("words", ["a", "b", "z"]), ("buckets", ["a", "b"]), ("dense", [1, 2, 3])):
+        keys = tf.constant(keys, tf.int64 if name == "dense" else tf.string)
+        left, right = getattr(layer, name), getattr(copy, name)
+        assert left is not right
+        np.testing.assert_array_equal(left.lookup(keys).numpy(), right.lookup(keys).numpy())
+    copy.dense.insert(tf.constant([5], tf.int64), tf.constant([50], tf.int64))
+    assert copy.dense.lookup(tf.constant([5, 9], tf.int64)).numpy().tolist() == [50, 7]
+
+
 def test_users_attributes_are_sent_and_others_are_reported():
     import keras
 

@@ -5,11 +5,15 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
+import os
+import pickle
+import subprocess
 import sys
 
 import numpy as np
 import pytest
 
+import raytf
 from raytf.fitting import transport
 
 # Each of the architectures of `keras.applications`, by a (small) input that it takes.
@@ -238,6 +242,54 @@ def test_a_chain_of_5000_layers():
         model.compile("adam", "mse")
     copy = round_trip(model)
     assert [layer.name for layer in copy.layers] == [layer.name for layer in model.layers]
+
+
+# ------------------------------------------------------------------------------------------ another process
+
+READER = """
+import pickle, sys
+import numpy as np
+from raytf.fitting import transport
+
+settings, models = pickle.loads(open(sys.argv[1], "rb").read())
+transport.apply_settings(settings)
+results = []
+for data, values, x in models:
+    model, _ = transport.deserialize(data, values)
+    results.append(np.asarray(model(x, training=False)))
+np.savez(sys.argv[2], *results)
+"""
+
+
+@pytest.mark.slow
+def test_models_travel_to_a_process_that_has_made_none(tmp_path):
+    """It has neither their classes nor Keras' names and settings of this one."""
+    import keras
+
+    images = np.random.default_rng(0).uniform(size=(2, 32, 32, 3)).astype("float32")
+    numbers = images[:, :2, 0, 0]
+    with deep_calls():
+        models = []
+        for name in ("ConvNeXtTiny", "EfficientNetV2B0", "MobileNetV2"):
+            base = getattr(keras.applications, name)(include_top=False, weights=None, input_shape=(32, 32, 3))
+            models.append((keras.Sequential([base, keras.layers.GlobalAveragePooling2D()]), images))
+        models += [(make(keras, size), numbers) for make, size in ((_chain, 1000), (_nested, 40), (_wrapped, 20))]
+        settings, sent, expected = transport.global_settings(), [], []
+        for model, x in models:
+            expected.append(np.asarray(model(x, training=False)))
+            model.compile("adam", "mse")
+            data, objects = transport.serialize(model)
+            sent.append((data, objects.values(), x))
+    (tmp_path / "sent").write_bytes(pickle.dumps((settings, sent)))
+    path = os.pathsep.join([os.path.dirname(os.path.dirname(raytf.__file__)), os.environ.get("PYTHONPATH", "")])
+    subprocess.run(
+        [sys.executable, "-c", READER, str(tmp_path / "sent"), str(tmp_path / "found.npz")],
+        check=True,
+        env=os.environ | {"PYTHONPATH": path},
+    )
+    with np.load(tmp_path / "found.npz") as found:
+        for i, values in enumerate(expected):
+            np.testing.assert_allclose(found[f"arr_{i}"], values, rtol=1e-5, atol=1e-6)
 
 
 # ------------------------------------------------------------------------------------------ classes of packages
