@@ -472,8 +472,8 @@ def _arguments_of_tfjob(ctx: click.Context, tfjob: str, script: str | None, argu
         click.echo(f"raytf run: {sentence}", err=True)
     if "max_restarts" in given_here:
         del read_arguments["max_restarts"]
-    own = {name: ctx.params[name] for name in ("cpus_per_worker", "gpus_per_worker") if name in given_here}
-    return reader.with_resources(read_arguments, **own)
+    resources = {name: ctx.params[name] for name in ("cpus_per_worker", "gpus_per_worker") if name in given_here}
+    return reader.with_resources(read_arguments, **resources)
 
 
 def _warn_of_late_options(arguments) -> None:
