@@ -164,12 +164,12 @@ def with_resources(
     """
     changed = {}
     for role, spec in options["of_roles"].items():
-        own: dict[str, Any] = {}
+        fields: dict[str, Any] = {}
         if cpus_per_worker is not None:
-            own |= {"cpus": cpus_per_worker, "threads": 0}
+            fields |= {"cpus": cpus_per_worker, "threads": 0}
         if gpus_per_worker is not None:
-            own["gpus"] = gpus_per_worker if role in ("worker", "evaluator") or not options["num_ps"] else 0
-        changed[role] = dataclasses.replace(spec, **own)
+            fields["gpus"] = gpus_per_worker if role in ("worker", "evaluator") or not options["num_ps"] else 0
+        changed[role] = dataclasses.replace(spec, **fields)
     cpus = options["cpus_per_worker"] if cpus_per_worker is None else cpus_per_worker
     return {**options, "cpus_per_worker": cpus, "of_roles": changed}
 
@@ -362,8 +362,8 @@ def _role(
             chosen, module, role_arguments = _of_python(role, words, unread)
             if folder:
                 unread.add(f"cd {folder}", role, _WHY["workingDir"])
-                there = os.path.join(folder, chosen)
-                chosen = there if not module and not os.path.isfile(chosen) and os.path.isfile(there) else chosen
+                inside = os.path.join(folder, chosen)
+                chosen = inside if not module and not os.path.isfile(chosen) and os.path.isfile(inside) else chosen
         except ConfigError:
             if script is None:
                 raise
@@ -439,12 +439,12 @@ def _text_of_shell(words: list[str]) -> str | None:
     """Returns the text that a command gives to a shell by `-c`, with lines joined; None for other commands."""
     if os.path.basename(words[0]) not in ("sh", "bash"):
         return None
-    rest, flags = words[1:], ""
-    while rest and re.fullmatch(r"-[celuxo]+", rest[0]):
-        flags += (last := rest.pop(0))
-        if "o" in last and rest:
-            rest.pop(0)  # its word: pipefail
-    return _CONTINUED.sub(_join_lines, rest[0]) if "c" in flags and len(rest) == 1 else None
+    remaining, flags = words[1:], ""
+    while remaining and re.fullmatch(r"-[celuxo]+", remaining[0]):
+        flags += (last := remaining.pop(0))
+        if "o" in last and remaining:
+            remaining.pop(0)  # its word: pipefail
+    return _CONTINUED.sub(_join_lines, remaining[0]) if "c" in flags and len(remaining) == 1 else None
 
 
 def _with_values(part: str, known: Mapping[str, str]) -> str:
@@ -454,10 +454,10 @@ def _with_values(part: str, known: Mapping[str, str]) -> str:
     """
 
     def value(match: re.Match) -> str:
-        found = known.get(match[1] or match[2] or "")
-        if found is None or (not quoted and not _PLAIN.fullmatch(found)) or re.search(r"[$`\n]", found):
+        text = known.get(match[1] or match[2] or "")
+        if text is None or (not quoted and not _PLAIN.fullmatch(text)) or re.search(r"[$`\n]", text):
             return match[0]
-        return found.replace("\\", "\\\\").replace('"', '\\"') if quoted else found
+        return text.replace("\\", "\\\\").replace('"', '\\"') if quoted else text
 
     quoted = part.startswith('"')
     return _VARIABLE.sub(value, part) if quoted or part.startswith("$") else part

@@ -28,6 +28,7 @@ pytestmark = [
     pytest.mark.timeout(900),
     pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or ""),
 ]
+ONE_CPU = '{"CPU": 1}'
 # A command in a host with processes and a /tmp of its own; the shell that starts it stays as their first.
 HOST = "unshare -m --pid --fork --kill-child --mount-proc bash -c 'mount -t tmpfs none /tmp; \"$@\"; exit $?' bash"
 # What a host does that others reach: it runs a line at a time, which it is given with the environment of who gives it.
@@ -95,6 +96,7 @@ def three_hosts(folder: pathlib.Path, ipv6: bool = False):
             "SLURM_JOB_ID": "7",
             "RAY_DEFAULT_OBJECT_STORE_MAX_MEMORY_BYTES": str(256 * 2**20),
             "RAY_agent_register_timeout_ms": "200000",  # a busy machine takes its time
+            "RAY_OVERRIDE_RESOURCES": ONE_CPU,  # by ssh Ray counts the cores of a host, here those of the machine
         }
         addresses = " ".join(host.address for host in hosts)
         inside = f'mount --bind {folder} /mnt; {HOST} "$@"'
@@ -110,6 +112,8 @@ def three_hosts(folder: pathlib.Path, ipv6: bool = False):
             job += ["python", "-m", "tests.cluster.ended_job", "/mnt", name, workers]
             command = hosts[0].command(["unshare", "-m", "bash", "-c", inside, "bash", *job])
             own = {"SLURM_JOB_NUM_NODES": str(nodes), "SLURM_CPUS_PER_TASK": "2" if nodes == 1 else "1"}
+            if nodes == 1:
+                own["RAY_OVERRIDE_RESOURCES"] = "{}"
             own |= {"OTHERS": " ".join(host.address for host in hosts[1:nodes])}
             process = subprocess.Popen(
                 command, cwd=ROOT, env=environment | own, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -159,12 +163,17 @@ def weights(folder, name):
         return [file[key] for key in file]
 
 
+def nodes_of(folder, name) -> set[str]:
+    """Ray's ids of the nodes on which two workers have made steps."""
+    return {line.split()[0] for i in range(2) for line in (folder / f"{name}_{i}.txt").read_text().splitlines()}
+
+
 @pytest.fixture(scope="module")
 def undisturbed(started):
-    """The run by plain ssh, to its end; a host has room for both workers."""
+    """The run by plain ssh, to its end, with a worker on each of two hosts."""
     start, folder, _ = started
     finished(start("ssh.sh", "quiet"), 0)
-    assert len(steps(folder, "quiet")) == 3 * 14
+    assert len(steps(folder, "quiet")) == 3 * 14 and len(nodes_of(folder, "quiet")) == 2
     return weights(folder, "quiet")
 
 
@@ -213,12 +222,13 @@ def test_a_slurm_node_whose_ray_ends_starts_it_again(started):
 
 
 def test_a_command_by_ssh_that_is_stopped_is_resumed_by_the_same_line(tmp_path):
-    """On hosts with IPv6 alone; no step is lost, and none is made twice."""
+    """On hosts with IPv6 alone, with a worker on each of two; no step is lost, and none is made twice."""
     with three_hosts(tmp_path, ipv6=True) as (start, folder, _):
         (folder / "stopped_hold").write_text("1 4")
         job = start("ssh.sh", "stopped")
         held(job, folder, "stopped")
         script_of(job).send_signal(signal.SIGTERM)
         finished(job, 143)
+        assert len(nodes_of(folder, "stopped")) == 2
         finished(start("ssh.sh", "stopped"), 0)
         assert steps(folder, "stopped") == [(epoch, batch) for epoch in range(3) for batch in range(14)]

@@ -90,7 +90,7 @@ def cluster():
 @pytest.mark.skipif(importlib.util.find_spec("tf_keras") is None, reason="tf_keras is not installed")
 @pytest.mark.parametrize("image", ["tf-dist-mnist-test", "sample"])
 def test_the_parameter_servers_of_dist_mnist(tmp_path, cluster, image):
-    """On two nodes, by the line of the page, with Keras 2 as its image has it; with another, Keras 3's error."""
+    """On two nodes, by the line of the page, with Keras 2 as its image; and the error of Keras 3 with another."""
     replicas = {"Chief": 1, "PS": 1, "Worker": 2}
     text = TFJOB + "".join(REPLICA % (role, count) for role, count in replicas.items())
     (tmp_path / "job.yaml").write_text(text.replace("kubeflow/sample", f"kubeflow/{image}"))
