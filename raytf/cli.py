@@ -31,7 +31,7 @@ from raytf.cli_parts import (
 )
 from raytf.runtime.topology import STRATEGIES
 
-logger = logs.get_logger(__name__)
+logger = logs.get_logger("raytf.cli")  # under `python -m` the name of the module is another
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})

@@ -291,7 +291,7 @@ def test_a_list_that_cannot_be_used_is_made_again(folder, how, capsys):
         with pytest.raises(ConfigError, match=SNAPSHOT):
             folder.check_list()
     folder.relist(last, CheckpointConfig())
-    assert "now lists its 2 whole checkpoint(s)" in capsys.readouterr().err
+    assert "lists 2 whole checkpoint(s) now" in capsys.readouterr().err
     folder.check_list()
     found = read(folder, SNAPSHOT)
     assert [entry["checkpoint_dir_name"] for entry in found["checkpoint_results"]] == ["checkpoint_0", "checkpoint_2"]
