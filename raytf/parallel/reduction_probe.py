@@ -137,7 +137,7 @@ def probe_cached(
     Args:
         step: The step of the replica that is traced or runs.
         owner: The object that the function belongs to.
-        function, given, rows, draws, missing: As for `probe`.
+        function, given, rows, draws, masked: As for `probe`.
         index: Index of the function among those of `owner`.
     """
     key = (id(owner), index, *(_signature(leaf, rows) for leaf in tree.flatten(given)))
