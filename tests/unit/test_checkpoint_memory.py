@@ -56,7 +56,7 @@ def keep():
     keeper.ready(model)
     for step in range(1, 4):
         parts = checkpoint.checkpoint_parts(model, CheckpointState(0, step, 0, False, []))
-        keeper.keep(folder_name(step), model, parts)
+        keeper.save_async(folder_name(step), model, parts)
         keeper._writer.finish(60.0)
 
 small = keras.Sequential([keras.Input((2,)), keras.layers.Dense(2)])
