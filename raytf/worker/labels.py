@@ -172,7 +172,9 @@ def _check_classes(name: str, values: np.ndarray, count: int, ignored: int | Non
     if (wrong := values[(values < 0) | (values >= count)]).size:
         worst = wrong.flat[np.argmax(np.abs(wrong))]
         fix = "Number the classes from 0"
-        if worst >= count:
+        if count == 1:
+            fix = "Use binary_crossentropy for 0 and 1, or give the last layer an output for each class"
+        elif worst >= count:
             fix += f", or give the last layer {int(worst) + 1} outputs"
         raise ConfigError(
             f"{name} takes labels from 0 to {count - 1}, as the model has {count} outputs", f"a label of {worst:g}", fix

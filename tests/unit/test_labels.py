@@ -51,6 +51,8 @@ def test_what_a_loss_cannot_take_is_refused(kind):
 
 
 def test_binary_labels_are_shares_unless_rows_may_count_for_nothing():
+    with pytest.raises(ConfigError, match="labels from 0 to 0.*Use binary_crossentropy for 0 and 1"):
+        check(model_of("sparse_categorical_crossentropy", 1), [0, 1])
     with pytest.raises(ConfigError, match="from 0 to 1.*a label of 2"):
         check(model_of("binary_crossentropy", 1), [[0.0], [2.0]])
     check(model_of("binary_crossentropy", 1), [[0.0], [0.5]])
