@@ -492,8 +492,8 @@ def _arguments_of_tfjob(ctx: click.Context, tfjob: str, script: str | None, argu
         logger.warning(sentence)
     if "max_restarts" in explicit_options:
         del read_arguments["max_restarts"]
-    own = {name: ctx.params[name] for name in ("cpus_per_worker", "gpus_per_worker") if name in explicit_options}
-    return reader.with_resources(read_arguments, **own)
+    overrides = {name: ctx.params[name] for name in ("cpus_per_worker", "gpus_per_worker") if name in explicit_options}
+    return reader.with_resources(read_arguments, **overrides)
 
 
 def _warn_of_misplaced_options(arguments) -> None:
@@ -627,8 +627,8 @@ def _scaling(values, largest: int):
 
     servers = values["trainer"]["num_ps"]
     workers, cpus, gpus = (values["workers"][name] for name in ("num_workers", "cpus_per_worker", "gpus_per_worker"))
-    asked = cli_runs.scaling(max(largest, workers), cpus, gpus)
-    scaling_config = cli_runs.connected(asked, max(largest, workers + (servers + 1 if servers else 0)))
+    requested = cli_runs.scaling(max(largest, workers), cpus, gpus)
+    scaling_config = cli_runs.connected(requested, max(largest, workers + (servers + 1 if servers else 0)))
     return dataclasses.replace(scaling_config, num_workers=workers)
 
 

@@ -157,8 +157,8 @@ def _quiet(callbacks: Callable) -> Callable:
 def mentioned_keys(function: Callable) -> set[str]:
     """Returns the string constants of a function, and of the functions and classes of its package that it names."""
     package = _package(_unwrapped(function))
-    own = lambda value: isinstance(value, FunctionType | type) and _package(value) == package
-    codes = (code for value in _reached(function, own) for code in _codes(value))
+    is_users = lambda value: isinstance(value, FunctionType | type) and _package(value) == package
+    codes = (code for value in _reached(function, is_users) for code in _codes(value))
     return {const for code in codes for const in _strings(code.co_consts)}
 
 
@@ -169,9 +169,9 @@ def _named_words(function: Callable) -> set[str]:
     functions and classes of other packages that the user's code names.
     """
     package = _package(_unwrapped(function))
-    own = lambda value: _package(value) == package or _is_users(value)
+    is_users = lambda value: _package(value) == package or _is_users(value)
     words: set[str] = set()
-    for value in _reached(function, own, _parts):
+    for value in _reached(function, is_users, _parts):
         if isinstance(value, str):
             words.add(value)
         elif isinstance(value, type):
@@ -186,8 +186,8 @@ def _named_words(function: Callable) -> set[str]:
 
 def _parameters(code: CodeType) -> tuple[str, ...]:
     """Returns a function's parameters; Keras passes its own values to a callback's methods and to lambdas."""
-    own = not code.co_name.startswith(("on_", "<"))
-    return code.co_varnames[: code.co_argcount + code.co_kwonlyargcount] if own else ()
+    is_named = not code.co_name.startswith(("on_", "<"))
+    return code.co_varnames[: code.co_argcount + code.co_kwonlyargcount] if is_named else ()
 
 
 def _reached(
@@ -233,13 +233,13 @@ def _parts(value: Any) -> list[Any]:
     names = {name for code in _codes(value) for name in code.co_names}
     # also modules that are imported within the function
     waiting = [value.__globals__.get(name, sys.modules.get(name)) for name in names]
-    found = {}
+    parts = {}
     while waiting:
         part = waiting.pop()
-        if isinstance(part, ModuleType) and id(part) not in found:
+        if isinstance(part, ModuleType) and id(part) not in parts:
             waiting += [vars(part)[name] for name in names & vars(part).keys()]
-        found[id(part)] = part
-    return [part for part in found.values() if part is not None and not isinstance(part, ModuleType)]
+        parts[id(part)] = part
+    return [part for part in parts.values() if part is not None and not isinstance(part, ModuleType)]
 
 
 def _is_users(value: Any) -> bool:

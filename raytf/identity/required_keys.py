@@ -32,14 +32,16 @@ def required_keys(function: Callable) -> dict[str, str]:
     It follows helpers that get the config, and passes over loops and branches without a `return`. It ends where
     something else may have changed the config: later statements may read another one. Without a source it returns {}.
     """
-    places: dict[str, str] = {}
-    for key, place in _Source.of(function).required(0) if isinstance(function, FunctionType) else ():
-        places.setdefault(key, place)
-    return places
+    locations: dict[str, str] = {}
+    for key, location in (
+        _ConfigFunction.from_function(function).required(0) if isinstance(function, FunctionType) else ()
+    ):
+        locations.setdefault(key, location)
+    return locations
 
 
 @dataclasses.dataclass(frozen=True)
-class _Source:
+class _ConfigFunction:
     """Source of a function of a config.
 
     Args:
@@ -55,7 +57,7 @@ class _Source:
     first: int
 
     @classmethod
-    def of(cls, function: FunctionType, parameter: int | str = 0) -> _Source:
+    def from_function(cls, function: FunctionType, parameter: int | str = 0) -> _ConfigFunction:
         """Returns the source of a function whose parameter, a position or a name, is the config; empty if unknown."""
         try:
             if hasattr(function, "__wrapped__"):  # the decorator may pass another config
@@ -70,17 +72,17 @@ class _Source:
 
     def required(self, depth: int) -> Iterator[tuple[str, str]]:
         """Yields (key, place) of the keys that are always read, up to a statement after which that is not known."""
-        yield from self._of_body(self.body, depth)
+        yield from self._keys_of_body(self.body, depth)
 
     def keeps(self, depth: int) -> bool:
         """Returns whether the function leaves the config as it is."""
         return bool(self.body) and depth < _DEPTH and all(self._harmless(statement, depth) for statement in self.body)
 
-    def _of_body(self, body: Sequence[ast.stmt], depth: int) -> Iterator[tuple[str, str]]:
+    def _keys_of_body(self, body: Sequence[ast.stmt], depth: int) -> Iterator[tuple[str, str]]:
         for statement in body:
             if isinstance(statement, ast.With) and not _suppresses(statement):
                 yield from self._reads([item.context_expr for item in statement.items], depth)
-                yield from self._of_body(statement.body, depth)
+                yield from self._keys_of_body(statement.body, depth)
             elif isinstance(statement, _PLAIN):
                 yield from self._reads([statement], depth)
             elif isinstance(statement, (ast.If, ast.While)):
@@ -139,17 +141,20 @@ class _Source:
         helper = self._helper(call)
         return helper is not None and helper.keeps(depth + 1)
 
-    def _helper(self, call: ast.Call) -> _Source | None:
+    def _helper(self, call: ast.Call) -> _ConfigFunction | None:
         """Returns the source of a called function that gets the config as an argument of its own, or None."""
-        places: list[int | str] = [i for i, part in enumerate(call.args) if self._is_config(part)]
-        places += [str(keyword.arg) for keyword in call.keywords if keyword.arg and self._is_config(keyword.value)]
+        parameters: list[int | str] = [i for i, part in enumerate(call.args) if self._is_config(part)]
+        parameters += [str(keyword.arg) for keyword in call.keywords if keyword.arg and self._is_config(keyword.value)]
         starred = any(isinstance(part, ast.Starred) for part in call.args)
         function = self._value_of(call.func.id) if isinstance(call.func, ast.Name) else None
         if isinstance(function, type):
-            places, function = [p + 1 if isinstance(p, int) else p for p in places], vars(function).get("__init__")
-        if len(places) != 1 or starred or not isinstance(function, FunctionType):
+            parameters, function = (
+                [p + 1 if isinstance(p, int) else p for p in parameters],
+                vars(function).get("__init__"),
+            )
+        if len(parameters) != 1 or starred or not isinstance(function, FunctionType):
             return None
-        return _Source.of(function, places[0])
+        return _ConfigFunction.from_function(function, parameters[0])
 
     def _value_of(self, name: str) -> Any:
         try:

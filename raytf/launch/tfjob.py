@@ -544,10 +544,10 @@ def _resources(role: str, container: Mapping, unread: _UnreadFields) -> dict[str
             unread.add(name, role, "Ray's nodes must have it")
     # Kubernetes places by requests, which are the limits where there are none.
     requested = requests.get("cpu")
-    asked = quantities.get("cpu", 0) if requested is None else _quantity(role, "cpu", requested)
-    if asked == 0 and "cpu" in quantities:
+    cores = quantities.get("cpu", 0) if requested is None else _quantity(role, "cpu", requested)
+    if cores == 0 and "cpu" in quantities:
         unread.add("cpu 0", role, "a process has 1 CPU")
-    cpus = math.ceil(round(asked * 1000, 6)) / 1000 or 1.0  # as Kubernetes rounds up
+    cpus = math.ceil(round(cores * 1000, 6)) / 1000 or 1.0  # as Kubernetes rounds up
     return {
         "cpus": cpus,
         "threads": max(cpus, quantities.get("cpu", 0)),

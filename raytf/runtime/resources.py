@@ -338,9 +338,9 @@ def check_bundles(bundles: list[dict[str, float]], waited: float = 0.0) -> None:
     if can_hold(nodes, bundles) or (grows and waited < timeouts.get().nodes):
         return
     wanted, available = total_resources(bundles), ray.cluster_resources()
-    late = f"; no others have come within {waited:.0f} s" if grows else ""
+    clause = f"; no others have come within {waited:.0f} s" if grows else ""
     raise ResourceError(
         f"The cluster must be able to hold {len(bundles)} tasks ({format_resources(wanted)})",
-        f"{len(nodes)} node(s) with {format_resources({name: available.get(name, 0) for name in wanted})}{late}",
+        f"{len(nodes)} node(s) with {format_resources({name: available.get(name, 0) for name in wanted})}{clause}",
         suggest_fix(_mean(bundles), len(bundles)),
     )

@@ -108,10 +108,10 @@ class EpochChecks(TrainingPart):
             self._emit_by_chief(Kind.WEIGHTS_NOT_FINITE, name=variable.path, more=self._consequence())
             return
 
-    def _emit_by_chief(self, kind: Kind, **about) -> None:
+    def _emit_by_chief(self, kind: Kind, **fields) -> None:
         """Emits an event of which all workers know."""
         if self._session.rank == 0:
-            self._session.emit(RunEvent(kind=kind, epoch=self._epoch + 1, **about))
+            self._session.emit(RunEvent(kind=kind, epoch=self._epoch + 1, **fields))
 
     def _drain(self) -> None:
         if self._waiting:
