@@ -451,8 +451,8 @@ def _check_output(output: str) -> None:
     from raytf.errors import ConfigError, one_line
 
     try:
-        filesystem, where = located(output)
-        is_file = filesystem.get_file_info(where).is_file
+        filesystem, folder = located(output)
+        is_file = filesystem.get_file_info(folder).is_file
     except OSError as error:
         raise ConfigError(
             "Predictions are written into a folder that can be reached",
@@ -463,9 +463,9 @@ def _check_output(output: str) -> None:
         raise ConfigError("Predictions are written into a folder", f"the file {output!r}", "Choose another path")
     if "://" in output:
         return
-    while not os.path.lexists(where):
-        where = os.path.dirname(where)
-    if not (os.path.isdir(where) and os.access(where, os.W_OK | os.X_OK)):
+    while not os.path.lexists(folder):
+        folder = os.path.dirname(folder)
+    if not (os.path.isdir(folder) and os.access(folder, os.W_OK | os.X_OK)):
         raise ConfigError("Predictions are written where this process may write", repr(output), "Choose another path")
 
 

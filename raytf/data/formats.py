@@ -158,8 +158,8 @@ def roles(
         logger.warning(f"the run has sample weights of {_names(weights)}, and the data does not: all rows count alike")
         weights = None
     if features is None:
-        found = [name for name in files.schema.names if name in LABELS]
-        labels = found[0] if labels is None and len(found) == 1 else labels
+        candidates = [name for name in files.schema.names if name in LABELS]
+        labels = candidates[0] if labels is None and len(candidates) == 1 else labels
         features = "image" if images else _features(files.schema, [labels, weights], labelled)
         logger.info(f"--features {_names(features)} --labels {_names(labels)}, as no features are given")
     chosen = {"features": features, "labels": labels, "sample_weights": weights}
