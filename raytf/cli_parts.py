@@ -16,6 +16,7 @@ from typing import Any
 import click
 
 from raytf import logs, validation
+from raytf.console import phases
 from raytf.errors import ConfigError, RaytfError, StoppedError
 
 logger = logs.get_logger(__name__)
@@ -67,8 +68,6 @@ def wrong_options(but: type[Exception] | tuple = ()) -> Iterator[None]:
 @contextlib.contextmanager
 def status(phase: str, only_in_terminals: bool = False) -> Iterator[Any]:
     """Shows the phase of a command on stderr until the context ends, as stdout has the result. Yields its `Phases`."""
-    from raytf.console import phases
-
     with (
         contextlib.redirect_stdout(sys.stderr),
         phases.show_phases(phase=phase, only_in_terminals=only_in_terminals) as shown,

@@ -13,7 +13,7 @@ import raytf
 from tests.cluster.test_formats import image, pictures, write_csv
 from tests.jobs.test_jobs import RAYTF, run
 
-pytestmark = [pytest.mark.usefixtures("ray_cluster"), pytest.mark.slow]
+pytestmark = [pytest.mark.usefixtures("ray_cluster"), pytest.mark.slow, pytest.mark.timeout(900)]
 MODULE = """
 def table(config):
     import keras
