@@ -23,7 +23,7 @@ from raytf.parallel import model_optimizers
 _SPARSE = keras.losses.sparse_categorical_crossentropy
 _BINARY = (keras.losses.binary_crossentropy, keras.losses.binary_focal_crossentropy)
 # Rows, and bytes, of labels that are compared at a time.
-_MOST_ROWS, _BYTES = 65_536, 64 << 20
+_MOST_ROWS, _BYTES = 1 << 20, 64 << 20
 
 
 def check_kind(model, spec) -> None:
@@ -213,7 +213,7 @@ def _of_outputs(model, spec, labels) -> list[tuple[LossFunctionWrapper, tuple, k
         return []
     try:
         outputs = compute_output_spec(model, tf.nest.map_structure(_example, spec[0]), training=False)
-        tree.assert_same_structure(outputs, labels)
+        tree.assert_same_structure(*map(tree.lists_to_tuples, (outputs, labels)))  # tf.data has tuples for lists
     except Exception:  # the step itself then raises or not
         return []
     pairs = []

@@ -58,13 +58,16 @@ def test_a_key_that_the_model_needs_and_the_config_has_not(tmp_path):
         trainer(tmp_path, 0, build=build, config={"epochs": 1}, datasets=datasets).fit()
 
 
-def test_a_sweeps_metric_is_checked_before_a_trial_starts(tmp_path):
-    with pytest.raises(ConfigError, match="Did you mean 'loss'?"):
+@pytest.mark.parametrize("misspelt", ["metric", "checkpoint_score_attribute"])
+def test_a_sweeps_metric_is_checked_before_a_trial_starts(tmp_path, misspelt):
+    score = None if misspelt == "metric" else tune.CheckpointConfig(checkpoint_score_attribute="los")
+    with pytest.raises(ConfigError, match=f"{misspelt} must be .* 'los' of loss.* Did you mean 'loss'?"):
         raytf.sweep(
             run(tmp_path, workers=1),
             {"learning_rate": tune.grid_search([0.1])},
-            metric="los",
+            metric="los" if score is None else "loss",
             num_samples=1,
+            run_config=tune.RunConfig(storage_path=str(tmp_path), checkpoint_config=score),
             progress=False,
         )
     assert not list(tmp_path.rglob("result.json"))

@@ -98,6 +98,17 @@ def test_several_outputs_each_have_their_own_labels():
     labels.check_values(model, dataset.element_spec, [rows])
 
 
+def test_outputs_in_a_list_have_labels_in_a_tuple():
+    inputs = keras.Input((4,))
+    model = keras.Model(inputs, [keras.layers.Dense(3)(inputs), keras.layers.Dense(1)(inputs)])
+    model.compile("adam", ["sparse_categorical_crossentropy", "mse"])
+    rows = (np.array([0, 3]), np.array([[9.0], [9.0]]))
+    dataset = tf.data.Dataset.from_tensors((np.zeros((2, 4), "float32"), rows))
+    build_from_data(model, dataset)
+    with pytest.raises(ConfigError, match="a label of 3"):
+        labels.check_values(model, dataset.element_spec, [rows])
+
+
 def spec_and_model(loss, shape, *outputs):
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(int(np.prod(outputs)))])
     model.add(keras.layers.Reshape(outputs))
