@@ -103,14 +103,14 @@ def check_config_keys(build_model: Callable, known: Collection[str], params: Seq
         known: Keys of its config.
         params: Options of the command.
     """
-    for key, place in required_keys(build_model).items():
+    for key, location in required_keys(build_model).items():
         if key in known:
             continue
         option = next((p.opts[0] for p in params if getattr(p, "receiver", None) == "config" and p.name == key), None)
         name = getattr(build_model, "__name__", "the model function")
         raise ConfigError(
             "The model function finds in its config what the options give",
-            f"no {option or repr(key)}, and {name} needs config[{key!r}] ({place})",
+            f"no {option or repr(key)}, and {name} needs config[{key!r}] ({location})",
             f"Give {option} VALUE" if option else f"Give --set {key}=VALUE",
         )
 
