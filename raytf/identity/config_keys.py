@@ -97,7 +97,7 @@ def unread_keys(
         references: `sys.getrefcount(noted)` in the calling function, before other references existed.
     """
     requested = set(noted.requested)
-    asked = {*noted.read, *noted.defaults, *noted.missing} - set(names) | _OWN
+    asked = {*noted.read, *noted.defaults, *noted.missing} - set(names) | TRAINER_KEYS
     unread_names = lambda: [] if noted.whole else sorted(set(names) - noted.read)
     for function in functions:
         noted.read |= mentioned_keys(function).intersection(dict.keys(noted)) if unread_names() else set()
@@ -121,7 +121,7 @@ def unread_keys(
 
 
 # Keys that the trainer reads whatever the model function does, and other words for them and for the learning rate.
-_OWN = frozenset(("batch_size", "epochs"))
+TRAINER_KEYS = frozenset(("batch_size", "epochs"))
 _OTHER_WORDS = {
     "epochs": ("numepochs", "nepochs", "nbepochs", "nbepoch", "maxepochs", "numberofepochs"),
     "batch_size": ("batch", "bs", "globalbatchsize", "trainbatchsize"),
