@@ -488,8 +488,8 @@ def _culprit_in_model(model, known: ObjectTable | None) -> str:
     ignored = {*vars(keras.layers.Layer())}
     for layer in keras_objects.layers_of(model):
         is_model = isinstance(layer, keras.Model)
-        parts = [k for k, v in vars(layer).items() if isinstance(v, graph) or (is_model and k.startswith("_"))]
-        culprit = _culprit(layer, known, (*ignored, *parts))
+        skipped = [k for k, v in vars(layer).items() if isinstance(v, graph) or (is_model and k.startswith("_"))]
+        culprit = _culprit(layer, known, (*ignored, *skipped))
         if culprit:
             return culprit if layer is model else f", whose layer {layer.name!r} is a {type(layer).__name__}{culprit}"
     return ""

@@ -97,7 +97,7 @@ def unread_keys(
         references: `sys.getrefcount(noted)` in the calling function, before other references existed.
     """
     requested = set(noted.requested)
-    read_keys = {*noted.read, *noted.defaults, *noted.missing} - set(names) | _OWN
+    read_keys = {*noted.read, *noted.defaults, *noted.missing} - set(names) | TRAINER_KEYS
     unread_names = lambda: [] if noted.whole else sorted(set(names) - noted.read)
     for function in functions:
         noted.read |= mentioned_keys(function).intersection(dict.keys(noted)) if unread_names() else set()
@@ -109,7 +109,10 @@ def unread_keys(
     del results
     meant = {name: key for name in names if name not in requested and (key := _own_key(name))}
     if noted.whole and meant:
-        named: set[str] = set().union(*map(_named_words, functions))
+        try:
+            named: set[str] = set().union(*map(_named_words, functions))
+        except Exception:  # of a user's object whose attributes cannot be read
+            return {}
         read_keys |= named & {"learning_rate"} - set(names)
         return {name: key for name, key in sorted(meant.items()) if name not in named and key in read_keys}
     close = {name: difflib.get_close_matches(name, sorted(map(str, read_keys)), 1) for name in unread_names()}
@@ -118,7 +121,7 @@ def unread_keys(
 
 
 # Keys that the trainer reads whatever the model function does, and other words for them and for the learning rate.
-_OWN = frozenset(("batch_size", "epochs"))
+TRAINER_KEYS = frozenset(("batch_size", "epochs"))
 _OTHER_WORDS = {
     "epochs": ("numepochs", "nepochs", "nbepochs", "nbepoch", "maxepochs", "numberofepochs"),
     "batch_size": ("batch", "bs", "globalbatchsize", "trainbatchsize"),
@@ -157,8 +160,8 @@ def _quiet(callbacks: Callable) -> Callable:
 def mentioned_keys(function: Callable) -> set[str]:
     """Returns the string constants of a function, and of the functions and classes of its package that it names."""
     package = _package(_unwrapped(function))
-    is_users = lambda value: isinstance(value, FunctionType | type) and _package(value) == package
-    codes = (code for value in _reached(function, is_users) for code in _codes(value))
+    is_own = lambda value: isinstance(value, FunctionType | type) and _package(value) == package
+    codes = (code for value in _reached(function, is_own) for code in _codes(value))
     return {const for code in codes for const in _strings(code.co_consts)}
 
 
@@ -169,9 +172,9 @@ def _named_words(function: Callable) -> set[str]:
     functions and classes of other packages that the user's code names.
     """
     package = _package(_unwrapped(function))
-    is_users = lambda value: _package(value) == package or _is_users(value)
+    is_own = lambda value: _package(value) == package or _is_users(value)
     words: set[str] = set()
-    for value in _reached(function, is_users, _parts):
+    for value in _reached(function, is_own, _parts):
         if isinstance(value, str):
             words.add(value)
         elif isinstance(value, type):
@@ -186,8 +189,8 @@ def _named_words(function: Callable) -> set[str]:
 
 def _parameters(code: CodeType) -> tuple[str, ...]:
     """Returns a function's parameters; Keras passes its own values to a callback's methods and to lambdas."""
-    is_named = not code.co_name.startswith(("on_", "<"))
-    return code.co_varnames[: code.co_argcount + code.co_kwonlyargcount] if is_named else ()
+    is_own = not code.co_name.startswith(("on_", "<"))
+    return code.co_varnames[: code.co_argcount + code.co_kwonlyargcount] if is_own else ()
 
 
 def _reached(
@@ -218,10 +221,16 @@ def _reached(
         waiting += parts(value)
 
 
+# Length of a container, above which it is data.
+_MOST_PARTS = 1000
+
+
 def _parts(value: Any) -> list[Any]:
     """Returns values to which a value leads, in addition to the names of functions and attributes of classes."""
     if isinstance(value, type):
         return list(value.__bases__)
+    if isinstance(value, (dict, list, tuple, set, frozenset)) and len(value) > _MOST_PARTS:
+        return []
     if isinstance(value, dict):
         return [*value, *value.values()]
     if isinstance(value, (list, tuple, set, frozenset)):
@@ -233,13 +242,13 @@ def _parts(value: Any) -> list[Any]:
     names = {name for code in _codes(value) for name in code.co_names}
     # also modules that are imported within the function
     waiting = [value.__globals__.get(name, sys.modules.get(name)) for name in names]
-    parts = {}
+    resolved = {}
     while waiting:
         part = waiting.pop()
-        if isinstance(part, ModuleType) and id(part) not in parts:
+        if isinstance(part, ModuleType) and id(part) not in resolved:
             waiting += [vars(part)[name] for name in names & vars(part).keys()]
-        parts[id(part)] = part
-    return [part for part in parts.values() if part is not None and not isinstance(part, ModuleType)]
+        resolved[id(part)] = part
+    return [part for part in resolved.values() if part is not None and not isinstance(part, ModuleType)]
 
 
 def _is_users(value: Any) -> bool:

@@ -33,15 +33,13 @@ def required_keys(function: Callable) -> dict[str, str]:
     something else may have changed the config: later statements may read another one. Without a source it returns {}.
     """
     locations: dict[str, str] = {}
-    for key, location in (
-        _ConfigFunction.from_function(function).required(0) if isinstance(function, FunctionType) else ()
-    ):
+    for key, location in _FunctionSource.parse(function).required(0) if isinstance(function, FunctionType) else ():
         locations.setdefault(key, location)
     return locations
 
 
 @dataclasses.dataclass(frozen=True)
-class _ConfigFunction:
+class _FunctionSource:
     """Source of a function of a config.
 
     Args:
@@ -57,7 +55,7 @@ class _ConfigFunction:
     first: int
 
     @classmethod
-    def from_function(cls, function: FunctionType, parameter: int | str = 0) -> _ConfigFunction:
+    def parse(cls, function: FunctionType, parameter: int | str = 0) -> _FunctionSource:
         """Returns the source of a function whose parameter, a position or a name, is the config; empty if unknown."""
         try:
             if hasattr(function, "__wrapped__"):  # the decorator may pass another config
@@ -71,8 +69,8 @@ class _ConfigFunction:
         return cls(function, tree.body, config, first - 1)
 
     def required(self, depth: int) -> Iterator[tuple[str, str]]:
-        """Yields (key, place) of the keys that are always read, up to a statement after which that is not known."""
-        yield from self._keys_of_body(self.body, depth)
+        """Yields (key, location) of the keys that are always read, up to a statement after which that is not known."""
+        yield from self._of_body(self.body, depth)
 
     def keeps(self, depth: int) -> bool:
         """Returns whether the function leaves the config as it is."""
@@ -94,7 +92,7 @@ class _ConfigFunction:
                 return
 
     def _reads(self, parts: Sequence[ast.AST], depth: int) -> Iterator[tuple[str, str]]:
-        """Yields (key, place) of the keys that expressions always read, themselves or by a helper."""
+        """Yields (key, location) of the keys that expressions always read, themselves or by a helper."""
         unknown = {id(use) for part in parts for use in self._unknown_uses(part, depth)}
         helpers = {node: self._helper(node) for part in parts for node in ast.walk(part) if isinstance(node, ast.Call)}
         given = {id(value) for node, helper in helpers.items() if helper for value in _arguments(node)}
@@ -141,20 +139,20 @@ class _ConfigFunction:
         helper = self._helper(call)
         return helper is not None and helper.keeps(depth + 1)
 
-    def _helper(self, call: ast.Call) -> _ConfigFunction | None:
+    def _helper(self, call: ast.Call) -> _FunctionSource | None:
         """Returns the source of a called function that gets the config as an argument of its own, or None."""
-        parameters: list[int | str] = [i for i, part in enumerate(call.args) if self._is_config(part)]
-        parameters += [str(keyword.arg) for keyword in call.keywords if keyword.arg and self._is_config(keyword.value)]
+        positions: list[int | str] = [i for i, part in enumerate(call.args) if self._is_config(part)]
+        positions += [str(keyword.arg) for keyword in call.keywords if keyword.arg and self._is_config(keyword.value)]
         starred = any(isinstance(part, ast.Starred) for part in call.args)
         function = self._value_of(call.func.id) if isinstance(call.func, ast.Name) else None
         if isinstance(function, type):
-            parameters, function = (
-                [p + 1 if isinstance(p, int) else p for p in parameters],
+            positions, function = (
+                [p + 1 if isinstance(p, int) else p for p in positions],
                 vars(function).get("__init__"),
             )
-        if len(parameters) != 1 or starred or not isinstance(function, FunctionType):
+        if len(positions) != 1 or starred or not isinstance(function, FunctionType):
             return None
-        return _ConfigFunction.from_function(function, parameters[0])
+        return _FunctionSource.parse(function, positions[0])
 
     def _value_of(self, name: str) -> Any:
         try:

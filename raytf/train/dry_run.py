@@ -31,8 +31,6 @@ from raytf.identity.config_keys import AccessTrackingConfig
 from raytf.parallel import model_optimizers
 from raytf.train import verify
 
-# Keys of the config that the trainer reads itself, and compares if they make another run.
-_TRAINERS_OWN = frozenset(("batch_size", "epochs"))
 _STRING_LAYERS = ("TextVectorization", "StringLookup", "Hashing", "HashedCrossing")
 
 
@@ -132,7 +130,7 @@ def _identity(model, noted: AccessTrackingConfig, config: dict, block: StoredDat
     """Returns the identity of the model, of the config values that it was built with, and of its columns' types."""
     values = {**noted.defaults, **config}
     keys = set(values) if noted.whole else noted.read & set(values)
-    read = {key: values[key] for key in sorted(keys - _TRAINERS_OWN, key=str)}
+    read = {key: values[key] for key in sorted(keys - config_keys.TRAINER_KEYS, key=str)}
     types = {} if isinstance(block, TFData) else fingerprint.types_of(block.refs[0], *batch.roles.values())
     return fingerprint.model_fingerprint(model) | {"config": canonical.describe(read), "types": types}
 
