@@ -77,11 +77,13 @@ class Pod:
         return self.exec("bash", "-c", f"exec 3<> /dev/tcp/127.0.0.1/{port}").wait() == 0
 
     def node(self) -> str:
-        """Ray's id of its node."""
-        for process in psutil.Process(self.process.pid).children(recursive=True):
-            words = process.cmdline()
-            if words and words[0].endswith("/raylet"):
-                return next(word.partition("=")[2] for word in words if word.startswith("--node_id="))
+        """Ray's id of its node, or "" while no raylet runs."""
+        with contextlib.suppress(psutil.Error):  # the pod has ended
+            for process in psutil.Process(self.process.pid).children(recursive=True):
+                with contextlib.suppress(psutil.Error):  # it has ended
+                    words = process.cmdline()
+                    if words and words[0].endswith("/raylet"):
+                        return next(word.partition("=")[2] for word in words if word.startswith("--node_id="))
         return ""
 
     def drains(self) -> subprocess.Popen:
@@ -103,6 +105,9 @@ def pods(tmp_path):
     variables |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     variables |= {"RAY_agent_register_timeout_ms": "200000"}  # a busy machine takes its time
     with namespaces.hosts(4) as hosts, contextlib.ExitStack() as started:
+        for host in hosts:  # a pod has a default route, by which Ray knows its own address
+            route = ["route", "add", "default", "dev", host.link.replace("rto", "rti")]
+            subprocess.run(["ip", "-n", host.name, *route], check=True)
 
         def start(group, host, address=None):
             pod = Pod(group, host, tmp_path, variables, address)
