@@ -16,7 +16,7 @@ from typing import Any
 _PLAIN = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Expr, ast.Return, ast.Import, ast.ImportFrom, ast.Pass)
 # Statements that may be executed in part, or whose code runs later.
 _PARTIAL = (ast.For, ast.While, ast.If, ast.With, ast.Try, ast.Assert, ast.Delete, ast.FunctionDef, ast.ClassDef)
-_LATER = (ast.Lambda, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+_DEFERRED = (ast.Lambda, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 _ENDS = (ast.Return, ast.Raise, ast.Yield, ast.YieldFrom, ast.Await)
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 # Methods and functions that leave a config as it is.
@@ -174,7 +174,7 @@ def _suppresses(statement: ast.With) -> bool:
 
 def _own_nodes(statement: ast.AST) -> Iterator[ast.AST]:
     """Yields a statement's nodes without those of functions and classes that it defines."""
-    if isinstance(statement, _LATER):
+    if isinstance(statement, _DEFERRED):
         return
     yield statement
     for child in ast.iter_child_nodes(statement):
@@ -183,7 +183,7 @@ def _own_nodes(statement: ast.AST) -> Iterator[ast.AST]:
 
 def _sure_nodes(node: ast.AST) -> Iterator[ast.AST]:
     """Yields the nodes of an expression, or of a plain statement, that are always evaluated."""
-    if isinstance(node, _LATER):
+    if isinstance(node, _DEFERRED):
         return
     children: Sequence[ast.AST] = list(ast.iter_child_nodes(node))
     if isinstance(node, ast.IfExp):
