@@ -70,7 +70,7 @@ class _FunctionSource:
 
     def required(self, depth: int) -> Iterator[tuple[str, str]]:
         """Yields (key, location) of the keys that are always read, up to a statement after which that is not known."""
-        yield from self._of_body(self.body, depth)
+        yield from self._keys_of_body(self.body, depth)
 
     def keeps(self, depth: int) -> bool:
         """Returns whether the function leaves the config as it is."""

@@ -1,4 +1,7 @@
-"""Converts a Kubeflow TFJob's YAML to arguments of `raytf run`: replicas, commands and variables. Driver side."""
+"""Converts a Kubeflow TFJob's YAML to arguments of `raytf run`: replicas, commands and variables. Driver side.
+
+Over 500 lines: the fields of one format, most of which refuse something with a sentence of their own.
+"""
 
 from __future__ import annotations
 

@@ -119,7 +119,7 @@ from raytf import timeouts
 from raytf.fitting import call
 from tests.cluster import test_verify
 
-call._PROOF_INTERVAL = 0.0
+call._COMPARISON_INTERVAL = 0.0
 timeouts.set_current(dataclasses.replace(timeouts.get(), verify_end=float(sys.argv[1])))
 ray.init(log_to_driver=False)
 x, y = test_verify.rows()

@@ -37,7 +37,7 @@ STATE = {
     },
     "who gets the lines and events of the process, and its terminal": {
         *("console/output.py:_listeners", "console/quiet.py:_restore", "console/quiet.py:_state"),
-        "events.py:_takers",
+        *("events.py:_takers", "events.py:_logged_elsewhere"),
     },
     "what a warm worker keeps for its next training": {
         *("fitting/warm.py:_idle", "fitting/fit_worker.py:_models", "fitting/fit_training.py:_last_states"),

@@ -17,7 +17,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 PAGES = [*blocks.pages(), "CHANGELOG.md"]
 FOLDERS = ("raytf", "jobs", "tests", "cluster", "docs")
 # Files that are named in an example, or that a run writes.
-EXAMPLES = {"train.py", "mymodels.py", "model_def.py", "run.py", "dist_mnist.py"}
+EXAMPLES = {"train.py", "mymodels.py", "model_def.py", "run.py", "dist_mnist.py", "mnist_utils.py", "simple.yaml"}
 
 
 def tracked():

@@ -3,6 +3,7 @@
 import importlib
 import json
 
+import pyarrow.fs
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -243,7 +244,7 @@ def test_the_live_table(tmp_path):
         assert title in console.export_text()
 
 
-def test_the_lines_before_the_first_trial_has_ended(monkeypatch):
+def test_the_lines_before_the_first_trial_has_ended(monkeypatch, tmp_path):
     """Outside of a terminal, where there is no live table."""
     from types import SimpleNamespace
 
@@ -257,7 +258,9 @@ def test_the_lines_before_the_first_trial_has_ended(monkeypatch):
     monkeypatch.setattr(phases, "_WORTH_A_LINE", 0.0)
     monkeypatch.setattr(table_module, "_LINE_INTERVAL", 0.0)
     result = {"loss": 0.5, "training_iteration": 1}
-    trial = SimpleNamespace(trial_id="a", status="RUNNING", last_result={}, config={"units": 2})
+    storage = SimpleNamespace(storage_filesystem=pyarrow.fs.LocalFileSystem())
+    trial = SimpleNamespace(trial_id="a", status="RUNNING", last_result={}, config={"units": 2}, storage=storage)
+    trial.path = str(tmp_path)
     with table_module.SweepTable("loss", "min", 4, show=True) as table:
         until(lambda: output == ["starting workers ..."])
         table.on_trial_start(0, [trial], trial)

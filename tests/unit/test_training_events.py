@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from raytf import events
 from raytf.events import Kind, RunEvent
 from raytf.train import training_events
-from raytf.train.group import LoopEnded, Woken
+from raytf.train.group import LoopEnded, PeerLossNoticed
 from raytf.train.run_worker import Channel
 from raytf.train.training_events import TrainingEvents
 from raytf.train.worker_group import GroupWorker
@@ -80,7 +80,7 @@ def test_a_worker_of_a_run_sends_an_event_without_waiting_and_before_its_end():
     ending.join(60)
     channel.wake()
     channel.wake()
-    assert isinstance(channel.take(), Woken)
+    assert isinstance(channel.take(), PeerLossNoticed)
     with pytest.raises(queue.Empty):
         channel.take()
 
