@@ -1,4 +1,7 @@
-"""Converts a Kubeflow TFJob's YAML to arguments of `raytf run`: replicas, commands and variables. Driver side."""
+"""Converts a Kubeflow TFJob's YAML to arguments of `raytf run`: replicas, commands and variables. Driver side.
+
+Over 500 lines: how each field of one YAML is read, from the job to the words of a shell.
+"""
 
 from __future__ import annotations
 
