@@ -1,6 +1,6 @@
 """Trainings in a container as Kubernetes may have it, with one restriction each, and with all of them.
 
-Namespaces and dropped rights replace the container. Its home is none, its /tmp a mount, as an emptyDir.
+Namespaces and dropped rights replace the container. Its /tmp is a mount, as an emptyDir.
 """
 
 from __future__ import annotations
@@ -104,7 +104,8 @@ def train(tmp_path, names: list[str], group: pathlib.Path | None = None) -> None
     lines += ["chmod 755 /mnt/folder; mount -t tmpfs -o mode=1777 none /tmp", *befores, "cd /tmp"]
     lines += [f'exec setpriv {" ".join(options)} "$@"']
     environment = {name: value for name, value in os.environ.items() if not name.startswith("XDG")}
-    environment |= {"HOME": "/nonexistent", "PYTHONPATH": str(ROOT), "RAY_ADDRESS": "local", "TMPDIR": "/tmp"}
+    home = "/nonexistent" if "a user without a home" in names else "/tmp"  # root would make it
+    environment |= {"HOME": home, "PYTHONPATH": str(ROOT), "RAY_ADDRESS": "local", "TMPDIR": "/tmp"}
     environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}  # as KubeRay gives pods
     command = ["unshare", "-m", "bash", "-ec", "\n".join(lines), "bash", sys.executable, "/mnt/folder/train.py"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=800)
