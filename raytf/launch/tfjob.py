@@ -1,10 +1,6 @@
 """Converts a Kubeflow TFJob's YAML to arguments of `raytf run`: replicas, commands and variables. Driver side.
 
-<<<<<<< HEAD
 Over 500 lines: the fields of one format, most of which refuse something with a sentence of their own.
-=======
-Over 500 lines: how each field of one YAML is read, from the job to the words of a shell.
->>>>>>> s21-h
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ def test_where_workers_listen_reaches_the_trainer(command, more, tmp_path, monke
         outcome = CliRunner().invoke(cli.main, [*arguments, option, wrong])
         assert outcome.exit_code == 2 and repr(wrong) in outcome.output.replace("(1, 2)", "'1-2'"), outcome.output
     trainers = []
-    monkeypatch.setattr("raytf.runtime.connection.connect", lambda *_, **__: None)
+    monkeypatch.setattr("raytf.cli_runs.connected", lambda workers, processes: workers)
     monkeypatch.setattr("raytf.cli_runs.datasets_of", lambda *_: ({}, {}))
     monkeypatch.setattr("raytf.train.keras_trainer.KerasTrainer", lambda *_, **given: trainers.append(given))
     CliRunner().invoke(cli.main, [*arguments, "--network", "net1", "--ports", "20000-20099"])  # ends without a trainer
