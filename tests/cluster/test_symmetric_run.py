@@ -131,8 +131,12 @@ def three_hosts(folder: pathlib.Path, ipv6: bool = False):
 
 def script_of(process) -> psutil.Process:
     """The shell that runs the script."""
-    found = [p for p in psutil.Process(process.pid).children(recursive=True) if len(p.cmdline()) > 1]
-    return next(p for p in found if p.cmdline()[0] == "bash" and p.cmdline()[1].endswith(("slurm.sh", "ssh.sh")))
+    for child in psutil.Process(process.pid).children(recursive=True):
+        with contextlib.suppress(psutil.Error):  # one that has just ended has no command
+            words = child.cmdline()
+            if words[:1] == ["bash"] and words[1:] and words[1].endswith(("slurm.sh", "ssh.sh")):
+                return child
+    raise AssertionError("no shell runs the script")
 
 
 def steps(folder, name):
