@@ -201,12 +201,9 @@ class _Cluster:
         """Connects to Ray's dashboard on the head at the head's address; one for that host alone is left out."""
         given = ray_core.dashboard_address()
         host, port = split_address(given) if given else ("", 0)
-        requests = {
-            name: self._actors[name].connect_error.remote(host, port)
-            for name in self._answering_nodes()
-            if address_of(name) == host
-        }
-        refused, _ = self._gather(dict(list(requests.items())[:1]), timeouts.get().doctor_facts)
+        head = [name for name in self._answering_nodes() if address_of(name) == host][:1]
+        requests = {name: self._actors[name].connect_error.remote(host, port) for name in head}
+        refused, _ = self._gather(requests, timeouts.get().doctor_facts)
         self.measurements.dashboard = {name: f"{given}: {error}" for name, error in refused.items() if error}
 
     def measure_network(self) -> None:

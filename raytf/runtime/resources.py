@@ -334,8 +334,10 @@ def check_bundles(bundles: list[dict[str, float]], waited: float = 0.0) -> None:
         waited: Seconds for which they have been waited for. A cluster that may grow is given `Timeouts.nodes` to do so.
     """
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    if can_hold(nodes, bundles):
+        return
     grows = may_grow()
-    if can_hold(nodes, bundles) or (grows and waited < timeouts.get().nodes):
+    if grows and waited < timeouts.get().nodes:
         return
     wanted, available = total_resources(bundles), ray.cluster_resources()
     clause = f"; no others have come within {waited:.0f} s" if grows else ""

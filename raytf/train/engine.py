@@ -312,7 +312,7 @@ class _Elastic:
         given = spec.scaling.elastic_resize_monitor_interval_s
         self._resize_interval = _RESIZE_INTERVAL if given == _RAYS_RESIZE_INTERVAL else given
         self._next_check = self._not_before = self._request_at = 0.0
-        self._requester, self._requested = f"raytf-{uuid.uuid4().hex}", False
+        self._requester = f"raytf-{uuid.uuid4().hex}"
         self._overdue_at = float("inf")  # when a requested stop after a step is overdue
 
     def _free(self) -> dict[str, dict[str, float]]:
@@ -351,7 +351,6 @@ class _Elastic:
         if now < self._request_at or not self._wanted or not resources.may_grow():
             return
         self._request_at = now + _REQUEST_INTERVAL
-        self._requested = True
         workers = self._decisions.state.most
         selectors = ray_configs.label_selectors(self._spec.scaling, workers) or [{}] * workers
         ray_core.request_nodes(
@@ -363,7 +362,7 @@ class _Elastic:
 
     def close(self) -> None:
         """Withdraws the request for nodes."""
-        if self._requested and ray.is_initialized():
+        if self._request_at and ray.is_initialized():
             ray_core.request_nodes(self._requester, [], [], 0.0)
 
     def check(self, group: RunGroup) -> None:

@@ -20,17 +20,11 @@ import pytest
 import yaml
 
 from cluster import namespaces
+from tests.cluster import test_rayjob
+from tests.cluster.test_rayjob import EVERYTHING, JOB, ROOT
 from tests.waiting import until
 
-WHY_NOT = namespaces.available()
-ROOT = pathlib.Path(__file__).parents[2]
-JOB = pathlib.Path(__file__).with_name("rayjob_job.py")
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(900),
-    pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or ""),
-]
-EVERYTHING = [(epoch, batch) for epoch in range(3) for batch in range(14)]
+pytestmark = test_rayjob.pytestmark
 
 
 def command_of(group: dict, head: str | None = None) -> str:
