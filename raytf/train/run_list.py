@@ -34,8 +34,8 @@ class ListedRun:
 
     Args:
         name: Path below the listed folder.
-        state: "running", "finished", "stopped" (by a callback), "interrupted", "ended", "empty" or "damaged"; of a
-            sweep, how many of its trials have ended.
+        state: "running", "finished", "stopped" (by a callback), "interrupted", "ended", "empty" or "damaged", with
+            ", loss nan" if that is the loss of the last epoch; of a sweep, how many of its trials have ended.
         epochs: Number of complete epochs, with "/" and the requested number if it is known.
         best: (metric, value, epoch) or None.
         modified: Time of the last checkpoint, in seconds since 1970, or None.
@@ -128,11 +128,18 @@ def _run(
     ended = "stopped" if state.stopped else "finished" if finished else "interrupted" if wanted else "ended"
     return ListedRun(
         name=name,
-        state="running" if holder else ended,
+        state=("running" if holder else ended) + _not_finite(state.history),
         epochs=f"{state.epoch}" + (f"/{wanted}" if wanted else ""),
         best=best_of(state.history, metric, mode),
         modified=_modified(filesystem, checkpoint.path),
     )
+
+
+def _not_finite(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Returns ", " with the first loss of the last epoch that is NaN or infinite, or "" without one."""
+    last = rows[-1] if rows else {}
+    losses = (name for name in ("loss", "val_loss") if name in last and not _is_finite(last[name]))
+    return next((f", {name} {last[name]}" for name in losses), "")
 
 
 def best_of(

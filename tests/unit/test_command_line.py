@@ -236,7 +236,7 @@ def test_runs_of_a_folder(tmp_path):
     found = {run.name: run for run in run_list.listed(tmp_path)}
     assert found.keys() == {"team/done", "broken", "early", "search"}
     assert found["team/done"].cells()[:4] == ("team/done", "finished", "3/3", "val_loss 1 (epoch 2)")
-    assert found["broken"].cells()[:4] == ("broken", "interrupted", "2/3", "loss 2 (epoch 1)")
+    assert found["broken"].cells()[:4] == ("broken", "interrupted, loss nan", "2/3", "loss 2 (epoch 1)")
     assert found["early"].state == "stopped" and found["search"].state == "sweep, 0 of 0 trials ended"
     assert next(run.name for run in run_list.listed(tmp_path)) == "team/done", "what was changed last comes first"
     best = {run.name: run.best for run in run_list.listed(tmp_path, "acc", "max")}
