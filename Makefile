@@ -3,7 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 # Recreated when the dependencies change, so that a later `make` skips what is installed.
 STAMP := $(VENV)/installed
-# What tests outside the gate need on top: Ray Serve, and packages of Ray Data's sources.
+# What tests outside the gate need on top: Ray Serve, KerasHub, and packages of Ray Data's sources.
 MORE := $(VENV)/installed-more
 
 .PHONY: train test test-fast test-all soak lint compat docs venv clean
@@ -72,7 +72,7 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $@
 
 $(MORE): $(STAMP)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[serve,sources]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[serve,sources,kerashub]'
 	touch $@
 
 clean:
