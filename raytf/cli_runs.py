@@ -129,7 +129,7 @@ def _print_runs(rows) -> None:
     required=True,
     callback=path,  # workers of Ray run in another folder
     metavar="PATH",
-    help="Folder or URI for Parquet files of predictions.",
+    help="New folder or URI for Parquet files of predictions.",
 )
 @_running
 @click.pass_context
@@ -448,12 +448,15 @@ def _check_output(output: str) -> None:
     """Raises ConfigError if predictions cannot be written to a path or URI."""
     import os
 
+    from pyarrow.fs import FileSelector
+
     from raytf.data.files import located
     from raytf.errors import ConfigError, one_line
 
     try:
         filesystem, folder = located(output)
         is_file = filesystem.get_file_info(folder).is_file
+        found = [] if is_file else filesystem.get_file_info(FileSelector(folder, allow_not_found=True))
     except OSError as error:
         raise ConfigError(
             "Predictions are written into a folder that can be reached",
@@ -462,6 +465,12 @@ def _check_output(output: str) -> None:
         ) from error
     if is_file:
         raise ConfigError("Predictions are written into a folder", f"the file {output!r}", "Choose another path")
+    if found:  # Ray Data adds files to a folder that has some: two predictions would be read as one
+        raise ConfigError(
+            "Predictions are written into a new or empty folder",
+            f"{output!r}, in which is {found[0].base_name!r}",
+            "Choose another path, or remove the folder",
+        )
     if "://" in output:
         return
     while not os.path.lexists(folder):

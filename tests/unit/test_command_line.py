@@ -108,6 +108,8 @@ def test_wrong_content_of_a_users_file_is_a_wrong_value(tmp_path, monkeypatch):
     (tmp_path / "rows.csv").write_text("a,y\n1,2\n")
     (tmp_path / "needs.py").write_text("import a_package_that_is_missing.part\n")
     write(tmp_path / "rows.tfrecord", [example(x=1, target=1)])
+    (tmp_path / "predicted").mkdir()
+    (tmp_path / "predicted" / "1.parquet").touch()
     epoch(tmp_path, "first", 1, loss=[1.0])
     training = ["--features", "a", "--labels", "y"]
     for arguments, message in (
@@ -118,6 +120,7 @@ def test_wrong_content_of_a_users_file_is_a_wrong_value(tmp_path, monkeypatch):
         (["train", "raytf.missing:f", "--data", "rows.csv", *training], "MODULE must be a module"),
         (["predict", "first", "--data", "rows.csv", "-o", "rows.csv"], "written into a folder"),
         (["predict", "first", "--data", "rows.csv", "-o", "rows.csv/out"], "may write"),
+        (["predict", "first", "--data", "rows.csv", "-o", "predicted"], "in which is '1.parquet'"),
         (["runs", ".", "--metric", "los"], "no run in . has the metric 'los'"),
     ):
         outcome = invoke(*arguments)
