@@ -22,7 +22,8 @@ from tensorflow.python.distribute.values import (
 )
 from tensorflow.python.eager import (
     context,  # eager mode within a graph, and the token of a coordinator's cluster
-    record,  # whether a tape may record: no public API
+    forwardprop_util,  # whether a forward accumulator has tangents
+    record,  # whether a tape may record, and a linear computation for tapes: no public API
 )
 from tensorflow.python.eager.polymorphic_function import polymorphic_function  # counts traces, and warns of many
 
@@ -353,6 +354,25 @@ def recording() -> Iterator[None]:
 def may_record() -> bool:
     """Returns whether a tape of this thread may record the current computation."""
     return record.could_possibly_record()
+
+
+def has_tangents(tensors) -> bool:
+    """Returns whether a `tf.autodiff.ForwardAccumulator` has tangents of tensors."""
+    return any(forwardprop_util.pack_tangents(list(tensors)).indices)
+
+
+def recorded_linear(outputs, inputs, adjoint: Callable, forward: Callable) -> list:
+    """Returns the outputs of a linear computation, recorded for tapes and forward accumulators.
+
+    Args:
+        outputs, inputs: Tensors of the computation.
+        adjoint: Returns the gradients of the inputs for those of the outputs; differentiable.
+        forward: Returns the tangents of the outputs for those of the inputs.
+    """
+    with record.stop_recording():
+        outputs = [tf.identity(output) for output in outputs]
+    record.record_operation("RaytfLinear", outputs, list(inputs), adjoint, lambda *given: list(forward(*given)))
+    return outputs
 
 
 @uses_private("tensorflow.python.distribute.mirrored_run:_MirroredReplicaContext._merge_call")

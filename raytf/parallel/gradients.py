@@ -20,7 +20,7 @@ from raytf.collectives import gradient_ring
 from raytf.collectives.communicator import all_sum, local_replicas, of_first_replica, wide
 from raytf.compat import keras_objects
 from raytf.compat.patching import patch
-from raytf.compat.tensorflow import may_record
+from raytf.compat.tensorflow import has_tangents, may_record, recorded_linear
 from raytf.logs import warn_user
 from raytf.parallel import local_sgd, own_loops, reduction_probe, shards, sparse_rows, step_logs
 from raytf.parallel import step as step_module
@@ -127,14 +127,18 @@ def _differentiable_mean(gradients: Sequence) -> list:
     """
     slices = [i for i, g in enumerate(gradients) if isinstance(g, tf.IndexedSlices)]
     local_slices = _own_slices([gradients[i].values for i in slices])
+    adjoints = []
 
-    @tf.custom_gradient
-    def means(*contents):
+    def mean_of(contents):
         given = [
             tf.IndexedSlices(c, g.indices, g.dense_shape) if isinstance(g, tf.IndexedSlices) else c
             for c, g in zip(contents, gradients, strict=True)
         ]
-        averaged = mean(given, merge=False)
+        return mean(given, merge=False)
+
+    @tf.custom_gradient
+    def means(*contents):
+        averaged = mean_of(contents)
 
         def grad(*upstream):
             flowing = _differentiable_mean(upstream[: len(averaged)])
@@ -144,10 +148,16 @@ def _differentiable_mean(gradients: Sequence) -> list:
                 flowing[i] = flowing[i][begin : begin + count]
             return flowing
 
+        adjoints.append(grad)
         return [*map(own_loops.content_of, averaged), *(averaged[i].indices for i in slices)], grad
 
-    contents = means(*map(own_loops.content_of, gradients))
+    local = list(map(own_loops.content_of, gradients))
+    contents = means(*local)
     averaged = list(contents[: len(gradients)])
+    if not tf.executing_eagerly() and has_tangents(local):  # accumulators do not see custom gradients of a graph
+        averaged = recorded_linear(
+            averaged, local, adjoints[-1], lambda *tangents: [own_loops.content_of(g) for g in mean_of(tangents)]
+        )
     for i, indices in zip(slices, contents[len(gradients) :], strict=True):
         averaged[i] = tf.IndexedSlices(averaged[i], indices, gradients[i].dense_shape)
     return averaged

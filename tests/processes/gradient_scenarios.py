@@ -329,6 +329,31 @@ def hessian_vector_product(p):
     return fit(p, lambda: Curved(body=dense(8, 4, inputs=6)))
 
 
+class ForwardOverReverse(Step):
+    """A Hessian-vector product by forward mode over the gradient."""
+
+    def train_step(self, data):
+        x, y = data
+        variables = [variable.value for variable in self.trainable_variables]
+        with tf.autodiff.ForwardAccumulator(variables, [tf.ones_like(v) for v in variables]) as forward:
+            with tf.GradientTape() as tape:
+                loss = self.loss_of(self, x, y)
+            gradients = tape.gradient(loss, variables)
+            slopes = [tf.tanh(5 * g) for g in gradients]
+        products = [tf.convert_to_tensor(p) for p in forward.jvp(gradients)]
+        steps = [
+            tf.convert_to_tensor(g) + tf.tanh(5 * h) + s
+            for g, h, s in zip(gradients, products, forward.jvp(slopes), strict=True)
+        ]
+        self.optimizer.apply(steps, self.trainable_variables)
+        return {"given": loss}
+
+
+@scenario
+def forward_accumulator_over_gradients(p):
+    return fit(p, lambda: ForwardOverReverse(body=dense(8, 4, inputs=6)))
+
+
 class Conflicting(Step):
     """Two losses; the part of one's gradient that is against the other is taken away (PCGrad)."""
 
