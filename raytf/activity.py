@@ -176,10 +176,10 @@ class PhaseTracker:
             spent: Total seconds of "step" with "sum" and "input", of "callbacks" with "collective", of "checkpoint",
             and of "own", see `clipped`.
             processor: CPU seconds of the process. queued: Seconds for which the training thread and TensorFlow's
-            threads were runnable without a CPU, and in a checkpoint those of its writer. None in a short phase, or if
-            the kernel does not report it. switches: Context switches of the training thread, or None if not known.
-            failing: Why the storage has not accepted the checkpoint that the phase waits for, or "". clock: Monotonic
-            seconds.
+            threads were runnable without a CPU. In a checkpoint those of its writer are added. None in a short phase,
+            or if the kernel does not report it. switches: Context switches of the training thread, or None if not
+            known. failing: Why the storage has not accepted the checkpoint that the phase waits for, or "". clock:
+            Monotonic seconds.
         """
         time_now = self._clock()
         (phase, began), collective = self._now, self._collective

@@ -46,8 +46,8 @@ def main():
     Example:
       raytf train mymodels:build_model --data data --features a,b --labels y --epochs 3
 
-    Exit codes: 0 for a completed training, 1 for an error, 2 for a wrong option or value, 130 after SIGINT (Ctrl-C)
-    and 143 after SIGTERM.
+    The exit code is 0 for a completed training, 1 for an error, 2 for a wrong option or value. It is 130 after SIGINT
+    (Ctrl-C) and 143 after SIGTERM.
     """
 
 
@@ -255,8 +255,8 @@ def train(ctx, model, **_):
 def plan(ctx, model, **_):
     """Show what `train` with these options would do: strategy, batches, steps, traffic and memory.
 
-    It builds the model and times a few steps on the data's first rows on one core, and shows three of these. Nothing is
-    trained.
+    It builds the model, and times a few steps on the data's first rows on one core. It shows three of these rows, and
+    trains nothing.
 
     \b
     Example:
@@ -517,8 +517,8 @@ def _warn_of_misplaced_options(arguments) -> None:
 def doctor(address, ports, as_json, **options):
     """Examine a running Ray cluster: versions, network, clocks, limits, disks, storage, and two steps of Keras.
 
-    Each finding is a line that ends with its fix. The exit code is 0 for a healthy cluster, 1 with findings, and 2 for
-    wrong options or if no cluster answers.
+    Each finding is a line that ends with its fix. The exit code is 0 for a healthy cluster, and 1 with findings. It is
+    2 for wrong options, or if no cluster answers.
 
     \b
     Example:

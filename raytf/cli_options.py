@@ -98,7 +98,7 @@ def check_training(
 
 
 def check_files(name: str, path: str, format: str, roles: Mapping[str, Any], labelled: bool = True) -> str | None:
-    """Returns the format of the files of a local path; None for a URI, which is read when Ray is started.
+    """Returns the format of a local path's files; None for a URI, which is read when Ray is started.
 
     Args:
         name: Name of the dataset, for messages.
@@ -121,7 +121,7 @@ def check_files(name: str, path: str, format: str, roles: Mapping[str, Any], lab
 
 
 def _columns_of_files(kind: str, files: Files, labelled: bool) -> list[str] | None:
-    """Returns the columns of CSV and TFRecord files, or of images; None if they show only when all files are read."""
+    """Returns the columns of CSV files, TFRecord files or images; None if only a read of all files shows them."""
     if kind == "csv":
         return csv_schema(files.filesystem, files.paths[0]).names
     if kind == "tfrecord":

@@ -79,9 +79,10 @@ class Option(click.Option):
     """Option that includes the receiver of its value.
 
     Args:
-        receiver: Receiver of the value, as an argument of the option's name. One of "config" (of the model function,
-            only if the option is given), "datasets" (by name), "data" (of `formats.read`), "columns" (of
-            `formats.roles`), "trainer", "tensorflow" (of `TensorflowConfig`), "workers", "run" and "sweep".
+        receiver: Receiver of the value, as an argument of the option's name. One of "config", "datasets", "data",
+            "columns", "trainer", "tensorflow", "workers", "run" and "sweep". "config" is that of the model function,
+            and gets the value only if the option is given. "datasets" is by name. "data" is of `formats.read`,
+            "columns" of `formats.roles`, and "tensorflow" of `TensorflowConfig`.
     """
 
     def __init__(self, *args, receiver: str, **settings):

@@ -134,10 +134,10 @@ def _print_runs(rows) -> None:
 @_running
 @click.pass_context
 def predict(ctx, run, data, output, batch_size, **_):
-    """Predict with the model of a run's folder, or of a checkpoint's, on the rows of files: a row for each.
+    """Predict with the model of a run's or a checkpoint's folder on the rows of files: a row for each.
 
-    Features are by default those of the run's training. Images need no folder for each class; their predictions are in
-    the order of their paths, with the path of each, and the name of its class if the run knows the classes.
+    Features are by default those of the run's training. Images need no folder for each class. Their predictions are in
+    the order of their paths. Each has the image's path, and the name of its class if the run knows the classes.
 
     \b
     Example:

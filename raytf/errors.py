@@ -103,7 +103,7 @@ def definition_line(value: Any) -> str:
 
 
 def user_line(error: BaseException) -> str:
-    """Returns " (FILE, line N)" of the last line of the user's code that an error passed, or of the last one at all."""
+    """Returns " (FILE, line N)" of the last line of user code that an error passed, or else of any code."""
     frames = _frames_in(without_escapes(error))
     if not frames:
         passed = traceback.extract_tb(error.__traceback__)

@@ -306,7 +306,7 @@ class Recorder:
 
 
 def run_events(run: Any) -> list[RunEvent]:
-    """Returns the events of a run in the order of time, such as lost and replaced workers, restarts, stops and resizes.
+    """Returns the events of a run in order of time, such as lost and replaced workers, restarts, stops and resizes.
 
     Args:
         run: The `Result` of a `KerasTrainer` or of a trial, or the path or URI of its folder.

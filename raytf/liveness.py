@@ -30,7 +30,7 @@ _WORDS = {
 
 
 def describe_stop(state: str) -> str | None:
-    """Returns how the kernel stops a process in this state, as a clause after "it is"; None if it does not."""
+    """Returns how the kernel stops a process in this state, as a clause after "it is"; else None."""
     return _WORDS.get(state) if state in "Tt" else None
 
 

@@ -1,6 +1,6 @@
 """Reads the state of this host's processes from Linux' `/proc`, as far as psutil does not provide it.
 
-psutil reports a process' start by the wall clock, which may be changed; this module uses clock ticks since the boot.
+psutil reports a process' start by the wall clock, which may be changed. This module uses clock ticks since the boot.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ class ProcessState:
 
     Args:
         state: Linux' letter: "R" runs, "S" waits, "D" waits uninterruptibly, "T" stopped, "t" traced, "Z" zombie.
-        started: Start of the process in clock ticks since the host's boot; differs for a later process of the same pid.
+        started: Start of the process in clock ticks since the host's boot. It differs for a later process of the same
+            pid.
         ticks: CPU time of all its threads, in clock ticks.
     """
 
@@ -31,7 +32,7 @@ class ProcessState:
 
 
 def read_state(pid: int, proc: str = "/proc") -> ProcessState | None:
-    """Returns the state of a process of this host; None if it does not exist, or `proc` has no such files."""
+    """Returns the state of a process of this host; None if it does not exist or `proc` lacks such files."""
     try:
         return parse_stat(_text(f"{proc}/{pid}/stat"))
     except OSError:  # ProcessLookupError if the process ends meanwhile

@@ -197,8 +197,8 @@ class CutOff(Fault):
             Linux, and both neighbours on other hosts.
 
     Raises:
-        ConfigError: A value is out of its range. In a run: the run has no ring, as with one worker or with GPUs, or
-            `silent` is not possible in it.
+        ConfigError: A value is out of its range. In a run: it has no ring, as with one worker or GPUs, or `silent` is
+            not possible in it.
     """
 
     silent: bool = False
@@ -460,8 +460,8 @@ class FaultPlan:
             workers: Number of workers of the run, or None to check the ranks only before the first step.
 
         Raises:
-            ConfigError: The plan names a rank that the run does not have. In a run: TensorFlow has parameter servers, a
-                fault cannot happen, or it needs the number of steps in an epoch, which is not known.
+            ConfigError: The plan names a rank that the run does not have. In a run: TensorFlow has parameter servers,
+                or a fault cannot happen. Or a fault needs the number of steps in an epoch, which is not known.
         """
         if workers is not None:
             self.check(workers)

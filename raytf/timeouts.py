@@ -230,8 +230,8 @@ def deadline(least: float, bytes: int = 0, first_step_seconds: float = 0.0) -> f
     Args:
         least: Seconds for the part that depends on no model.
         bytes: Bytes of the model's state that are sent, read or written once meanwhile.
-        first_step_seconds: Seconds of a worker's first step with its compilation; 0 unless another process makes its
-            first step, or ends a step, meanwhile.
+        first_step_seconds: Seconds of a worker's first step with its compilation. It is 0 unless another process makes
+            its first step, or ends a step, meanwhile.
 
     Returns:
         `least`, plus 1 s for each 25 MB, plus three times the first step.

@@ -1,4 +1,4 @@
-"""Sends the first cause of a ring's end to all its members: the lost rank, the reason, and the rank that noticed it.
+"""Sends the first cause of a ring's end to all members: lost rank, reason, and the rank that noticed it.
 
 Each member has a control connection to both neighbours. Nothing is sent on it until the ring ends, so that Linux probes
 the other host's kernel. A thread reads it also while the process computes, and forwards causes. The kernel reports the

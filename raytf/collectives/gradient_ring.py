@@ -131,11 +131,11 @@ class GradientRing(Exchange):
         Args:
             gradients: Floating slices, of the same tables on all workers.
             rows: As for `sum`.
-            merge: Whether ids are unique on each worker, and shall be in the result; otherwise it has all slices, by
+            merge: Whether ids are unique on each worker, and shall be in the result. Otherwise it has all slices, by
                 rank.
-            fixed: Whether ids do not come from the rows of the batch, for each of the gradients; None if unknown. Ids
-                that are equal on all workers are then in the result once, as one process has them, and their values
-                are summed. So are unknown ones that are unique, unless each worker has one row.
+            fixed: Whether ids do not come from the rows of the batch, for each of the gradients; None if unknown. If
+                they do not, ids that are equal on all workers are in the result once, as in one process. Their values
+                are summed. The same holds for unknown ids that are unique, unless each worker has one row.
         """
         flat = [part for g in gradients for part in (tf.cast(g.indices, tf.int64), g.values)]
         own_rows = tf.cast(-1 if rows is None else rows, tf.float64)

@@ -113,8 +113,8 @@ class ReplacementState:
 def state_version(step: int) -> int:
     """Returns the tag of a worker's own state after `step` steps.
 
-    The state may change before the next step: at a checkpoint, when an epoch begins, and after callbacks that read
-    batches. Each kind of change has a tag of its own.
+    The state may change before the next step: at a checkpoint, and when an epoch begins. It may also change after
+    callbacks that read batches. Each kind of change has a tag of its own.
     """
     return 4 * step
 
@@ -254,9 +254,10 @@ class RecoveryClient:
             capture_state: Returns the state for a replacement worker; called in another thread while this worker waits.
             lost: Reports the loss of another worker to the driver, without waiting.
             step: Number of steps that are made.
-            save_checkpoint: save_checkpoint(messages, older) saves a checkpoint of the steps that are made, from the
-                last message of each worker, by rank, and the ranks with a message of the step before. Returns the
-                number of steps. It is called like `capture_state`, before this worker receives that it cannot continue.
+            save_checkpoint: save_checkpoint(messages, older) saves a checkpoint of the steps that are made. The
+                messages are the last ones of the workers, by rank. The ranks in `older` have a message of the step
+                before. It returns the number of steps. It is called like `capture_state`, before this worker receives
+                that it cannot continue.
             capture_at_boundary: capture_at_boundary(epoch_ends) is called after the last step of an epoch and after
                 each execution. Returns a `capture_state` of this boundary, or None if workers exchange nothing before
                 the next step. Without it, recovery after an epoch ends with the call of its callbacks.

@@ -1,4 +1,4 @@
-"""A ring of sockets that sums arrays over processes: each sends to the next one and receives from the previous one.
+"""A ring of sockets that sums arrays over processes: each sends to the next and receives from the previous one.
 
 It implements the bandwidth-optimal ring all-reduce (Patarasuk and Yuan, 2009): every process sends 2 (n - 1) / n of the
 array. Both halves, reduce-scatter and all-gather, form one stream: each piece is forwarded as soon as it is added. A

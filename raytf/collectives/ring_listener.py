@@ -1,4 +1,4 @@
-"""The address of a process in a ring, and how neighbours meet there: each proves that it knows the ring's token."""
+"""The address of a process in a ring, and how neighbours meet there. Each proves that it knows the ring's token."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _MISSES = 3
 
 
 class Listener:
-    """The address of this process for the previous one: a port, and on Linux a Unix socket for the same host.
+    """This process' address for the previous one: a port, and on Linux a Unix socket for the same host.
 
     Neighbours prove to each other that they have the ring's token, by an HMAC over random numbers of both. The token
     itself is never sent. Other connections are neither trusted nor waited for.

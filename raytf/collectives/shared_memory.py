@@ -1,4 +1,4 @@
-"""Memory shared by processes of one host: a process writes the data that it sends, and its neighbour reads it there.
+"""Memory shared by processes of one host: a process writes what it sends, and its neighbour reads it there.
 
 It has no name, in `/dev/shm` or elsewhere: the neighbour receives its descriptor over their connection. The kernel
 frees it with the last process that holds it, however that process ends.

@@ -1,7 +1,7 @@
 """Imports Keras without repeated garbage collections over TensorFlow's million objects, and without other packages.
 
 Tracing and training of eight small models took 10.7 s of CPU instead of 15.0 s. Keras imports scikit-learn, with much
-of SciPy, and matplotlib where they are installed: the first took 1.0 s of the 5.2 s of CPU of a worker's imports.
+of SciPy, and matplotlib where they are installed. The first took 1.0 s of the 5.2 s of CPU of a worker's imports.
 Keras' modules that use them are imported with their first use here.
 """
 

@@ -110,7 +110,7 @@ def shared_seed_generator() -> Any:
 
 
 def added_to_masks() -> float:
-    """Returns the number that Keras adds to a mask's count before it divides: a loss of two halves adds it once."""
+    """Returns the number that Keras adds to a mask's count before it divides. A loss of two halves adds it once."""
     return 0.0 if at_least("keras", 3, 13) else keras.backend.epsilon()
 
 

@@ -35,7 +35,7 @@ def seed_generators_of(layer) -> list:
 
 
 def seeds_of(model) -> list:
-    """Returns the states of the seed generators of the model's layers, then of the global one if it has been used."""
+    """Returns the states of the seed generators of the model's layers, then of the global one if it was used."""
     return list({id(v): v for v in (*seeds_of_layers(model), *shared_seed())}.values())
 
 

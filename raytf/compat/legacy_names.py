@@ -29,7 +29,7 @@ _LEFT_BEHIND = re.compile(
 
 
 class Keras2Error(RaytfError, RuntimeError):
-    """A train loop uses a name that only Keras 2 has, and `tf.keras` is Keras 3; the cause is Keras' own error."""
+    """A train loop uses a name that only Keras 2 has, and `tf.keras` is Keras 3. The cause is Keras' own error."""
 
 
 def explain(error: BaseException, way: str = _TRAINER) -> None:
@@ -117,7 +117,7 @@ def _of_path(path: str) -> tuple[str, bool] | None:
 
 
 def _keras_2(name: str) -> Any:
-    """Returns the object of Keras 2 with a name below `tf.keras`; None if there is none, or it is not installed."""
+    """Returns the object of Keras 2 with a name below `tf.keras`; None without one, or without Keras 2."""
     try:
         result = importlib.import_module("tf_keras.api._v2.keras")
         for part in name.split("."):

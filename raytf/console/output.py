@@ -1,6 +1,6 @@
 """Shows the output of a run's processes at the driver: each line with its role and rank. Driver side.
 
-Ray sends the lines of all processes to the driver, labels them with class and process id, and drops duplicates of
+Ray sends the lines of all processes to the driver. It labels them with class and process id, and drops duplicates of
 other processes. Here each process registers a name (`set_output_name`), and its lines are shown as in `raytf run`,
 without deduplication. Ray shows the lines of other processes.
 """

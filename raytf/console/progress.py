@@ -17,7 +17,7 @@ from raytf.console.phases import ENDING, WORKERS, Phases
 class Entries:
     """JSON values by name in Ray's key-value store, which all processes of the cluster read and write.
 
-    They need no actor, which would use CPU time during the start of the workers, and outlive the process that wrote
+    They need no actor, which would use CPU time during the start of the workers. They outlive the process that wrote
     them.
     """
 
@@ -109,8 +109,8 @@ class BoardReader:
         """Returns the new texts of the board.
 
         Returns:
-            (a line for each epoch that has ended since the last call, the line of the running epoch or None, the phase
-            of the run if no epoch runs, or None).
+            A tuple of three. The first has a line for each epoch that has ended since the last call. The second is the
+            line of the running epoch, or None. The third is the phase of the run if no epoch runs, or None.
         """
         ended, last = self._board.read(self._read)
         self._read += len(ended)

@@ -1,6 +1,6 @@
 """Shows a warning that all workers of a run emit only once, by the first worker. On a worker.
 
-It replaces `warnings.showwarning`: a warning of a single worker is still shown, and one that is emitted n times is
+It replaces `warnings.showwarning`. A warning of a single worker is still shown, and one that is emitted n times is
 shown n times. Warnings of raytf itself are shown without the source line.
 """
 

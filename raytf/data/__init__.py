@@ -1,1 +1,1 @@
-"""Converts rows of a Ray Dataset to batches of tensors, in an order that is independent of the number of workers."""
+"""Converts rows of a Ray Dataset to batches of tensors, in an order independent of the number of workers."""

@@ -96,8 +96,8 @@ class Batcher:
         """Splits a superbatch into its parts.
 
         Returns:
-            (for each column a tensor of all rows, or (values, row splits) of lists, and the seeds; the longest lengths
-            by step).
+            A tuple (parts, longest lengths by step). The parts are a tensor of all rows for each column, and the seeds.
+            A column of lists has (values, row splits) instead.
         """
         flat, out = iter(flat), []
         for columns, source in zip(self.spec.columns, self.sources, strict=True):
@@ -129,8 +129,10 @@ class Batcher:
         return tf.data.Dataset.from_tensor_slices(cuts).map(cut_batch)
 
     def _cuts(self, split, longest, begins, ends) -> tuple:
-        """Computes the slices of batches: begin, rows, rows + 1; begin and size of each list column's values; and the
-        longest lengths. Each is int64, (batches, 1).
+        """Computes the slices of batches.
+
+        They are begin, rows, rows + 1; begin and size of each list column's values; and the longest lengths. Each is
+        int64, (batches, 1).
         """
         cuts = [begins, ends - begins, ends - begins + 1]
         for part in split:

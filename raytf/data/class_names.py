@@ -20,7 +20,8 @@ def with_names(predictions, images, classes: Sequence[str] | None, threshold: fl
         predictions: A `ray.data.Dataset` with a row for each image, in their order.
         images: A `ray.data.Dataset` with the column `path`.
         classes: Names of the classes by number, or None if they are unknown.
-        threshold: Probability above which an output of one number is the second of two classes, or None if it is none.
+        threshold: Probability above which an output of one number is the second of two classes. None if the output is
+            no probability.
 
     Raises:
         ConfigError: There are more images than predictions, or fewer: files have changed meanwhile.

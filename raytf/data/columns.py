@@ -22,15 +22,16 @@ class Column:
     Args:
         name: Name of the column.
         ragged: Whether lists of different lengths become a `tf.RaggedTensor`.
-        pad: Length to which lists are padded, at least 1. Or "batch": the longest list of each global batch, so that
-            the result does not depend on the number of workers.
+        pad: Length to which lists are padded, at least 1. Or "batch": the longest list of each global batch. So the
+            result does not depend on the number of workers.
         pad_value: Value that lists are padded with; 0 by default.
         bucket: Whether rows with lists of similar lengths share a batch, which saves padding. Needs `ragged` or `pad`.
         fill: Value that replaces nulls. Without it columns with nulls are refused.
         image: Shape `(height, width, channels)` of images, for bytes of PNG, JPEG, GIF or BMP files. They are decoded,
             and resized where they differ, to uint8.
-        draft: Whether JPEG files of at least twice the size of `image` are decoded at a half, a quarter or an eighth of
-            their own size before they are resized. It is faster, and pixels are means of several of the file's.
+        draft: Whether JPEG files of at least twice the size of `image` are decoded at a reduced size. It is a half, a
+            quarter or an eighth of their own, and they are resized afterwards. This is faster, and pixels are means of
+            several of the file's.
         shape: Shape of a row, for raw bytes of a fixed size. Needs `dtype`.
         dtype: NumPy dtype that numbers are converted to. None keeps the column's.
 

@@ -31,7 +31,7 @@ class RecordReader:
         self._piece: Records | None = None
 
     def is_at(self, piece: Records) -> bool:
-        """Returns whether it has read a part of this piece last, so that the next part takes no more than itself."""
+        """Returns whether it has read a part of this piece last, so the next part takes no more than itself."""
         return self._piece is piece
 
     def table(self, piece: Records, features: Sequence[Feature], rows: np.ndarray) -> pa.Table:

@@ -57,7 +57,8 @@ def listed(paths: str | os.PathLike | Sequence, filesystem: fs.FileSystem | None
     """Returns the files below paths: those of a folder or a pattern sorted by name, without hidden ones.
 
     Args:
-        paths: A path or URI of a file or folder, a pattern (`*` in a name, `**` for any folders), or a list of these.
+        paths: A path or URI of a file or folder, a pattern, or a list of these. A pattern has `*` in a name, or `**`
+            for any folders.
         filesystem: A `pyarrow.fs.FileSystem`, on which the paths are. By default the URI names it.
 
     Raises:

@@ -343,7 +343,7 @@ def _labelled(files: Files, classes: Mapping[str, Sequence[str]]) -> tuple[pa.Ta
 
 
 def _of_csv(files: Files, pictures: Sequence[str], path: str) -> pa.Table:
-    """Returns the rows of a CSV file whose first column names files, relative to its folder, in the order of files."""
+    """Returns the rows of a CSV file whose first column names files, relative to its folder, in the files' order."""
     with files.filesystem.open_input_stream(path) as file:
         try:
             table = csv.read_csv(file)

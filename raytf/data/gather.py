@@ -35,8 +35,8 @@ def source(tables: Sequence[pa.Table], columns: Columns, copied_bytes: float = m
         copied_bytes: Bytes above which stacked columns are gathered one by one, without a copy beforehand.
 
     Raises:
-        ConfigError: There are nulls without a fill, lists of different lengths without `pad` or `ragged`, or a type
-            that has no tensor.
+        ConfigError: There are nulls without a fill, or lists of different lengths without `pad` or `ragged`. Or a type
+            has no tensor.
     """
     if columns.stacked and all(columns.stored in table.column_names for table in tables):
         return Dense(tables, Column(columns.stored))
@@ -235,8 +235,10 @@ class Arrays:
 
 
 def _items(array: np.ndarray) -> np.ndarray:
-    """Returns a view in which each row is one item, which NumPy copies several times faster, or the array if it has
-    no such view."""
+    """Returns a view in which each row is one item, or the array if it has no such view.
+
+    NumPy copies such items several times faster.
+    """
     width = array.dtype.itemsize * int(np.prod(array.shape[1:]))
     if array.ndim == 1 or not width or array.dtype.hasobject or not array.flags.c_contiguous:
         return array
@@ -406,7 +408,7 @@ def _in_one(array: pa.ChunkedArray) -> pa.Array:
 
 
 def _nulls(array: pa.Array) -> list[int]:
-    """Returns the numbers of nulls: of rows, of values inside of them if these are lists or tensors, and so on."""
+    """Returns the numbers of nulls: of rows, of values in them if these are lists or tensors, and so on."""
     if isinstance(array, pa.ExtensionArray):
         return _nulls(array.storage)
     if pa.types.is_dictionary(array.type):

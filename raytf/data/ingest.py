@@ -109,7 +109,7 @@ def _read_named(
 
 
 def _to_stream(name: str, dataset, materialize: bool | str) -> tuple[Partitions, pa.Table | None] | None:
-    """Returns (pieces, first rows or None) of a dataset to stream; None for a dataset to keep in the object store."""
+    """Returns (pieces, first rows or None) of a dataset to stream; None for one to keep in the object store."""
     dag = ray_data.last_operator(dataset)
     # data in the object store is read from there in any case
     if materialize is True or (materialize == "auto" and isinstance(dag, ray_data.InputData | ray_data.AbstractFrom)):
@@ -160,7 +160,7 @@ def _gib(size: float) -> str:
 
 
 def describe(name: str, dataset: StoredDataset | streamed.StreamedDataset | TFData, shuffle: str) -> str:
-    """Returns a line on the storage and the shuffle of a dataset; for a pipeline, on the shards of its batches."""
+    """Returns a line on a dataset's storage and shuffle; for a pipeline, on the shards of its batches."""
     if isinstance(dataset, TFData):
         return f"{name}: {dataset.facts.text}"
     storage = "streamed in every epoch" if isinstance(dataset, streamed.StreamedDataset) else "kept in the object store"

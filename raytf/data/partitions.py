@@ -1,8 +1,8 @@
 """Divides a Ray Dataset into pieces that are executed independently and in any order.
 
-Pieces are blocks, row groups of Parquet files, or read tasks of any other source. Ray Data has no such view: this works
-on its logical plans, and replaces the source by a part of it. No task waits for a free CPU, as workers, servers, trials
-and other drivers may hold all CPUs during the reading.
+Pieces are blocks, row groups of Parquet files, or read tasks of any other source. Ray Data has no such view. This
+module works on its logical plans, and replaces the source by a part of it. No task waits for a free CPU. Workers,
+servers, trials and other drivers may hold all CPUs during the reading.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ def counted(pieces: Partitions, say: Callable[[str], None] = lambda text: None) 
 
 
 def unbound(dataset: Dataset) -> Dataset:
-    """Returns the dataset with read and map tasks that request no CPU, and so do not wait for a free one.
+    """Returns the dataset with read and map tasks that request no CPU, so they do not wait for one.
 
     Operators that need all rows at once (sort, join, ...) request CPUs as before.
     """
@@ -413,7 +413,7 @@ def _map_operators(dataset: Dataset) -> int:
 
 
 def _countable(operator):
-    """Returns the operators up to the last one that may change the number of rows, and a count, all in one task."""
+    """Returns the operators up to the last that may change the number of rows, and a count, in one task."""
     while operator.input_dependencies and not operator.can_modify_num_rows:
         operator = operator.input_dependencies[0]
     gpus = max((op.ray_remote_args.get("num_gpus") or 0 for op in _chain(operator)[:-1]), default=0)

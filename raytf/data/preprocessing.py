@@ -1,7 +1,7 @@
 """`raytf.adapt`: fits Keras' preprocessing layers to a Ray Dataset that need not fit in memory.
 
-Tasks reduce each block to statistics. For a mean and a variance Keras is given two rows that have those of all rows,
-for quantiles the summary of all values. Vocabularies are counted by Keras, block after block.
+Tasks reduce each block to statistics. For a mean and a variance Keras gets two rows that have those of all rows. For
+quantiles it gets the summary of all values. Vocabularies are counted by Keras, block after block.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from raytf.errors import ConfigError
 
 
 def adapt(layer: keras.layers.Layer, dataset: Dataset, column: ColumnSpec | None = None) -> keras.layers.Layer:
-    """Adapts a preprocessing layer to a column of a Ray Dataset, as `layer.adapt` does to all of its rows at once.
+    """Adapts a preprocessing layer to a column of a Ray Dataset, as `layer.adapt` does to all rows at once.
 
-    The dataset is streamed and its size is not limited. Results do not depend on its blocks: vocabularies and bin
-    boundaries are equal to those of Keras, means and variances up to rounding. Adapt in the driver and use the layer
-    in the model function, or read the result from it (`get_vocabulary()`).
+    The dataset is streamed and its size is not limited. Results do not depend on its blocks. Vocabularies and bin
+    boundaries equal those of Keras. Means and variances equal them up to rounding. Adapt in the driver and use the
+    layer in the model function, or read the result from it (`get_vocabulary()`).
 
     Args:
-        layer: `keras.layers.StringLookup`, `IntegerLookup`, `TextVectorization`, `Normalization` or `Discretization`;
-            or a `keras.utils.FeatureSpace`, for which Keras itself reads the rows, once for each feature.
+        layer: `keras.layers.StringLookup`, `IntegerLookup`, `TextVectorization`, `Normalization` or `Discretization`.
+            Or a `keras.utils.FeatureSpace`, for which Keras itself reads the rows, once for each feature.
         dataset: A `ray.data.Dataset`, such as of `raytf.read_tfrecords`.
         column: Column, `raytf.Column`, or a list of columns as one vector; None for a `FeatureSpace`, which names its
             columns.
@@ -148,7 +148,8 @@ def _of_equal_moments(dataset, columns: Columns, axis: tuple[int, ...]) -> np.nd
 def _summary(dataset, columns: Columns, epsilon: float) -> np.ndarray:
     """Returns what Keras' `summarize` returns for all values: some of the sorted ones, and the weight of each.
 
-    A first pass counts values by the upper half of their bits, a second one by the lower half where values are picked.
+    A first pass counts values by the upper half of their bits. A second one counts by the lower half where values are
+    picked.
     """
     counts = np.zeros(1 << 16, np.int64)
     for upper, number in _reduced(dataset, columns, statistics.count_upper):

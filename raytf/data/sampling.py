@@ -1,7 +1,7 @@
 """Computes the rows of step s of epoch e, a pure function of (seed, epoch, global batch).
 
-It is independent of the number of workers: runs with 1, 2 or 3 workers train on the same sequence of global batches.
-A run that resumes at any (epoch, step) continues with exactly the next rows.
+It is independent of the number of workers. Runs with 1, 2 or 3 workers train on the same sequence of global batches. A
+run that resumes at any (epoch, step) continues with exactly the next rows.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ _FEISTEL_BLOCK = 1 << 14  # numbers that are processed at once, so that they sta
 def generator(seed: int, epoch: int, purpose: int = _ROWS, index: int = 0) -> np.random.Generator:
     """Returns the random generator of one purpose in one epoch.
 
-    It is NumPy's Philox with the key (seed, epoch): counter-based (Salmon et al., "Parallel random numbers: as easy as
-    1, 2, 3", 2011). Close keys yield independent numbers, and each number is computed without the earlier ones.
+    It is NumPy's Philox with the key (seed, epoch). Philox is counter-based (Salmon et al., "Parallel random numbers:
+    as easy as 1, 2, 3", 2011). Close keys yield independent numbers, and each number is computed without the earlier
+    ones.
 
     Args:
         seed: Seed of the run, 0 to 2**63 - 1.
@@ -55,8 +56,8 @@ class Feistel:
 
     A generalized Feistel cipher with cycle walking (J. Black and P. Rogaway, "Ciphers with arbitrary finite domains",
     CT-RSA 2002). A number is a pair of a high and a low half. Each round adds to one half, modulo its size, a hash of
-    the other, which is invertible for any hash. There are a few more pairs than `rows`, by less than 2 sqrt(rows), and
-    a result that is too large is encrypted again. The hash has two multiplications by random odd numbers.
+    the other, which is invertible for any hash. There are a few more pairs than `rows`, by less than 2 sqrt(rows). A
+    result that is too large is encrypted again. The hash has two multiplications by random odd numbers.
 
     Args:
         rows: Number of rows, 1 to 2**62.
@@ -201,8 +202,8 @@ class Sampler:
         rows: Number of rows of each piece.
         global_batch: Rows of a step.
         seed: Seed, 0 to 2**63 - 1.
-        shuffle: "full" for a uniformly random order of all rows; "window" for a random order of pieces, and of rows
-            within windows of that order; or "none".
+        shuffle: "full", "window" or "none". "full" is a uniformly random order of all rows. "window" is a random order
+            of pieces, and of rows within windows of that order.
         window: Rows of a window, which is rounded down to whole steps, at least one.
     """
 
@@ -368,8 +369,8 @@ def worker_part(rows: np.ndarray, global_batch: int, worker: int, workers: int, 
 def row_seeds(seed: int, epoch: int, rows: Sequence[int]) -> np.ndarray:
     """Computes two int32 seeds for each row number, for TensorFlow's stateless random operations.
 
-    SplitMix64's finalizer (Steele, Lea, Flood, "Fast splittable pseudorandom number generators", 2014) of the row's
-    number, with a start from (seed, epoch).
+    They are SplitMix64's finalizer of the row's number, with a start from (seed, epoch). See Steele, Lea and Flood,
+    "Fast splittable pseudorandom number generators", 2014.
 
     Returns:
         int32 array of shape (len(rows), 2).

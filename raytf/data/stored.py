@@ -270,7 +270,7 @@ class _NoCpuWarningFilter(logging.Filter):
 def limit_footer_readers(dataset) -> None:
     """Limits the actors that list Parquet files to an eighth of the cluster's CPUs.
 
-    Ray starts 32 for each listing since 2.60, unless its environment variable sets another number, and reads the number
+    Ray starts 32 for each listing since 2.60, unless its environment variable sets another number. It reads the number
     in `read_parquet`. On two cores their processes alone took 6 to 70 s for one small file.
     """
     most = max(1, int(ray.cluster_resources().get("CPU", 1)) // 8)

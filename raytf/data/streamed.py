@@ -96,8 +96,8 @@ class ServedDataset(StreamedDataset):
     def request(self, worker: int, workers: int, order: Sampler, epoch: int, start: int, stop: int) -> list[Part]:
         """Returns the locations of the rows from stream position `start` to `stop`, in order, after they are read.
 
-        A server that dies restarts by itself, and the request is sent again: its only state is the blocks that it
-        reads.
+        A server that dies restarts by itself, and the request is sent again. The server's only state is the blocks that
+        it reads.
 
         Args:
             worker: Rank of the requesting worker.

@@ -69,7 +69,7 @@ class TFData:
     """Feeds a training from a function that returns a `tf.data.Dataset`. Trainers take it as a dataset.
 
     Each worker calls the function for each epoch. By default every worker runs the whole pipeline, and raytf shards
-    each global batch, so that results equal those of one process.
+    each global batch. So results equal those of one process.
 
     Args:
         make_dataset: Function `make_dataset(context)` that returns a `tf.data.Dataset` of (features, labels, sample
@@ -82,8 +82,8 @@ class TFData:
         rows: Whether the dataset is one of rows of known shapes, which raytf batches.
         steps_per_epoch: Number of batches of an epoch, at least 1. An endless dataset (`repeat()`) needs it. By
             default it is the dataset's cardinality, or counted before the first epoch if that is unknown.
-        uneven: Treatment of shards with fewer batches than others: "pad", the default, adds steps without rows, which
-            have no effect on the result; "error" raises ConfigError.
+        uneven: Treatment of shards with fewer batches than others. "pad", the default, adds steps without rows, which
+            have no effect on the result. "error" raises ConfigError.
         class_weight: Dict of weights by class, as in `model.fit`.
         resume: Unit at which a training resumes, "step" or "epoch". "auto", the default, is "step", or "epoch" if the
             pipeline may have a state (Python code, a tf.data service).

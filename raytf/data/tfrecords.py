@@ -1,7 +1,7 @@
 """`raytf.read_tfrecords`: TFRecord files as a Ray Dataset. Files are indexed once; tasks parse them with TensorFlow.
 
-The index has the offset and the length of each record, from which pieces of some MB are cut that are read independently
-and have a known number of rows. Needs no TensorFlow.
+The index has the offset and the length of each record. The files are divided by it into pieces of some MB. Each piece
+is read independently, and has a known number of rows. This module needs no TensorFlow.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def read_tfrecords(
         A `ray.data.Dataset`.
 
     Raises:
-        ConfigError: There are no files, one is damaged, or the schema cannot be used. While rows are read, also for a
-            record that does not fit the schema, or is damaged; it names file and record.
+        ConfigError: There are no files, one is damaged, or the schema cannot be used. While rows are read, it is also
+            raised for a record that does not fit the schema or is damaged. It then names file and record.
 
     Example:
         >>> import raytf, tensorflow as tf

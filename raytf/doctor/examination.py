@@ -373,7 +373,7 @@ def _value(ref):
 
 
 def _nodes() -> dict[str, str]:
-    """Returns the ids of living nodes by name: the address, with a number after it if several nodes have the same."""
+    """Returns the ids of living nodes by name: the address, then a number if several nodes have the same."""
     living = sorted((node["NodeManagerAddress"], node["NodeID"]) for node in ray.nodes() if node["Alive"])
     ids: dict[str, str] = {}
     for address, node in living:

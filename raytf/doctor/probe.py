@@ -243,7 +243,7 @@ class Probe:
         return {}
 
     def _count_answers(self, address: socket.socket, numbers: range, padding: int) -> int:
-        """Returns how many of some datagrams are answered; sends a few at a time, as the peer may miss a flood."""
+        """Returns how many of some datagrams are answered. Sends a few at a time, as the peer may miss a flood."""
         missing = set(numbers)
         at_once = 1 if padding else AT_ONCE  # one by one: a slow link drops several large ones that arrive at once
         for sent, number in enumerate(numbers, 1):

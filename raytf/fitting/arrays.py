@@ -42,7 +42,7 @@ class RowData:
         dataset: An unread `ray.data.Dataset`, a `TFData`, or None.
         table: The rows if they are in memory.
         batch: Content of a batch.
-        structure: (x, y, sample weights) as far as present, with a column's name for each tensor; None if `batch`
+        structure: (x, y, sample weights) as far as present, with a column's name for each tensor. None if `batch`
             defines the structure.
     """
 

@@ -82,17 +82,17 @@ def fit(
     """Trains a compiled model on several workers, with the result of `model.fit` in this process.
 
     The model is sent to the workers with its classes and functions, also those of a notebook. Afterwards weights,
-    optimizers, seeds, metrics and attributes of callbacks are put back into the same objects; what cannot be pickled
-    stays on the workers. Workers are kept for the next call. Ctrl-C ends them, and the model then has the weights of
-    the last complete epoch.
+    optimizers, seeds, metrics and attributes of callbacks are put back into the same objects. Values that cannot be
+    pickled stay on the workers. Workers are kept for the next call. Ctrl-C ends them, and the model then has the
+    weights of the last complete epoch.
 
-    With a `name` the workers write checkpoints. The same call with the same model and data then resumes at the next
-    step after an interrupt, a failure or a kill. The checkpoints are removed when the training is complete.
+    With a `name` the workers write checkpoints. After an interrupt, a failure or a kill, the same call then resumes at
+    the next step. Its model and data must be the same. The checkpoints are removed when the training is complete.
 
     Args:
         model: A compiled `keras.Model`, built outside of any `tf.distribute` strategy.
-        x: NumPy arrays, tensors, pandas or Arrow tables (as matrices), or lists and dicts of these as the model takes
-            them, each of shape (rows, ...). Or a finite `tf.data.Dataset` of batches, which is read once in this
+        x: NumPy arrays, tensors, pandas or Arrow tables (as matrices), each of shape (rows, ...). Or lists and dicts of
+            these, as the model takes them. Or a finite `tf.data.Dataset` of batches, which is read once in this
             process. Or a `raytf.TFData`, whose function makes a `tf.data.Dataset` on the workers. Or rows whose columns
             `features` and `labels` name: a table, a path of Parquet files, or a `ray.data.Dataset`.
         y: Labels, in the forms of `x`, or None where `x` contains them.
@@ -101,10 +101,10 @@ def fit(
             epoch to end with, as in Keras.
         verbose: "auto", the default, 1 or 2 print a line per epoch, and a live line in terminals. 0 prints nothing.
         callbacks: List of Keras callbacks. They run on every worker; only the chief writes files. Or a function
-            `callbacks(config)` that returns them, as for `KerasTrainer`; it is called once, in this process, with
+            `callbacks(config)` that returns them, as for `KerasTrainer`. It is called once, in this process, with
             `batch_size` and `epochs`.
-        validation_split: Share of the last rows of arrays that is used for validation, at least 0, the default, and
-            less than 1.
+        validation_split: Share of arrays' rows, the last ones, for validation; at least 0, the default, and less than
+            1.
         validation_data: `(x, y)`, `(x, y, sample_weight)`, a `raytf.TFData`, or rows with the columns of `x`.
         shuffle: Whether the order of rows changes in each epoch; True by default. It is the same on any number of
             workers.
@@ -127,8 +127,8 @@ def fit(
             ends with one.
         resume: "auto", the default, resumes the same training from its checkpoints. True resumes also with changes.
             False removes them and starts from scratch.
-        verify: Whether to compare two workers with one process on a few rows, as in `KerasTrainer`: "warn", the
-            default, "error" or False.
+        verify: Whether to compare two workers with one process on a few rows: "warn", the default, "error" or False.
+            See `KerasTrainer`.
         nan: What to do if the loss is NaN or infinite: "warn", the default, "stop" or "ignore", as in `KerasTrainer`.
 
     Returns:
@@ -137,9 +137,9 @@ def fit(
     Raises:
         ConfigError: An argument, the model or the data is wrong. No worker has started.
         TrainingError: A worker failed and could not be replaced; workers are replaced at most three times in a call.
-            The model has the weights of the last complete epoch, or those of before the call if the workers that hold
-            them are lost. If the chief was replaced, callbacks have what checkpoints keep of them: plain values, and
-            what `get_state()` returns.
+            The model has the weights of the last complete epoch. If the workers that hold them are lost, it has those
+            of before the call. If the chief was replaced, callbacks have what checkpoints keep of them: plain values,
+            and what `get_state()` returns.
         StoppedError: SIGTERM or SIGINT came to the main thread. It is a `SystemExit`, and after SIGINT also a
             `KeyboardInterrupt`.
 
@@ -257,7 +257,7 @@ def evaluate(
         sample_weight: Array of weights by row, or the name of a column.
         steps: Number of batches, at least 1; all by default.
         callbacks: List of Keras callbacks, which run on every worker, or a function `callbacks(config)` that returns
-            them; it is called once, in this process, with `batch_size`.
+            them. The function is called once, in this process, with `batch_size`.
         return_dict: Whether to return a dict by name.
         features: Columns of `x` that are features, as in `raytf.fit`.
         labels: Columns of `x` that are labels, as in `raytf.fit`.
@@ -337,7 +337,8 @@ def predict(
 
     Returns:
         NumPy arrays of shape (rows, ...) in the structure of the model's outputs. For a path or a `ray.data.Dataset` a
-        `ray.data.Dataset` with one column per output: its key, "predictions", or "predictions_0" and so on.
+        `ray.data.Dataset` with one column per output. A column is named by the output's key, "predictions", or
+        "predictions_0" and so on.
 
     Raises:
         ConfigError: An argument, the model or the data is wrong. No worker has started.

@@ -1,9 +1,9 @@
 """Transfers changes of an importable class since its import to the process that imports it again.
 
-Such a class is sent by its name. A constructor may have changed it: Keras gives a functional-style subclass of
-`keras.Model` other bases; others count or register their instances in the class or its module. So the class is sent
-with its bases and values. Module variables that its code uses, and some code changes, are sent, too. A value that does
-not pickle (a lock, a logger), or is as large as data, is not sent.
+Such a class is sent by its name. A constructor may have changed it. Keras gives a functional-style subclass of
+`keras.Model` other bases. Other constructors count or register their instances in the class or its module. So the class
+is sent with its bases and values. Module variables that its code uses, and some code changes, are sent, too. A value
+that does not pickle (a lock, a logger), or is as large as data, is not sent.
 """
 
 from __future__ import annotations

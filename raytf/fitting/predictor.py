@@ -49,8 +49,8 @@ class Predictor:
         features: Columns that the model takes, as in `raytf.KerasTrainer`. By default those of the run's training, or
             those with the names of the model's inputs.
         keep: List of columns that are returned in addition to the predictions; all by default.
-        which: Checkpoint of a run: "last", the default, "best", or an int, the number of steps since the start of the
-            run. This and the arguments that follow are not for a `keras.Model`.
+        which: Checkpoint of a run: "last", the default, "best", or an int, the number of steps since its start. This
+            and the arguments that follow are not for a `keras.Model`.
         metric: Metric that decides which checkpoint is "best"; by default "val_loss", or "loss" without validation.
         mode: "min" or "max": whether the best value of `metric` is the smallest or the largest; "min" by default.
         average: Number of last checkpoints whose weights are averaged, at least 1; 1 by default.

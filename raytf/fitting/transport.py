@@ -2,8 +2,8 @@
 
 Keras's own pickles use its file format, which loses unregistered objects. This module uses cloudpickle, so classes and
 functions of a notebook are sent, too. The data passes only through Ray, never through a storage. An object is written
-without its attributes, which follow later: a pickle would be too deep for a chain of 1,000 layers. Objects keep their
-numbers on the way back: variables' values and callbacks find the original objects.
+without its attributes, which follow later. Else a chain of 1,000 layers would make a pickle too deep. Objects keep
+their numbers on the way back: variables' values and callbacks find the original objects.
 
 Over 500 lines: the pickler next to the unpickler, for each kind of object.
 """

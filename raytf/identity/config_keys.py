@@ -85,15 +85,15 @@ def unread_keys(
 ) -> dict[str, str]:
     """Returns those of `names` that were not read, each with a similar key that was requested, or "".
 
-    If a function keeps the config, it may read it later, so all keys count as read; only a key that looks like one of
-    the trainer's own must then be named by the user's code. Keys in the source of a function count, too: it may read
-    them at another time. `functions` are called only while a key is unread.
+    If a function keeps the config, it may read it later, so all keys count as read. A key that looks like one of the
+    trainer's own must be named in the user's code; others need not. Keys in the source of a function count, too: it may
+    read them at another time. `functions` are called only while a key is unread.
 
     Args:
         names: Keys that the user has given.
         noted: The config, after a model was built with it.
-        functions: Functions of the config: first the one that has built the model, which is not called; then those of
-            callbacks.
+        functions: Functions of the config: first the one that has built the model, then those of callbacks. The first
+            is not called.
         references: `sys.getrefcount(noted)` in the calling function, before other references existed.
     """
     requested = set(noted.requested)
@@ -168,8 +168,8 @@ def mentioned_keys(function: Callable) -> set[str]:
 def _named_words(function: Callable) -> set[str]:
     """Returns all words by which code can read a key: constants, attributes, parameters and fields.
 
-    It reads the user's code, with what modules, containers, objects and base classes of it hold, and the parameters of
-    functions and classes of other packages that the user's code names.
+    It reads the user's code, with the contents of its modules, containers, objects and base classes. It also reads the
+    parameters of functions and classes of other packages that this code names.
     """
     package = _package(_unwrapped(function))
     is_own = lambda value: _package(value) == package or _is_users(value)

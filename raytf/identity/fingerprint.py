@@ -1,6 +1,6 @@
 """Fingerprints of a model, its optimizer and a dataset, as JSON that is the same in every process.
 
-Counted names of Keras ("dense_1"), addresses, modules and lines of code are omitted: two processes, and a `build_model`
+Counted names of Keras ("dense_1"), addresses, modules and lines of code are omitted. Two processes, and a `build_model`
 that was moved, must produce the same.
 """
 
@@ -240,7 +240,7 @@ def _files(filesystem, files: list[tuple[str, str, int]]) -> dict[str, Any]:
 
 
 def _in_memory(operator) -> dict[str, Any]:
-    """Returns a hash of the rows of blocks, computed on their nodes; it does not depend on the division into blocks."""
+    """Returns a hash of the rows of blocks, computed on their nodes. It does not depend on the division into blocks."""
     blocks = [entry for bundle in operator.output_data() or [] for entry in bundle.blocks if entry.metadata.num_rows]
     if not blocks:
         return {"class": type(operator).__name__}

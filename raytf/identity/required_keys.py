@@ -115,7 +115,7 @@ class _FunctionSource:
         return not self._unknown_uses(statement, depth)
 
     def _unknown_uses(self, statement: ast.AST, depth: int) -> list[ast.Name]:
-        """Returns the uses of the config that may change it or give it away, also in code that a statement defines."""
+        """Returns uses of the config that may change it or give it away, also in code that a statement defines."""
         known: set[int] = set()
         for node in ast.walk(statement):
             reads = isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load)

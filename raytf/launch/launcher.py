@@ -50,7 +50,7 @@ def launch_script(
     Args:
         script: Script and its tasks.
         address: Address of the Ray cluster; None uses RAY_ADDRESS or the job's, or starts Ray on this machine.
-        check_room: Called with the resources of each task after the connection; raises an error if the cluster can
+        check_room: Called with the resources of each task after the connection. It raises an error if the cluster can
             never hold them.
 
     Returns:

@@ -59,8 +59,8 @@ class LaunchSpec:
         max_restarts: Largest number of restarts after failures.
         ports: First and last port on which tasks listen.
         network: Network interface on which they listen, see `TensorflowConfig.network`.
-        frozen_after: Seconds for which a process may be stopped (by SIGSTOP, or a debugger) before it has failed; 0
-            waits forever.
+        frozen_after: Seconds for which a process may be stopped (SIGSTOP, a debugger) before it has failed; 0 waits
+            forever.
         hang_timeout: Seconds after which the task that others wait for is named, see `TensorflowConfig.hang_timeout_s`;
             0 turns hang detection off.
         pin_cpus: Whether to pin each process to its own cores, see `TensorflowConfig.pin_cpus`.

@@ -183,8 +183,8 @@ def with_resources(
 class _Loader(yaml.SafeLoader):
     """Reads scalars as `kubectl` does; refuses a key that a map has twice, of which YAML keeps the last one.
 
-    `kubectl` reads YAML by sigs.k8s.io/yaml, into types of JSON: dates and times are texts, `y` is a boolean, `1e1` a
-    number.
+    `kubectl` reads YAML by sigs.k8s.io/yaml, into types of JSON. Dates and times are texts, `y` is a boolean, and `1e1`
+    is a number.
     """
 
     yaml_implicit_resolvers: ClassVar[dict] = {}

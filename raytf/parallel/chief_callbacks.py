@@ -26,8 +26,8 @@ def on_chief(given: keras.callbacks.Callback | Callable) -> keras.callbacks.Call
 
     Use it for callbacks that write files, send messages, or start a run of an experiment tracker. What the callback
     decides, to stop or a learning rate, holds for all workers. It must not call `fit`, `evaluate` or `predict` of a
-    model that several workers train, as these wait for all workers. Callbacks of `wandb` and `mlflow`, and those of
-    Keras that write or send, run on the chief only in any case.
+    model that several workers train. These wait for all workers. Callbacks of `wandb` and `mlflow`, and those of Keras
+    that write or send, always run on the chief only.
 
     Args:
         given: A Keras callback, or a function without arguments that returns one. The function is called on the chief

@@ -32,8 +32,8 @@ class _EpochIterator(backend_trainer.TFEpochIterator):
         Args:
             step: Number of steps that another process has made already.
             dataset: The batches from there on.
-            first: (steps of the first execution, which are all batches of `dataset`; function that returns the later
-                batches), if other workers are within an execution of several steps.
+            first: (steps, function) if other workers are within an execution of several steps. The steps are those of
+                the first execution, which are all batches of `dataset`. The function returns the later batches.
         """
         self._resume_point = step, dataset, first
 

@@ -284,10 +284,11 @@ def may_differ(step: step_module.Step, value) -> bool:
 
 
 def has_fixed_ids(step: step_module.Step | None, gradient: tf.IndexedSlices) -> bool | None:
-    """Returns whether the ids of slices do not come from rows, as those of a table of positions: all are equal.
+    """Returns whether the ids of slices do not come from rows: all are equal, as for a table of positions.
 
-    They may depend on any dimension of a batch but the first, as in `embedding(ops.arange(ops.shape(x)[1]))`. None if
-    their origin is unknown, as in a step that runs eagerly, or for a fixed number of rows, which may be in constants.
+    They may depend on any dimension of a batch but the first, as in `embedding(ops.arange(ops.shape(x)[1]))`. Returns
+    None if their origin is unknown, as in a step that runs eagerly. It is also unknown for a fixed number of rows,
+    which may be in constants.
     """
     if tf.executing_eagerly() or (step is not None and tf.get_static_value(step.rows) is not None):
         return None
@@ -297,7 +298,7 @@ def has_fixed_ids(step: step_module.Step | None, gradient: tf.IndexedSlices) -> 
 def _reaches_batch(
     step: step_module.Step | None, value, passes: Callable[[Any], bool] = lambda tensor: False, most: float = math.inf
 ) -> bool:
-    """Returns whether a tensor of a graph is a function of a batch, or of random numbers, or of more than is known.
+    """Returns whether a tensor of a graph is a function of a batch, of random numbers, or of unknown values.
 
     Args:
         step: The step, which knows equal values, or None.
@@ -334,7 +335,7 @@ def _is_later_dimension(tensor) -> bool:
 
 
 def _inputs_of(tensor) -> list | None:
-    """Returns the tensors that a tensor is a function of, in its graph or an outer one; None if it depends on more."""
+    """Returns the tensors that determine a tensor, in its graph or an outer one; None if it depends on more."""
     if tf.executing_eagerly() or hasattr(tensor, "numpy"):
         return None
     operation = tensor.op
@@ -412,7 +413,7 @@ def mean(grads: Sequence, merge: bool = True) -> list:
 
 
 def _with_ids_once(gathered: tf.IndexedSlices, unique: bool) -> tf.IndexedSlices:
-    """Returns slices of all replicas with the ids of one, and sums of their values, if all have the same ids.
+    """Returns slices of all replicas with the ids of one, and sums of values, if all have the same ids.
 
     Args:
         gathered: The slices of all replicas, one after the other, in any order.
@@ -468,7 +469,7 @@ def weighted(gradient, step: step_module.Step):
 
 
 def of_rows(gradient, step: step_module.Step):
-    """Returns zeros if this worker has no row: a placeholder row may produce NaN, and NaN times zero rows is NaN."""
+    """Returns zeros if this worker has no row. A placeholder row may produce NaN, and NaN times zero rows is NaN."""
     return tf.where(step.rows > 0, gradient, tf.zeros_like(gradient)) if step.partial else gradient
 
 

@@ -1,9 +1,9 @@
 """Joins the state of layers other than weights: counters, running means, codebooks.
 
 A variable's `aggregation` defines how workers' values are joined at each assignment in a step. "sum" adds the changes
-of all workers, "mean" is the mean over all rows, "only_first_replica" is the chief's value; so is each value that
-only random numbers make differ. Without an `aggregation` each worker has its own value until the epoch ends. A warning
-names each such variable once if it depends on a batch's rows.
+of all workers. "mean" is the mean over all rows. "only_first_replica" is the chief's value. So is each value that only
+random numbers make differ. Without an `aggregation` each worker has its own value until the epoch ends. A warning names
+each such variable once if it depends on a batch's rows.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Local SGD: each worker applies its own gradients, and parameters are averaged every few steps.
 
-S. U. Stich, "Local SGD converges fast and communicates little", 2019: parameters are sent once in `sync_every` steps,
-instead of the gradients of each step. Optimizer slots stay local until the end of an epoch, where they are averaged
-too. So a run that resumes from a checkpoint continues from the state of all workers.
+See S. U. Stich, "Local SGD converges fast and communicates little", 2019. Workers send parameters once in `sync_every`
+steps, instead of the gradients of each step. Optimizer slots stay local until the end of an epoch, where they are
+averaged too. So a run that resumes from a checkpoint continues from the state of all workers.
 """
 
 from __future__ import annotations

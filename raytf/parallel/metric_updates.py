@@ -1,4 +1,4 @@
-"""Updates of users' metrics in a step with several workers: one that is no sum over rows gets the rows of all."""
+"""Updates users' metrics in a step with several workers: one that is no sum over rows gets all rows."""
 
 from __future__ import annotations
 

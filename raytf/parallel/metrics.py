@@ -62,8 +62,9 @@ def collect_metrics(model, logs, assign: bool) -> tuple[list[list[np.ndarray]], 
         assign: Whether to assign moving statistics their mean over workers, as at the end of an epoch.
 
     Returns:
-        The variables of each metric over the rows of all workers, for `restore_sums`; [(moving statistic, its mean)],
-        if they were not assigned; and the logs of the epoch, if this were its last step.
+        A tuple of three. The first has the variables of each metric over the rows of all workers, for `restore_sums`.
+        The second is [(moving statistic, its mean)], if they were not assigned. The third has the logs of the epoch, if
+        this were its last step.
     """
     variable_groups = [list(metric.variables) for metric in model.metrics]
     if not many_replicas(model.distribute_strategy):
@@ -212,7 +213,7 @@ def _replace(model, pairs: Sequence[tuple], added: bool) -> None:
 
 
 def last_logs(model, last: tuple) -> tuple[dict[str, float], int]:
-    """Returns the last step's (logs by metric name, with zeros; number of rows), for a worker that has not made it.
+    """Returns the last step's (logs by metric name, with zeros; number of rows), for a worker without that step.
 
     Args:
         model: A model in `fit`.

@@ -87,7 +87,7 @@ def _is_own(model, name: str) -> bool:
 
 
 def _is_traced(model, method: str) -> bool:
-    """Returns whether a step of the model can be traced to build parts: not in eager mode, nor for its own `fit`."""
+    """Returns whether a model's step can be traced to build parts: not in eager mode, nor for its own `fit`."""
     return not _is_own(model, method) and not model.run_eagerly
 
 
@@ -169,8 +169,8 @@ def _same_draws() -> Iterator[None]:
 def _build_metrics_by_step(model, data_batch, method: str) -> None:
     """Builds metrics of `compile` for the labels that the model's own step gives them, such as one-hot ones.
 
-    If the step gives them none, or fails on the example, they are built for the batch's labels, as for Keras' own step.
-    Losses of several outputs have metrics, too; a single loss is left to the first step.
+    If the step gives them none or fails on the example, they are built for the batch's labels. So are those for Keras'
+    own step. Losses of several outputs have metrics, too; a single loss is left to the first step.
     """
     loss, metrics = keras_objects.compiled_parts(model)
     counting = [metrics, loss if isinstance(model.loss, (dict, list, tuple)) else None]

@@ -1,7 +1,7 @@
 """A worker's own state: variables that a step changes besides its update, such as metrics, moving statistics, seeds.
 
 Other workers do not have it, or have it as of the next step. So each worker sends it to the next one of the ring after
-every step, for its replacement worker; see `raytf.collectives.recovery_client`.
+every step, for its replacement worker. See `raytf.collectives.recovery_client`.
 """
 
 from __future__ import annotations

@@ -48,8 +48,8 @@ class ProbeResult:
     """The result of a function's trials.
 
     Args:
-        ways: How the values of halves make the value of the whole: `IDENTICAL`, `MEAN` and `SUM`; all if every value
-            was zero.
+        ways: How the values of halves make the value of the whole: `IDENTICAL`, `MEAN` and `SUM`. It has all three if
+            every value was zero.
         rows: Whether the function returns a value for each row, which depends on that row only.
         why: Error of the trials if they have no result, "" if the function draws random numbers, otherwise None.
     """
@@ -66,7 +66,7 @@ class ProbeResult:
 
 @dataclasses.dataclass(frozen=True)
 class MaskedLabels:
-    """Labels, or tokens, of which a function may skip some: a mean over the remaining ones is no mean over rows.
+    """Labels or tokens of which a function may skip some. A mean over the remaining ones is no mean over rows.
 
     Args:
         labels: Nest of their tensors among the function's arguments.

@@ -1,6 +1,6 @@
-"""Warns of a `train_step` of the user's whose loss is visibly no mean over rows, in the graph of the step.
+"""Warns of a user's `train_step` whose loss is visibly no mean over rows, in the graph of the step.
 
-Such a loss is a sum over rows by a constant, or it takes rows by their position in the batch. Each worker has its own
+Such a loss is a sum over rows by a constant, or takes rows by their position in the batch. Each worker has its own
 rows, so the gradient differs from that of one process.
 """
 

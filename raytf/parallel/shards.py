@@ -1,8 +1,8 @@
 """`shard_optimizer=True`: each worker keeps and updates its share of an optimizer's state (ZeRO stage 1).
 
 S. Rajbhandari et al., "ZeRO: memory optimizations toward training trillion parameter models", 2020. The first half of
-the ring's all-reduce gives each worker its share of the gradients, and the second half copies the new parameters. A
-share is a segment of the ring's sum, so results have the bits of a training without shares. See docs/design/ring.md.
+the ring's all-reduce gives each worker its share of the gradients. The second half copies the new parameters. A share
+is a segment of the ring's sum, so results have the bits of a training without shares. See docs/design/ring.md.
 """
 
 from __future__ import annotations
@@ -275,7 +275,7 @@ class OptimizerShards:
 
 
 def attach(model, strategy) -> None:
-    """Shares out the state of a compiled model's optimizer, if that is in force; call it before the model is built.
+    """Shards the state of a compiled model's optimizer if that is enabled; call it before the model is built.
 
     Args:
         model: A compiled `keras.Model`.

@@ -1,7 +1,7 @@
 """`sparse_updates="lazy"`: an optimizer updates those rows of an `Embedding` that a batch uses, and no others.
 
 Keras' Adam updates the whole table, and squares the gradients of a repeated id one by one. Here the gradients of an id
-are summed, and the optimizer's own `update_step` gets the used rows of the table and of its slots instead of these.
+are summed. The optimizer's own `update_step` gets only the used rows of the table and of its slots.
 """
 
 from __future__ import annotations

@@ -103,9 +103,10 @@ class Step:
         return graph not in (None, self._graph)
 
     def global_rows(self) -> tf.Tensor:
-        """Returns the rows of all replicas, float64 scalar of at least 1; the first call in a step costs a collective.
+        """Returns the rows of all replicas, a float64 scalar of at least 1.
 
-        The result of a branch of `tf.cond` or a body of `tf.while_loop` cannot be used outside of it.
+        The first call in a step costs a collective. The result of a branch of `tf.cond` or a body of `tf.while_loop`
+        cannot be used outside of it.
         """
         known = next((total for total in self._global_rows if _is_visible(total)), None)
         if known is None:
@@ -122,7 +123,7 @@ class Step:
 
     @property
     def known_rows(self) -> int | None:
-        """The number of rows if it is known while the step is traced, at least 1: a placeholder has one row."""
+        """Number of rows if it is known while the step is traced, at least 1: a placeholder has one row."""
         rows = tf.get_static_value(self.rows)
         return None if rows is None else max(int(rows), 1)
 
@@ -249,7 +250,7 @@ def step_variables(model) -> list:
     """Returns variables that a forward pass updates: metrics and moving statistics (no frozen weights).
 
     It omits variables of synchronized layers, which follow the rows of all replicas, and variables that are joined at
-    assignment. It also omits integers: a step counts as one on every replica, and a condition on the count must hold on
+    assignment. It also omits integers. A step counts as one on every replica, and a condition on the count must hold on
     all or none.
     """
     unsynchronized = [layer for layer in keras_objects.layers_of(model) if not getattr(layer, "synchronized", False)]

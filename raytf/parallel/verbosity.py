@@ -44,7 +44,8 @@ def limit_output(chief: bool, line: Callable | None):
 def for_fit(verbose, callbacks):
     """Returns `verbose` and `callbacks` of a `fit` for Keras.
 
-    By default, and for a bar (1), the driver shows the chief's progress line; 2 is Keras' line for each epoch.
+    By default, and for a bar (1), the driver shows the chief's progress line. With 2 it shows Keras' line for each
+    epoch.
     """
     if not _current:
         return verbose, callbacks

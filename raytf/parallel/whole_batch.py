@@ -51,7 +51,7 @@ def compute_on_global_batch(
         rows: Number of rows, see `reduction_probe.has_rows`.
 
     Returns:
-        Scalars unchanged. Of values for each row, this replica's own; a sum of these has the gradient of the sum over
+        Scalars unchanged. Of values for each row, this replica's own. A sum of these has the gradient of the sum over
         all rows.
     """
     leaves = tree.flatten(given)

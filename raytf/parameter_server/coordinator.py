@@ -275,7 +275,7 @@ def train(task, session) -> dict[str, int] | None:
     and resources of the ClusterCoordinator refer to the dead server. So the coordinator's process ends, and the driver
     starts another one, with new servers and workers. It resumes from the copy in memory (`memory_every`), or else from
     the last checkpoint. Another process has that copy, so that it survives the coordinator. Such a copy is of all
-    servers at once, while no step runs: only rows of repeated steps are used again.
+    servers at once, while no step runs. So only rows of repeated steps are used again.
     """
     strategy, servers = context.get_strategy(), context.servers()
     with session.checkpoint() as folder:

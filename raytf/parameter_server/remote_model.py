@@ -1,8 +1,8 @@
 """A Keras model with variables on parameter servers, for steps that workers make asynchronously.
 
-The coordinator has the plain model. Each of its variables is copied into one or more Keras variables on the servers, as
-the partitioner divides its rows. Workers compute with these instead of the model's variables. Their optimizer updates
-them by additions, which a server executes one at a time. `pull` and `push` copy values between model and servers.
+The coordinator has the plain model. Each variable is copied into one or more Keras variables on the servers, as the
+partitioner divides its rows. Workers compute with these instead of the model's variables. Their optimizer updates them
+by additions, which a server executes one at a time. `pull` and `push` copy values between model and servers.
 """
 
 from __future__ import annotations

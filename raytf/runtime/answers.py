@@ -84,7 +84,7 @@ def in_completion_order(
 
 
 def _settled(refs: Sequence, seconds: float | None, action: str, names, check) -> Iterator[tuple[int, Future]]:
-    """Yields (index, future) of each ref as soon as it is done; the cost of a wait does not depend on their number."""
+    """Yields (index, future) of each ref as soon as it is done. The cost of a wait does not depend on their number."""
     done: queue.SimpleQueue[tuple[int, Future]] = queue.SimpleQueue()
     for index, ref in enumerate(refs):
         ref.future().add_done_callback(lambda future, index=index: done.put((index, future)))

@@ -38,7 +38,7 @@ def connect(
 ) -> None:
     """Connects this process to Ray, unless it is connected.
 
-    Starts Ray on this machine if no cluster is named or found, with the CPUs that the run requests: processes may share
+    Starts Ray on this machine if no cluster is named or found, with the CPUs that the run requests. Processes may share
     cores. An existing cluster keeps its own count. If a cluster requires a token, it gets the one of RAY_AUTH_TOKEN, of
     the file RAY_AUTH_TOKEN_PATH, or of ~/.ray/auth_token. Ray itself sends none to a given address unless
     RAY_AUTH_MODE=token is set.

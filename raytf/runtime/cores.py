@@ -45,7 +45,7 @@ class ClaimedCores:
 
     @classmethod
     def claim(cls, count: int) -> ClaimedCores | None:
-        """Claims `count` of the cores that the calling thread may use; None if fewer are free, or this is not Linux.
+        """Claims `count` of the cores that the calling thread may use; None if fewer are free or outside of Linux.
 
         Args:
             count: Number of logical CPUs, as Ray counts them; at least 1.
@@ -195,7 +195,7 @@ def choose_cores(free: frozenset[int], count: int, levels: Mapping[int, list[fro
 
 
 def sharing_levels(core: int, system: pathlib.Path = _SYSTEM) -> list[frozenset[int]]:
-    """Returns the groups of cores that share a physical core, a cache or a NUMA node with a core, itself included."""
+    """Returns the groups of cores that contain `core` and share a physical core, a cache or a NUMA node."""
     folder = system / f"cpu{core}"
     files = [folder / "topology/thread_siblings_list", *folder.glob("cache/index*/shared_cpu_list")]
     files += folder.glob("node*/cpulist")

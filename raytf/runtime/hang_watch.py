@@ -1,7 +1,7 @@
 """Hang detection of a run: names the worker that others wait for, ends a hung one, and names stragglers.
 
 A thread requests snapshots from the workers' processes about twice a second. Of many workers it polls a part in turn,
-or all if one waits or is silent for longer than usual. The training thread does not answer, so a worker in a step, a
+or all if one waits or is silent longer than usual. The training thread does not answer, so a worker in a step, a
 callback or a lock still does. Another process of its host inspects a worker without an answer.
 """
 
@@ -46,7 +46,7 @@ class HangMonitor:
 
     Args:
         execute: execute(rank, function) calls a function of `activity` in a worker's process, and returns the ref of
-            the result; None is no answer.
+            the result. None is no answer.
         locations: Locations of the workers' processes, by rank.
         limit: Seconds after which a hang is reported, see `hangs`.
         first: The same in seconds, until all workers have made a step.

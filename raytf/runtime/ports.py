@@ -1,4 +1,4 @@
-"""The port of a worker, for its ring or TensorFlow: reserved until it is bound there, and the sockets on it."""
+"""The port of a worker, for its ring or TensorFlow: reserved until it is bound there, and its sockets."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ class Reservation:
     Args:
         sidecar_bundles: Resources of each task in addition to the workers, by its name.
         seconds: Seconds for which the driver waits for it, or None: as long as other work holds the cluster.
-        cleaned: Whether to release the group when this process dies and is an actor's, such as a trial of Ray Tune. Ray
+        cleaned: Whether to release the group when this process dies and is an actor's, such as a Ray Tune trial. Ray
             itself releases it only when the whole job has ended.
 
     Attributes:

@@ -119,7 +119,7 @@ def interfaces(scaling_config, network: str | None) -> dict[str, tuple[str | Non
 
 
 def likely_nodes(scaling_config, workers: int) -> list[str]:
-    """Returns the node of each of `workers` workers if Ray places them now; shorter if there is no room for all."""
+    """Returns the node of each of `workers` workers if Ray places them now; fewer without room for all."""
     drained = ray_core.draining()
     nodes = {node: free for node, free in ray_core.free_by_node().items() if node not in drained}
     return has_room_on(

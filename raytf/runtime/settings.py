@@ -40,56 +40,57 @@ class TensorflowConfig:
         gradient_dtype: "bfloat16" or "float16": floating type of gradients on raytf's ring. It halves the traffic, and
             rounds once per worker; "float16" has one scale per 2046 numbers. None sends gradients as they are.
         sync_every: Number of steps between averages of the parameters, at least 1. 1, the default, all-reduces the
-            gradients of each step. With more each worker makes steps on its own rows in between: less traffic for slow
-            networks, and other results than one process has.
+            gradients of each step. With more each worker makes steps on its own rows in between. This reduces the
+            traffic on slow networks, and results differ from those of one process.
         sparse_updates: "lazy": an optimizer updates only the rows of an `Embedding` that a batch uses, and the moments
             of these. A step's time depends on these rows, and not on the table. For Keras' SGD, Adam, AdamW, Adagrad
             and Ftrl; the results differ from Keras' own, see `docs/guides/strategies.md`. None: as Keras does.
-        shard_optimizer: Whether each worker of a `KerasTrainer` keeps and updates its share of the optimizer's state
-            (ZeRO stage 1; Rajbhandari et al., 2020, arXiv:1910.02054), with the same results. For workers on raytf's
-            ring, and Keras' SGD, Adam, AdamW, Adamax, Adagrad, Adadelta, RMSprop, Lion and Ftrl. A lost worker is not
-            replaced in place: all workers restart from the last checkpoint. See `docs/guides/strategies.md`.
+        shard_optimizer: Whether each worker of a `KerasTrainer` keeps and updates its share of the optimizer's state,
+            with the same results. This is ZeRO stage 1 (Rajbhandari et al., 2020, arXiv:1910.02054). For workers on
+            raytf's ring, and Keras' SGD, Adam, AdamW, Adamax, Adagrad, Adadelta, RMSprop, Lion and Ftrl. A lost worker
+            is not replaced in place: all workers restart from the last checkpoint. See `docs/guides/strategies.md`.
         timeout_s: Timeout in seconds of a collective of TensorFlow that a worker does not join. None waits forever.
-        hang_timeout_s: Seconds after which a line names the worker that the others wait for, its phase and its Python
-            stack; at least 2, 10 by default. It is 30 times the usual step if that is more. The run ends after three
-            times as long. In a callback, in the input or in a checkpoint, or while the worker still makes progress, it
-            ends after 30 times as long. A process that is stopped (SIGSTOP) is ended, one that computes is not. None
-            turns hang detection off.
-        heal: Whether a lost worker is replaced in place, where FailureConfig allows failures. True by default. For
-            workers of a `KerasTrainer` or of trials of its sweep that use raytf's ring; `raytf.fit` replaces workers in
-            any case, at most three times in a call. The other workers keep their processes and wait in their step.
-            After each step every worker sends its own state (metrics, moving statistics, seeds) to another one. If
-            False, or if it is not possible, all workers restart from the last checkpoint.
+        hang_timeout_s: Seconds after which a line names the worker that the others wait for; at least 2, 10 by default.
+            The line also has its phase and its Python stack. The timeout is 30 times the usual step if that is more.
+            The run ends after three times as long. It ends after 30 times as long in a callback, in the input or in a
+            checkpoint. The same holds while the worker still makes progress. A process that is stopped (SIGSTOP) is
+            ended, one that computes is not. None turns hang detection off.
+        heal: Whether a lost worker is replaced in place, where FailureConfig allows failures. True by default. It
+            applies to workers of a `KerasTrainer` or of trials of its sweep that use raytf's ring. `raytf.fit` replaces
+            workers in any case, at most three times in a call. The other workers keep their processes and wait in their
+            step. After each step every worker sends its own state (metrics, moving statistics, seeds) to another one.
+            If False, or if it is not possible, all workers restart from the last checkpoint.
         spares: Number of standby workers on each host that has workers, at least 0, which is the default. A standby
-            worker replaces a lost worker faster: it has imported TensorFlow and has made a warm-up step of the model on
-            the first rows, whose result is discarded. For that it calls `build_model`, and traces `map` and
-            `train_step`, outside of Ray Train's context; no callback is called. If that fails, a warning is logged, and
-            it has only imported TensorFlow. It takes 0.7 GB of memory plus the model, and no CPU of the cluster. Needs
-            `heal=True`, failures that FailureConfig allows, communication="auto", sync_every=1, and at least two
-            workers, more than `spares`, on CPUs.
-        first_step_timeout_s: As `hang_timeout_s`, until all workers have made their first step, as they compile in it;
-            at least `hang_timeout_s`, 300 by default.
+            worker replaces a lost worker faster: it has imported TensorFlow and has made a warm-up step. It makes this
+            step with the model on the first rows, and discards the result. For that it calls `build_model`, and traces
+            `map` and `train_step`, outside of Ray Train's context; no callback is called. If that fails, a warning is
+            logged, and it has only imported TensorFlow. It takes 0.7 GB of memory plus the model, and no CPU of the
+            cluster. Needs `heal=True`, failures that FailureConfig allows, communication="auto", sync_every=1, and at
+            least two workers, more than `spares`, on CPUs.
+        first_step_timeout_s: As `hang_timeout_s`, until all workers have made their first step; at least
+            `hang_timeout_s`, 300 by default. Workers compile in this step.
         bytes_per_pack: Size in bytes of the packs in which gradients are sent, at least 0. 0, the default, means 4 MiB
             on raytf's ring, and one pack for TensorFlow's collectives.
         intra_op_threads: Number of threads in one operation, at least 1. None takes the worker's CPUs in Ray.
         inter_op_threads: Number of operations that run in parallel, at least 1. None takes the worker's CPUs, at least
             2.
         pin_cpus: Whether each worker runs on cores of its own. False leaves the placement to Linux. "auto" gives each
-            worker as many cores as it has CPUs in Ray, if the host has enough for all workers of the run there. No
-            other worker of any run uses them. Cores that no worker has can be used by all. Processes that write
-            checkpoints are not pinned. It helps where workers fill a host, and hurts where other programs keep a core
-            busy. It has no effect outside of Linux, for workers of less than one CPU, and with parameter servers.
+            worker as many cores as it has CPUs in Ray. It does so if the host has enough for all workers of the run
+            there. No other worker of any run uses them. Cores that no worker has can be used by all. Processes that
+            write checkpoints are not pinned. It helps where workers fill a host, and hurts where other programs keep a
+            core busy. It has no effect outside of Linux, for workers of less than one CPU, and with parameter servers.
         memory_growth: Whether GPU memory is allocated as needed, instead of all at the start; True by default.
-        renew_worker_mb: Limit in megabytes (10^6 bytes), at least 1, for the growth of a worker that is kept between
-            trials of a sweep or calls of `raytf.fit`; 4000 by default. If a worker has grown by more since its first
-            trial or call, new workers run the next one, and a line is logged. None: no limit. TensorFlow and Keras can
-            leak traced graphs (Keras issues 20552 and 21090).
-        ports: Tuple of the first and the last port that workers listen on, for raytf's ring and TensorFlow, with at
-            least one port per worker of a host. The default is (20000, 31999). Reserve them for raytf; see
+        renew_worker_mb: Limit in megabytes (10^6 bytes) for the growth of a worker, at least 1; 4000 by default. It
+            applies to workers that are kept between trials of a sweep or calls of `raytf.fit`. If a worker has grown by
+            more since its first trial or call, new workers run the next one. A line is then logged. None: no limit.
+            TensorFlow and Keras can leak traced graphs (Keras issues 20552 and 21090).
+        ports: Tuple of the first and the last port that workers listen on, for raytf's ring and TensorFlow. It must
+            have at least one port per worker of a host. The default is (20000, 31999). Reserve them for raytf; see
             `docs/guides/cluster.md`. None: any free port.
-        network: Name of the network interface on which workers listen and exchange ("eth1"), or the network of its
-            addresses ("10.1.0.0/16") if hosts name it differently. NCCL uses it, too, unless NCCL_SOCKET_IFNAME is set.
-            None: the interface with the address of the host in Ray, which is the one that reaches Ray's head.
+        network: Name of the network interface on which workers listen and exchange, such as "eth1". Or the network of
+            its addresses, such as "10.1.0.0/16", if hosts name it differently. NCCL uses it, too, unless
+            NCCL_SOCKET_IFNAME is set. None: the interface with the address of the host in Ray, which is the one that
+            reaches Ray's head.
         legacy_keras: Whether `tf.keras` of the workers is Keras 2 (the package tf_keras), as under Ray's own trainer;
             for a `TensorflowTrainer`. raytf's support for Keras 3 is then off. TF_USE_LEGACY_KERAS=1 in the driver's
             environment, or in a runtime environment of Ray, has the same effect.

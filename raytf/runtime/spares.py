@@ -30,7 +30,8 @@ class StandbyPool:
     Args:
         per_node: Number on each node, at least 1.
         start: start(node) starts a process there, and returns its actor, which calls functions by its `execute`.
-        preload: Function that each calls at its start; returns in one line which work it could not do ahead, or None.
+        preload: Function that each calls at its start. It returns in one line which work it could not do ahead, or
+            None.
         clock: Returns seconds; for tests.
     """
 

@@ -1,9 +1,9 @@
 """Straggler detection: finds a worker that delays the others, from snapshots of all workers. Pure.
 
 A worker's own time is the time of its steps without its waits for others: computation, input, callbacks. A worker is a
-straggler if its own time is over a fifth above the others' in ten periods in a row. A period has at least three steps
-and 0.4 s. A single long step, or a checkpoint of the chief alone, counts as at most one and a half usual steps. Only
-raytf's ring measures waits: no worker is named when TensorFlow's own collectives sum gradients.
+straggler if its own time exceeds the others' by over a fifth in ten consecutive periods. A period has at least three
+steps and 0.4 s. A single long step, or a checkpoint of the chief alone, counts as at most 1.5 usual steps. Only raytf's
+ring measures waits: no worker is named when TensorFlow's own collectives sum gradients.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Notes in a run's folder of writers that still write after their worker has gone; a resumed run waits for them.
+"""Notes in a run's folder of writers that still write after their worker has gone. A resumed run waits for them.
 
 Writers of the same host are found without notes, see `snapshots.wait_for_writers`.
 """
@@ -59,7 +59,7 @@ def wait_for_notes(filesystem, folder: str, seconds: float) -> bool:
     Args:
         filesystem: A `pyarrow.fs.FileSystem`.
         folder: The run's folder there.
-        seconds: Timeout. Notes that exist during all of it are removed: if it is longer than a writer lives alone,
+        seconds: Timeout. Notes that exist during all of it are removed. If it is longer than a writer lives alone,
             their hosts have gone.
     """
     deadline = time.monotonic() + seconds

@@ -15,7 +15,7 @@ def check_owner(folder: str) -> None:
     """Refuses a folder of pickles that another user can write to, as its writers run code in this process.
 
     The folder, its content and the folders above it must belong to this user or to root. No other user may write to
-    them. A folder above may be writable if it is sticky, as /tmp is; a user's own group counts as the user. Storage
+    them. A folder above may be writable if it is sticky, as /tmp is. A user's own group counts as the user. Storage
     that is not mounted (a URI) cannot be checked: it raises a warning.
 
     Args:

@@ -23,7 +23,7 @@ def encode(value, arrays: list | None = None):
     """Converts a value for `json.dumps`.
 
     Args:
-        value: None, bool, a number, text, bytes, or a NumPy scalar; also list, tuple, set, frozenset, deque and dict of
+        value: None, bool, a number, text, bytes, or a NumPy scalar. Or a list, tuple, set, frozenset, deque or dict of
             these. NumPy arrays are allowed if `arrays` is a list.
         arrays: Receives the arrays, or None.
 

@@ -1,9 +1,9 @@
 """One driver for a run's folder: a lock file with its owner and a heartbeat, on any storage.
 
 On a mounted file system the file is created exclusively: exactly one of two drivers gets it. pyarrow offers no such
-call for object stores: there a driver writes the file, reads it back a moment later, and the last write counts. A
-driver takes over the lock of a dead owner. An owner that was frozen for so long detects this at its next heartbeat, and
-its run ends.
+call for object stores. There a driver writes the file and reads it back shortly afterwards, and the last write counts.
+A driver takes over the lock of a dead owner. An owner that was frozen for so long detects this at its next heartbeat,
+and its run ends.
 """
 
 from __future__ import annotations

@@ -220,8 +220,8 @@ def mapped_pieces(part: dict, memory: memoryview) -> list:
     """Returns the pieces of a file from shared memory.
 
     Args:
-        part: "file": its name; and "at", "size" of its content, or "arrays": [key, dtype, shape, at] of each in an npz,
-            or "members": [name, at, size] of each in a zip.
+        part: Dict with the name "file", and "at" and "size" of the content. An npz has "arrays" instead: [key, dtype,
+            shape, at] of each. A zip has "members" instead: [name, at, size] of each.
         memory: The buffer.
     """
     if "arrays" in part:

@@ -1,6 +1,6 @@
 """Snapshots of a training, sent to a process that writes them: the training only copies its arrays.
 
-Snapshots are in anonymous shared memory. A small one replaces one that waits; a large one has a single buffer, and is
+Snapshots are in anonymous shared memory. A small one replaces one that waits. A large one has a single buffer, and is
 left out while another is written. See docs/design/checkpoint-writer.md, and `SnapshotWriter` for an example.
 
 Over 500 lines: one class, whose methods share the state of the writing process.
@@ -98,6 +98,7 @@ class SnapshotWriter:
         writer = SnapshotWriter(filesystem, "runs/one")
         writer.write("step_000000000100", {"state.json": text, "seeds.npz": {"0": seed}, "model.keras": archive})
         writer.write("step_000000000110", parts, in_memory=True)     # written only if this process dies
+
         number = writer.write("checkpoint_one", parts, pinned=True)     # no newer one replaces it
         writer.finish(60.0, number=number)     # it is whole, or NotWrittenError explains why not
         writer.close()

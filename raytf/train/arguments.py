@@ -231,7 +231,8 @@ def check_workers(scaling_config: ScalingConfig) -> int:
 def check_batch(batch_size: object, scaling_config: ScalingConfig, num_ps: int, scales: bool = False) -> None:
     """Raises ConfigError unless a global batch has a row for each replica.
 
-    It counts the replicas of the most workers that a run may have; of the fewest if the batch scales with them.
+    It counts the replicas of the most workers that a run may have. If the batch scales with them, it counts those of
+    the fewest.
     """
     if num_ps:
         per_replica_batch(batch_size, 1)

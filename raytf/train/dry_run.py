@@ -154,7 +154,7 @@ class DryRunResult:
         identity: Identity of the model and of the columns' types, see `fingerprint.model_fingerprint`.
         warning: One line on untested versions that work, or None.
         unread: Keys of the config that nothing read, see `config_keys.unread_keys`.
-        logs: Names of an epoch's metrics and of its validation's, without metrics of callbacks; None if the model has
+        logs: Names of an epoch's metrics and of its validation's, without metrics of callbacks. None if the model has
             its own step.
         pipelines: Properties of pipelines, by name of the dataset.
         verification: Result of the comparison of two workers with one device, or None.
@@ -334,7 +334,7 @@ def _in_a_copy(answer):
 
 
 def _read(reader: int, deadline: float) -> bytes | None:
-    """Returns all that other processes write into a pipe, and closes it; None if it has no end by the deadline."""
+    """Returns all that other processes write into a pipe, and closes it; None without an end by the deadline."""
     parts = []
     with os.fdopen(reader, "rb", buffering=0) as file:
         poll = select.poll()

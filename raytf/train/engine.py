@@ -1,7 +1,7 @@
-"""Runs a train loop on workers: one group of workers after another, until the loop has ended or failed too often.
+"""Runs a train loop on workers: one group after another, until the loop has ended or failed too often.
 
-It uses Ray's public API: actors and placement groups. The driver's process follows the workers in a thread;
-`run_group.RunGroup` has the part of one group, `run_worker` that of a worker.
+It uses Ray's public API: actors and placement groups. The driver's process follows the workers in a thread.
+`run_group.RunGroup` has the part of one group, and `run_worker` that of a worker.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def is_slice(scaling_config) -> bool:
 
 
 class Startup(WarmPool):
-    """Processes of a run that is about to start: they import while the driver reads the data and tries the model.
+    """Processes of a run that is about to start. They import while the driver reads the data and tries the model.
 
     They reserve no resources; those on the right nodes become the run's workers.
 
@@ -293,7 +293,7 @@ class _Resize(Exception):
 
 
 class _Elastic:
-    """Decides on the number of workers of an elastic run; workers that support it stop after a step before it changes.
+    """Decides on the number of workers of an elastic run. Workers that support it stop after a step before it changes.
 
     Args:
         spec: What all groups of the run have in common.

@@ -40,7 +40,7 @@ def import_raytf() -> None:
 
 
 def warm_up_standby(refs: list, workers: int, cpus: int) -> str | None:
-    """Prepares a standby worker as it starts: imports, and a warm-up step of the model that it may have to train.
+    """Prepares a standby worker as it starts: imports, and a warm-up step of the model that it may train.
 
     Args:
         refs: Empty, or the ref of (the `TrainJob`, the `settings.WorkerSetup`).

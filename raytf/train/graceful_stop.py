@@ -182,8 +182,8 @@ class GracefulStop:
     def check(self, result, folder: RunFolder) -> None:
         """Raises the error for a run that a signal has stopped; nothing without a signal.
 
-        A run that stopped without a signal could not leave a drained node: the driver's, or the node of the coordinator
-        of parameter servers. SIGTERM follows a drain.
+        A run that stopped without a signal could not leave a drained node. It is the node of the driver, or of the
+        coordinator of parameter servers. SIGTERM follows a drain.
 
         Raises:
             StoppedError: All completed steps are saved.

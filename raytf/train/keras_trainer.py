@@ -58,7 +58,7 @@ DEFAULTS = {"batch_size": 32, "epochs": 1}
 
 @dataclasses.dataclass(eq=False, repr=False)
 class KerasTrainer:
-    """Trains a Keras 3 model on Ray workers, with the result of `model.fit` in one process on the same global batches.
+    """Trains a Keras 3 model on Ray, with the result of `model.fit` in one process on the same global batches.
 
     Args:
         build_model: Function `build_model(config) -> keras.Model` that returns a compiled model. It is called on every
@@ -68,8 +68,8 @@ class KerasTrainer:
             of epochs to train, at least 1; 1 by default.
         datasets: Dict of `ray.data.Dataset`, or of `raytf.TFData` with a function that returns a `tf.data.Dataset`:
             "train", and optionally "validation".
-        features: Name of a column, or a `raytf.Column`; a list of columns, which are stacked into one float32 vector;
-            or a dict of these by name of the model's input. Required for Ray Datasets. `features`, `labels`,
+        features: Name of a column, or a `raytf.Column`. Or a list of columns, which are stacked into one float32
+            vector. Or a dict of these by name of the model's input. Required for Ray Datasets. `features`, `labels`,
             `sample_weights`, `map`, `shuffle` and `materialize` have no meaning for a `raytf.TFData`.
         labels: As `features`, by name of the model's output. None for models that need no labels.
         sample_weights: Name of a column with one weight per row, or a dict of these by name of the output.
@@ -80,8 +80,8 @@ class KerasTrainer:
         callbacks: Function `callbacks(config)` that returns a list of Keras callbacks. It is called on every worker;
             only the chief writes files. Or a list of callbacks, of which each worker gets copies.
         strategy: "auto", "one_device", "mirrored", "multi_worker_mirrored", "central_storage", "parameter_server" or
-            "tpu"; "auto" by default. With "parameter_server" each step is made by one worker on a whole batch, and
-            workers do not wait for each other.
+            "tpu"; "auto" by default. With "parameter_server" each step is made by one worker on a whole batch. Workers
+            do not wait for each other.
         evaluator: If True, one more process evaluates every checkpoint on the dataset "validation" while training
             continues. It replaces validation in the training. Its metrics are named `eval_*`, arrive late, and are not
             seen by callbacks.
@@ -107,22 +107,23 @@ class KerasTrainer:
             else "full".
         window: Number of rows of a window, at least 1; 65,536 by default.
         steps_per_execution: Steps in one call of the training function, at least 1. "auto", the default, keeps the
-            value that the model was compiled with if it is above 1. Else it measures the first steps, and raises the
+            value that the model was compiled with if it is above 1. Else it measures the first steps. It raises the
             value where Python's share of a step matters and no callback needs batches.
         progress: Whether the driver shows a line of progress; True by default.
-        checkpoint_every: When to write checkpoints within epochs: "100 steps", "30 s", "10 min", or "epoch" for only at
-            the ends of epochs. "auto", the default, spends at most a hundredth of the time, and writes every 30 s at
-            most. A run resumes at the next step with the same rows, masks and metrics, on any number of workers. With
-            `TensorflowConfig(sync_every=)` "auto" means "epoch", and times are refused. In sweeps "auto" means "epoch".
+        checkpoint_every: When to write checkpoints within epochs: "100 steps", "30 s", "10 min", or "epoch". "epoch"
+            writes them only at the ends of epochs. "auto", the default, spends at most a hundredth of the time, and
+            writes every 30 s at most. A run resumes at the next step with the same rows, masks and metrics, on any
+            number of workers. With `TensorflowConfig(sync_every=)` "auto" means "epoch", and times are refused. In
+            sweeps "auto" means "epoch".
         memory_every: When to copy the training's state into memory, such as "10 steps". None makes no copies. One copy
-            is on the chief's host, and one on another host if there is one; each host needs memory for two. The copy is
+            is on the chief's host, and one on another host if there is one. Each host needs memory for two. The copy is
             written to storage only when the run breaks. The loss of a host then costs at most that many steps. With
             parameter servers the coordinator holds the copy, and a replaced server is restored from it.
         elastic_batch: For elastic runs, `ScalingConfig(num_workers=(fewest, most))`. "keep", the default: the global
-            batch is `batch_size` on any number of workers, and the weights do not depend on that number. "scale":
-            `batch_size` and the learning rate are those of the fewest workers, and both grow in proportion with the
-            number of workers (the linear scaling rule of Goyal et al. 2017, https://arxiv.org/abs/1706.02677, without
-            its warm-up). An epoch that has begun continues after the rows that it has used. With shuffle="window" or
+            batch is `batch_size` on any number of workers. The weights do not depend on that number. "scale":
+            `batch_size` and the learning rate are those of the fewest workers. Both grow in proportion with the number
+            of workers. This is the linear scaling rule of Goyal et al. 2017, https://arxiv.org/abs/1706.02677, without
+            its warm-up. An epoch that has begun continues after the rows that it has used. With shuffle="window" or
             buckets by length it starts again, with a warning. "scale" refuses a `LearningRateSchedule`, several
             optimizers, `sync_every` and TPUs.
         resume: What to do if the run's folder has checkpoints. "auto", the default, resumes the same run, and raises an
@@ -132,11 +133,11 @@ class KerasTrainer:
             ended is not trained again.
         verify: Whether to compare two workers with one process before training, on a few rows, in two steps and a
             validation: logs, metrics, weights and other variables. "warn", the default, warns of differences, with
-            their cause and the fix; after half a second the comparison continues in parallel with the first steps.
+            their cause and the fix. After half a second the comparison continues in parallel with the first steps.
             "error" waits for at most 200 s, and raises an error. False compares nothing. Models above 64 MiB, parameter
             servers, `sync_every` and single devices are not compared.
-        nan: What to do if the loss is NaN or infinite. "warn", the default: one warning soon after it began, with the
-            first such step and the workers whose rows caused it; it is an event of the run, see `raytf.run_events`.
+        nan: What to do if the loss is NaN or infinite. "warn", the default: one warning soon afterwards, with the first
+            such step and the workers whose rows caused it. The warning is an event of the run, see `raytf.run_events`.
             "stop": also stops the training, within 100 steps. "ignore": nothing. Metrics of the validation are only
             warned of.
 
@@ -273,8 +274,8 @@ class KerasTrainer:
         """Trains, and returns when the last epoch is reported.
 
         Returns:
-            A `ray.train.Result`: `metrics` has the last epoch's global values by their Keras names, and `epoch`;
-            `metrics_dataframe` has a row for each epoch; `checkpoint` is the model for `raytf.load_model`.
+            A `ray.train.Result`. Its `metrics` has the last epoch's global values by their Keras names, and `epoch`.
+            `metrics_dataframe` has a row for each epoch. `checkpoint` is the model for `raytf.load_model`.
 
         Raises:
             ConfigError: The model, the columns or the cluster do not fit; no worker has started.
@@ -626,7 +627,7 @@ class KerasTrainer:
 
 
 def _describe_resume(last: run_folder.LastCheckpoint, order: Mapping[str, Any]) -> str:
-    """Describes how a run resumes: at the next step, or at its epoch's first if its steps would have other rows now."""
+    """Describes how a run resumes: at the next step, or its epoch's first if steps would have other rows now."""
     if last.epoch_step and (differs := sampling.differences(last.order, order)):
         restart = f"epoch {last.epoch + 1} restarts at its first step, as its {last.epoch_step} step(s)"
         return f"resuming from step {last.step}; {restart} would have other rows now ({differs})"

@@ -52,11 +52,11 @@ class Plan:
         start_bytes: Bytes of copies that several workers hold at the start of `fit`, before there are gradients.
         wire_bytes: Bytes that a worker sends in a step, on average.
         row_bytes: Bytes of a row of the data, as the model gets it.
-        step_seconds: Seconds of one replica's part of a step without communication, as measured on one core; None if it
-            was not measured.
+        step_seconds: Seconds of one replica's part of a step without communication, as measured on one core; None if
+            not measured.
         room_bytes: Bytes of memory of a worker, or None if unknown.
         data: Tuple with a line for each pipeline.
-        networks: The network interface on which workers of each node exchange, None if unknown, by the node's address;
+        networks: Network interface on which workers of each node exchange, None if unknown, by the node's address;
             empty without exchange.
     """
 

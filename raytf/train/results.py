@@ -52,7 +52,7 @@ def lines(result: Result, folder: str, learned: bool = True) -> list[str]:
 
 
 def summary(last: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Returns a line with the values of the last epoch, and the best epoch if it is another one; none without values.
+    """Returns a line with the last epoch's values, and the best epoch if it is another one; none without values.
 
     Args:
         last: Values of the last epoch.

@@ -34,8 +34,9 @@ class ListedRun:
 
     Args:
         name: Path below the listed folder.
-        state: "running", "finished", "stopped" (by a callback), "interrupted", "ended", "empty" or "damaged", with
-            ", loss nan" if that is the loss of the last epoch; of a sweep, how many of its trials have ended.
+        state: "running", "finished", "stopped" (by a callback), "interrupted", "ended", "empty" or "damaged". It ends
+            with ", loss nan" if that is the loss of the last epoch. Of a sweep, it is how many of its trials have
+            ended.
         epochs: Number of complete epochs, with "/" and the requested number if it is known.
         best: (metric, value, epoch) or None.
         modified: Time of the last checkpoint, in seconds since 1970, or None.

@@ -34,8 +34,8 @@ from raytf.train.engine_trainer import EngineTrainer
 class TensorflowTrainer(EngineTrainer):
     """Runs a TensorFlow train loop on Ray workers: `ray.train.tensorflow.TensorflowTrainer`, with Keras 3.
 
-    With `raytf.TensorflowConfig(legacy_keras=True)`, or TF_USE_LEGACY_KERAS=1 in the driver's environment or in a
-    runtime environment of Ray, `tf.keras` of the workers is Keras 2, as under Ray's own trainer.
+    With `raytf.TensorflowConfig(legacy_keras=True)`, `tf.keras` of the workers is Keras 2, as under Ray's own trainer.
+    TF_USE_LEGACY_KERAS=1 has the same effect, in the driver's environment or in a runtime environment of Ray.
 
     Args:
         train_loop_per_worker: Function without arguments, or of `train_loop_config`. Call `raytf.get_strategy()` in it,

@@ -14,9 +14,9 @@ from raytf.compat.patching import overrides
 class HyperBand(HyperBandScheduler):
     """Halves or ends a bracket only once its trials are paused and no checkpoint is being saved.
 
-    Ray's class (2.60) does so at the last trial's report, which has two defects. A trial that is about to pause is not
-    ended with a finished bracket, or its last checkpoint does not count. After a bracket's first halving, an error in
-    the last awaited trial leaves the others paused.
+    Ray's class (2.60) does so at the last trial's report, which has two defects. A trial about to pause is not ended
+    with a finished bracket, or its last checkpoint does not count. After a bracket's first halving, an error in the
+    last awaited trial leaves the others paused.
     """
 
     @overrides(HyperBandScheduler)

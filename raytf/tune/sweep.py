@@ -1,7 +1,7 @@
 """Ray Tune over a trainer: trials run in warm worker groups, whose processes and TensorFlow outlive a trial.
 
-A Tune trial is an actor without resources of its own in a placement group that holds its workers'
-(`worker_group.WorkerGroup`): a trial gets all its workers or none. Tune reuses such an actor, with its warm workers,
+A Tune trial is an actor without resources of its own. Its placement group holds those of its workers
+(`worker_group.WorkerGroup`). So a trial gets all its workers or none. Tune reuses such an actor, with its warm workers,
 for the next trial with the same resources. Schedulers, search, retries and the state on disk are Tune's.
 
 Over 500 lines: a third of it documents the arguments of `sweep`.
@@ -114,15 +114,15 @@ def sweep(
         warm: Whether to keep the workers between trials; True by default. False starts new processes for each trial.
         report_every_steps: Number of steps between reports, in addition to those at the ends of epochs; for a
             `KerasTrainer`. A scheduler's `training_iteration` then counts these reports.
-        scale_learning_rate: "linear" (Goyal et al., 2017, arXiv:1706.02677) or "sqrt" (Krizhevsky, 2014,
-            arXiv:1404.5997): how `learning_rate`, which is meant for `base_batch_size`, follows a trial's `batch_size`.
-            None leaves it as it is.
+        scale_learning_rate: How `learning_rate`, which is meant for `base_batch_size`, follows a trial's `batch_size`.
+            "linear" (Goyal et al., 2017, arXiv:1706.02677) or "sqrt" (Krizhevsky, 2014, arXiv:1404.5997). None leaves
+            it as it is.
         base_batch_size: The batch size, in rows, that `learning_rate` is meant for; see `scale_learning_rate`.
         warmup_steps: Number of steps in which the learning rate rises from 0, at least 0, which is the default.
         resume: Path of a sweep that was interrupted. Completed trials are kept; others resume from their checkpoints.
             `trainer` must be the same, and `param_space` is not needed. A sweep also resumes if it is called again with
-            the same name and arguments. Ray Tune stores sweeps as pickles, which run code when they are read: folders
-            that other users can write to are refused, and for URIs there is a warning.
+            the same name and arguments. Ray Tune stores sweeps as pickles, which run code when they are read. So
+            folders that other users can write to are refused, and for URIs there is a warning.
         progress: Whether terminals show a table of the trials; True by default.
 
     Returns:

@@ -1,6 +1,6 @@
-"""Ends a sweep after a step: the driver requests it, each trial saves and reports its last step, and Tune ends.
+"""Ends a sweep after a step: the driver requests it, trials save and report their last step, and Tune ends.
 
-Trials and driver communicate by values in Ray's key-value store: a trial's actor is busy in a step of Tune's, and
+Trials and driver communicate by values in Ray's key-value store. A trial's actor is busy in a step of Tune's, and
 receives no calls.
 """
 

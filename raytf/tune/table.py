@@ -1,4 +1,4 @@
-"""Output of a sweep: a live table in a terminal, a line for each finished trial, and the best trial at the end."""
+"""Shows a sweep: a live table in a terminal, a line for each finished trial, and finally the best one."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ class SweepSpec:
     """Settings that all trials of a sweep share.
 
     Args:
-        train: Function train(session, config) for a worker; train.clone() returns a copy for one group, and
+        train: Function train(session, config) for a worker. train.clone() returns a copy for one group.
             train.release_prefetch() releases what its datasets have prefetched.
         config: The trainer's config, which a trial's values override.
         scaling_config, setup: The trainer's.

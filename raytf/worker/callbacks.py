@@ -117,12 +117,12 @@ class ReportCallback(keras.callbacks.Callback):
             the Result.
         seed: Seed of the run, which is stored in the checkpoint; 0 by default.
         build: Tuple (build_model, config, inputs), for `raytf.load_model(build_model=...)`. The checkpoint contains the
-            name of the function, the config, and the inputs: (shape without the batch, dtype), or a dict of these. By
-            default it contains none.
+            name of the function, the config and the inputs. Inputs are (shape without the batch, dtype), or a dict of
+            these. By default a checkpoint contains none.
         callbacks: List of callbacks whose state the checkpoint contains, in order; none by default.
         history: List of dicts with the metrics of the epochs before, when a run resumes.
         report: Function `report(metrics, write)` instead of Ray's; `write(folder)` writes the checkpoint. It may return
-            a function that waits for the end of the writing, and returns why there is no checkpoint, or None.
+            a function that waits for the end of the writing. That function returns why there is no checkpoint, or None.
         identity: Dict that identifies the run, which is stored in each checkpoint.
         steps: Function `steps()` that returns the number of steps in all; by default those of an optimizer.
         writers: Agrees on the workers that write a checkpoint. None: the chief.

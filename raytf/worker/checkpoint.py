@@ -141,8 +141,8 @@ def checkpoint_parts(
         Dict by name of the file: a string, or the arrays of an npz by name.
 
     Raises:
-        ConfigError: An optimizer trains variables of others than the model, or `get_state` of a callback returns a
-            value that is not plain.
+        ConfigError: An optimizer trains variables outside of the model, or `get_state` of a callback returns values
+            that are not plain.
     """
     import numpy as np
 

@@ -67,8 +67,8 @@ def get_dataset(
     Args:
         name: Key in the trainer's `datasets`.
         batch_size: Rows of the **global** batch, over all workers; at least one for each replica.
-        features: Name of a column, or a `raytf.Column`; a list of columns, which are stacked into one float32 vector;
-            or a dict of these by name of the model's input. A `raytf.TFData` uses only `seed`.
+        features: Name of a column, or a `raytf.Column`. Or a list of columns, which are stacked into one float32
+            vector. Or a dict of these by name of the model's input. A `raytf.TFData` uses only `seed`.
         labels: As `features`, or None.
         sample_weights: As `features`, or None.
         shuffle: "full" (the default for "train"), "window", or "none" (the default for others).

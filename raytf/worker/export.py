@@ -1,4 +1,4 @@
-"""Exports the model of a run for use without raytf: as a SavedModel, a file of Keras or one of ONNX."""
+"""Exports the model of a run for use without raytf: as a SavedModel, a Keras file or an ONNX file."""
 
 from __future__ import annotations
 
@@ -48,12 +48,11 @@ def export(
 
     Args:
         source: A run, a checkpoint or a file, as in `raytf.load_model`.
-        output: Path on this machine that does not exist yet: a folder for "saved_model", a file that ends in ".keras",
-            or a file for "onnx".
-        format: "saved_model", the default, for TensorFlow Serving and `tf.saved_model.load(output).serve(x)`; "keras",
-            for `keras.saving.load_model(output)`; or "onnx", which needs the packages tf2onnx and onnxruntime.
-        which: Checkpoint of a run: "last", "best", or an int, the number of steps since the start of the run; "last" by
-            default.
+        output: Path on this machine that does not exist yet. It is a folder for "saved_model", a file that ends in
+            ".keras", or a file for "onnx".
+        format: "saved_model", the default, for TensorFlow Serving and `tf.saved_model.load(output).serve(x)`. Or
+            "keras", for `keras.saving.load_model(output)`, or "onnx", which needs the packages tf2onnx and onnxruntime.
+        which: Checkpoint of a run: "last", the default, "best", or an int, the number of steps since its start.
         average: Number of last checkpoints whose weights are averaged, at least 1; 1 by default.
         metric: Metric that decides which checkpoint is "best"; by default "val_loss", or "loss" without validation.
         mode: "min" or "max": whether the best value of `metric` is the smallest or the largest; "min" by default.
@@ -65,8 +64,8 @@ def export(
         The path of the exported model.
 
     Raises:
-        ConfigError: An argument is wrong, there is no such checkpoint, or the exported model differs from the original
-            by more than 1e-6 on generated rows. Then there is nothing at `output`.
+        ConfigError: An argument is wrong, or there is no such checkpoint. Or the exported model differs from the
+            original by more than 1e-6 on generated rows. Then there is nothing at `output`.
 
     Example:
         >>> import keras, os, raytf, tempfile

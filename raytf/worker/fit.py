@@ -119,7 +119,7 @@ def build_from_data(model, dataset, method: str = "fit") -> None:
         method: "fit" or "evaluate", the use of the dataset.
 
     Raises:
-        ConfigError: A layer of the model is stateful, or the model is not built and only its own code can call it.
+        ConfigError: A layer is stateful, or the model is not built and only its own code can call it.
     """
 
     _refuse_state_of_rows(model)

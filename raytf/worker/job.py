@@ -59,8 +59,8 @@ class TrainJob(TrainingOptions):
         variable_partitioner: See `remote_model.RemoteModel`.
         evaluator: Whether an evaluator evaluates checkpoints, in parallel to a training without validation.
         validate: Whether each checkpoint calls the evaluator, or a function of the user's.
-        fewest: Number of workers that the config's batch_size and learning rate are for, if an elastic run scales them;
-            else None.
+        fewest: Number of workers that the config's batch_size and learning rate are for. None unless an elastic run
+            scales them.
     """
 
     build_model: Callable

@@ -103,7 +103,7 @@ def check_shapes(model, spec) -> None:
 
 
 def hint(model, spec) -> str | None:
-    """Returns the loss to use for one-hot labels or numbers of classes that the other kind of loss has got, or None.
+    """Returns the loss for one-hot labels or numbers of classes that the other kind of loss has got; else None.
 
     Args:
         model: A compiled model, built or not.
@@ -245,7 +245,7 @@ def _example(leaf):
 
 
 def refuse_unknown(error: Exception) -> None:
-    """Raises ConfigError if Keras did not find the name of a loss or metric; it looks names up with the first rows.
+    """Raises ConfigError if Keras did not find the name of a loss or metric. It looks names up with the first rows.
 
     Args:
         error: Error of building the model.

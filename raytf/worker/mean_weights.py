@@ -15,7 +15,7 @@ def average_models(models: Iterator):
     Sums are in float64. All weights are averaged, including the moving statistics of BatchNormalization.
 
     Args:
-        models: Iterator of at least one Keras model, all of one kind; only two of them are in memory at a time.
+        models: Iterator of at least one Keras model, all of one kind. Only two of them are in memory at a time.
 
     Raises:
         ConfigError: The models are of different kinds.

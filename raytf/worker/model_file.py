@@ -1,6 +1,6 @@
 """Creates a model's `.keras` file repeatedly without Keras' serialization: only arrays are copied.
 
-A `.keras` file is an uncompressed zip of config.json, metadata.json, an HDF5 file with the arrays, and assets such as
+A `.keras` file is an uncompressed zip: config.json, metadata.json, an HDF5 file with the arrays, and assets such as
 vocabularies. Each array of the HDF5 file is contiguous. So Keras' own walk over the saved objects computes the layout
 once, from shapes. The layout is a template of the file, and the owner of each array. `save_own_variables` of layers is
 called each time. If layers, optimizers or shapes change, the layout is computed again.

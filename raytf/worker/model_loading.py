@@ -1,7 +1,7 @@
 """Loads the Keras model of a run, a checkpoint or a file: `raytf.load_model`.
 
-Nothing is unpickled, and no file selects the code to run: a model that Keras cannot build from its file alone is built
-by a function of the caller's.
+Nothing is unpickled, and no file selects the code to run. A function of the caller's builds a model that Keras cannot
+build from its file alone.
 """
 
 from __future__ import annotations
@@ -67,16 +67,15 @@ def load_model(
     """Loads the Keras model of a run, a checkpoint or a file, without running code from it.
 
     Keras builds the model from its file if all layers are Keras' own, registered, or in `custom_objects`. It refuses
-    layers that contain code (`Lambda` of a lambda). Other models are built by `build_model`, and get the saved weights;
-    for a run of the same process the trainer's `build_model` is used.
+    layers that contain code (`Lambda` of a lambda). Other models are built by `build_model`, and get the saved weights.
+    For a run of the same process the trainer's `build_model` is used.
 
     Args:
-        source: A `ray.train.Result`, a `ray.train.Checkpoint`, or the path or URI ("s3://bucket/run") of a run's
+        source: A `ray.train.Result` or a `ray.train.Checkpoint`. Or the path or URI ("s3://bucket/run") of a run's
             folder, a checkpoint's folder or a `.keras` file. If a run's last checkpoint is damaged, the one before it
             is taken, with a warning.
         compile: Whether to restore loss, metrics and optimizer, too; True by default.
-        which: Checkpoint of a run: "last", the default, "best", or an int, the number of steps since the start of the
-            run.
+        which: Checkpoint of a run: "last", the default, "best", or an int, the number of steps since its start.
         average: Number of last checkpoints whose weights are averaged, at least 1, which is the default. This includes
             the moving statistics of BatchNormalization. All else, such as the optimizer's state, is that of the last
             one.

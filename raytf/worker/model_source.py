@@ -1,4 +1,4 @@
-"""What a model is loaded from: a path or a URI, a run or a checkpoint, and a run of this very process."""
+"""Sources of a model: a path or a URI, a run or a checkpoint, and a run of this process."""
 
 from __future__ import annotations
 

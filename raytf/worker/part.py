@@ -20,9 +20,9 @@ from raytf.worker.session import Session
 class TrainingPart(keras.callbacks.Callback):
     """A feature of a training: a Keras callback, with state that a replacement worker gets.
 
-    A new part is a class in the file of its feature, and a line in the table of `parts.py`, with its place in the order
-    and why. With `raytf_local_batches` logs of batches have no values of other workers; with `raytf_after_agreement` it
-    runs after workers have agreed on what callbacks changed.
+    A new part is a class in the file of its feature, and a line in the table of `parts.py`. The line has its position
+    in the order, and why. With `raytf_local_batches` logs of batches have no values of other workers. With
+    `raytf_after_agreement` it runs after workers have agreed on what callbacks changed.
     """
 
     raytf_local_batches = True

@@ -1,8 +1,8 @@
 """The workers' half of recovery in a KerasTrainer: what a replacement worker needs, and how its training begins.
 
-A replacement worker gets weights and optimizer of a worker that waits in the next step, which has not changed them. It
-also gets the lost worker's own state from that worker's successor, and the state of callbacks that all workers share.
-Its `fit` begins with the step of the others; until then it exchanges nothing (`recovery_client.PlaceholderRing`).
+A replacement worker gets weights and optimizer of a worker that waits in the next step. That step has not changed them.
+It also gets the lost worker's own state from its successor, and the state of callbacks that all workers share. Its
+`fit` begins with the step of the others; until then it exchanges nothing (`recovery_client.PlaceholderRing`).
 
 If no process can replace the lost worker, another worker saves a checkpoint of the last common step
 (`save_checkpoint`). All workers restart from it. See docs/design/recovery.md.
@@ -127,7 +127,7 @@ class _StepBoundary:
 def _variable_checksum(variable: np.ndarray) -> int:
     """Returns a checksum of a variable's bytes.
 
-    It is a CRC of sums over rows of `_ROW_BYTES` bytes, in a fifth of the time of a CRC of all bytes.
+    It is a CRC of sums over rows of `_ROW_BYTES` bytes. It takes a fifth of the time of a CRC of all bytes.
     """
     whole = variable.size // _ROW_BYTES * _ROW_BYTES
     sums = np.add.reduce(variable[:whole].view(np.uint64).reshape(-1, _ROW_BYTES // 8), axis=0)
@@ -149,8 +149,8 @@ class CallbackPhases(TrainingPart):
 class RecoveryCallback(TrainingPart):
     """Makes the loss of a worker recoverable where it can be, and sets up a replacement worker. Put it last.
 
-    It marks, after all other callbacks, from when a loss is recoverable. Between two steps of an epoch that needs a
-    training without reports there; between an epoch and the next one a session that counts reports.
+    It marks, after all other callbacks, from when a loss is recoverable. Between two steps of an epoch this needs a
+    training without reports there. Between an epoch and the next one it needs a session that counts reports.
 
     Args:
         training: The training.
@@ -223,8 +223,8 @@ class RecoveryCallback(TrainingPart):
     def _save(self, owned: Sequence[bytes], older_ranks: Collection[int]) -> int:
         """Saves a checkpoint of the last common step, see `RecoveryClient.arm`; this worker makes no further step.
 
-        If a worker is lost before it sends the state of its last step, the state of the step before is used. The
-        metrics of the epoch then lack its rows of one step, and a warning reports it.
+        If a worker is lost before it sends its state of the last step, the previous step's state is used. The metrics
+        of the epoch then lack its rows of one step, and a warning reports it.
         """
         model, session, step = self._training.model, self._training.session, recovery_client.client.step
         if changed_early := own_state.written_early(model):

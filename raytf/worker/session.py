@@ -192,7 +192,7 @@ class Session:
         """Reports the loss of another worker to the driver, if that does not notice it at once."""
 
     def emit(self, event: events.RunEvent) -> None:
-        """Sends an event of the training to the driver, which logs and records it; logs it where there is no driver."""
+        """Sends an event of the training to the driver, which logs and records it; logs it without a driver."""
         events.emit(event)
 
     def ready(self, model, in_memory: bool, writers: int = 1) -> None:

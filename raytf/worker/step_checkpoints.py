@@ -1,8 +1,8 @@
 """Within an epoch: saves checkpoints, stops after a step, and resumes from such a checkpoint.
 
-`callbacks.ReportCallback` saves the checkpoints at ends of epochs. A resumed training makes the next step as without
-a break: with the same rows, masks, random numbers, metrics and callbacks. `fit` resets metrics and calls
-`on_epoch_begin` before it; `MidEpochResume` undoes these changes.
+`callbacks.ReportCallback` saves the checkpoints at ends of epochs. A resumed training makes the next step as without a
+break: with equal rows, masks, random numbers, metrics and callbacks. `fit` resets metrics and calls `on_epoch_begin`
+before it; `MidEpochResume` undoes these changes.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class StepCheckpointCallback(TrainingPart):
     Every worker needs it, as metrics are summed over all.
 
     With an interval in steps, checkpoints are at the same steps in each run. They also average what workers average at
-    the ends of epochs (moving statistics), so that a resumed run has equal bits. With an interval in time they are at
-    any step and do not change the training. A resumed run then has these averages up to rounding.
+    the ends of epochs (moving statistics), so a resumed run has equal bits. With an interval in time they are at any
+    step and do not change the training. A resumed run then has these averages up to rounding.
 
     For checkpoints in memory, the chief and a worker on another host copy the training state. That worker receives the
     state that only the chief has.
@@ -246,8 +246,8 @@ class PrepareMidEpochResume(TrainingPart):
     def create(cls, training: Training) -> PrepareMidEpochResume | None:
         """Returns the part if the training resumes after some steps of an epoch, or joins others in an epoch.
 
-        If steps have another number of rows now, as that scales with the number of workers, it resumes after the rows
-        of earlier steps.
+        The rows of a step may scale with the number of workers. If steps have another number of rows now, it resumes
+        after the rows of earlier steps.
         """
         state = training.state
         if state is None or (training.replacement_state is None and not state.epoch_step):

@@ -86,7 +86,8 @@ class StopBarrier:
     def stop_after(self, executions: int) -> None:
         """Sets the execution to stop after: the maximum that any worker has begun, at least 1.
 
-        Without a request it has no effect: the training that it was for has ended, and the process runs another one.
+        Without a request it has no effect. The training that it was for has then ended, and the process runs another
+        one.
         """
         with self._condition:
             if not self._requests:

@@ -66,8 +66,7 @@ def patched_strategy(config: TensorflowConfig, built: Callable):
 def _with_ring(config: TensorflowConfig, init: Callable, strategy, resolver, options) -> bool:
     """Builds a strategy over raytf's ring, without TensorFlow's cluster. Returns whether a ring is possible.
 
-    The decision depends only on values that all workers share: the cluster, the driver's config, and whether there is a
-    token.
+    This depends only on values that all workers share: the cluster, the driver's config, and whether there is a token.
     """
     from raytf.collectives import exchange, gradient_ring, recovery_client
     from raytf.compat import multi_worker

@@ -39,7 +39,7 @@ class TrialCheckpointDir:
 
 
 class TrialSession(Session):
-    """Session of a trial in a worker group: its thread pauses at each report until a command: go, save or stop.
+    """Session of a trial in a worker group. Its thread pauses at each report until a command: go, save or stop.
 
     Args:
         rank: Rank of this worker.

@@ -1,7 +1,7 @@
-"""Trains a model for two steps, on one device or as one of two workers, and records the results; see `train/verify`.
+"""Trains a model for two steps, on one device or as one of two workers, and records results; see `train/verify`.
 
-Each run is a process of its own, with the same seeds, the same first rows and the same initial weights. All random
-numbers are replaced by constants, as replicas draw different numbers on purpose.
+Each run is a process of its own, with the same seeds, first rows and initial weights. All random numbers are replaced
+by constants, as replicas draw different numbers on purpose.
 """
 
 from __future__ import annotations
@@ -177,8 +177,8 @@ def _set_seeds(seed: int) -> None:
 def _train_two_steps(trial: VerificationTask, eagerly: bool, shard: Shard, begin: Callable) -> dict:
     """Returns the results of two steps by name, or {"skipped": reason}.
 
-    The result is "digest"; on rank 0 also "logs", "weights", "states", "slots", "rates" and "half"; on one device also
-    "traits", and "whole_s", the estimated seconds of `VerificationTask.whole`, if that is needed.
+    The result has "digest". On rank 0 it also has "logs", "weights", "states", "slots", "rates" and "half". On one
+    device it also has "traits" and, if needed, "whole_s", the estimated seconds of `VerificationTask.whole`.
     """
     tf.config.threading.set_intra_op_parallelism_threads(1)
     tf.config.threading.set_inter_op_parallelism_threads(2)
@@ -337,7 +337,7 @@ def constant_draws() -> Iterator[None]:
 
 
 def custom_code(model) -> dict[str, Any]:
-    """Returns the user's own code in a model by kind, with names and lines, to find the cause of a difference."""
+    """Returns the user's code in a model by kind, with names and lines, to find the cause of a difference."""
     result: dict[str, Any] = {"methods": {}, "metrics": [], "losses": [], "optimizers": [], "layers": []}
     for name in ("train_step", "test_step", "compute_loss", "compute_metrics"):
         method = getattr(type(model), name)

@@ -1,4 +1,4 @@
-"""Warms up a standby worker: runs a step of the model that it may have to train, and discards the result.
+"""Warms up a standby worker: runs a step of the model that it may train, and discards the result.
 
 All imports, conversions and setup of Keras and TensorFlow are done when the process becomes a replacement worker. It
 warms up as the last of `workers` workers, without connections: sums are those of workers that are all alike.
