@@ -16,9 +16,14 @@ from raytf.parallel import reduction_probe, whole_batch
 from raytf.parallel import step as step_module
 
 
+# Metrics of Keras with an axis, which may be the one of rows.
+_OVER_AN_AXIS = (keras.metrics.CosineSimilarity, keras.metrics.PearsonCorrelation, keras.metrics.ConcordanceCorrelation)
+
+
 def may_compare(metric) -> bool:
-    """Returns whether a metric may be no sum over rows: it is a user's, or wraps a function."""
-    return type(metric) is keras.metrics.MeanMetricWrapper or not type(metric).__module__.startswith("keras.")
+    """Returns whether a metric may be no sum over rows: it is a user's, wraps a function, or has an axis."""
+    of_keras = type(metric).__module__.startswith("keras.")
+    return not of_keras or type(metric) is keras.metrics.MeanMetricWrapper or isinstance(metric, _OVER_AN_AXIS)
 
 
 def update_state(metric, original, *args, **kwargs):

@@ -473,6 +473,28 @@ def metric_functions_that_reduce(p):
 
 
 @scenario
+def metrics_of_keras_over_rows(p):
+    """An axis of 0, and labels without a second dimension, whose last axis is the one of rows."""
+
+    def build():
+        model = keras.Sequential([keras.Input((6,)), layers.Dense(4, "tanh"), layers.Dense(3)])
+        kinds = (keras.metrics.PearsonCorrelation, keras.metrics.ConcordanceCorrelation, keras.metrics.CosineSimilarity)
+        metrics = [kind(axis=axis, name=f"{kind.__name__}_{axis}") for kind in kinds for axis in (0, -1)]
+        model.compile(keras.optimizers.SGD(0.1), "mse", metrics=metrics)
+        return model
+
+    def flat():
+        model = keras.Sequential([keras.Input((6,)), layers.Dense(4, "tanh"), layers.Dense(1), layers.Flatten()])
+        model.compile(keras.optimizers.SGD(0.1), "mse", metrics=[keras.metrics.PearsonCorrelation(name="flat")])
+        return model
+
+    rows = lambda count: (floats(6, rows=count), floats(3, seed=3, rows=count))
+    out = p.fit(build, rows(UNEVEN), validation_data=p.data(rows(VALIDATION)))[1]
+    inputs, labels = rows(UNEVEN)
+    return out | {f"flat:{name}": value for name, value in p.fit(flat, (inputs, labels[:, 0]))[1].items()}
+
+
+@scenario
 def metrics_of_an_own_step(p):
     class Step(Own):
         def __init__(self):
