@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import dataclasses
 import functools
 import os
 import threading
@@ -37,6 +38,7 @@ class BackgroundVerification:
     """A comparison that runs in a thread, and in a process of the cluster.
 
     Args:
+        model: Name of the model.
         scaling_config, run_config: Configs of the workers.
         word: "warn" or "error".
         sending: The model, with its data.
@@ -46,6 +48,7 @@ class BackgroundVerification:
 
     def __init__(
         self,
+        model: str,
         scaling_config,
         run_config,
         word: str,
@@ -53,7 +56,7 @@ class BackgroundVerification:
         rows: Mapping[str, FitDataset],
         blocks: Mapping[str, StoredDataset],
     ):
-        self._subject, self._outcome, self._reported = word, None, False
+        self._model, self._word, self._outcome, self._reported = model, word, None, False
         self._extra_wait, self._is_begun = False, False
         self._is_urgent, self._pid = word == "error", None
         few = {name: verify.few_rows(block) for name, block in blocks.items()}
@@ -77,7 +80,7 @@ class BackgroundVerification:
         """Warns of the outcome, once it is known."""
         if self._outcome is not None and not self._reported:
             self._reported = True
-            verify.report_result(self._outcome, self._subject)
+            verify.report_result(dataclasses.replace(self._outcome, model=f"the model {self._model!r}"), self._word)
 
     def wait(self, seconds: float, more: bool = False) -> None:
         """Waits for the outcome, and warns of it.
@@ -91,7 +94,7 @@ class BackgroundVerification:
         """
         if self._thread is not None:
             self._thread.join(seconds)
-        if self._outcome is None and self._subject == "error":
+        if self._outcome is None and self._word == "error":
             self._outcome = verify.VerificationResult(failed=f"no end after {seconds:g} s")
         self._extra_wait = more
         self.check()
@@ -105,18 +108,18 @@ class BackgroundVerification:
             self._is_urgent = True
             self._raise_priority()
             self._thread.join(seconds)
-        # the one that runs logs the same for all
-        not_begun = verify.VerificationResult(skipped="the program ended before its turn")
+        not_begun = verify.VerificationResult(failed="the program ended before its turn; verify='error' waits for it")
         self._outcome = self._outcome or (verify.NOT_IN_TIME if self._is_begun else not_begun)
         self.check()
 
     def _run(self, *arguments) -> None:
-        with _comparison_lock.acquired() if self._subject == "warn" else contextlib.nullcontext(True) as is_taken:
+        with _comparison_lock.acquired() if self._word == "warn" else contextlib.nullcontext(True) as is_taken:
             if is_taken:
                 self._is_begun = True
                 self._compare(*arguments)
             else:
                 self._outcome = verify.VerificationResult(skipped="the model of a later call was compared instead")
+                _log_dropped(self._model)
         if self._extra_wait:
             atexit.unregister(self._give_up)
             self.check()
@@ -138,7 +141,7 @@ class BackgroundVerification:
                 self._pid = pid if machine == procfs.machine_id() else None
                 self._raise_priority()
                 call = process.execute.remote(
-                    timeouts.call_with, settings, compare_workers, sending, parts, self._subject == "warn"
+                    timeouts.call_with, settings, compare_workers, sending, parts, self._word == "warn"
                 )
                 (self._outcome,) = collect_answers(
                     [call], settings.verify_error + 60, "its outcome", names=["a process"]
@@ -178,6 +181,15 @@ class _ComparisonLock:
 
 
 _comparison_lock = _ComparisonLock()
+
+
+@functools.cache
+def _log_dropped(model: str) -> None:
+    """Logs once for each name that a model is not compared; models of a loop have few names."""
+    logger.info(
+        f"verify: the model {model!r} is not compared with one process: a later call began before its comparison; "
+        "verify='error' compares the model of each call"
+    )
 
 
 @functools.cache

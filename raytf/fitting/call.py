@@ -356,7 +356,9 @@ class Call:
         group.verified.add(key)
         blocks = {name: rows.dataset.first().with_blocks() for name, rows in work["rows"].items()}
         sending = fit_worker.SentModel(data=self._data, **self._sending)
-        return BackgroundVerification(self._scaling, self._run, self.verify, sending, work["rows"], blocks)
+        return BackgroundVerification(
+            self._model.name, self._scaling, self._run, self.verify, sending, work["rows"], blocks
+        )
 
     def _ignore_signal(self) -> None:
         """Does nothing: `_why_end` detects the first signal at its next poll."""

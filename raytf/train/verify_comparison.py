@@ -27,6 +27,7 @@ class VerificationResult:
         skipped: Why nothing was compared on purpose, or None.
         random: Names of values that also differ between two runs of one device, and so prove nothing.
         few: Why a model with code of the user's was compared on a few rows alone, or None.
+        model: The model, in messages.
     """
 
     differences: tuple[str, ...] = ()
@@ -34,16 +35,17 @@ class VerificationResult:
     skipped: str | None = None
     random: tuple[str, ...] = ()
     few: str | None = None
+    model: str = "this model"
 
     def text(self) -> str:
         """Returns the message for the user, or "" without one."""
         if self.failed is not None:
-            return f"verify: whether two workers train this model as one process does is not known: {self.failed}"
+            return f"verify: whether two workers train {self.model} as one process does is not known: {self.failed}"
         if not self.differences:
             return ""
         shown = "".join(f"\n  - {line}" for line in self.differences)
         return (
-            "verify: two workers do not train this model as one process does, on a few of your rows in two steps:"
+            f"verify: two workers do not train {self.model} as one process does, on a few of your rows in two steps:"
             f"{shown}\nPass verify=False to train all the same without this check, or verify='error' to refuse it."
         )
 
