@@ -239,13 +239,15 @@ def train(ctx, model, **_):
           --num-workers 2 --epochs 3 --learning-rate 0.01 --storage runs --name first
     """
     trainer = _trainer(ctx)
-    from raytf.train.results import events_of
+    from raytf.train.results import ended_in_nan, events_of
 
     with cli_runs.wrong_values():
         result = trainer.fit()
     if (events := events_of(result)) is not None:
         click.echo(f"events  tensorboard --logdir {events}")
     _end_ray()
+    if trainer.nan == "stop" and ended_in_nan(result):
+        raise SystemExit(1)
 
 
 @main.command(short_help="Say what `train` would do, without training.")

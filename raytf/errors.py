@@ -30,9 +30,9 @@ def one_line(error: BaseException) -> str:
     """Returns the type and the first line of an error.
 
     For an error of TensorFlow, the line is the cause and its operation. For one raised in a Python function that a
-    graph called, it is the function's own error.
+    graph called, it is the function's own error. For an actor that died, it is how its process ended.
     """
-    known = tensorflow_line(error) or _autograph_cause(str(error))
+    known = tensorflow_line(error) or _autograph_cause(str(error)) or _actor_cause(error)
     return known or f"{type(error).__name__}: {first_line(error)}".rstrip(": ")
 
 
@@ -89,6 +89,18 @@ def with_cause(text: str, location: str) -> str:
         return text
     cause = _python_cause(text) or tensorflow_cause(text)
     return f"{cause}, {location}{_WHOLE}{text}" if cause else text
+
+
+def _actor_cause(error: BaseException) -> str:
+    """Returns the process of a dead actor, and how it ended, from Ray's text; or ""."""
+    found = re.search(r"\bpid: (\d+)\n.*\bip: (\S+)\n\s*The actor is dead because (.*)", str(error), re.DOTALL)
+    if found is None:
+        return ""
+    pid, ip, reason = found.groups()
+    reason = re.sub(r".*Worker exit detail: ", "", " ".join(reason.split()))
+    if "connection error code 2" in reason:  # what Ray writes of each process that ends without a message
+        reason = "it was killed (SIGKILL, or the kernel as memory ran out), or crashed"
+    return f"{type(error).__name__}: process {pid} on {ip}: {_shortened(reason)}".rstrip(".")
 
 
 def definition_line(value: Any) -> str:

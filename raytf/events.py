@@ -140,7 +140,7 @@ _TEXTS: dict[Kind, Callable[[RunEvent], str]] = {
     Kind.RESOURCES_AWAITED: lambda event: f"{event.why}; waiting for {event.seconds:.0f} s{event.more}",
     Kind.RESOURCES_GIVEN: lambda event: "the cluster has given the run its resources",
     Kind.WORKERS_STARTED: lambda event: f"{event.workers} worker(s) start",
-    Kind.WORKER_LOST: lambda event: f"{_subject(event)} was lost: {event.why}{event.more}",
+    Kind.WORKER_LOST: lambda event: f"{_subject(event)} was lost: {event.why.rstrip('.')}{event.more}",
     Kind.WORKER_FAILED: lambda event: f"{_subject(event)} failed: {event.why}",
     Kind.WORKER_REPLACED: lambda event: (
         f"{_subject(event)} was lost and is replaced in place after {event.seconds:.1f} s; "

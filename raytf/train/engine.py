@@ -256,7 +256,7 @@ class Engine:
                 callback.after_exception(run_context=self._context, worker_exceptions=failed)
             if failed and has_ended:
                 self._tab.ended(one_line(user_error(next(iter(failed.values())))))
-                raise failures.first_cause(failed)
+                raise failures.first_cause(failed) from None
             if any(worker_state(error) is WorkerState.FAILED for error in failed.values()):
                 logger.warning(
                     "all workers restart from the last checkpoint, as one has failed; correct the error if it repeats: "

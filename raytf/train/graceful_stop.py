@@ -25,7 +25,7 @@ from raytf.storage.run_folder import RunFolder
 from raytf.worker import stop
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
-_AT_ONCE = "ended at once; a run resumes from its last checkpoint"
+_AT_ONCE = "ended at once; a run with a name resumes from its last checkpoint"
 # Seconds within which signals count as one: `timeout` may signal both a process and its group.
 _SAME_INTERVAL = 1.0
 # Seconds after which the request is sent again, as a new worker group has not received it.

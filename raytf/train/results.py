@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import numbers
 import os
 from collections.abc import Mapping, Sequence
@@ -44,11 +45,23 @@ def lines(result: Result, folder: str, learned: bool = True) -> list[str]:
         learned: Whether `raytf.load_model` reads its checkpoints.
     """
     frame = result.metrics_dataframe
-    shown = summary(result.metrics or {}, [] if frame is None else frame.to_dict("records"))
+    rows = [] if frame is None else frame.to_dict("records")
+    shown = summary(result.metrics or {}, rows)
     if result.checkpoint is None:
         return shown
-    result_line = f'model   raytf.load_model("{folder}")' if learned else f"saved   {result.checkpoint.path}"
-    return [*shown, result_line]
+    if not learned:
+        return [*shown, f"saved   {result.checkpoint.path}"]
+    if not ended_in_nan(result):
+        return [*shown, f'model   raytf.load_model("{folder}")']
+    best = run_list.best_of(rows)
+    hint = f'; raytf.load_model("{folder}", which="best") has epoch {best[2]}' if best is not None else ""
+    return [*shown, f"model   its last loss is NaN or infinite{hint}"]
+
+
+def ended_in_nan(result: Result) -> bool:
+    """Returns whether the loss of the last epoch is NaN or infinite."""
+    loss = (result.metrics or {}).get("loss")
+    return isinstance(loss, numbers.Real) and not math.isfinite(loss)
 
 
 def summary(last: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -125,7 +125,8 @@ def _summary(figures: RunFigures) -> str:
             ("time of the epochs", pages.format_duration(sum(line["seconds"] for line in _last_of_epochs(chief)))),
             ("examples/s, median", f"{statistics.median(rates):,.0f}"),
             ("workers", str(int(chief[-1]["workers"]))),
-            ("restarts and replacements", str(_restarts(figures.events))),
+            ("starts of all workers", str(_count(figures.events, Kind.WORKERS_STARTED))),
+            ("replaced workers", str(_count(figures.events, Kind.WORKER_REPLACED))),
         ]
     pairs.append(
         ("checkpoints kept", f"{len(figures.checkpoints)}, {pages.format_size(sum(n for _, n in figures.checkpoints))}")
@@ -215,10 +216,8 @@ def _last_of_epochs(lines: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any
     return sorted({line["epoch"]: line for line in lines}.values(), key=lambda line: line["epoch"])
 
 
-def _restarts(figures: Sequence[RunEvent]) -> int:
-    """Returns the number of worker starts and replacements after the first start."""
-    starts = sum(event.kind is Kind.WORKERS_STARTED for event in figures)
-    return max(0, starts - 1) + sum(event.kind is Kind.WORKER_REPLACED for event in figures)
+def _count(figures: Sequence[RunEvent], kind: Kind) -> int:
+    return sum(event.kind is kind for event in figures)
 
 
 def _events(figures: Sequence[RunEvent]) -> str:

@@ -3,7 +3,7 @@ import pickle
 import pytest
 from ray.train import TrainingFailedError
 
-from raytf.errors import PeerLostError
+from raytf.errors import PeerLostError, one_line
 from raytf.runtime import failures
 
 
@@ -50,6 +50,19 @@ def test_a_worker_that_died_is_named_with_what_ray_knows():
     errors = {0: PeerLostError(0, "Socket closed"), 1: died}
     assert failures.first_rank(errors) == 1
     assert "died" in failures._line(died)
+
+
+def test_a_dead_actor_is_described_by_how_its_process_ended():
+    head = "The actor died unexpectedly before finishing this task.\n\tclass_name: A\n\tpid: 7\n\tip: 10.0.0.2\n"
+    died = "The actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR Worker exit detail: "
+    for reason, expected in (
+        (f"{died}Worker unexpectedly exits with a connection error code 2. End of file. Some ...", "it was killed"),
+        (f"{died}Worker exits with an exit code 1.", "Worker exits with an exit code 1"),
+        ("The actor is dead because it was killed by `ray.kill`.", "it was killed by `ray.kill`"),
+    ):
+        line = one_line(RuntimeError(head + reason))
+        assert line.startswith(f"RuntimeError: process 7 on 10.0.0.2: {expected}") and "\n" not in line, line
+    assert one_line(RuntimeError("another pid: 7")) == "RuntimeError: another pid: 7"
 
 
 def test_a_frozen_worker_is_the_cause_and_its_sentence_survives_the_way_to_the_driver():

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import io
+import math
 import types
 
 import numpy as np
 import pandas as pd
 import pytest
 import rich.console
+from click.testing import CliRunner
 from ray.train import RunConfig
 
+from raytf import cli
 from raytf.console import phases
 from raytf.train import results, run_list
 from raytf.tune import table
@@ -55,6 +58,20 @@ def test_a_run_ends_with_its_result_and_how_to_load_it():
     assert first == "result  epoch 2  loss 0.1250  val_loss 0.7500  (best val_loss 0.2500 in epoch 1)"
     assert second == 'model   raytf.load_model("/shared/runs/first")'
     assert results.lines(result(rows[:1], checkpoint=None), "/r") == ["result  epoch 1  loss 0.5000  val_loss 0.2500"]
+
+
+def test_a_run_whose_last_loss_is_nan_names_an_epoch_before():
+    rows = [{"epoch": 1, "loss": 0.5}, {"epoch": 2, "loss": math.nan}]
+    *_, model = results.lines(result(rows), "/r")
+    assert model == 'model   its last loss is NaN or infinite; raytf.load_model("/r", which="best") has epoch 1'
+    assert results.lines(result(rows[1:]), "/r")[-1] == "model   its last loss is NaN or infinite"
+
+
+@pytest.mark.parametrize(("word", "loss", "code"), [("stop", math.nan, 1), ("stop", 0.5, 0), ("warn", math.nan, 0)])
+def test_nan_stop_is_a_failed_command(word, loss, code, monkeypatch):
+    trainer = types.SimpleNamespace(nan=word, fit=lambda: result([{"epoch": 1, "loss": loss}]))
+    monkeypatch.setattr(cli, "_trainer", lambda context: trainer)
+    assert CliRunner().invoke(cli.main, ["train", "m:f", "--data", "d", "--features", "a"]).exit_code == code
 
 
 def test_the_table_of_a_result_has_a_whole_head():

@@ -63,7 +63,7 @@ def test_a_page_about_a_run(run):
     ):
         assert f'aria-label="{label}' in text, label
     assert "worker 1 was lost and is replaced in place after 3.0 s" in text and "finished" in text and "3/3" in text
-    assert text.count("2 worker(s) start") == 2 and "restarts and replacements" in text
+    assert text.count("2 worker(s) start") == 2 and "starts of all workers" in text
     assert "val_loss 0.5 (epoch 3)" in text and "268MB" in text and len(text) < 60_000
     assert "checkpoint_2026-01-03" in text and "<script" not in text
 
