@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import signal
 import sys
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -40,7 +42,8 @@ class Commands(click.Group):
 
     def invoke(self, ctx):
         try:
-            return super().invoke(ctx)
+            with _warnings_as_lines():
+                return super().invoke(ctx)
         except StoppedError:
             raise  # it is logged already, and has its own exit code
         except KeyboardInterrupt:  # click would exit with 1
@@ -48,6 +51,24 @@ class Commands(click.Group):
             ctx.exit(128 + signal.SIGINT)
         except RaytfError as error:
             raise click.ClickException(str(error)) from error
+
+
+@contextlib.contextmanager
+def _warnings_as_lines() -> Iterator[None]:
+    """Logs raytf's warnings until the context ends: a line of raytf's own code would mean nothing to the user."""
+    package, show = os.path.dirname(__file__), warnings.showwarning
+
+    def showwarning(message, category, filename, lineno, file=None, line=None):
+        if file is None and os.path.dirname(filename).startswith(package):
+            logger.warning(str(message))
+        else:
+            show(message, category, filename, lineno, file, line)
+
+    warnings.showwarning = showwarning
+    try:
+        yield
+    finally:
+        warnings.showwarning = show
 
 
 @contextlib.contextmanager
@@ -158,7 +179,7 @@ def pairs(ctx, param, text: str | None) -> dict[str, str]:
     """Returns {"a": "int64"} from "a=int64", with more after commas."""
     given = [pair.partition("=") for pair in text.split(",")] if text else []
     if not all(name and value for name, _, value in given):
-        raise click.BadParameter(f"{text!r} is not COLUMN=TYPE[,COLUMN=TYPE...].", ctx, param)
+        raise click.BadParameter(f"{text!r} is not {param.metavar}.", ctx, param)
     return {name: value for name, _, value in given}
 
 
@@ -175,8 +196,6 @@ def image_size(ctx, param, text: str | None) -> tuple[int, int, int] | None:
 
 def path(ctx, param, text: str | None) -> str | None:
     """Returns the absolute path, or a URI unchanged."""
-    import os
-
     return os.path.abspath(os.path.expanduser(text)) if text and "://" not in text else text
 
 
@@ -197,6 +216,13 @@ DATA = options(
         callback=pairs,
         metavar="COLUMN=TYPE[,...]",
         help="Arrow types of CSV columns, as age=float32.  [default: by the first rows]",
+    ),
+    option(
+        "--fill",
+        receiver="columns",
+        callback=pairs,
+        metavar="COLUMN=VALUE[,...]",
+        help="Replace missing values of a column, as age=0.",
     ),
     option(
         "--unreadable",

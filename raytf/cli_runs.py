@@ -306,7 +306,7 @@ def datasets_of(values, paths: dict[str, str]) -> tuple[dict[str, Any], dict[str
     for name, location in paths.items():
         reference = next(iter(opened_files.values()), None)
         opened_files[name] = formats.read(name, location, **values["data"], reference=reference)
-    roles = formats.roles(next(iter(opened_files.values())), values["trainer"], values["columns"]["image"])
+    roles = formats.roles(next(iter(opened_files.values())), values["trainer"], **values["columns"])
     return {name: data.dataset for name, data in opened_files.items()}, roles
 
 
@@ -415,10 +415,10 @@ def _files_of(model, data: str, values, trained_roles: dict[str, Any], trained: 
     from raytf.data import formats
 
     labelled, classes = "labels" in trained_roles, trained.get("classes") or {}
-    files = formats.read(name="given", path=data, **values["data"], labelled=labelled, classes=classes)
-    image = values["columns"]["image"]
+    files = formats.read(name="data", path=data, **values["data"], labelled=labelled, classes=classes)
+    roles, columns = values["trainer"], values["columns"]
     return files, formats.roles(
-        files, values["trainer"], image, trained_roles, labelled=labelled, input_size=_input_size(model)
+        files, roles, trained=trained_roles, labelled=labelled, input_size=_input_size(model), **columns
     )
 
 
@@ -456,7 +456,7 @@ def _check_output(output: str) -> None:
     try:
         filesystem, folder = located(output)
         is_file = filesystem.get_file_info(folder).is_file
-        found = [] if is_file else filesystem.get_file_info(FileSelector(folder, allow_not_found=True))
+        entries = [] if is_file else filesystem.get_file_info(FileSelector(folder, allow_not_found=True))
     except OSError as error:
         raise ConfigError(
             "Predictions are written into a folder that can be reached",
@@ -465,10 +465,10 @@ def _check_output(output: str) -> None:
         ) from error
     if is_file:
         raise ConfigError("Predictions are written into a folder", f"the file {output!r}", "Choose another path")
-    if found:  # Ray Data adds files to a folder that has some: two predictions would be read as one
+    if entries:  # Ray Data adds files to a folder that has some: two predictions would be read as one
         raise ConfigError(
             "Predictions are written into a new or empty folder",
-            f"{output!r}, in which is {found[0].base_name!r}",
+            f"{output!r}, in which is {entries[0].base_name!r}",
             "Choose another path, or remove the folder",
         )
     if "://" in output:

@@ -93,10 +93,10 @@ def with_cause(text: str, location: str) -> str:
 
 def _actor_cause(error: BaseException) -> str:
     """Returns the process of a dead actor, and how it ended, from Ray's text; or ""."""
-    found = re.search(r"\bpid: (\d+)\n.*\bip: (\S+)\n\s*The actor is dead because (.*)", str(error), re.DOTALL)
-    if found is None:
+    process = re.search(r"\bpid: (\d+)\n.*\bip: (\S+)\n\s*The actor is dead because (.*)", str(error), re.DOTALL)
+    if process is None:
         return ""
-    pid, ip, reason = found.groups()
+    pid, ip, reason = process.groups()
     reason = re.sub(r".*Worker exit detail: ", "", " ".join(reason.split()))
     if "connection error code 2" in reason:  # what Ray writes of each process that ends without a message
         reason = "it was killed (SIGKILL, or the kernel as memory ran out), or crashed"

@@ -34,7 +34,9 @@ def is_callback(value: Any) -> bool:
 def check_whole(name: str, value: Any, least: int) -> None:
     """Raises ConfigError unless `value` is an integer of at least `least` and no bool."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < least:
-        raise ConfigError(f"{name} must be an integer of at least {least}", repr(value), f"Pass an integer, {least} or more")
+        raise ConfigError(
+            f"{name} must be an integer of at least {least}", repr(value), f"Pass an integer, {least} or more"
+        )
 
 
 def is_number(value: Any) -> bool:

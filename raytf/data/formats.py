@@ -136,6 +136,7 @@ def roles(
     trained: Mapping[str, Any] | None = None,
     labelled: bool = True,
     input_size: tuple[int, int, int] | None = None,
+    fill: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """Returns features, labels and sample weights: those that are given, of the run, or what the columns are otherwise.
 
@@ -147,9 +148,11 @@ def roles(
             given by the same names have the run's options, and others are warned of.
         labelled: Whether labels are needed.
         input_size: Size of images without `image` and without a size of the run; by default that of the first one.
+        fill: Texts of the values that replace nulls, by column. A run's columns have those of its training.
 
     Raises:
-        ConfigError: Features are not given, and it is not known which columns they are.
+        ConfigError: Features are not given, and it is not known which columns they are. Or `fill` names another column,
+            or has a value of another type.
     """
     known = {role: spec for role, spec in _of_images(files, trained or {}).items() if spec is not None}
     features, labels, weights = (_preferred(role, given[role], known.get(role)) for role in _ROLES)
@@ -169,10 +172,43 @@ def roles(
     if taken := [role for role in _ROLES if given[role] is None and chosen[role] is not None and role in known]:
         shown = " ".join(f"{_option(role)} {_names(chosen[role])}" for role in taken)
         logger.info(f"{shown}, as in the training of the run")
-    return chosen | {"features": _sized(files, features, image, input_size)}
+    chosen["features"] = _sized(files, features, image, input_size)
+    return _filled(files, chosen, fill) if fill else chosen
 
 
 _ROLES = ("features", "labels", "sample_weights")
+
+
+def _filled(files: OpenedFiles, chosen: dict[str, Any], fill: Mapping[str, str]) -> dict[str, Any]:
+    """Returns columns by role with the values that replace their nulls."""
+    used = {name for spec in chosen.values() if spec is not None for name in _names(spec).split(",")}
+    if unused := [name for name in fill if name not in used]:
+        raise ConfigError(
+            "--fill is for columns of --features, --labels and --sample-weights",
+            ", ".join(map(repr, unused)),
+            f"Name one of {', '.join(sorted(used))}",
+        )
+
+    def replaced(spec):
+        if isinstance(spec, Mapping):
+            return {name: replaced(part) for name, part in spec.items()}
+        if isinstance(spec, str | Column):
+            name = spec if isinstance(spec, str) else spec.name
+            value = _value(fill[name], files.schema.field(name)) if name in fill else None
+            return spec if value is None else replace(Column(name) if isinstance(spec, str) else spec, fill=value)
+        return None if spec is None else [replaced(part) for part in spec]
+
+    return {role: replaced(spec) for role, spec in chosen.items()}
+
+
+def _value(text: str, field: pa.Field) -> Any:
+    """Returns the value of a column that a text of the command line is."""
+    try:
+        return pa.scalar(text).cast(field.type).as_py()
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
+        raise ConfigError(
+            "--fill takes a value of the column's type", f"{field.name}={text} for {field.type}", "Correct the value"
+        ) from error
 
 
 def _of_images(files: OpenedFiles, trained: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -398,7 +398,8 @@ def filled(table: pa.Table, column: Column) -> pa.ChunkedArray:
         raise ConfigError(
             "A column that a model is fed with must hold no nulls, unless it defines what replaces them",
             f"{' and '.join(counts)} of {column.name!r}, {array.type}",
-            f"Use raytf.Column({column.name!r}, fill=...), or drop them with Ray Data",
+            f"Use raytf.Column({column.name!r}, fill=...), or --fill {column.name}=VALUE of a command, or drop them "
+            "with Ray Data",
         )
     return pa.chunked_array([_complete(chunk, column) for chunk in array.chunks])
 

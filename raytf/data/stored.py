@@ -23,6 +23,7 @@ from raytf.console.quiet import log_levels
 from raytf.data import columns as columns_module
 from raytf.data import gather
 from raytf.data.file_source import refused_in_task
+from raytf.errors import RaytfError
 
 FIRST_ROWS = 1000
 # Rows, and so blocks at most, that are tried before a training.
@@ -208,17 +209,29 @@ def unwrapped(context):
 
 @contextlib.contextmanager
 def quiet():
-    """Hides Ray Data's messages on its plan and progress until the context ends; the trainer logs its own line."""
-    filtered = _NoCpuWarningFilter()
-    logger = logging.getLogger("ray.data.dataset")
+    """Hides Ray Data's messages on its plan and progress until the context ends; the trainer logs its own line.
+
+    An error of raytf in a task is hidden too: it is raised.
+    """
+    filtered, own_errors = _NoCpuWarningFilter(), _OwnErrorFilter()
+    logger, tasks = logging.getLogger("ray.data.dataset"), logging.getLogger(loggers.DATA_TASKS)
     logger.addFilter(filtered)
+    tasks.addFilter(own_errors)
     try:
         with _task_warning_filter, log_levels({"ray.data": logging.WARNING, loggers.DATA_PROGRESS: logging.ERROR}):
             yield
     finally:
         logger.removeFilter(filtered)
+        tasks.removeFilter(own_errors)
         if filtered.dropped:  # for the next dataset, which may be the user's
             reset_log_once("cpu_warning")
+
+
+class _OwnErrorFilter(logging.Filter):
+    """Drops the log of an error of raytf."""
+
+    def filter(self, record) -> bool:
+        return not (record.exc_info and isinstance(record.exc_info[1], RaytfError))
 
 
 class _TaskWarningFilter:

@@ -65,7 +65,7 @@ def check_same_run(was: Mapping[str, Any], now: Mapping[str, Any], resume: str |
         raise ConfigError(
             "A run resumes with the model and the optimizer of its checkpoints",
             f"{name!r} with {describe_differences(refused)}",
-            "Use resume=False to start from scratch, or choose another name",
+            "Use resume=False (--resume false) to start from scratch, or choose another name",
         )
     if not differences:
         return
@@ -73,8 +73,8 @@ def check_same_run(was: Mapping[str, Any], now: Mapping[str, Any], resume: str |
         raise ConfigError(
             'With resume="auto" a run resumes if it is the same run',
             f"{name!r} with {describe_differences(differences)}",
-            "Use resume=True (--resume true) to resume with what is new, resume=False to start from scratch, or "
-            "another name",
+            "Use resume=True (--resume true) to resume with what is new, resume=False (--resume false) to start from "
+            "scratch, or another name",
         )
     warn_user(f"{name}: resumes with {describe_differences(differences)}", stacklevel=3)
 

@@ -15,7 +15,6 @@ from raytf.logs import warn_user
 from raytf.parallel import reduction_probe, whole_batch
 from raytf.parallel import step as step_module
 
-
 # Metrics of Keras with an axis, which may be the one of rows.
 _OVER_AN_AXIS = (keras.metrics.CosineSimilarity, keras.metrics.PearsonCorrelation, keras.metrics.ConcordanceCorrelation)
 

@@ -19,7 +19,7 @@ from raytf import logs, timeouts
 from raytf.compat import ray_core
 from raytf.compat.ray_core import gcs_service_pb2, gcs_service_pb2_grpc, init_grpc_channel, is_token_auth_enabled
 from raytf.console import quiet
-from raytf.errors import ConfigError, first_line
+from raytf.errors import ConfigError, ResourceError, first_line
 
 logger = logs.get_logger(__name__)
 
@@ -51,6 +51,7 @@ def connect(
 
     Raises:
         ConfigError: There is no cluster at the address, or it rejects this process.
+        ResourceError: Ray does not start.
     """
     for give_up in [] if keep_idle else idle:
         give_up()
@@ -77,6 +78,12 @@ def connect(
             "raytf needs a Ray cluster that answers and lets this process in",
             f"{name}: {first_line(error)}",
             "Check the address, and the token where the cluster wants one",
+        ) from error
+    except Exception as error:  # of no class of its own
+        raise ResourceError(
+            "Ray must start, or let this process in, in time",
+            first_line(error),
+            "Try again when this machine is less busy, or look at /tmp/ray/session_latest/logs",
         ) from error
 
 

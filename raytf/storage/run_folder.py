@@ -167,7 +167,7 @@ class RunFolder:
         return DamagedCheckpointError(
             "A run resumes from checkpoints of raytf.KerasTrainer",
             f"{self.path!r}, where {why}",
-            "Use resume=False to start from scratch, or choose another RunConfig(name=...)",
+            "Use resume=False (--resume false) to start from scratch, or choose another RunConfig(name=...)",
         )
 
     def _first_whole(
@@ -254,7 +254,7 @@ class RunFolder:
             raise ConfigError(
                 "Ray's list of a run's checkpoints must be a file that can be written",
                 f"{self.path}/{CHECKPOINT_MANAGER_SNAPSHOT_FILENAME}, where there is {one_line(error)}",
-                "Move what is there away, or use resume=False to start from scratch",
+                "Move what is there away, or use resume=False (--resume false) to start from scratch",
             ) from error
         file = CHECKPOINT_MANAGER_SNAPSHOT_FILENAME + (f", which {list_error}," if list_error else "")
         logger.warning(

@@ -297,8 +297,8 @@ def report_result(result: VerificationResult, word: str) -> None:
         warn_user(text, stacklevel=3)
     if result.few is not None:
         logger.info(
-            f"verify: two workers train {result.model} as one process does on a few rows; a whole batch was not compared "
-            f"({result.few}), so that code that takes rows by their position, as values[:100], may differ"
+            f"verify: two workers train {result.model} as one process does on a few rows; a whole batch was not "
+            f"compared ({result.few}), so that code that takes rows by their position, as values[:100], may differ"
         )
     if result.skipped is not None:
         logger.debug("verify: nothing was compared: %s", result.skipped)

@@ -43,6 +43,13 @@ COMMANDS = {
     "evaluate table": "evaluate runs/table --data table --format csv --types a=float32,b=float32 --json",
     "predict table": "predict runs/table --data table --format csv --types a=float32,b=float32 -o table.out",
     "predict rows without labels": "predict runs/table --data new.csv -o new.out",
+    "missing values": f"train models:table {TABLE.replace('table', 'holes')} --fill a=0,b=-1.5 --labels y --name holes",
+    "plan of missing values": f"plan models:table {TABLE.replace('table', 'holes')} --fill a=0,b=-1.5 --labels y",
+    "sweep of missing values": f"sweep models:table epochs=1 {TABLE.replace('table', 'holes')} --fill a=0,b=-1.5 "
+    "--num-samples 1",
+    "evaluate missing values": "evaluate runs/holes --data holes --json",
+    "evaluate other missing values": "evaluate runs/table --data holes --fill a=0,b=-1.5 --json",
+    "predict missing values": "predict runs/holes --data holes --fill a=0 -o holes.out",
 }
 
 
@@ -115,6 +122,26 @@ def test_a_table_is_shown_and_trains(folder):
     words = COMMANDS["predict rows without labels"].split()
     _, err = run(*words, "--features", "a", cwd=folder, code=2, program=RAYTF)
     assert "--features a: the run was trained with b,a" in err and "The model must fit the data" in err
+
+
+def test_missing_values_are_filled(folder):
+    rows = [[i, i + 1, 2 * i + 1] for i in range(20)]
+    rows[3][0], rows[7][1] = "", ""
+    write_csv(folder / "holes" / "a.csv", ["a", "b", "y"], rows)
+    assert "loss" in command("missing values", folder) and "steps" in command("plan of missing values", folder)
+    assert "1 trials" in command("sweep of missing values", folder)
+    loss = loss_of("evaluate missing values", folder)
+    command("predict missing values", folder)
+    whole = [[a if a != "" else 0.0, b if b != "" else -1.5] for a, b, _ in rows]
+    expected = raytf.load_model(folder / "runs" / "holes").predict(np.array(whole, "float32"), verbose=0).ravel()
+    found = np.ravel(pq.read_table(folder / "holes.out")["predictions"].to_pylist())
+    np.testing.assert_allclose(found, expected, rtol=1e-4)
+    assert np.mean((expected - np.array([y for _, _, y in rows])) ** 2) == pytest.approx(loss, rel=1e-4)
+    command("table", folder)
+    assert loss_of("evaluate other missing values", folder) > 0
+    words = COMMANDS["missing values"].replace("--fill a=0,b=-1.5", "--fill a=0").split()
+    _, err = run(*words, cwd=folder, code=2, program=RAYTF)
+    assert "1 null(s) of 'b', float" in err and "--fill b=VALUE" in err and "Traceback" not in err, err
 
 
 def test_images_are_swept(folder):

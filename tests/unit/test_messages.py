@@ -75,6 +75,7 @@ _LINES = "the lines of `_TEXTS`, see `event_texts`"
 _HELPER = "a helper whose calls are read"
 # Messages that are not written where they are logged: (file, argument) to the definitions that have them, or a reason.
 ELSEWHERE: dict[tuple[str, str], str | tuple[tuple[str, str], ...]] = {
+    ("cli_parts.py", "str(message)"): "a warning of raytf, read where it is made",
     ("cli.py", "sentence"): (("launch/tfjob.py", "_UnreadFields.sentences"),),
     ("events.py", "str(event)"): _LINES,
     ("fitting/call.py", "f'run     {self._checkpoints.user_path}'"): RESULT,

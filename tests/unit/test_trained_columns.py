@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import numpy as np
 import pyarrow as pa
@@ -23,6 +24,18 @@ PHOTO = Column("photo", image=(8, 6, 3))
 
 def opened(*names: str, format: str = "csv") -> formats.OpenedFiles:
     return formats.OpenedFiles(format, None, pa.schema([(name, pa.float32()) for name in names]))
+
+
+def test_missing_values_are_filled_by_values_of_the_columns_types():
+    files = formats.OpenedFiles("csv", None, pa.schema({"a": pa.int64(), "b": pa.string(), "c": pa.float32()}))
+    given = NOTHING | {"features": {"x": ["a", "c"], "text": "b"}}
+    roles = formats.roles(files, given, None, fill={"a": "-1", "b": "none"})
+    assert roles["features"] == {"x": [Column("a", fill=-1), "c"], "text": Column("b", fill="none")}
+    trained = formats.roles(opened("a", "b", "y"), NOTHING, None, TRAINED, fill={"b": "0.5"})
+    assert trained["features"] == [Column("b", fill=0.5), Column("a", fill=0)]
+    for fill, message in (({"a": "few"}, "a=few for int64"), ({"d": "0"}, "'d'. Name one of a, b, c")):
+        with pytest.raises(ConfigError, match=re.escape(message)):
+            formats.roles(files, given, None, fill=fill)
 
 
 def test_the_columns_of_the_training_are_the_default_in_their_order():
