@@ -159,6 +159,15 @@ _TRAINING = options(
         help="What to do if the loss is NaN or infinite.",
     ),
     option(
+        "--verify",
+        receiver="trainer",
+        default="warn",
+        type=click.Choice(["warn", "error", "off"]),
+        callback=lambda ctx, option, word: word != "off" and word,
+        show_default=True,
+        help="What to do if two workers do not train the model as one process does.",
+    ),
+    option(
         "--storage",
         "storage_path",
         receiver="run",

@@ -185,7 +185,8 @@ def compute_loss(model, original: Callable, *args, **kwargs) -> Any:
     result = reduction_probe.probe_cached(
         step, model, call, given, rows, masked=reduction_probe.MaskedLabels(labels, [original, model])
     )
-    if reduction_probe.MEAN not in result.ways and not result.rows and not result.unknown:
+    is_mean = reduction_probe.MEAN in result.ways and not result.zeros
+    if not is_mean and not result.rows and not result.unknown:
         return whole_batch.compute_on_global_batch(step, call, _needed(original, call, given, rows), rows)
     if result.why:
         warn_user(

@@ -49,7 +49,7 @@ def update_state(metric, original, *args, **kwargs):
         return [scope.get_current_value(v) - old for v, old in zip(variables, before, strict=True)]
 
     outcome = reduction_probe.probe_cached(step, metric, added, given, rows)
-    if reduction_probe.SUM in outcome.ways or outcome.unknown:
+    if (reduction_probe.SUM in outcome.ways and not outcome.zeros) or outcome.unknown:
         if outcome.why:
             warn_user(
                 f"The metric {metric.name!r} could not be tried with synthetic rows ({outcome.why}), and is treated as "

@@ -52,11 +52,14 @@ class ProbeResult:
             every value was zero.
         rows: Whether the function returns a value for each row, which depends on that row only.
         why: Error of the trials if they have no result, "" if the function draws random numbers, otherwise None.
+        zeros: Positions of the values that were zero in all trials, of which nothing is known: rows that count may be
+            unlike the synthetic ones.
     """
 
     ways: frozenset[str] = frozenset()
     rows: bool = False
     why: str | None = None
+    zeros: frozenset[int] = frozenset()
 
     @property
     def unknown(self) -> bool:
@@ -118,7 +121,8 @@ def _combined(outcomes: Sequence[ProbeResult]) -> ProbeResult | None:
         trial for trial in outcomes if trial.ways != frozenset((IDENTICAL, MEAN, SUM)) or trial.rows
     ] or outcomes
     ways = frozenset.intersection(*(trial.ways for trial in informative))
-    return ProbeResult(ways, all(trial.rows for trial in outcomes))
+    zeros = frozenset.intersection(*(trial.zeros for trial in outcomes))
+    return ProbeResult(ways, all(trial.rows for trial in outcomes), zeros=zeros)
 
 
 def probe_cached(
@@ -261,7 +265,8 @@ def _compared(whole: Sequence[np.ndarray], first: Sequence, second: Sequence, co
         w.ndim and len(w) % count == 0 and len(a) * 2 == len(b) * 2 == len(w) and _alike(w, np.concatenate([a, b]))
         for w, a, b in zip(whole, first, second, strict=True)
     )
-    return ProbeResult(frozenset(ways), by_row)
+    zeros = {i for i, three in enumerate(zip(whole, first, second, strict=True)) if not any(map(np.any, three))}
+    return ProbeResult(frozenset(ways), by_row, zeros=frozenset(zeros))
 
 
 def _values(value: Any) -> list[np.ndarray]:

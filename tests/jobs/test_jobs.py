@@ -42,7 +42,7 @@ def build_model(config):
 # What the three commands that build a trainer share; every option of each command is given once, see the last test.
 TRAINING = "--data data --validation data --features a,b --labels y --sample-weights w --num-workers 2"
 TRAINING += " --gpus-per-worker 0 --cpus-per-worker 0.5 --batch-size 10 --epochs 2 --learning-rate 1e-4 --set units=3"
-TRAINING += " --strategy multi_worker_mirrored --num-ps 0 --seed 3 --storage runs --max-failures 1 --nan stop"
+TRAINING += " --strategy multi_worker_mirrored --num-ps 0 --seed 3 --storage runs --max-failures 1 --nan stop --verify error"
 TRAINING += " --ports 20000-31999 --network 0.0.0.0/0"
 COMMANDS = {
     "train": f"train mymodels:build_model {TRAINING} --name first --resume auto --checkpoint-every 30s "
@@ -53,7 +53,7 @@ COMMANDS = {
     " --learning-rate 1e-4 --set depth=1 --strategy auto --num-ps 0 --seed 3 --storage runs --max-failures 0"
     " --space space.yaml --num-samples 2 --metric val_loss --mode min --scheduler median --search optuna"
     " --max-concurrent-trials 2 --cold --scale-learning-rate linear --base-batch-size 10 --warmup-steps 2"
-    " --name search --checkpoint-every 30s --nan warn --ports 20000-31999 --network 0.0.0.0/0",
+    " --name search --checkpoint-every 30s --nan warn --verify off --ports 20000-31999 --network 0.0.0.0/0",
     "resume": "sweep mymodels:build_model --resume runs/search --data data --features a,b --labels y --storage runs",
     "report": "report runs/search -o page.html",
     "export": "export runs/first --output served --format saved_model --which best --metric val_loss --mode min"

@@ -472,6 +472,51 @@ def metric_functions_that_reduce(p):
     return p.fit(build, (*rows(UNEVEN), weights), validation_data=p.data(rows(VALIDATION)))[1]
 
 
+class MostOfRareRows(keras.metrics.Metric):
+    """The largest error of rows that synthetic ones are not like, and how many rows there were."""
+
+    def __init__(self):
+        super().__init__(name="rare")
+        self.most, self.count = (self.add_variable((), "zeros", name=name) for name in ("most", "count"))
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        errors = ops.where(y_true > 4.0, ops.abs(y_true - y_pred), 0.0)
+        self.most.assign(ops.maximum(self.most, ops.max(errors)))
+        self.count.assign_add(ops.cast(ops.shape(y_true)[0], self.count.dtype))
+
+    def result(self):
+        return self.most + 100 * self.count
+
+
+class RareRows(keras.Model):
+    """Its loss is the largest error of rare rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.out = layers.Dense(1)
+
+    def call(self, x):
+        return self.out(x)
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        return ops.max(ops.where(y > 4.0, ops.abs(y - y_pred), 0.0))
+
+
+@scenario
+def what_counts_rare_rows(p):
+    data = floats(6, rows=UNEVEN), 5 * floats(1, seed=4, rows=UNEVEN)
+    out = {}
+    for name, make in {"metric": lambda: keras.Sequential([layers.Dense(1)]), "loss": RareRows}.items():
+
+        def build(make=make):
+            model = make()
+            model.compile(keras.optimizers.SGD(0.01), "mse", metrics=[MostOfRareRows()])
+            return model
+
+        out |= {f"{name}:{key}": value for key, value in p.fit(build, data)[1].items()}
+    return out
+
+
 @scenario
 def metrics_of_keras_over_rows(p):
     """An axis of 0, and labels without a second dimension, whose last axis is the one of rows."""

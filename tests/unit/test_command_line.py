@@ -102,6 +102,12 @@ def test_nan_is_an_argument_of_the_trainer(command, domains):
         assert given_options(context)["trainer"]["nan"] == value
 
 
+def test_verify_is_off_by_a_word():
+    for words, value in ((["--verify", "off"], False), (["--verify", "error"], "error"), ([], "warn")):
+        context = cli.main.commands["train"].make_context("train", [*TRAINING, *words])
+        assert given_options(context)["trainer"]["verify"] == value
+
+
 def test_wrong_content_of_a_users_file_is_a_wrong_value(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "bad.yaml").write_text("a: [1, 2\nb: }")
