@@ -10,10 +10,9 @@ import numpy as np
 
 from raytf.errors import ConfigError
 
-# Smaller differences are rounding, relative to a value, or to the change of a weight in the steps.
-# Two float32 runs of a small CNN under AdamW, which divides small gradients by small ones, have been apart by 1.4e-5.
-_ROUNDING = 1e-4
-_HALF_ROUNDING = 2e-2
+# Smaller differences are rounding, relative to a value, or to the change of a weight in the steps: by the bits of the
+# narrowest numbers that the model computes with. Gradients that nearly cancel keep few digits, which Adam makes large.
+_ROUNDING = {16: 2e-2, 32: 1e-3, 64: 1e-5}
 # A difference counts if it exceeds so many times the effect of other last bits and other seeds.
 _TIMES = 30.0
 
@@ -91,7 +90,7 @@ def _gaps(single_run: Mapping[str, Any], double_run: Mapping[str, Any]) -> dict[
             _norm(single - initial),
             _norm(np.where(np.isnan(single) & np.isnan(double), 0, single - double)),
         )
-        floor = 8 * np.finfo(np.float32).eps * _norm(single) / _ROUNDING
+        floor = 8 * np.finfo(np.float32).eps * _norm(single) / _ROUNDING[single_run["bits"]]
         shown = f"apart by {distance / max(moved, 1e-30):.2g} times what the two steps change"
         gaps[f"weight {path}"] = _Gap("weight", distance, moved + floor, shown)
     for (path, single, how), (_, double, _) in zip(single_run["states"], double_run["states"], strict=True):
@@ -120,7 +119,7 @@ def _most(gap: np.ndarray, a: np.ndarray, b: np.ndarray) -> float:
 
 def differing_values(single: Mapping[str, Any], double: Mapping[str, Any]) -> list[str]:
     """Returns the names of values that differ by more than rounding does in most models."""
-    most = _HALF_ROUNDING if single["half"] else _ROUNDING
+    most = _ROUNDING[single["bits"]]
     return [name for name, difference in _gaps(single, double).items() if not difference.gap <= most * difference.scale]
 
 

@@ -174,10 +174,16 @@ def _set_seeds(seed: int) -> None:
     tf.random.set_seed(seed)
 
 
+def _narrowest(model) -> int:
+    """Returns the bits of the narrowest floating-point numbers that a model computes with: 16, 32 or 64."""
+    dtypes = [str(layer.compute_dtype) for layer in keras_objects.layers_of(model)]
+    return next((bits for bits in (16, 32) if any(dtype.endswith(f"float{bits}") for dtype in dtypes)), 64)
+
+
 def _train_two_steps(trial: VerificationTask, eagerly: bool, shard: Shard, begin: Callable) -> dict:
     """Returns the results of two steps by name, or {"skipped": reason}.
 
-    The result has "digest". On rank 0 it also has "logs", "weights", "states", "slots", "rates" and "half". On one
+    The result has "digest". On rank 0 it also has "logs", "weights", "states", "slots", "rates" and "bits". On one
     device it also has "traits" and, if needed, "whole_s", the estimated seconds of `VerificationTask.whole`.
     """
     tf.config.threading.set_intra_op_parallelism_threads(1)
@@ -235,7 +241,7 @@ def _fit_two_steps(trial: VerificationTask, eagerly: bool, model, train, shard: 
             "states": [(v.path, np.asarray(v), str(v.aggregation)) for v in states],
             "slots": slots,
             "rates": rates,
-            "half": any("16" in str(layer.compute_dtype) for layer in keras_objects.layers_of(model)),
+            "bits": _narrowest(model),
         }
     if shard.count > 1:
         return results
