@@ -8,6 +8,8 @@ RAY_TOKEN = "ray._private.authentication.authentication_token_setup"
 DATA_PROGRESS = "ray.data._internal.progress"
 # Logs the error of a task with its traceback.
 DATA_TASKS = "ray.data._internal.execution.streaming_executor_state"
+# Logs the error of an execution, with a traceback and a request to report it.
+DATA_ERRORS = "ray.data.exceptions"
 # Logs how to start a new run if a run's folder exists.
 TRAIN_CHECKPOINTS = "ray.train.v2._internal.execution.checkpoint.checkpoint_manager"
 # Logs the errors of a training, even if the run continues.

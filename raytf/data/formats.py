@@ -15,6 +15,7 @@ import ray
 from pyarrow import csv, fs
 
 from raytf import logs
+from raytf.console.quiet import quiet_native
 from raytf.data import stored
 from raytf.data.columns import Column, ColumnSpecs, flat, parse
 from raytf.data.file_source import FilePart, FileSource, in_task
@@ -254,7 +255,8 @@ def _sized(
     if image is None and files.format == "images" and features == "image":
         image = input_size
         if image is None:
-            (data,) = files.dataset.select_columns(["image"]).take(1)
+            with stored.quiet(), stored.unwrapped(files.dataset.context):
+                (data,) = files.dataset.select_columns(["image"]).take(1)
             image = in_task(_shape_of, data["image"])
     return Column(features, image=image) if image else features
 
@@ -411,8 +413,7 @@ def _read_images(unreadable: str, filesystem: fs.FileSystem, rows: pa.Table, sch
     if "image" not in schema.names and unreadable == "refuse":
         yield rows.select(schema.names)
         return
-    from raytf.data import batches
-
+    batches = _decoder()
     images, indices, bad = [], [], []
     for i, path in enumerate(rows["path"].to_pylist()):
         with filesystem.open_input_stream(path, compression=None) as file:
@@ -436,6 +437,12 @@ def _read_images(unreadable: str, filesystem: fs.FileSystem, rows: pa.Table, sch
 
 
 def _shape_of(data: bytes) -> tuple[int, int, int]:
-    from raytf.data import batches
+    return _decoder().shape_of_image(data)
 
-    return batches.shape_of_image(data)
+
+def _decoder():
+    """Returns the module that decodes images; TensorFlow's lines are hidden in a task, as errors are raised."""
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    with quiet_native():  # what it writes before it reads that
+        from raytf.data import batches
+    return batches

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Mapping
@@ -214,24 +215,28 @@ def quiet():
     An error of raytf in a task is hidden too: it is raised.
     """
     filtered, own_errors = _NoCpuWarningFilter(), _OwnErrorFilter()
-    logger, tasks = logging.getLogger("ray.data.dataset"), logging.getLogger(loggers.DATA_TASKS)
+    logger = logging.getLogger("ray.data.dataset")
+    error_loggers = [logging.getLogger(name) for name in (loggers.DATA_TASKS, loggers.DATA_ERRORS)]
     logger.addFilter(filtered)
-    tasks.addFilter(own_errors)
+    for error_logger in error_loggers:
+        error_logger.addFilter(own_errors)
     try:
         with _task_warning_filter, log_levels({"ray.data": logging.WARNING, loggers.DATA_PROGRESS: logging.ERROR}):
             yield
     finally:
         logger.removeFilter(filtered)
-        tasks.removeFilter(own_errors)
+        for error_logger in error_loggers:
+            error_logger.removeFilter(own_errors)
         if filtered.dropped:  # for the next dataset, which may be the user's
             reset_log_once("cpu_warning")
 
 
 class _OwnErrorFilter(logging.Filter):
-    """Drops the log of an error of raytf."""
+    """Drops what is logged of an error of raytf, with the error or while it is handled."""
 
     def filter(self, record) -> bool:
-        return not (record.exc_info and isinstance(record.exc_info[1], RaytfError))
+        error = record.exc_info[1] if record.exc_info else sys.exc_info()[1]
+        return not isinstance(error, RaytfError)
 
 
 class _TaskWarningFilter:

@@ -144,5 +144,14 @@ def test_missing_values_are_filled(folder):
     assert "1 null(s) of 'b', float" in err and "--fill b=VALUE" in err and "Traceback" not in err, err
 
 
+@pytest.mark.parametrize("size", ["", "--image-size 6x6 "])
+def test_a_broken_image_is_one_error(folder, size):
+    """Ray's tracebacks, and lines of TensorFlow in Ray's tasks, would hide it."""
+    words = f"train models:classes --data images {size}--batch-size 2 --storage runs".split()
+    out, err = run(*words, cwd=folder, code=2, program=RAYTF)
+    assert err.count("4.jpg") == 1 and "--unreadable skip" in err.splitlines()[-1], err
+    assert not re.search("Traceback|Exception|cuda|Dataset execution|rendezvous", out + err), out + err
+
+
 def test_images_are_swept(folder):
     assert "cats, dogs" in command("sweep", folder)

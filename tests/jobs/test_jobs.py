@@ -42,8 +42,8 @@ def build_model(config):
 # What the three commands that build a trainer share; every option of each command is given once, see the last test.
 TRAINING = "--data data --validation data --features a,b --labels y --sample-weights w --num-workers 2"
 TRAINING += " --gpus-per-worker 0 --cpus-per-worker 0.5 --batch-size 10 --epochs 2 --learning-rate 1e-4 --set units=3"
-TRAINING += " --strategy multi_worker_mirrored --num-ps 0 --seed 3 --storage runs --max-failures 1 --nan stop --verify error"
-TRAINING += " --ports 20000-31999 --network 0.0.0.0/0"
+TRAINING += " --strategy multi_worker_mirrored --num-ps 0 --seed 3 --storage runs --max-failures 1 --nan stop"
+TRAINING += " --verify error --ports 20000-31999 --network 0.0.0.0/0"
 COMMANDS = {
     "train": f"train mymodels:build_model {TRAINING} --name first --resume auto --checkpoint-every 30s "
     "--memory-every 2steps",
