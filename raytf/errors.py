@@ -110,8 +110,14 @@ def definition_line(value: Any) -> str:
         if code is not None:
             return f"{os.path.basename(code.co_filename)}, line {code.co_firstlineno}"
         return f"{os.path.basename(inspect.getsourcefile(value) or '?')}, line {inspect.getsourcelines(value)[1]}"
-    except (OSError, TypeError):
-        return "line unknown"
+    except (OSError, TypeError):  # a class of a script, or of a notebook, has come from another process
+        codes = [
+            function.__code__ for function in getattr(value, "__dict__", {}).values() if inspect.isfunction(function)
+        ]
+        first = min(codes, key=lambda code: code.co_firstlineno, default=None)
+        if first is None:
+            return "line unknown"
+        return f"{os.path.basename(first.co_filename)}, line {first.co_firstlineno}"
 
 
 def user_line(error: BaseException) -> str:
@@ -157,7 +163,7 @@ def _python_cause(text: str) -> str:
 
 
 class RaytfError(Exception):
-    """Base class of the errors that raytf raises.
+    """Base class of the errors that raytf raises; `StoppedError`, after a signal, is none.
 
     Example:
         >>> import raytf
@@ -254,10 +260,11 @@ class StreamError(RaytfError, RuntimeError):
     """Raised when a streamed dataset can no longer be read."""
 
 
-class StoppedError(RaytfError, SystemExit):
+class StoppedError(SystemExit):
     """Raised when a signal has stopped a run; its message names the step from which the run resumes.
 
-    It is a `SystemExit`: a script that does not catch it ends with `code`.
+    It is a `SystemExit`: a script that does not catch it ends with `code`. `except Exception` does not catch it, so
+    that a loop over models ends as well.
 
     Args:
         number: Number of the signal, 2 (SIGINT) or 15 (SIGTERM).

@@ -18,7 +18,7 @@ READING = "reading data"
 TRYING = "trying the model"
 WORKERS = "starting workers"
 FIRST_STEP = "compiling and making the first step"
-ENDING = "saving the last checkpoint and ending workers"
+ENDING = "ending the training"
 COMPARING = "comparing the finished run with the requested one"
 
 

@@ -35,7 +35,7 @@ FIT += r"(  [\d,]+ examples/s)?(  \d+% waiting for input)?(  \d:\d\d left)?"
 PHASES = (
     "finding or starting Ray|connecting to Ray|looking at the cluster|reading data|trying the model|starting workers"
 )
-PHASES += "|compiling and making the first step|saving the last checkpoint and ending workers"
+PHASES += "|compiling and making the first step|ending the training"
 PHASE = re.compile(rf"({PHASES}) \.\.\.")
 # Of the first example, then of the second.
 README = [

@@ -3,7 +3,7 @@ import pickle
 import pytest
 from ray.train import TrainingFailedError
 
-from raytf.errors import PeerLostError, one_line
+from raytf.errors import PeerLostError, definition_line, one_line
 from raytf.runtime import failures
 
 
@@ -50,6 +50,14 @@ def test_a_worker_that_died_is_named_with_what_ray_knows():
     errors = {0: PeerLostError(0, "Socket closed"), 1: died}
     assert failures.first_rank(errors) == 1
     assert "died" in failures._line(died)
+
+
+def test_a_class_without_its_file_is_named_by_its_first_method():
+    source = "class Own:\n    size = 1\n\n    def call(self):\n        return 1\n"
+    names: dict = {"__name__": "a_module_that_is_elsewhere"}
+    exec(compile(source, "/far/own_layers.py", "exec"), names)
+    assert definition_line(names["Own"]) == "own_layers.py, line 4"
+    assert definition_line(print) == "line unknown"
 
 
 def test_a_dead_actor_is_described_by_how_its_process_ended():

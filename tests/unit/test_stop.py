@@ -131,6 +131,7 @@ def test_a_question_that_is_taken_back_ends_nobody_and_another_one_still_does():
 def test_errors_travel_and_bear_their_exit_codes():
     error = pickle.loads(pickle.dumps(StoppedError(signal.SIGTERM, "it stands there", 7)))
     assert (error.code, error.step, str(error)) == (143, 7, "SIGTERM: it stands there")
+    assert not isinstance(error, Exception), "a loop that catches Exception would go on to the next model"
     assert isinstance(error, SystemExit) and StoppedError(signal.SIGINT, "").code == 130
     drained = pickle.loads(pickle.dumps(StoppedForRestartError(7)))
     assert drained.preempted and "after step 7, from which the run resumes" in str(drained)
