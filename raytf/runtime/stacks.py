@@ -16,8 +16,8 @@ _LINES = 120
 def stack_of(pid: int) -> str:
     """Returns the stacks of a process of this host, even a stopped one, or the reason why they are unknown.
 
-    py-spy is installed with raytf. It reads another process' memory, which requires the right to trace it. In a container this
-    is the capability SYS_PTRACE, elsewhere the same user and `kernel.yama.ptrace_scope` 0.
+    py-spy is installed with raytf. It reads another process' memory, which requires the right to trace it. In a
+    container this is the capability SYS_PTRACE, elsewhere the same user and `kernel.yama.ptrace_scope` 0.
     """
     next_to_python = os.path.join(os.path.dirname(sys.executable), "py-spy")
     program = next_to_python if os.path.exists(next_to_python) else shutil.which("py-spy")
