@@ -20,7 +20,7 @@ _OVER_AN_AXIS = (keras.metrics.CosineSimilarity, keras.metrics.PearsonCorrelatio
 
 
 def may_compare(metric) -> bool:
-    """Returns whether a metric may be no sum over rows: it is a user's, wraps a function, or has an axis."""
+    """Returns whether a metric may compare rows: it is a user's, wraps a function, or has an axis."""
     of_keras = type(metric).__module__.startswith("keras.")
     return not of_keras or type(metric) is keras.metrics.MeanMetricWrapper or isinstance(metric, _OVER_AN_AXIS)
 

@@ -52,8 +52,8 @@ class ProbeResult:
             every value was zero.
         rows: Whether the function returns a value for each row, which depends on that row only.
         why: Error of the trials if they have no result, "" if the function draws random numbers, otherwise None.
-        zeros: Positions of the values that were zero in all trials, of which nothing is known: rows that count may be
-            unlike the synthetic ones.
+        zeros: Positions of the values that were zero in all trials. Nothing is known of these, as rows that count may
+            be unlike the synthetic ones.
     """
 
     ways: frozenset[str] = frozenset()
