@@ -10,7 +10,7 @@ _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; margin: 0 auto; padding: 1.2rem; max-width: 72rem; color: #222; }
 h1 { font-size: 1.5rem; margin: .2rem 0; overflow-wrap: anywhere; } h2 { font-size: 1.15rem; margin: 1.6rem 0 .4rem; }
 p { margin: .3rem 0; overflow-wrap: anywhere; } .path { color: #666; font-size: .85rem; }
-.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 26rem), 1fr)); gap: 1rem 1.5rem; }
+.charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 26rem), 1fr)); gap: 1rem 1.5rem; }
 .chart { overflow-x: auto; } .chart svg { width: 100%; height: auto; display: block; font-family: inherit; }
 .legend { display: flex; flex-wrap: wrap; gap: .1rem 1rem; font-size: .82rem; color: #444; }
 .legend i { display: inline-block; width: 1.3rem; margin-right: .35rem; vertical-align: middle; }
