@@ -29,6 +29,7 @@ from raytf.compat.keras import TRACKED, BaseOptimizer, DynamicBackend, as_array,
 from raytf.compat.tensorflow import DistributedVariable
 from raytf.errors import ConfigError, one_line
 from raytf.fitting import changed_classes, tensorflow_objects
+from raytf.logs import warn_user
 
 # Attributes that each process creates itself: of all objects, of layers and of models.
 _REBUILT = ("_self_saveable_object_factories", "_self_update_uid", "_exclude_from_weight_decay_cache")
@@ -218,6 +219,12 @@ class _Pickler(ray.cloudpickle.Pickler):
         return self._deferred(value, made, state, _update_attributes)
 
     def _tf_variable(self, value):
+        if value.synchronization == tf.VariableSynchronization.ON_READ:
+            warn_user(
+                f"The variable {value.name!r} (tf.Variable with synchronization=ON_READ) has a part on each worker, "
+                "and after the call the part of the first worker. Use add_weight(..., aggregation='sum') or 'mean' instead",
+                stacklevel=2,
+            )
         basic = {
             "trainable": value.trainable,
             "name": value.name.split(":")[0],

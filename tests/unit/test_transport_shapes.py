@@ -485,3 +485,20 @@ def test_words_and_columns_of_a_feature_space():
         (keras.Model(text, keras.layers.Embedding(9, 2)(words(text))), tf.constant(["b a", "d"])),
     ):
         assert_same(model(x), round_trip(model)(x))
+
+
+def test_a_variable_with_a_part_on_each_worker_is_warned_of():
+    import keras
+    import tensorflow as tf
+
+    class Counts(keras.layers.Layer):
+        def build(self, shape):
+            how = {"synchronization": tf.VariableSynchronization.ON_READ, "aggregation": tf.VariableAggregation.SUM}
+            self.seen = tf.Variable(0.0, trainable=False, name="seen", **how)
+
+        def call(self, x):
+            return x
+
+    model = keras.Sequential([keras.Input((2,)), Counts(), keras.layers.Dense(1)])
+    with pytest.warns(UserWarning, match=r"seen:0' .* part of the first worker"):
+        transport.serialize(model)
