@@ -5,10 +5,13 @@ Imports no TensorFlow.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 import time
 import uuid
+
+from ray.exceptions import RpcError
 
 from raytf.compat import ray_core
 from raytf.console.phases import ENDING, WORKERS, Phases
@@ -47,7 +50,7 @@ class Board:
     """Progress of a run, which the chief writes and the driver reads.
 
     Each end of an epoch is a separate entry. A replacement chief continues after the existing ones, and a driver that
-    polls rarely misses none.
+    polls rarely misses none. While the cluster's head does not answer, updates are lost, and the training continues.
 
     Args:
         entries: An `Entries`, or None for a new one.
@@ -60,6 +63,10 @@ class Board:
 
     def write(self, update: dict) -> None:
         """Writes an update, and keeps it if it ends an epoch; the chief calls it."""
+        with contextlib.suppress(RpcError):
+            self._write(update)
+
+    def _write(self, update: dict) -> None:
         if self._count is None:
             self._writer = uuid.uuid4().hex
             self._count = (self._entries.get("last") or {"count": 0})["count"]
@@ -73,7 +80,8 @@ class Board:
 
     def begin(self, phase: str) -> None:
         """Writes a phase before the first step or after the last one, or "" to show none; the chief calls it."""
-        self._entries.put("phase", phase)
+        with contextlib.suppress(RpcError):
+            self._entries.put("phase", phase)
 
     def phase(self) -> str:
         """Returns the phase of the chief before its first step or after its last one."""
@@ -153,18 +161,21 @@ class ProgressLine:
     def _follow(self):
         while True:
             stopping = self._stop.wait(_POLL_INTERVAL)
-            lines, running, phase = self._reader.new_lines()
-            for line in lines:
-                self._console.print(line, highlight=False, markup=False, soft_wrap=True)
-            if running is not None:
-                self._phases.begin(None)
-                self._phases.show(running)
-            else:
-                if lines:
-                    self._phases.show("")
-                self._phases.begin(phase)
+            with contextlib.suppress(RpcError):  # the cluster's head does not answer now
+                self._show(*self._reader.new_lines())
             if stopping:
                 return
+
+    def _show(self, lines: list[str], running: str | None, phase: str | None) -> None:
+        for line in lines:
+            self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+        if running is not None:
+            self._phases.begin(None)
+            self._phases.show(running)
+        else:
+            if lines:
+                self._phases.show("")
+            self._phases.begin(phase)
 
 
 class Rate:

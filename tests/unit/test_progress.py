@@ -7,10 +7,11 @@ import numpy
 import rich.console
 from hypothesis import given
 from hypothesis import strategies as st
+from ray.exceptions import RpcError
 
 from raytf.console import phases as phases_module
 from raytf.console.phases import Phases
-from raytf.console.progress import Board, BoardReader, Rate, describe, format_metric
+from raytf.console.progress import Board, BoardReader, ProgressLine, Rate, describe, format_metric
 from tests.waiting import until
 
 
@@ -148,6 +149,39 @@ def test_phases_of_a_board():
     assert reader.new_lines()[2] is None, "all workers start again"
     chief.write(update(4, 10, ended=True))
     assert reader.new_lines()[2] == phases_module.ENDING
+
+
+class Away(Memory):
+    """Entries of a head that does not answer while `away` is True."""
+
+    away, asked = False, 0
+
+    def get(self, name):
+        self._check()
+        return super().get(name)
+
+    def put(self, name, value):
+        self._check()
+        super().put(name, value)
+
+    def _check(self):
+        self.asked += self.away
+        if self.away:
+            raise RpcError("RPC error: CANCELLED")
+
+
+def test_progress_goes_on_when_the_head_answers_again():
+    entries, out = Away(), io.StringIO()
+    chief = Board(entries)
+    with ProgressLine(Board(entries), rich.console.Console(file=out, width=200)):
+        entries.away = True
+        chief.begin(phases_module.FIRST_STEP)
+        chief.write(update(1, 10, ended=True))
+        until(lambda: entries.asked > 3)  # the thread has asked as well
+        entries.away = False
+        chief.write(update(2, 10, ended=True))
+        until(lambda: "epoch 2/4" in out.getvalue())
+    assert "epoch 1/4" not in out.getvalue()
 
 
 def test_the_end_of_a_training_begins_the_last_phase_whatever_ends_it():
