@@ -10,6 +10,7 @@ import json
 import threading
 import time
 import uuid
+from collections.abc import Callable
 
 from ray.exceptions import RpcError
 
@@ -132,18 +133,24 @@ class BoardReader:
 
 # Seconds between two reads of a board.
 _POLL_INTERVAL = 0.2
+# Seconds without a line after which a running epoch has one, outside of a terminal.
+_LONG_EPOCH = 300.0
 
 
 class ProgressLine:
-    """Shows a board's updates until the context ends: live in a terminal, a line for each epoch elsewhere.
+    """Shows a board's updates until the context ends: live in a terminal, elsewhere a line for each epoch.
+
+    An epoch of more than five minutes has a line every five minutes there.
 
     Args:
         board: A `Board`.
         console: A `rich.console.Console`.
+        clock: Returns seconds; for tests.
     """
 
-    def __init__(self, board, console):
-        self._reader, self._console = BoardReader(board), console
+    def __init__(self, board, console, clock: Callable[[], float] = time.monotonic):
+        self._reader, self._console, self._clock = BoardReader(board), console, clock
+        self._printed = clock()
         self._phases = Phases(console, WORKERS)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._follow, daemon=True)
@@ -167,8 +174,10 @@ class ProgressLine:
                 return
 
     def _show(self, lines: list[str], running: str | None, phase: str | None) -> None:
-        for line in lines:
+        is_late = running is not None and self._clock() - self._printed >= _LONG_EPOCH
+        for line in [*lines, *([running] if is_late and not self._console.is_terminal else [])]:
             self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+            self._printed = self._clock()
         if running is not None:
             self._phases.begin(None)
             self._phases.show(running)

@@ -170,6 +170,21 @@ class Away(Memory):
             raise RpcError("RPC error: CANCELLED")
 
 
+def test_a_long_epoch_has_a_line_now_and_then_in_a_log():
+    entries, out, seconds = Memory(), io.StringIO(), [0.0]
+    chief = Board(entries)
+    shown = lambda: out.getvalue().splitlines()
+    with ProgressLine(Board(entries), rich.console.Console(file=out, width=200), lambda: seconds[0]):
+        chief.write(update(1, 3))
+        seconds[0] = 299.0
+        chief.write(update(1, 4, ended=True))
+        until(lambda: len(shown()) == 1)
+        chief.write(update(2, 5))
+        seconds[0] = 600.0
+        until(lambda: len(shown()) == 2)
+    assert "step 4/10" in shown()[0] and "step 5/10" in shown()[1]
+
+
 def test_progress_goes_on_when_the_head_answers_again():
     entries, out = Away(), io.StringIO()
     chief = Board(entries)
