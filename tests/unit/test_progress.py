@@ -185,7 +185,7 @@ def test_a_long_epoch_has_a_line_now_and_then_in_a_log():
     assert "step 4/10" in shown()[0] and "step 5/10" in shown()[1]
 
 
-def test_progress_goes_on_when_the_head_answers_again():
+def test_progress_continues_when_the_head_answers_again():
     entries, out = Away(), io.StringIO()
     chief = Board(entries)
     with ProgressLine(Board(entries), rich.console.Console(file=out, width=200)):
