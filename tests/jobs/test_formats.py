@@ -47,9 +47,10 @@ COMMANDS = {
     "plan of missing values": f"plan models:table {TABLE.replace('table', 'holes')} --fill a=0,b=-1.5 --labels y",
     "sweep of missing values": f"sweep models:table epochs=1 {TABLE.replace('table', 'holes')} --fill a=0,b=-1.5 "
     "--num-samples 1",
-    "evaluate missing values": "evaluate runs/holes --data holes --json",
-    "evaluate other missing values": "evaluate runs/table --data holes --fill a=0,b=-1.5 --json",
-    "predict missing values": "predict runs/holes --data holes --fill a=0 -o holes.out",
+    "evaluate missing values": "evaluate runs/holes --data holes --types a=float32,b=float32 --json",
+    "evaluate other missing values": "evaluate runs/table --data holes --types a=float32,b=float32 --fill a=0,b=-1.5 "
+    "--json",
+    "predict missing values": "predict runs/holes --data holes --types a=float32,b=float32 --fill a=0 -o holes.out",
 }
 
 
@@ -119,7 +120,7 @@ def test_a_table_is_shown_and_trains(folder):
     for name in ("table.out", "new.out"):
         found = np.ravel(pq.read_table(folder / name)["predictions"].to_pylist())
         np.testing.assert_allclose(found, expected.ravel(), rtol=1e-4)
-    words = COMMANDS["predict rows without labels"].split()
+    words = COMMANDS["predict rows without labels"].replace("new.out", "other.out").split()
     _, err = run(*words, "--features", "a", cwd=folder, code=2, program=RAYTF)
     assert "--features a: the run was trained with b,a" in err and "The model must fit the data" in err
 
@@ -150,7 +151,7 @@ def test_a_broken_image_is_one_error(folder, size):
     words = f"train models:classes --data images {size}--batch-size 2 --storage runs".split()
     out, err = run(*words, cwd=folder, code=2, program=RAYTF)
     assert err.count("4.jpg") == 1 and "--unreadable skip" in err.splitlines()[-1], err
-    assert not re.search("Traceback|Exception|cuda|Dataset execution|rendezvous", out + err), out + err
+    assert not re.search("Traceback|Exception|Dataset execution|rendezvous", out + err), out + err
 
 
 def test_images_are_swept(folder):
