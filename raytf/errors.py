@@ -105,19 +105,14 @@ def _actor_cause(error: BaseException) -> str:
 
 def definition_line(value: Any) -> str:
     """Returns "FILE, line N" of the definition of a function or class."""
-    try:
-        code = getattr(inspect.unwrap(value), "__code__", None)
-        if code is not None:
-            return f"{os.path.basename(code.co_filename)}, line {code.co_firstlineno}"
-        return f"{os.path.basename(inspect.getsourcefile(value) or '?')}, line {inspect.getsourcelines(value)[1]}"
-    except (OSError, TypeError):  # a class of a script, or of a notebook, has come from another process
-        codes = [
-            function.__code__ for function in getattr(value, "__dict__", {}).values() if inspect.isfunction(function)
-        ]
-        first = min(codes, key=lambda code: code.co_firstlineno, default=None)
-        if first is None:
-            return "line unknown"
-        return f"{os.path.basename(first.co_filename)}, line {first.co_firstlineno}"
+    code = getattr(inspect.unwrap(value), "__code__", None)
+    if code is None:
+        try:
+            return f"{os.path.basename(inspect.getsourcefile(value) or '?')}, line {inspect.getsourcelines(value)[1]}"
+        except (OSError, TypeError):  # a class of a script, or of a notebook, has come from another process
+            methods = filter(inspect.isfunction, getattr(value, "__dict__", {}).values())
+            code = min((m.__code__ for m in methods), key=lambda code: code.co_firstlineno, default=None)
+    return "line unknown" if code is None else f"{os.path.basename(code.co_filename)}, line {code.co_firstlineno}"
 
 
 def user_line(error: BaseException) -> str:

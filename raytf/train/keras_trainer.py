@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
@@ -131,9 +130,9 @@ class KerasTrainer:
             differ, and raises an error if there is no checkpoint. False archives the previous run and starts from
             scratch. More epochs, other callbacks and another number of workers are not differences. A run that has
             ended is not trained again.
-        verify: Whether to compare two workers with one process before training, on a few rows, in two steps and a
-            validation: logs, metrics, weights and other variables. "warn", the default, warns of differences, with
-            their cause and the fix. After half a second the comparison continues in parallel with the first steps.
+        verify: Whether to compare two workers with one process before training. It compares logs, metrics, weights and
+            other variables, on a few rows, after two steps and a validation. "warn", the default, warns of differences,
+            with their cause and the fix. After half a second the comparison continues in parallel with the first steps.
             "error" waits for at most 200 s, and raises an error. False compares nothing. Models above 64 MiB, parameter
             servers, `sync_every` and single devices are not compared.
         nan: What to do if the loss is NaN or infinite. "warn", the default: one warning soon afterwards, with the first
@@ -537,7 +536,7 @@ class KerasTrainer:
             result = self._fit(task, launch, sidecar)
         finally:
             metrics = sidecar.results.close()
-        if self.nan != "ignore" and math.isfinite((result.metrics or {}).get("loss", 0.0)):
+        if self.nan != "ignore" and not results.ended_in_nan(result):
             evaluator.report_not_finite(metrics)
         return _with_history(self, result, evaluator.checkpoint_metrics(result) | metrics)
 

@@ -133,18 +133,22 @@ PUBLIC_NAMES = {
     ("worker/model_loading.py", "which"),
 }
 FILES = sorted(FOLDER.rglob("*.py"))
+DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 # What has comments, and is not Python.
 _SETTINGS = (path for path in (FOLDER.parent / "cluster").rglob("*") if path.suffix in (".sh", ".yaml"))
 SETTINGS = [*sorted(_SETTINGS), FOLDER.parent / "cluster/kubernetes/Dockerfile", FOLDER.parent / "Makefile"]
 # Of fewer words a literal is a key or a part of a name.
 LEAST_WORDS = 3
 PAGES = [*blocks.pages(), "CHANGELOG.md"]
-# Words of a sentence of a page at most, where `code` of any length is one. Aim at 20.
-MOST_WORDS = 30
+# Words of a sentence of a page or a docstring at most, where `code` of any length is one.
+MOST_WORDS = 20
 SPAN = re.compile(r"(`+)(?!`).+?(?<!`)\1(?!`)", re.DOTALL)
 LINK = re.compile(r"!?\[([^\]]*)\]\([^)\s]*\)")
 ITEM = re.compile(r"^ *([*+-]|\d+\.) ")
 NO_SENTENCE = re.compile(r" *(#|\||:::|options:)")
+# An argument in a docstring, a heading such as "Args:", and lines that are no prose there.
+ENTRY = re.compile(r" {4}\*?\*?[\w.]+( \([^)]*\))?: |\w+:$")
+EXAMPLE = re.compile(r" *(>>>|\|)")
 
 
 @functools.cache
@@ -153,8 +157,7 @@ def texts(path: pathlib.Path) -> list[tuple[int, str]]:
     source = path.read_text()
     found = []
     for node in ast.walk(ast.parse(source)):
-        documented = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
-        if documented and (text := ast.get_docstring(node)):
+        if isinstance(node, DOCUMENTED) and (text := ast.get_docstring(node)):
             found.append((getattr(node, "lineno", 1), text))
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
@@ -290,18 +293,18 @@ def test_reads_keywords_and_texts_are_no_names():
     assert not vague('__all__ = ["own"]\nx.only(to=1)\nshutil.which("until")\ncounts = by["every"]')
 
 
-def plain(page: str) -> str:
-    """Returns the words of a page, line for line: without blocks, comments, `code` and targets of links."""
-    text = SPAN.sub(lambda span: "`code`" + "\n" * span.group().count("\n"), blocks.prose(page))
+def plain(text: str) -> str:
+    """Returns the words of a text, line for line: without `code` and targets of links."""
+    text = SPAN.sub(lambda span: "`code`" + "\n" * span.group().count("\n"), text)
     return LINK.sub(r"\1", text)
 
 
-def sentences(text: str) -> list[tuple[int, str]]:
-    """(line of its paragraph, sentence) of each paragraph and list item, without headings, tables and directives."""
+def sentences(text: str, docstring: bool = False) -> list[tuple[int, str]]:
+    """(line of its paragraph, sentence) of each paragraph and item, without headings, tables, examples, directives."""
     found, paragraph, begins = [], [], 0
     for number, line in enumerate([*text.splitlines(), ""], 1):
-        ends = not line.strip() or NO_SENTENCE.match(line)
-        if paragraph and (ends or ITEM.match(line)):
+        ends = not line.strip() or (EXAMPLE if docstring else NO_SENTENCE).match(line)
+        if paragraph and (ends or ITEM.match(line) or (docstring and ENTRY.match(line))):
             split = re.split(r"(?<=[.!?])[\"')*_]*\s+", " ".join(paragraph))
             found += [(begins, sentence) for sentence in split]
             paragraph = []
@@ -311,13 +314,26 @@ def sentences(text: str) -> list[tuple[int, str]]:
     return found
 
 
+def cells(text: str) -> list[tuple[int, str]]:
+    """(line, sentence) of each cell of the tables of a text."""
+    rows = [(number, line.strip()) for number, line in enumerate(text.splitlines(), 1) if line.strip().startswith("|")]
+    parts = [(number, cell.strip()) for number, row in rows for cell in row.strip("|").split("|")]
+    return [(number, sentence) for number, cell in parts for _, sentence in sentences(cell)]
+
+
+def long_sentences(text: str, docstring: bool = False) -> list[str]:
+    """Returns "LINE: COUNT words: SENTENCE" of each sentence of a text with more than `MOST_WORDS`."""
+    counted = [(line, words(part), part) for line, part in [*sentences(text, docstring), *cells(text)]]
+    return [f"{line}: {count} words: {part}" for line, count, part in counted if count > MOST_WORDS]
+
+
 def words(sentence: str) -> int:
     return sum(re.search(r"\w", part) is not None for part in sentence.split())
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_words_of_pages(page):
-    text = plain(page)
+    text = plain(blocks.prose(page))
     found = [
         f"{page}:{text.count(chr(10), 0, hit.start()) + 1}: {hit.group()!r}; one searches for: {better(hit.group())}"
         for hit in PATTERN.finditer(text.replace("\n", " "))
@@ -327,8 +343,14 @@ def test_words_of_pages(page):
 
 @pytest.mark.parametrize("page", PAGES)
 def test_sentences_of_pages_are_short(page):
-    counted = [(line, words(text), text) for line, text in sentences(plain(page))]
-    long = [f"{page}:{line}: {count} words: {text}" for line, count, text in counted if count > MOST_WORDS]
+    long = long_sentences(plain(blocks.prose(page)))
+    assert not long, f"{page}: more than {MOST_WORDS} words:\n" + "\n".join(long)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(FOLDER).as_posix())
+def test_sentences_of_docstrings_are_short(path):
+    nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, DOCUMENTED)]
+    long = [line for node in nodes for line in long_sentences(plain(ast.get_docstring(node) or ""), docstring=True)]
     assert not long, f"more than {MOST_WORDS} words:\n" + "\n".join(long)
 
 
@@ -343,6 +365,14 @@ def test_sentences_are_split():
         (7, "Eight"),
     ]
     assert [words(sentence) for _, sentence in sentences(text)] == [2, 2, 1, 2, 1, 1]
+
+
+def test_long_sentences_are_noticed():
+    most = "word " * MOST_WORDS
+    assert len(long_sentences(f"{most}more.")) == 1 and not long_sentences(f"{most.strip()}. more words")
+    assert not long_sentences(f"Args:\n    x: {most[5:]}\n    y: more\n\n    {most}\n    >>> {most} {most}", True)
+    assert len(long_sentences(f"# {most} more\n\n| {most} more | x |\n")) == 1, "a head is none"
+    assert not long_sentences(plain(f"`{most} {most}` and [{'word ' * 9}]({most[:4]})"))
 
 
 def arguments_of(node: ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -> set[str]:
