@@ -23,6 +23,7 @@ _TEXTS = {"RaytfError": "{0}", "UnsupportedVersionError": "{0}", "StreamError": 
 _TEXTS |= {"TrainingError": "{1}", "StoppedError": "{1}", "StoppedCallError": "{1}"}
 _RULES = ("ConfigError", "ResourceError", "ScratchError", "DamagedCheckpointError", "UnknownMetricError")
 _TEXTS |= dict.fromkeys(_RULES, "{0}; received: {1}. {2}.")
+_BODIES = ("body", "orelse", "finalbody")
 _LEAST_LETTERS, _MOST_BRANCHES = 16, 6
 
 
@@ -49,12 +50,23 @@ def _choices(parts, known):
     return itertools.islice(itertools.product(*(_texts(part, known) for part in parts)), _MOST_BRANCHES)
 
 
-def _assigned(nodes) -> dict[str, list[ast.expr]]:
-    found = collections.defaultdict(list)
-    for node in nodes:
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-            found[node.targets[0].id].append(node.value)
-    return found
+def _assigned(statements: list[ast.stmt], error: ast.Call) -> dict[str, list[ast.expr]]:
+    """The values that names may have where the error is made: an assignment replaces those before it, a branch adds."""
+    known: dict[str, list[ast.expr]] = {}
+    for statement in statements:
+        nodes = list(ast.walk(statement))
+        if error in nodes:
+            bodies = (getattr(node, part, None) for node in nodes for part in _BODIES)
+            lists = (body for body in bodies if isinstance(body, list))
+            inner = (body for body in lists if any(error in ast.walk(each) for each in body))
+            return known | _assigned(next(inner, []), error)
+        for node in (node for node in nodes if isinstance(node, ast.Assign)):
+            if isinstance(name := node.targets[0], ast.Name):
+                named = {getattr(each, "id", "") for each in ast.walk(node.value)}
+                is_replaced = node is statement and name.id not in named
+                earlier = [] if is_replaced else known.get(name.id, [])
+                known[name.id] = [*earlier, node.value]
+    return known
 
 
 def _name(call: ast.Call) -> str:
@@ -73,7 +85,8 @@ def _found_in(path: pathlib.Path, tree: ast.Module, calls) -> Iterator[str]:
     scopes = {node: function for function in functions for node in ast.walk(function)}  # the innermost is the last
     for error in (node for node in scopes if isinstance(node, ast.Call) and _name(node) in _TEXTS):
         function = scopes[error]
-        known = _assigned(tree.body) | _assigned(ast.walk(function))
+        constants = [node for node in tree.body if isinstance(node, ast.Assign)]
+        known = _assigned(constants, error) | _assigned(function.body, error)
         names = [a.arg for a in function.args.args if a.arg not in ("self", "cls")]
         for call in calls[_key(path, function)] or [ast.Call(ast.Name(""), [], [])]:
             given = {name: [value] for name, value in zip(names, call.args, strict=False)}
