@@ -11,11 +11,16 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 from ray.exceptions import RpcError
 
+from raytf import logs, timeouts
 from raytf.compat import ray_core
 from raytf.console.phases import ENDING, WORKERS, Phases
+
+logger = logs.get_logger(__name__)
 
 
 class Entries:
@@ -73,7 +78,7 @@ class Board:
             self._count = (self._entries.get("last") or {"count": 0})["count"]
             # a chief may have died between its last entry and the count
             self._count += len(self._ended(self._count))
-        update = update | {"at": time.monotonic(), "writer": self._writer}
+        update = {"at": time.monotonic(), **update, "writer": self._writer}
         if update["ended"]:
             self._entries.put(f"ended/{self._count}", update)
             self._count += 1
@@ -106,6 +111,48 @@ class Board:
     def clear(self) -> None:
         """Removes all entries; the driver calls it when the run has ended."""
         self._entries.clear()
+
+
+class BoardWriter:
+    """Writes to a board in a thread, as the training must not wait for the cluster's head.
+
+    All ends of epochs are written. Of other updates one is left out while an earlier one is being written.
+
+    Args:
+        board: A `Board`.
+    """
+
+    def __init__(self, board: Board):
+        self._board, self._thread = board, ThreadPoolExecutor(1, "raytf_progress")
+        self._last: Future[None] | None = None
+
+    def write(self, update: dict) -> None:
+        """Writes an update as `Board.write` does."""
+        if update["ended"] or self._last is None or self._last.done():
+            self._submit(self._board.write, {"at": time.monotonic(), **update})
+
+    def begin(self, phase: str) -> None:
+        """Writes a phase as `Board.begin` does."""
+        self._submit(self._board.begin, phase)
+
+    def close(self) -> None:
+        """Waits until all is written, or the cluster's head has not answered in time."""
+        seconds = timeouts.get().head_answer
+        try:
+            if self._last is not None:
+                self._last.result(seconds)
+        except TimeoutError:
+            logger.warning(
+                "Progress is not shown to its end: the cluster's head has not answered for %.0f s (timeout). "
+                "The training continues; look at the head's load and memory",
+                seconds,
+            )
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _submit(self, write: Callable[[Any], None], value) -> None:
+        if self._last is not None and self._last.done():
+            self._last.result()  # an error of ours is raised; the head's are not, see Board
+        self._last = self._thread.submit(write, value)
 
 
 class BoardReader:

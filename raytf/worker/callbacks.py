@@ -23,7 +23,7 @@ from raytf import activity, logs, validation
 from raytf.collectives import communicator
 from raytf.compat import keras as compat_keras
 from raytf.compat import keras_objects, legacy_keras
-from raytf.console import phases
+from raytf.console import phases, progress
 from raytf.errors import ConfigError, first_line
 from raytf.identity import same_run
 from raytf.parallel import model_optimizers, shards
@@ -470,7 +470,7 @@ class ProgressCallback(TrainingPart):
 
     def __init__(self, board, global_batch: int, waited, interval: float = 0.2):
         super().__init__()
-        self._board, self._batch, self._waited, self._interval = board, global_batch, waited, interval
+        self._to, self._batch, self._waited, self._interval = board, global_batch, waited, interval
         self._sent = 0.0
 
     @classmethod
@@ -480,6 +480,7 @@ class ProgressCallback(TrainingPart):
         return cls(board, training.global_batch, training.waited) if shown else None
 
     def on_train_begin(self, logs=None):
+        self._board = progress.BoardWriter(self._to)
         self._board.begin(phases.FIRST_STEP)
 
     def on_epoch_begin(self, epoch, logs=None):
@@ -497,6 +498,7 @@ class ProgressCallback(TrainingPart):
 
     def on_train_end(self, logs=None):
         self._board.begin(phases.ENDING)  # the last epoch may not be the last of those that were asked for
+        self._board.close()
 
     def _send(self, step, logs, ended):
         update = {

@@ -11,7 +11,8 @@ from ray.exceptions import RpcError
 
 from raytf.console import phases as phases_module
 from raytf.console.phases import Phases
-from raytf.console.progress import Board, BoardReader, ProgressLine, Rate, describe, format_metric
+from raytf.console.progress import Board, BoardReader, BoardWriter, ProgressLine, Rate, describe, format_metric
+from tests.logged import warnings_logged
 from tests.waiting import until
 
 
@@ -213,6 +214,42 @@ def test_the_end_of_a_training_begins_the_last_phase_whatever_ends_it():
     model.fit(rows, rows, batch_size=2, epochs=9, verbose=0, callbacks=[stops, progress])
     lines, running, phase = BoardReader(board).new_lines()
     assert len(lines) == 1 and running is None and phase == phases_module.ENDING
+
+
+def test_a_training_does_not_wait_for_a_head_that_does_not_answer():
+    import keras
+
+    from raytf.worker.callbacks import ProgressCallback
+
+    answers = threading.Event()
+
+    class Overloaded(Memory):
+        def put(self, name, value):
+            if not answers.wait(60):
+                raise AssertionError("the training has waited for the head")
+            super().put(name, value)
+
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    board, rows = Board(Overloaded()), numpy.ones((4, 1))
+    at_last = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: epoch == 2 and answers.set())
+    model.fit(rows, rows, epochs=3, verbose=0, callbacks=[ProgressCallback(board, 4, None, 0.0), at_last])
+    lines, running, phase = BoardReader(board).new_lines()
+    assert [line.split("  ")[0] for line in lines] == [f"epoch {epoch}/3" for epoch in (1, 2, 3)]
+    assert running is None and phase == phases_module.ENDING
+
+
+def test_a_head_that_never_answers_costs_a_training_one_timeout_and_a_sentence(set_timeouts):
+    answers = threading.Event()
+    board = Board(Memory())
+    board.begin = lambda phase: answers.wait(60)
+    writer = BoardWriter(board)
+    set_timeouts(head_answer=0.1)
+    with warnings_logged("Progress is not shown to its end") as seen:
+        writer.begin(phases_module.ENDING)
+        writer.close()
+    assert len(seen) == 1 and "(timeout)" in seen[0]
+    answers.set()
 
 
 def test_small_and_large_values_keep_their_digits():
