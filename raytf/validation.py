@@ -134,6 +134,35 @@ def unknown_metric(metric: str, logs: Collection[str], validates: bool) -> tuple
     return ", ".join(known), "Pass datasets['validation'], or --validation" if metric in logs else fix
 
 
+def check_monitors(callbacks: Sequence, names: Collection[str] | None, validates: bool) -> None:
+    """Raises ConfigError if a callback of Keras monitors what the model never reports.
+
+    Of a validation that does not take place Keras itself warns at each epoch.
+
+    Args:
+        callbacks: The user's callbacks. Others than Keras' own may add any name to logs; then nothing is checked.
+        names: Names that the model reports, with those of a validation; None if unknown.
+        validates: Whether there is a validation.
+    """
+    if names is None or not all(map(adds_no_names, callbacks)):
+        return
+    for callback in callbacks:
+        monitor = getattr(callback, "monitor", None)
+        is_used = getattr(callback, "save_best_only", True)
+        if not is_used or not isinstance(monitor, str) or monitor in (*names, "learning_rate"):
+            continue
+        if (unknown := unknown_metric(monitor, names, validates)) is not None:
+            known, fix = unknown
+            rule = "A callback must monitor a metric that the model reports"
+            raise ConfigError(rule, f"{type(callback).__name__}(monitor={monitor!r}); the metrics are {known}", fix)
+
+
+def adds_no_names(callback: Any) -> bool:
+    """Returns whether a callback is Keras' or raytf's own, and calls no function that may add names to logs."""
+    kind = type(callback)
+    return kind.__module__.partition(".")[0] in ("keras", "raytf") and kind.__name__ != "LambdaCallback"
+
+
 def check_config(config: Mapping[str, Any]) -> None:
     """Raises ConfigError for values of `config` that the trainer itself reads."""
     for name in ("batch_size", "epochs"):

@@ -213,6 +213,17 @@ def epoch_logs(model, logs: dict) -> dict:
 
 
 @uses_private("keras.src.trainers.trainer:Trainer._assert_compile_called")
+def reported_names(model) -> tuple[str, ...] | None:
+    """Returns the names that a built model reports for epochs and validations; None if it has its own step."""
+    import keras
+
+    methods = ("train_step", "test_step", "compute_metrics", "get_metrics_result")
+    if any(getattr(type(model), name) is not getattr(keras.Model, name) for name in methods):
+        return None
+    names = tuple(model.get_metrics_result())
+    return (*names, *(f"val_{name}" for name in names))
+
+
 def check_compiled(model, method: str) -> None:
     """Raises Keras' own error for a model that is not compiled, before raytf exchanges data with other workers."""
     model._assert_compile_called(method)

@@ -216,6 +216,7 @@ def fit(
         batches = {"train": batch, "validation": validation_batch}
         order = "full" if shuffle else "none"
         call.build("fit")
+        validation.check_monitors(users, keras_objects.reported_names(model), "validation" in parts)
         call.pack(users)
         order_arguments = {"initial_epoch": initial_epoch, "shuffle": order} | (
             {"drop_remainder": True} if drops else {}

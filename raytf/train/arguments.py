@@ -278,6 +278,12 @@ def check_score(checkpoint_config: Any, logs: Collection[str] | None, validates:
     )
 
 
+def check_monitors(callbacks: Callable | None, logs: Collection[str] | None, validates: bool) -> None:
+    """Raises ConfigError as `validation.check_monitors`, for a list; a function's callbacks are checked on workers."""
+    if isinstance(callbacks, Copies):
+        validation.check_monitors(callbacks({}), logs, validates)
+
+
 def check_elastic_batch(
     word: object, batch_size: int, scaling_config: ScalingConfig, config: TensorflowConfig, strategy: str
 ) -> None:

@@ -109,7 +109,7 @@ def _tried(
         functions = [build_model] if callbacks is None else [build_model, callbacks]
         unread = config_keys.unread_keys(names, noted, functions, references)
         facts = None if rows is None else _measured(model, _feed(block, batch, rows))
-        return DryRunResult(facts, identity, warning, unread, _logs(model), pipelines)
+        return DryRunResult(facts, identity, warning, unread, keras_objects.reported_names(model), pipelines)
 
     return _in_a_copy(answer)
 
@@ -133,16 +133,6 @@ def _identity(model, noted: AccessTrackingConfig, config: dict, block: StoredDat
     read = {key: values[key] for key in sorted(keys - config_keys.TRAINER_KEYS, key=str)}
     types = {} if isinstance(block, TFData) else fingerprint.types_of(block.refs[0], *batch.roles.values())
     return fingerprint.model_fingerprint(model) | {"config": canonical.describe(read), "types": types}
-
-
-def _logs(model) -> tuple[str, ...] | None:
-    import keras
-
-    methods = ("train_step", "test_step", "compute_metrics", "get_metrics_result")
-    if any(getattr(type(model), name) is not getattr(keras.Model, name) for name in methods):
-        return None
-    names = tuple(model.get_metrics_result())
-    return (*names, *(f"val_{name}" for name in names))
 
 
 @dataclasses.dataclass(frozen=True)

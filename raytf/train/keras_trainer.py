@@ -361,6 +361,7 @@ class KerasTrainer:
             has_others = bool(self.callbacks or self.evaluator or self.validation_config)
             validates = "validation" in self.datasets and not self.evaluator
             arguments.check_score(self.run_config.checkpoint_config, tried.logs, validates, has_others)
+            arguments.check_monitors(self.callbacks, tried.logs, validates)
             identity = self._identity(blocks, tried.identity, data.result())
         lock.confirm()
         phases.close()

@@ -500,6 +500,7 @@ def _plan(
         check_metric(options.metric, tried.logs, validates, trainer.callbacks)
         if score.checkpoint_score_attribute not in AUTO_RESULT_KEYS:
             arguments.check_score(score, tried.logs, validates, trainer.callbacks is not None)
+        arguments.check_monitors(trainer.callbacks, tried.logs, validates)
     steps = None if interval is None else (interval, options.metric)
     by_epochs = isinstance(contents["train"], TFData) and contents["train"].facts.resume_unit == "epoch"
     recovers = trainer.tensorflow_config.heal and failures != 0 and not by_epochs
@@ -545,11 +546,10 @@ def check_metric(metric: str, logs: Collection[str], validates: bool, callbacks:
 def _may_add(callbacks: Callable, metric: str, close: list[str]) -> bool:
     """Returns whether callbacks may add a metric; a slip of the pen must be named by their code."""
     if isinstance(callbacks, arguments.Copies):
-        kinds = [type(callback) for callback in callbacks({})]
-        # those of Keras itself add nothing else, unless they call functions of the user's
-        if all(kind.__module__.startswith("keras.") and kind.__name__ != "LambdaCallback" for kind in kinds):
+        users = callbacks({})
+        if all(map(validation.adds_no_names, users)):
             return metric == "learning_rate"
-        return not _is_slip(metric, close) or any(metric in config_keys.mentioned_keys(kind) for kind in kinds)
+        return not _is_slip(metric, close) or any(metric in config_keys.mentioned_keys(type(user)) for user in users)
     return not _is_slip(metric, close) or metric in config_keys.mentioned_keys(callbacks)
 
 

@@ -470,7 +470,7 @@ class ProgressCallback(TrainingPart):
 
     def __init__(self, board, global_batch: int, waited, interval: float = 0.2):
         super().__init__()
-        self._to, self._batch, self._waited, self._interval = board, global_batch, waited, interval
+        self._board, self._batch, self._waited, self._interval = board, global_batch, waited, interval
         self._sent = 0.0
 
     @classmethod
@@ -480,8 +480,8 @@ class ProgressCallback(TrainingPart):
         return cls(board, training.global_batch, training.waited) if shown else None
 
     def on_train_begin(self, logs=None):
-        self._board = progress.BoardWriter(self._to)
-        self._board.begin(phases.FIRST_STEP)
+        self._writer = progress.BoardWriter(self._board)
+        self._writer.begin(phases.FIRST_STEP)
 
     def on_epoch_begin(self, epoch, logs=None):
         self._epoch = epoch
@@ -497,8 +497,8 @@ class ProgressCallback(TrainingPart):
         self._send(self.params["steps"] or 0, logs, ended=True)
 
     def on_train_end(self, logs=None):
-        self._board.begin(phases.ENDING)  # the last epoch may not be the last of those that were asked for
-        self._board.close()
+        self._writer.begin(phases.ENDING)  # the last epoch may not be the last of those that were asked for
+        self._writer.close()
 
     def _send(self, step, logs, ended):
         update = {
@@ -511,7 +511,7 @@ class ProgressCallback(TrainingPart):
             "waiting": self._waiting(),
             "ended": ended,
         }
-        self._board.write(update)
+        self._writer.write(update)
 
     def _waiting(self) -> float | None:
         if self._waited is None:
@@ -529,6 +529,8 @@ class UsersCallbacks(TrainingPart):
     def __init__(self, training: Training):
         super().__init__()
         self._users = training.users
+        names = keras_objects.reported_names(training.model)
+        validation.check_monitors(self._users, names, "validation" in training.datasets)
 
     @property
     def callbacks(self) -> list[keras.callbacks.Callback]:

@@ -174,6 +174,28 @@ def test_a_score_that_no_checkpoint_has():
         check("f1", has_others=True)
 
 
+def test_a_callback_that_monitors_what_the_model_never_reports():
+    stopping = lambda monitor: keras.callbacks.EarlyStopping(monitor=monitor, mode="max")
+    saving = lambda **more: keras.callbacks.ModelCheckpoint("a.keras", monitor="val_f1", **more)
+    added = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: logs.update(f1=1.0))
+    for callbacks, logs in (
+        ([stopping("val_mae"), stopping("learning_rate"), stopping("epoch"), saving()], LOGS),
+        ([stopping("f1"), added], LOGS),  # a function of the user's may add it
+        ([stopping("f1")], None),  # a model with its own step
+    ):
+        validation.check_monitors(callbacks, logs, validates=True)
+    validation.check_monitors([stopping("val_loss")], LOGS, validates=False)  # Keras warns, and trains
+    expected = r"received: EarlyStopping\(monitor='val_los'\); the metrics are .*mean 'val_loss'"
+    trained = [stopping("mae"), stopping("val_los")]
+    with pytest.raises(ConfigError, match=expected):
+        arguments.check_monitors(arguments.callbacks_function(trained), LOGS, True)
+    with pytest.raises(ConfigError, match=r"ModelCheckpoint\(monitor='val_f1'\)"):
+        validation.check_monitors([saving(save_best_only=True)], LOGS, validates=True)
+    rows = np.ones((4, 1))
+    with pytest.raises(ConfigError, match=r"EarlyStopping\(monitor='val_los'\).*metrics are loss, mae"):
+        raytf.fit(build({}), rows, rows, batch_size=2, num_workers=2, callbacks=trained, verbose=0)
+
+
 def test_a_list_of_runs_doubts_the_mode_of_a_metric(tmp_path, monkeypatch):
     warned = []
     monkeypatch.setattr(run_list.logger, "warning", warned.append)
