@@ -50,7 +50,15 @@ def get_logger(name: str) -> logging.Logger:
     return logging.getLogger(name)
 
 
-def warn_user(message: str, stacklevel: int = 1) -> None:
+def user_place() -> tuple[str, int]:
+    """Returns the file and the line outside raytf that has called it, for `warn_user` in another thread."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == NAME:
+        frame = frame.f_back
+    return frame.f_code.co_filename, frame.f_lineno
+
+
+def warn_user(message: str, stacklevel: int = 1, place: tuple[str, int] | None = None) -> None:
     """Emits a warning of Python about the user's code or arguments, and logs it.
 
     Python shows it, and the user's filters of warnings apply. Handlers that the user has added to the logger "raytf"
@@ -59,6 +67,10 @@ def warn_user(message: str, stacklevel: int = 1) -> None:
     Args:
         message: Text of the warning.
         stacklevel: As of `warnings.warn`, at least 1.
+        place: Result of `user_place`, instead of a stack level.
     """
-    warnings.warn(message, stacklevel=stacklevel + 1)
+    if place is None:
+        warnings.warn(message, stacklevel=stacklevel + 1)
+    else:
+        warnings.warn_explicit(message, UserWarning, *place)
     get_logger(_WARNINGS).warning(message)

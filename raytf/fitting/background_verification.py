@@ -12,7 +12,7 @@ import functools
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import ray
@@ -32,6 +32,8 @@ logger = logs.get_logger(__name__)
 
 _NICE = 10
 _MOST_BYTES = 64 << 20
+# Comparisons that wait for an earlier one.
+_MOST_WAITING = 8
 
 
 class BackgroundVerification:
@@ -44,6 +46,7 @@ class BackgroundVerification:
         sending: The model, with its data.
         rows: Rows for training and validation, by name.
         blocks: The first block of each, in this process.
+        drop: Called if this comparison is left out, as too many later ones wait.
     """
 
     def __init__(
@@ -55,8 +58,10 @@ class BackgroundVerification:
         sending: SentModel,
         rows: Mapping[str, FitDataset],
         blocks: Mapping[str, StoredDataset],
+        drop: Callable[[], None],
     ):
         self._model, self._word, self._outcome, self._reported = model, word, None, False
+        self._place, self._drop = logs.user_place(), drop
         self._extra_wait, self._is_begun = False, False
         self._is_urgent, self._pid = word == "error", None
         few = {name: verify.few_rows(block) for name, block in blocks.items()}
@@ -80,7 +85,8 @@ class BackgroundVerification:
         """Warns of the outcome, once it is known."""
         if self._outcome is not None and not self._reported:
             self._reported = True
-            verify.report_result(dataclasses.replace(self._outcome, model=f"the model {self._model!r}"), self._word)
+            result = dataclasses.replace(self._outcome, model=f"the model {self._model!r}")
+            verify.report_result(result, self._word, self._place)
 
     def wait(self, seconds: float, more: bool = False) -> None:
         """Waits for the outcome, and warns of it.
@@ -113,12 +119,13 @@ class BackgroundVerification:
         self.check()
 
     def _run(self, *arguments) -> None:
-        with _comparison_lock.acquired() if self._word == "warn" else contextlib.nullcontext(True) as is_taken:
+        with _comparison_queue.turn() if self._word == "warn" else contextlib.nullcontext(True) as is_taken:
             if is_taken:
                 self._is_begun = True
                 self._compare(*arguments)
             else:
-                self._outcome = verify.VerificationResult(skipped="the model of a later call was compared instead")
+                self._outcome = verify.VerificationResult(skipped="models of later calls were compared instead")
+                self._drop()
                 _log_dropped(self._model)
         if self._extra_wait:
             atexit.unregister(self._give_up)
@@ -152,25 +159,29 @@ class BackgroundVerification:
             self._outcome = self._outcome or verify.VerificationResult(failed=one_line(error))
 
 
-class _ComparisonLock:
-    """Admits one comparison of this process at a time, as each takes a core and some 800 MB.
+class _ComparisonQueue:
+    """Admits one comparison of this process at a time, in their order, as each takes a core and some 800 MB.
 
-    Of those that wait only the newest stays: calls in a loop are faster than comparisons.
+    Calls in a loop may be faster than comparisons: of more than `_MOST_WAITING` the oldest is dropped.
     """
 
     def __init__(self):
-        self._changed, self._is_taken, self._newest = threading.Condition(), False, None
+        self._changed, self._is_taken = threading.Condition(), False
+        self._waiting: list[object] = []
 
     @contextlib.contextmanager
-    def acquired(self) -> Iterator[bool]:
-        """Waits until no comparison runs, each of which has a timeout; yields False if a newer one came meanwhile."""
+    def turn(self) -> Iterator[bool]:
+        """Waits until no earlier comparison runs, each of which has a timeout; yields False if it was dropped."""
         ticket = object()
         with self._changed:
-            self._newest = ticket
+            self._waiting = [*self._waiting, ticket][-_MOST_WAITING:]
             self._changed.notify_all()
-            self._changed.wait_for(lambda: not self._is_taken or self._newest is not ticket)
-            admitted = self._newest is ticket
-            self._is_taken |= admitted
+            self._changed.wait_for(
+                lambda: ticket not in self._waiting or (not self._is_taken and self._waiting[0] is ticket)
+            )
+            if admitted := ticket in self._waiting:
+                self._waiting.remove(ticket)
+                self._is_taken = True
         try:
             yield admitted
         finally:
@@ -180,15 +191,15 @@ class _ComparisonLock:
                     self._changed.notify_all()
 
 
-_comparison_lock = _ComparisonLock()
+_comparison_queue = _ComparisonQueue()
 
 
 @functools.cache
 def _log_dropped(model: str) -> None:
     """Logs once for each name that a model is not compared; models of a loop have few names."""
     logger.info(
-        f"verify: the model {model!r} is not compared with one process: a later call began before its comparison; "
-        "verify='error' compares the model of each call"
+        f"verify: the model {model!r} is not compared with one process: {_MOST_WAITING} later calls came before its "
+        "turn; verify='error' compares the model of each call"
     )
 
 

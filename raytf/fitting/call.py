@@ -40,6 +40,7 @@ from raytf.errors import ConfigError, StoppedCallError, StoppedError, TrainingEr
 from raytf.fitting import arrays, fit_training, fit_worker, transport, warm
 from raytf.fitting.background_verification import BackgroundVerification
 from raytf.fitting.named_checkpoints import NamedFitCheckpoints, training_identity
+from raytf.identity import canonical, fingerprint
 from raytf.logs import warn_user
 from raytf.parallel import model_optimizers
 from raytf.runtime import answers, resources
@@ -348,16 +349,26 @@ class Call:
         if verification is not None:
             verification.wait(_COMPARISON_INTERVAL, more=True)
 
+    def _definition(self) -> str:
+        """Returns a hash of the model's definition: that of folds of a cross-validation is the same."""
+        attributes = fit_worker.plain_attributes(self._model)
+        attributes = {key: value for key, value in attributes.items() if key[1] != "name"}  # Keras numbers names
+        settings = sorted(self._sending["settings"].items())
+        return canonical.hash_value(repr((fingerprint.model_fingerprint(self._model), attributes, settings)))
+
     def _start_verification(self, work: dict, group: warm.WarmGroup) -> BackgroundVerification | None:
-        """Starts a comparison of two workers with one process, unless this group has compared the model before."""
-        key, several = self._sending["key"], self._scaling.num_workers > 1
-        if not self.verify or not several or (key in group.verified and self.verify != "error"):
+        """Starts a comparison of two workers with one process, unless this group has compared such a model before."""
+        if not self.verify or self._scaling.num_workers == 1:
+            return None
+        key = self._definition()
+        if key in group.verified and self.verify != "error":
             return None
         group.verified.add(key)
+        drop = functools.partial(group.verified.discard, key)
         blocks = {name: rows.dataset.first().with_blocks() for name, rows in work["rows"].items()}
         sending = fit_worker.SentModel(data=self._data, **self._sending)
         return BackgroundVerification(
-            self._model.name, self._scaling, self._run, self.verify, sending, work["rows"], blocks
+            self._model.name, self._scaling, self._run, self.verify, sending, work["rows"], blocks, drop
         )
 
     def _ignore_signal(self) -> None:

@@ -147,7 +147,7 @@ def _model(sending: SentModel, distribution):
     with distribution.scope():
         (model,), sent = transport.deserialize(sending.data, sending.values)
     waited = _measuring.enter_context(measure_input_wait())
-    _models.update(key=sending.key, model=model, sent=sent, waited=waited, plain=_plain_attributes(model), specs={})
+    _models.update(key=sending.key, model=model, sent=sent, waited=waited, plain=plain_attributes(model), specs={})
     return model, sent
 
 
@@ -202,7 +202,7 @@ def _fit(session, work: CallWork, model, sent, distribution) -> int | None:
         "history": (dict(history.history), list(history.epoch)),
     }
     report["params"] = {k: v for k, v in (history.params or {}).items() if isinstance(v, (int, float, str, type(None)))}
-    report["changed"] = bool(report["built"]) or _plain_attributes(model) != _models["plain"]
+    report["changed"] = bool(report["built"]) or plain_attributes(model) != _models["plain"]
     if session.rank == 0:
         report["callbacks"], report["lost"] = transport.serialize_attributes(users, everything)
     session.report(report, None)
@@ -212,7 +212,7 @@ def _fit(session, work: CallWork, model, sent, distribution) -> int | None:
 _OF_A_TRAINING = ("built", "run_eagerly", "steps_per_execution", "stop_training", "stop_evaluating", "stop_predicting")
 
 
-def _plain_attributes(model) -> dict[tuple[int, str], Any]:
+def plain_attributes(model) -> dict[tuple[int, str], Any]:
     """Returns plain attributes of layers, not variables. A training that changes them leaves a different model."""
     return {
         (i, name): value

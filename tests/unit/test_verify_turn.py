@@ -2,30 +2,39 @@
 
 from __future__ import annotations
 
+import functools
 import queue
 import threading
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor
 
-from raytf.fitting.background_verification import _ComparisonLock
+from raytf.fitting.background_verification import _MOST_WAITING, _ComparisonQueue
+from tests.waiting import until
 
 
-def test_one_at_a_time_and_then_the_newest():
-    turn, entered, go_on = _ComparisonLock(), queue.SimpleQueue(), threading.Event()
+def test_comparisons_run_one_after_another_and_the_oldest_of_too_many_is_dropped():
+    turns, entered, ends = _ComparisonQueue(), queue.SimpleQueue(), threading.Semaphore(0)
 
     def call(number):
-        with turn.acquired() as admitted:
+        with turns.turn() as admitted:
             if admitted:
                 entered.put(number)
-                assert go_on.wait(60)
+                assert ends.acquire(timeout=60)
             return admitted
 
-    with ThreadPoolExecutor(3) as pool:
-        first = pool.submit(call, 1)
-        assert entered.get(timeout=60) == 1
-        second = pool.submit(call, 2)
-        third = pool.submit(call, 3)
-        # the order in which the two came is the threads' own: one of them ends at once, the first runs
-        loser = next(as_completed([second, third], timeout=60))
-        assert not loser.result(60) and entered.empty()
-        go_on.set()
-        assert first.result(60) and (second.result(60), third.result(60)).count(True) == 1
+    def waits(count):
+        return len(turns._waiting) == count
+
+    with ThreadPoolExecutor(_MOST_WAITING + 2) as pool:
+        calls = [pool.submit(call, 0)]
+        assert entered.get(timeout=60) == 0
+        for number in range(1, _MOST_WAITING + 2):
+            calls.append(pool.submit(call, number))
+            until(functools.partial(waits, min(number, _MOST_WAITING)))
+            if number == _MOST_WAITING + 1:
+                assert not calls[1].result(60), "the oldest that waits is dropped"
+        for number in range(2, _MOST_WAITING + 2):
+            assert entered.empty()
+            ends.release()
+            assert entered.get(timeout=60) == number
+        ends.release()
+        assert [each.result(60) for each in calls] == [True, False, *[True] * _MOST_WAITING]
