@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from ray.train import Result
@@ -13,6 +14,13 @@ from raytf.compat.ray_train import CheckpointManager, ReportedCheckpoint, Traini
 
 class _Manager(CheckpointManager):
     """Ray Train's list of checkpoints, outside of its controller."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        # Ray stores NaN as null, and cannot order None
+        for result in (*self.best_checkpoint_results, self.latest_checkpoint_result):
+            if result is not None:
+                result.metrics.update({name: math.nan for name, value in result.metrics.items() if value is None})
 
     @overrides(CheckpointManager)
     def _notify(self):

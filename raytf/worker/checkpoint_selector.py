@@ -182,7 +182,9 @@ class CheckpointSelector:
             raise ConfigError(
                 'which="best" goes by a metric of the run\'s epochs',
                 f"metric={self.metric!r} for {run!r}",
-                f"Choose one of {', '.join(known)}" if known else 'Its checkpoints bear none: use "last" or a step',
+                f"Choose one of {', '.join(known)}"
+                if known
+                else 'Its checkpoints have no metric that is a number and not NaN: use "last" or a step',
             )
         sign = 1 if self.mode == "min" else -1
         scored = [
