@@ -66,10 +66,10 @@ class EpochChecks(TrainingPart):
             return
         if self._position is not None:
             self._steps_before = self._position.step - batch - 1
-        outputs = self.model.__dict__.get("_raytf_last", (logs,))[0]  # for this worker's own rows
+        outputs, rows = self.model.__dict__.get("_raytf_last", (logs, 1))  # of this worker
         loss = outputs.get("loss") if isinstance(outputs, dict) else None
         if loss is not None and self._bad < 0:
-            self._waiting.append((first, loss))
+            self._waiting.append((first, loss, rows))
             if len(self._waiting) == _READ_BATCH + _READ_DELAY:
                 self._read_losses(_READ_BATCH)
         if self._nan == "stop":
@@ -118,11 +118,16 @@ class EpochChecks(TrainingPart):
             self._read_losses(len(self._waiting))
 
     def _read_losses(self, count: int) -> None:
-        """Reads the last of the first `count` pending losses, and the ones before only if it is not finite."""
+        """Reads the last of the first `count` pending losses, and the ones before only if it is not finite.
+
+        Without rows in a step, a worker has made it with a placeholder, whose loss counts nothing.
+        """
         losses, self._waiting = self._waiting[:count], self._waiting[count:]
         if _is_finite(losses[-1][1]):
             return
-        self._bad = next(step for step, loss in losses if not _is_finite(loss))
+        self._bad = next((step for step, loss, rows in losses if np.sum(rows) > 0 and not _is_finite(loss)), -1)
+        if self._bad < 0:
+            return
         self._waiting.clear()
         if self._nan != "ignore" or self.model.stop_training:
             self._session.emit(

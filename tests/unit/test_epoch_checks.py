@@ -102,6 +102,21 @@ def test_nan_in_a_long_epoch_is_reported_near_its_step():
     assert [event.step for event in sent] == [31]
 
 
+def test_nan_of_a_step_without_rows_is_no_nan():
+    """A worker without rows makes a step with a placeholder, of which a train_step may take a mean by weights."""
+    checks, sent = checks_of("warn")
+    for step, (loss, rows) in enumerate([(1.0, 4.0), (math.nan, 0.0), (1.0, 4.0), (math.nan, 0.0)]):
+        checks.model.__dict__["_raytf_last"] = {"loss": tf.constant(loss)}, tf.constant(rows)
+        checks.on_train_batch_end(step)
+    checks.on_epoch_end(0, {"loss": 1.0})
+    assert not sent
+    checks.model.__dict__["_raytf_last"] = {"loss": tf.constant(math.nan)}, tf.constant(1.0)
+    checks.on_epoch_begin(1)
+    checks.on_train_batch_end(0)
+    checks.on_epoch_end(1, {"loss": 1.0})
+    assert [event.step for event in sent] == [1]
+
+
 def test_nan_loss_of_unseen_steps_is_reported_at_the_epochs_end():
     """As the coordinator of parameter servers has it."""
     for word, count in (("warn", 1), ("ignore", 0)):
