@@ -6,6 +6,8 @@ Over 500 lines: each command with its options and its help, which are read toget
 from __future__ import annotations
 
 import contextlib
+import difflib
+import os
 import sys
 from collections.abc import Collection
 from typing import Any
@@ -436,7 +438,8 @@ def _unparsed_domains(space: str | None, domains: Collection[str]) -> dict[str, 
     "--hang-timeout",
     default=10.0,
     show_default=True,
-    help="Report a hang after so many seconds, and end the process after 3 or 30 times that; 0 never does.",
+    help="Report a hang after so many seconds; 0 never does. The process is ended after 3 times that, in input and "
+    "callbacks after 30 times.",
 )
 @click.option(
     "--pin-cpus/--no-pin-cpus",
@@ -465,6 +468,7 @@ def run(ctx, script, arguments, tfjob, address, env, ports, **options):
     """
     from raytf.launch.spec import LaunchSpec
 
+    _refuse_unknown_option(ctx, script)
     _warn_of_misplaced_options(arguments)
     if script is None and tfjob is None:
         raise click.MissingParameter(ctx=ctx, param_hint="'SCRIPT'", param_type="argument")
@@ -477,13 +481,10 @@ def run(ctx, script, arguments, tfjob, address, env, ports, **options):
     from raytf.runtime import resources
     from raytf.runtime.connection import resolve_address
 
-    def check_room(bundles):
-        with wrong_options():
-            resources.check_bundles(bundles)
-
     with wrong_options():
         resolve_address(address)
-    raise SystemExit(run_script(spec, address, check_room))
+        code = run_script(spec, address, resources.check_bundles)
+    raise SystemExit(code)
 
 
 def _arguments_of_tfjob(ctx: click.Context, tfjob: str, script: str | None, arguments, variables) -> dict[str, Any]:
@@ -505,6 +506,15 @@ def _arguments_of_tfjob(ctx: click.Context, tfjob: str, script: str | None, argu
         del read_arguments["max_restarts"]
     overrides = {name: ctx.params[name] for name in ("cpus_per_worker", "gpus_per_worker") if name in explicit_options}
     return reader.with_resources(read_arguments, **overrides)
+
+
+def _refuse_unknown_option(ctx: click.Context, script: str | None) -> None:
+    """Raises NoSuchOption if the script is an option that `raytf run` does not know, as the script's own follow it."""
+    if script is None or not script.startswith("-") or os.path.exists(script):
+        return
+    name = script.partition("=")[0]
+    known = [option for parameter in run.params for option in (*parameter.opts, *parameter.secondary_opts)]
+    raise click.NoSuchOption(name, possibilities=difflib.get_close_matches(name, known), ctx=ctx)
 
 
 def _warn_of_misplaced_options(arguments) -> None:

@@ -30,8 +30,12 @@ def one_line(error: BaseException) -> str:
     """Returns the type and the first line of an error.
 
     For an error of TensorFlow, the line is the cause and its operation. For one raised in a Python function that a
-    graph called, it is the function's own error. For an actor that died, it is how its process ended.
+    graph called, it is the function's own error. For an actor that died, it is how its process ended. For an error of
+    a task of Ray, it is that of the error that the task raised.
     """
+    cause = getattr(error, "cause", None)
+    if isinstance(cause, BaseException) and any(kind.__name__ == "RayTaskError" for kind in type(error).__mro__):
+        return one_line(cause)
     known = tensorflow_line(error) or _autograph_cause(str(error)) or _actor_cause(error)
     return known or f"{type(error).__name__}: {first_line(error)}".rstrip(": ")
 

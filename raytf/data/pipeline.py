@@ -43,6 +43,7 @@ class PipelineFeed:
         sampling: Sampling settings, of which the rows of a step and the seed are used.
         shard: Index of this worker, and number of workers.
         name: Name of the dataset, for error messages.
+        context: Class of the function's argument.
 
     Attributes:
         spec: Element spec of a batch.
@@ -58,8 +59,16 @@ class PipelineFeed:
 
     steps: int
 
-    def __init__(self, source: TFData, sampling: Sampling, shard: Shard = Shard(), name: str = "train"):  # noqa: B008
+    def __init__(
+        self,
+        source: TFData,
+        sampling: Sampling,
+        shard: Shard = Shard(),  # noqa: B008
+        name: str = "train",
+        context: type[PipelineContext] = PipelineContext,
+    ):
         self._source, self._sampling, self._shard, self._name = source, sampling, shard, name
+        self._context = context
         self._caches: list = []
         self._recent: list = []
         self._adapters: list[PyDatasetAdapter] = []
@@ -297,7 +306,7 @@ class PipelineFeed:
         """Calls the function for an epoch, and returns its dataset."""
         shard = self._shard if self._source.shards_itself else Shard()
         start, stop = shard.bounds(self.global_batch)
-        context = PipelineContext(
+        context = self._context(
             index=shard.index,
             num_shards=shard.count,
             batch=stop - start,
@@ -387,7 +396,16 @@ def inspect(source: TFData, sampling: Sampling, name: str) -> PipelineFacts:
     Raises:
         ConfigError: `PipelineFeed` raises it, or there is no batch.
     """
-    feed = PipelineFeed(source, sampling, name=name)
+    read: set[str] = set()
+
+    class Context(PipelineContext):
+        """Records which of its values the function reads."""
+
+        def __getattribute__(self, value):
+            read.add(value)
+            return super().__getattribute__(value)
+
+    feed = PipelineFeed(source, sampling, name=name, context=Context)
     batch = next(iter(feed.first_batch()))
     rows = int(worker_part.row_count(_first_leaf(batch)))
     text = _remarks(feed, source)
@@ -396,7 +414,8 @@ def inspect(source: TFData, sampling: Sampling, name: str) -> PipelineFacts:
             f"; a batch has {rows} rows, and batch_size is {sampling.global_batch}: use context.batch in the function"
         )
     result = {"text": text, "resume_unit": feed.resume_unit, "spec": repr(feed.spec)}
-    return PipelineFacts(**result, steps=feed.known_steps(), rows=rows)
+    is_shared = not source.shards_itself or bool({"index", "num_shards"} & read)
+    return PipelineFacts(**result, steps=feed.known_steps(), rows=rows, is_shared=is_shared)
 
 
 def two_steps(source: TFData, shard: Shard, batch: int) -> tf.data.Dataset:

@@ -18,6 +18,7 @@ from ray import cloudpickle
 
 from raytf import validation
 from raytf.errors import ConfigError
+from raytf.logs import warn_user
 
 UNEVEN = ("pad", "error")
 RESUMES = ("auto", "step", "epoch")
@@ -55,6 +56,7 @@ class PipelineFacts:
         steps: Number of steps of an epoch, or None if unknown. With `shards_itself`, those of one shard of all rows.
         rows: Rows of the first batch.
         spec: Shapes and dtypes of a batch, as text, for comparisons.
+        is_shared: Whether each worker has rows of its own, as far as the function reads which.
     """
 
     text: str
@@ -62,6 +64,7 @@ class PipelineFacts:
     steps: int | None
     rows: int
     spec: str
+    is_shared: bool = True
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,6 +146,13 @@ class TFData:
         Args:
             facts: Result of `pipeline.inspect`.
         """
+        if not facts.is_shared:
+            warn_user(
+                f"{self.name!r}, of a raytf.TFData with shards_itself=True, reads neither context.index nor "
+                "context.num_shards, so that each worker may train on all rows. Add "
+                "dataset.shard(context.num_shards, context.index), or leave shards_itself out",
+                stacklevel=2,
+            )
         made = copy.copy(self)
         object.__setattr__(made, "facts", facts)
         return made

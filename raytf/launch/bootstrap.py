@@ -77,7 +77,7 @@ def main(arguments: list[str]) -> None:
         runpy.run_module(script, run_name="__main__", alter_sys=True)
     else:
         sys.path[0] = os.path.dirname(os.path.abspath(script))
-        runpy.run_path(script, run_name="__main__")
+        runpy.run_path(os.path.abspath(script), run_name="__main__")  # Python, too, makes __file__ absolute
 
 
 def _end_with(pipe: int) -> None:
@@ -133,9 +133,12 @@ class _AfterImport(importlib.abc.MetaPathFinder):
 
 
 def _prepare(ports: tuple[int, int]) -> None:
+    first, *others = sys.path
     from raytf.worker import context
 
     _prepared.enter_context(context.prepared(settings.WorkerSetup(config=settings.TensorflowConfig(ports=ports))))
+    added = [folder for folder in sys.path if folder not in (first, *others)]
+    sys.path[:] = [first, *added, *others]  # Ray puts its packages before the script's folder
 
 
 def _show(kind, error, traceback) -> None:

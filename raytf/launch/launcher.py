@@ -18,7 +18,7 @@ from ray.util.placement_group import placement_group, remove_placement_group
 
 from raytf import activity, logs, timeouts
 from raytf.collectives import ring_token
-from raytf.errors import RaytfError, first_line, one_line
+from raytf.errors import ConfigError, RaytfError, first_line, one_line
 from raytf.launch.runner import BEAT_INTERVAL, TaskLocation, TaskRunner
 from raytf.launch.spec import LaunchSpec
 from raytf.runtime import cores, resources, roles, settings, shared_folders
@@ -98,6 +98,12 @@ def _sigterm_as_interrupt() -> Iterator[list[int]]:
         yield signals
     finally:
         signal.signal(signal.SIGTERM, previous)
+
+
+def _start_error(name: str, error: Exception) -> Exception:
+    """Returns the error of a process that did not start: its own if an option is wrong, as the name of a network."""
+    cause = getattr(error, "cause", None)
+    return cause if isinstance(cause, ConfigError) else StartError(f"{name} did not start: {one_line(error)}")
 
 
 class StartError(RaytfError, RuntimeError):
@@ -212,7 +218,7 @@ class ScriptCluster:
             action,
             names=[str(task) for task in tasks],
             check=report_late,
-            failure=lambda name, error: StartError(f"{name} did not start: {one_line(error)}"),
+            failure=_start_error,
         )
 
     def _report_folders(self, folder: str) -> None:

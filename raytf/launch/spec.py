@@ -8,6 +8,7 @@ import importlib.util
 import math
 import os
 import sys
+import warnings
 from collections.abc import Mapping, Sequence
 
 from raytf.compat import legacy_keras
@@ -165,6 +166,21 @@ def _check_script(script: str, module: bool) -> None:
     elif not os.path.isfile(script):
         problem = "a folder" if os.path.isdir(script) else "no such file"
         raise ConfigError("The script must be a file that exists", f"{script!r} ({problem})", "Check the path")
+    else:
+        _check_syntax(script)
+
+
+def _check_syntax(script: str) -> None:
+    """Raises ConfigError for a script that no Python can run; another version of Python on the cluster may say more."""
+    try:
+        with open(script, "rb") as file, warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the script's own processes show them
+            compile(file.read(), script, "exec", dont_inherit=True)
+    except (SyntaxError, ValueError, OSError) as error:
+        line = getattr(error, "lineno", None)
+        location = script if line is None else f"{script}, line {line}"
+        reason = getattr(error, "msg", None) or error
+        raise ConfigError("The script must be Python", f"{location}: {reason}", "Correct the script") from None
 
 
 def _check_module(name: str) -> None:

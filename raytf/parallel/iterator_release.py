@@ -80,7 +80,7 @@ os.register_at_fork(after_in_child=_reaper.forget)
 @patch((OwnedIterator, "__del__"))
 def release_iterator(original, self):
     """Ends an iterator in a separate thread instead of the training's, if TensorFlow may wait for it."""
-    if _reaper.closed:
+    if _reaper is None or _reaper.closed:  # Python empties modules as it ends
         return
     dataset = dataset_of(self)
     resource = None if dataset is None else take_resource(self)

@@ -140,6 +140,9 @@ class HangMonitor:
             return
         hang = self._detector.detect(snapshots, silent, stopped)
         reported = self._reported
+        answers = reported is not None and reported.rank not in silent
+        if hang is None and answers and reported.lasts(snapshots[reported.rank]):
+            return
         if reported is not None and (hang is None or (hang.rank, hang.part) != (reported.rank, reported.part)):
             self._detector.record_continued(reported)
             self._emit_event(Kind.WORKER_CONTINUED, reported.rank)

@@ -24,6 +24,8 @@ _ENDS, _ENDS_SLOW = 3.0, 30.0
 _WORKS, _WORKED_INTERVAL = 0.2, 4.0
 # Phases for which no other worker waits, and in which a worker may hang.
 _PAUSES = (activity.INPUT, activity.CALLBACKS, activity.CHECKPOINT, activity.DRIVER)
+# Largest difference in seconds of two values of the begin of one phase.
+_SAME_PHASE = 0.01
 # Seconds after which a worker counts as waiting: longer than messages and polls take.
 _WAITS_INTERVAL = 1.5
 
@@ -39,6 +41,7 @@ class HangReport:
         waiting: Clause with the workers that wait for it, and since which step.
         part: Part of its step, for `HangDetector.record_continued`.
         ends: Whether the run ends because of it.
+        began: Begin of its phase on the worker's clock, in seconds; None if phases do not show whether it continues.
     """
 
     rank: int
@@ -47,6 +50,15 @@ class HangReport:
     waiting: str
     part: str
     ends: bool = False
+    began: float | None = None
+
+    def lasts(self, snapshot: Mapping[str, Any]) -> bool:
+        """Returns whether the worker's snapshot shows the phase of the report.
+
+        Another thread of its process may have used a processor, or may have been queued for one, so that no hang is
+        detected for a moment.
+        """
+        return self.began is not None and abs(_phase_begin(snapshot) - self.began) < _SAME_PHASE
 
     def __str__(self) -> str:
         return f"{self.activity_clause} since {self.seconds:.0f} s; {self.waiting}"
@@ -188,6 +200,7 @@ class HangDetector:
             waiting=self.describe_waiting(rank, snapshots),
             part=part,
             ends=ends,
+            began=_phase_begin(snapshots[rank]) if part == snapshots[rank]["phase"] != activity.BEGIN else None,
         )
 
     def _silent(self, rank: int, seconds: float, snapshots, stopped: str | None) -> HangReport:
@@ -251,6 +264,11 @@ class HangDetector:
             snapshot["phase"],
             is_slow=not active,
         )
+
+
+def _phase_begin(snapshot: Mapping[str, Any]) -> float:
+    """Returns the begin of a worker's phase on its clock, in seconds."""
+    return snapshot["clock"] - snapshot["seconds"]
 
 
 def describe_activity(snapshot: Mapping[str, Any]) -> str:

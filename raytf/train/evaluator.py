@@ -218,7 +218,7 @@ def _ask(record: EvaluationResults, checkpoint: Checkpoint) -> dict[str, float]:
         try:
             metrics = _evaluated(record, checkpoint)
         except RayTaskError as error:  # an error of the model or the data: a retry fails, too
-            record.missing(epoch, one_line(error.cause if error.cause is not None else error))
+            record.missing(epoch, one_line(error))
             return {}
         except RayError as error:
             why = _why(error)

@@ -75,3 +75,13 @@ def test_a_worker_does_not_print_the_stack_of_its_error(caplog):
         except Exception as raised:
             assert with_stack(raised)._base_exc is error
     assert not caplog.messages
+
+
+def test_the_line_of_a_task_is_that_of_the_error_that_it_raised():
+    import ray.exceptions
+
+    error = ray.exceptions.RayTaskError(
+        "reserve", "a traceback", ConfigError("network must be here", "nope0", "Use eth0")
+    )
+    line = "ConfigError: network must be here; received: nope0. Use eth0."
+    assert one_line(error) == one_line(error.as_instanceof_cause()) == line

@@ -9,12 +9,14 @@ import subprocess
 import sys
 import threading
 import time
+import types
 
 import pytest
 
 import raytf
 from raytf import activity
 from raytf.activity import PhaseTracker
+from raytf.events import Kind
 from raytf.runtime import stacks
 from raytf.runtime.hang_watch import HangMonitor
 from raytf.runtime.hangs import HangDetector
@@ -282,6 +284,35 @@ def test_the_cost_of_a_step():
 def test_limits_out_of_range_are_refused(options):
     with pytest.raises(raytf.ConfigError, match="hang_timeout_s"):
         raytf.TensorflowConfig(**options)
+
+
+def test_a_hang_that_was_reported_is_resolved_by_another_phase_alone(monkeypatch):
+    """Another thread of the process may use a processor meanwhile."""
+    messages, workers = [], [waits(), Worker(phase=activity.CALLBACKS, hook="Mine.on_epoch_end")]
+    location = types.SimpleNamespace(pid=1, host="a", node="a")
+    names = {0: "worker 0", 1: "worker 1"}
+    watch = HangMonitor(lambda rank, function: None, {}, 8.0, 8.0, emit=messages.append, names=names)
+    watch.close()
+    watch._closed.clear()
+    watch._locations = {0: location, 1: location}
+    for name in ("_request_snapshots", "_stack"):
+        monkeypatch.setattr(watch, name, lambda *args: "")
+
+    def polls(seconds):
+        for _ in range(seconds):
+            for worker in workers:
+                worker.second()
+            watch._snapshots = {rank: worker.told for rank, worker in enumerate(workers)}
+            watch._poll()
+        return [event.kind for event in messages]
+
+    assert polls(12) == [Kind.WORKER_HUNG]
+    workers[1].works = True
+    assert polls(4) == [Kind.WORKER_HUNG]
+    workers[1].works = False
+    assert polls(12) == [Kind.WORKER_HUNG]
+    workers[1].told |= {"phase": activity.STEP, "seconds": 0.0}
+    assert polls(1) == [Kind.WORKER_HUNG, Kind.WORKER_CONTINUED]
 
 
 def test_restarted_workers_report_how_many_steps_are_repeated():

@@ -62,6 +62,21 @@ def test_a_function_that_shards_itself_gives_every_row_once():
     assert steps == [list(range(start, min(start + BATCH, ROWS))) for start in range(0, ROWS, BATCH)]
 
 
+def test_a_function_that_does_not_read_its_shard_is_warned_of():
+    def sharded(context):
+        return tf.data.Dataset.range(ROWS).shard(context.num_shards, context.index).batch(context.batch)
+
+    def whole(context):
+        return tf.data.Dataset.range(ROWS).batch(context.batch)
+
+    sampling = Sampling(global_batch=BATCH)
+    for source in TFData(sharded, shards_itself=True), TFData(whole):
+        assert source.with_facts(pipeline.inspect(source, sampling, "train")).facts.is_shared
+    source = TFData(whole, shards_itself=True)
+    with pytest.warns(UserWarning, match=r"'whole', of a raytf.TFData .* reads neither context.index"):
+        source.with_facts(pipeline.inspect(source, sampling, "train"))
+
+
 def test_shares_of_a_fixed_size_may_have_no_rows():
     def make(context):
         rows = tf.data.Dataset.range(ROWS).shard(context.num_shards, context.index)

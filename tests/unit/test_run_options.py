@@ -14,6 +14,8 @@ import raytf
 ROOT = pathlib.Path(raytf.__file__).parents[1]
 WRONG = {
     "run nothere.py": "The script must be a file that exists; received: 'nothere.py' (no such file)",
+    "run broken.py": "The script must be Python; received: broken.py, line 2: '(' was never closed",
+    "run --nworkers 2 look.py": "No such option '--nworkers'. (Did you mean one of: '--network', '--num-workers'?)",
     "run folder": "The script must be a file that exists; received: 'folder' (a folder)",
     "run --num-workers 0 look.py": "num_workers must be an integer of at least 1; received: 0",
     "run --num-ps -1 look.py": "num_ps must be an integer of at least 0; received: -1",
@@ -46,6 +48,7 @@ def folder(tmp_path):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text(f"raise SystemExit('{name} was imported')")
     (tmp_path / "folder").mkdir()
+    (tmp_path / "broken.py").write_text("raise SystemExit\nprint((1\n")
     (tmp_path / "look.py").write_text("raise SystemExit('look was imported')")
     return tmp_path
 
