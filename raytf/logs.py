@@ -50,7 +50,7 @@ def get_logger(name: str) -> logging.Logger:
     return logging.getLogger(name)
 
 
-def user_place() -> tuple[str, int]:
+def user_location() -> tuple[str, int]:
     """Returns the file and the line outside raytf that has called it, for `warn_user` in another thread."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == NAME:
@@ -58,7 +58,7 @@ def user_place() -> tuple[str, int]:
     return frame.f_code.co_filename, frame.f_lineno
 
 
-def warn_user(message: str, stacklevel: int = 1, place: tuple[str, int] | None = None) -> None:
+def warn_user(message: str, stacklevel: int = 1, location: tuple[str, int] | None = None) -> None:
     """Emits a warning of Python about the user's code or arguments, and logs it.
 
     Python shows it, and the user's filters of warnings apply. Handlers that the user has added to the logger "raytf"
@@ -67,10 +67,10 @@ def warn_user(message: str, stacklevel: int = 1, place: tuple[str, int] | None =
     Args:
         message: Text of the warning.
         stacklevel: As of `warnings.warn`, at least 1.
-        place: Result of `user_place`, instead of a stack level.
+        location: Result of `user_location`, instead of a stack level.
     """
-    if place is None:
+    if location is None:
         warnings.warn(message, stacklevel=stacklevel + 1)
     else:
-        warnings.warn_explicit(message, UserWarning, *place)
+        warnings.warn_explicit(message, UserWarning, *location)
     get_logger(_WARNINGS).warning(message)

@@ -33,6 +33,7 @@ _WAIT_INTERVAL = 1.0
 _ANSWER_INTERVAL = 10.0
 # Seconds between two warnings about missing rows.
 _REPORT_INTERVAL = 30.0
+_SLOW_ADVICE = "Reading continues. Look at the source of the rows, at the load of the hosts, and at what holds CPUs"
 
 
 @dataclass(frozen=True)
@@ -302,10 +303,7 @@ class EpochRead:
         if quiet > _REPORT_INTERVAL:
             self._last_row_at = time.monotonic()
             usage = resources.held_by_others()
-            logger.warning(
-                f"no rows of {self._name!r} have come for {quiet:.0f} s; {usage}. Reading continues. Free CPUs for Ray "
-                "Data, or look at the source of the rows"
-            )
+            logger.warning(f"no rows of {self._name!r} have come for {quiet:.0f} s; {usage}. {_SLOW_ADVICE}")
 
     def release_before(self, start: int) -> None:
         with self._changed:
@@ -376,10 +374,7 @@ def log_slow_reads(name: str):
         began, pause = time.monotonic(), _REPORT_INTERVAL
         while not ended.wait(pause):
             seconds = time.monotonic() - began
-            logger.warning(
-                f"{name!r} is not read after {seconds:.0f} s; {resources.held_by_others()}. Reading continues. Free "
-                "CPUs for Ray Data, or look at the source of the rows"
-            )
+            logger.warning(f"{name!r} is not read after {seconds:.0f} s; {resources.held_by_others()}. {_SLOW_ADVICE}")
             pause *= 2
 
     thread = threading.Thread(target=log_until_ended, daemon=True, name="raytf_watch")

@@ -57,6 +57,7 @@ class Probe:
     def __init__(self, token: bytes, ports: tuple[int, int], step: float, link: float, name: float):
         self._token, self._ports = token, ports
         self._address = ""  # any, until it listens at one
+        self._made_folders: list[pathlib.Path] = []
         self._step, self._link, self._name = step, link, name
         self._sockets: list[socket.socket] = []
         self._sockets_by_port = threading.BoundedSemaphore(_SERVED)
@@ -129,7 +130,8 @@ class Probe:
         try:
             system, path = _storage(folder)
             if isinstance(path, pathlib.Path):
-                path.mkdir(exist_ok=True)  # without its parents, as nothing would remove them later
+                self._made_folders = [parent for parent in path.parents if not parent.exists()]
+                path.mkdir(parents=True, exist_ok=True)  # a run makes its storage, too
                 (path / name).write_text(content)
             else:
                 system.create_dir(path, recursive=True)
@@ -157,6 +159,9 @@ class Probe:
         system, path = _storage(folder)
         if isinstance(path, pathlib.Path):
             shutil.rmtree(path, ignore_errors=True)
+            for made in self._made_folders:
+                with contextlib.suppress(OSError):  # another node has removed it, or writes into it
+                    made.rmdir()
         else:
             with contextlib.suppress(FileNotFoundError):
                 system.delete_dir(path)

@@ -61,7 +61,7 @@ class BackgroundVerification:
         drop: Callable[[], None],
     ):
         self._model, self._word, self._outcome, self._reported = model, word, None, False
-        self._place, self._drop = logs.user_place(), drop
+        self._location, self._drop = logs.user_location(), drop
         self._extra_wait, self._is_begun = False, False
         self._is_urgent, self._pid = word == "error", None
         few = {name: verify.few_rows(block) for name, block in blocks.items()}
@@ -86,7 +86,7 @@ class BackgroundVerification:
         if self._outcome is not None and not self._reported:
             self._reported = True
             result = dataclasses.replace(self._outcome, model=f"the model {self._model!r}")
-            verify.report_result(result, self._word, self._place)
+            verify.report_result(result, self._word, self._location)
 
     def wait(self, seconds: float, more: bool = False) -> None:
         """Waits for the outcome, and warns of it.
@@ -160,7 +160,7 @@ class BackgroundVerification:
 
 
 class _ComparisonQueue:
-    """Admits one comparison of this process at a time, in their order, as each takes a core and some 800 MB.
+    """Admits one comparison of this process at a time, in their order. Each takes a core and some 800 MB.
 
     Calls in a loop may be faster than comparisons: of more than `_MOST_WAITING` the oldest is dropped.
     """

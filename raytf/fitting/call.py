@@ -122,7 +122,9 @@ class Call:
             if isinstance(dataset, TFData):
                 continue
             if not dataset.rows:
-                raise ConfigError("A dataset must hold rows", f"{name!r} is empty", "Check the path or the filter")
+                argument = "x" if name == "train" else "validation_data"
+                received = f"{argument}, which is empty"
+                raise ConfigError("A dataset must hold rows", received, "Check the path or the filter that made it")
             self._parts[name].batch.check(dataset.columns)
 
     def _connect(self) -> None:

@@ -251,19 +251,27 @@ class _Loaded:
         return {name: np.asarray(output) for name, output in outputs.items()}
 
     def _check_shapes(self, rows) -> None:
-        """Raises ConfigError for rows that a layer would accept, but misinterpret."""
+        """Raises ConfigError for rows that the model cannot take, or that a layer would misinterpret."""
         inputs = getattr(self._model, "inputs", None) or []
+        if isinstance(rows, dict) and len(rows) < len(inputs):
+            missing = [layer_input.name for layer_input in inputs if layer_input.name not in rows]
+            raise ConfigError(
+                "features must name a column for each input of the model",
+                f"{', '.join(map(repr, rows))}, and no {', '.join(map(repr, missing))}",
+                "Pass features={name of the input: column}",
+            )
         if isinstance(rows, dict):
             pairs = [(rows[layer_input.name], layer_input) for layer_input in inputs if layer_input.name in rows]
         else:
             pairs = [(rows, inputs[0])] if len(inputs) == 1 and hasattr(rows, "shape") else []
+        fix = "Pass as features=... the columns with which the model was trained"
         for given, wanted in pairs:
             if not _fits(given.shape, wanted.shape):
-                raise ConfigError(
-                    "Rows must have the shape of the model's input",
-                    f"{tuple(given.shape[1:])} for {wanted.name!r}, which takes {tuple(wanted.shape[1:])}",
-                    "Pass as features=... the columns with which the model was trained",
-                )
+                received = f"{tuple(given.shape[1:])} for {wanted.name!r}, which takes {tuple(wanted.shape[1:])}"
+                raise ConfigError("Rows must have the shape of the model's input", received, fix)
+            if (given.dtype.name == "string") != (wanted.dtype == "string"):
+                received = f"{given.dtype.name} for {wanted.name!r}, which takes {wanted.dtype}"
+                raise ConfigError("Rows must have the type of the model's input", received, fix)
 
     def _own_features(self, names: Sequence[str]):
         """Returns the columns of the run's training, or those named like the model's inputs."""

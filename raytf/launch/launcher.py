@@ -101,7 +101,7 @@ def _sigterm_as_interrupt() -> Iterator[list[int]]:
 
 
 def _start_error(name: str, error: Exception) -> Exception:
-    """Returns the error of a process that did not start: its own if an option is wrong, as the name of a network."""
+    """Returns the error of a process that did not start. That of a wrong option is raised unchanged."""
     cause = getattr(error, "cause", None)
     return cause if isinstance(cause, ConfigError) else StartError(f"{name} did not start: {one_line(error)}")
 

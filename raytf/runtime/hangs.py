@@ -55,7 +55,7 @@ class HangReport:
     def lasts(self, snapshot: Mapping[str, Any]) -> bool:
         """Returns whether the worker's snapshot shows the phase of the report.
 
-        Another thread of its process may have used a processor, or may have been queued for one, so that no hang is
+        Another thread of its process may have used a processor, or may have been queued for one. Then no hang is
         detected for a moment.
         """
         return self.began is not None and abs(_phase_begin(snapshot) - self.began) < _SAME_PHASE

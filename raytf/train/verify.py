@@ -244,7 +244,7 @@ class ComparisonReporter:
     def __init__(self, running: ComparisonProcess | None, processes):
         self._running, self._processes, self._well = running, processes, False
         self._ends, self._thread = threading.Event(), threading.Thread(target=self._follow, daemon=True)
-        self._place = logs.user_place()
+        self._location = logs.user_location()
 
     def __enter__(self) -> ComparisonReporter:
         if self._running is not None:
@@ -277,16 +277,16 @@ class ComparisonReporter:
             self._processes.compares = False
             self._processes.end_answered()
         if self._well or result is not NOT_IN_TIME:
-            report_result(result, "warn", self._place)
+            report_result(result, "warn", self._location)
 
 
-def report_result(result: VerificationResult, word: str, place: tuple[str, int] | None = None) -> None:
+def report_result(result: VerificationResult, word: str, location: tuple[str, int] | None = None) -> None:
     """Warns of the differences of a result; logs in a line if the result is unknown.
 
     Args:
         result: Result of a comparison.
         word: "warn" or "error".
-        place: File and line of the training, if another thread reports; see `logs.user_place`.
+        location: File and line of the training, if another thread reports; see `logs.user_location`.
 
     Raises:
         ConfigError: With "error", two workers do not train as one process does, or this is unknown.
@@ -296,7 +296,7 @@ def report_result(result: VerificationResult, word: str, place: tuple[str, int] 
     if result.failed is not None:  # nothing is wrong with the model: no warning
         logger.info(result.text())
     elif text := result.text():
-        warn_user(text, stacklevel=3, place=place)
+        warn_user(text, stacklevel=3, location=location)
     if result.few is not None:
         logger.info(
             f"verify: two workers train {result.model} as one process does on a few rows; a whole batch was not "

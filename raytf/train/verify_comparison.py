@@ -166,6 +166,12 @@ def compare_runs(
 
 def _of_state(name: str, gap: _Gap) -> str:
     path = name.removeprefix("state ")
+    if gap.how in ("sum", "mean"):
+        return (
+            f"{path}, a variable that is not trained: {gap.shown}; its aggregation is {gap.how!r}. Either it follows "
+            f"from another difference, or its value of all rows is no {gap.how} of workers' values: a mean by class or "
+            "by weights is none. Keep sums and counts for it with aggregation='sum'"
+        )
     why = (
         "each worker counts or averages its own rows"
         if gap.how in ("none", "only_first_replica")
@@ -198,7 +204,8 @@ def _why_weights(traits: Mapping[str, Any]) -> str:
         return (
             f"train_step ({methods['train_step']}) makes something of its own worker's rows: a sum, a slice, a mean by "
             "tf.shape, a division by the number of replicas, or what compares rows. Take the loss from "
-            "self.compute_loss(x, y, y_pred), and leave clipping to the optimizer"
+            "self.compute_loss(x, y, y_pred, sample_weight). Write what needs the whole batch as a loss for compile(), "
+            "which gets the rows of all workers. Leave clipping to the optimizer"
         )
     if "compute_loss" in methods:
         return (

@@ -239,10 +239,14 @@ def _parse(name: str, value: Any) -> Any:
     try:
         arguments = [ast.literal_eval(a) for a in expression.args]
         named = {k.arg: ast.literal_eval(k.value) for k in expression.keywords}
-        return getattr(tune, called)(*arguments, **named)
     except (ValueError, TypeError) as error:
         raise ConfigError(
             f"The arguments of {called} must be literal numbers, texts or lists",
             f"{name}={value} ({error})",
             "For example learning_rate=loguniform(1e-4,1e-1)",
         ) from error
+    try:
+        return getattr(tune, called)(*arguments, **named)
+    except (ValueError, TypeError) as error:
+        rule, received = f"The arguments of a domain must be those of ray.tune.{called}", f"{name}={value} ({error})"
+        raise ConfigError(rule, received, "For example learning_rate=loguniform(1e-4,1e-1)") from error

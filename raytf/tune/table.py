@@ -126,8 +126,8 @@ class SweepTable(tune.Callback):
             need = resources.format_resources(resources.total_resources(bundles))
             free = ray.available_resources()
             has = resources.format_resources({name: free.get(name, 0) for name in resources.total_resources(bundles)})
-            text = f"{len(waiting)} trial(s) wait to start; one needs {need}, and {has} is free"
-            logger.info(f"{text} on the cluster: other work may hold the rest")
+            text = f"{len(waiting)} trial(s) wait to start; one needs {need}, and {has} is free on the cluster"
+            logger.info(f"{text}: {resources.held_by_others()}")
 
     def on_trial_start(self, iteration, trials, trial, **info):
         self._began.setdefault(trial.trial_id, time.monotonic())

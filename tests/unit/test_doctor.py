@@ -283,6 +283,16 @@ def test_a_probe_reaches_another_and_measures(probes, address):
     assert probes[1].bandwidth(address, at[0])["rate"] > 1e6
 
 
+def test_a_storage_that_does_not_exist_yet_is_made_and_removed(probes, tmp_path):
+    """A run makes its folder, too."""
+    folder = str(tmp_path / "runs" / "mine" / "raytf-doctor-1")
+    assert probes[0].write(folder, "a", "text") is None
+    assert probes[1].write(folder, "b", "text") is None and probes[1].read(folder, "a", "text") is None
+    for one in (probes[1], probes[0]):
+        one.remove(folder)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_server_at_all_addresses_of_ipv4_is_none_of_ipv6(probes):
     with socket.create_server(("0.0.0.0", 0)) as server:
         port = server.getsockname()[1]
@@ -343,9 +353,7 @@ def test_program_that_accepts_and_sends_nothing_is_an_error_in_time(probes):
         assert "timed out" in probes[0].reach(LOOPBACK, (mute.getsockname()[1], 9))["error"]
 
 
-def test_a_storage_that_is_not_there_is_an_error_and_not_made(tmp_path, probes):
-    folder = str(tmp_path / "none" / "raytf-doctor-1")
-    assert "FileNotFoundError" in probes[0].write(folder, "0", "x")
+def test_a_file_of_the_storage_must_have_the_content_of_its_writer(tmp_path, probes):
     missing = str(tmp_path / "raytf-doctor-1")
     assert probes[0].write(missing, "0", "x") is None and probes[1].read(missing, "0", "x") is None
     assert probes[1].read(missing, "0", "y") == "the file has another content"

@@ -252,3 +252,17 @@ def test_rows_of_another_shape_are_refused(shape, features, fits):
     else:
         with pytest.raises(ConfigError, match=r"the model's input; received: \(2,\) for 'series', which takes"):
             predict(BATCH)
+
+
+def test_rows_without_an_input_or_of_another_type_are_refused():
+    import keras
+
+    with pytest.raises(ConfigError, match="a column for each input of the model; received: 'first', and no 'second'"):
+        raytf.Predictor(build({}), features={"first": "a"})(BATCH)
+    words = keras.Input((), dtype="string", name="words")
+    lengths = keras.layers.StringLookup(vocabulary=["a"], output_mode="one_hot")(words)
+    predict = raytf.Predictor(keras.Model(words, keras.layers.Dense(1)(lengths)), features="b")
+    with pytest.raises(
+        ConfigError, match="type of the model's input; received: float.* for 'words', which takes string"
+    ):
+        predict(BATCH)

@@ -55,6 +55,11 @@ def test_no_code_runs_from_a_space(text):
         space.parse_space({"learning_rate": text})
 
 
+def test_an_argument_that_is_missing_is_named():
+    with pytest.raises(ConfigError, match=r"those of ray.tune.loguniform; received: .*argument: 'upper'"):
+        space.parse_space({"learning_rate": "loguniform(1e-2)"})
+
+
 def test_numbers_of_a_key():
     assert space.key_bounds(tune.choice([1, 3]), "num_workers") == [1, 3]
     assert space.key_bounds(tune.grid_search([2]), "num_workers") == [2]
