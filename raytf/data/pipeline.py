@@ -23,7 +23,7 @@ from raytf.compat.keras import PyDatasetAdapter, make_class_weight_map_fn
 from raytf.compat.tensorflow import deterministic_datasets, global_seed, reshuffles
 from raytf.data import dataset_graph, worker_part
 from raytf.data.sampling import Sampling, generator
-from raytf.data.tf_data import PipelineContext, PipelineFacts, TFData
+from raytf.data.tf_data import PipelineContext, PipelineFacts, TFData, recording_context
 from raytf.errors import ConfigError, one_line, user_line
 from raytf.runtime.topology import Shard
 
@@ -397,15 +397,7 @@ def inspect(source: TFData, sampling: Sampling, name: str) -> PipelineFacts:
         ConfigError: `PipelineFeed` raises it, or there is no batch.
     """
     read: set[str] = set()
-
-    class Context(PipelineContext):
-        """Records which of its values the function reads."""
-
-        def __getattribute__(self, value):
-            read.add(value)
-            return super().__getattribute__(value)
-
-    feed = PipelineFeed(source, sampling, name=name, context=Context)
+    feed = PipelineFeed(source, sampling, name=name, context=recording_context(read))
     batch = next(iter(feed.first_batch()))
     rows = int(worker_part.row_count(_first_leaf(batch)))
     text = _remarks(feed, source)

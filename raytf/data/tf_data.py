@@ -46,6 +46,17 @@ class PipelineContext:
     epoch: int
 
 
+def recording_context(read: set[str]) -> type[PipelineContext]:
+    """Returns a class of contexts that adds the names of values to a set as the function reads them."""
+
+    class Context(PipelineContext):
+        def __getattribute__(self, name):
+            read.add(name)
+            return super().__getattribute__(name)
+
+    return Context
+
+
 @dataclass(frozen=True, kw_only=True)
 class PipelineFacts:
     """The result of an inspection of a pipeline, before the workers start.
