@@ -267,7 +267,7 @@ class StoppedError(SystemExit):
 
     Args:
         number: Number of the signal, 2 (SIGINT) or 15 (SIGTERM).
-        where: State of the run, as a clause without a full stop.
+        status: State of the run, as a clause without a full stop.
         step: Steps that are made in all and in a checkpoint, or None if this start has made none.
 
     Attributes:
@@ -280,15 +280,15 @@ class StoppedError(SystemExit):
         143
     """
 
-    def __init__(self, number: int, where: str, step: int | None = None):
-        super().__init__(number, where, step)
-        self.number, self.where, self.step, self.code = int(number), where, step, 128 + number
+    def __init__(self, number: int, status: str, step: int | None = None):
+        super().__init__(number, status, step)
+        self.number, self.status, self.step, self.code = int(number), status, step, 128 + number
 
     def __str__(self) -> str:
-        return f"{signal.Signals(self.number).name}: {self.where}"
+        return f"{signal.Signals(self.number).name}: {self.status}"
 
     def __reduce__(self):
-        return type(self), (self.number, self.where, self.step)
+        return type(self), (self.number, self.status, self.step)
 
 
 class StoppedCallError(StoppedError, KeyboardInterrupt):

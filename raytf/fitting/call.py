@@ -108,7 +108,7 @@ class Call:
             logger.warning(f"SIGINT: {_AT_ONCE}")
             raise StoppedCallError(signal.SIGINT, _AT_ONCE) from None
         if kind is StoppedError and error.number == signal.SIGINT:
-            raise StoppedCallError(error.number, error.where, error.step) from None
+            raise StoppedCallError(error.number, error.status, error.step) from None
 
     def _read(self) -> None:
         """Reads datasets that are no arrays; raises ConfigError for one without rows, or without the columns."""

@@ -99,7 +99,7 @@ class GracefulStop:
         lost = kind is SystemExit and self._raised is not None  # Ray raises it for any error during its waits
         error = self._raised if lost else error
         if isinstance(error, StoppedError):  # Python exits with its code, and prints nothing
-            self._emit(Kind.STOPPED, error.where, error.step)
+            self._emit(Kind.STOPPED, error.status, error.step)
         self._recording.close()
         if lost:
             raise error from None

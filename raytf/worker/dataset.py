@@ -217,18 +217,18 @@ class Position(tf.train.experimental.PythonState):
             # also if a loop left the epoch early
             self.epoch, self.step = self.epoch + 1, 0
 
-    def rest(self) -> tf.data.Dataset:
+    def remaining(self) -> tf.data.Dataset:
         """Returns the remaining batches of the epoch as a dataset, for loops that count with `add`."""
         self._feed.set_epoch(self.epoch, self.step)
         return self._feed.dataset()
 
     def _batches(self) -> Iterator:
-        for batch in self.rest() if self.step < self.steps else ():
+        for batch in self.remaining() if self.step < self.steps else ():
             self.step += 1
             yield batch
 
     def add(self, steps: int) -> None:
-        """Counts batches that were taken from `rest`. The last batch of an epoch begins the next epoch.
+        """Counts batches that were taken from `remaining`. The last batch of an epoch begins the next epoch.
 
         Args:
             steps: Number of batches, from 0 to those that remain in the epoch.

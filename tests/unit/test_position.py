@@ -80,7 +80,7 @@ def test_an_epoch_that_ended_ends_once_more_without_a_batch():
 def test_the_rest_of_an_epoch_is_a_dataset_of_that_many_batches():
     position = Position(rows())
     position.add(2)
-    assert position.rest().cardinality() == len(list(position.rest())) == 3
+    assert position.remaining().cardinality() == len(list(position.remaining())) == 3
     position.add(3)
     assert (position.epoch, position.step) == (1, 0)
     for steps in (6, -1, 1.0, True):

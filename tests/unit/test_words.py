@@ -121,14 +121,11 @@ NO_NAMES = {
 # So does a name that ends with one of these.
 NO_ENDINGS = ("_here", "_there", "_asked", "_alone", "_together")
 # These stay, and are not in the list: `now` of a clock, `out` as NumPy calls it, `other` as the operand of `__eq__` and
-# the like, `before`, and names that an interface of Keras, TensorFlow, Ray or click gives. So do these names of the
-# documented API, by the file that has them; `CheckpointSelector` has the argument of `load_model`, `export` and
-# `Predictor`.
+# the like, `before`, and names that an interface of Keras, TensorFlow, Ray or click gives. So does `which="best"` of
+# `load_model`, `export` and `Predictor`, by the file that has it.
 PUBLIC_NAMES = {
-    ("errors.py", "where"),
     ("fitting/predictor.py", "which"),
     ("worker/checkpoint_selector.py", "which"),
-    ("worker/dataset.py", "rest"),
     ("worker/export.py", "which"),
     ("worker/model_loading.py", "which"),
 }
