@@ -26,6 +26,7 @@ _BUILD = "build.json"
 _DEPTH = 3
 _METRICS = ("val_loss", "loss")
 _ENDED, _FAILED = "TERMINATED", "ERROR"
+_DAMAGED = (stored_json.UnreadableError, KeyError, TypeError, ValueError)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -181,29 +182,46 @@ def _newest(checkpoints: Sequence[StoredCheckpoint]) -> tuple[CheckpointState, S
     return max(heads, key=lambda pair: pair[0].step, default=None)
 
 
-def _sweep(filesystem, path: str, name: str, metric: str | None, mode: str) -> ListedRun:
-    """Returns a sweep, from the last state of its trials that Tune wrote."""
+def trials_ended(folder: str | os.PathLike) -> int | None:
+    """Returns the number of trials of a sweep if all that have begun have ended well, else None."""
+    filesystem, path = located(folder)
+    try:
+        _, trials = _trials(filesystem, path)
+    except _DAMAGED:
+        return None
+    return len(trials) if all(trial.get("status") == _ENDED for trial in trials) else None
+
+
+def _trials(filesystem, path: str) -> tuple[str | None, list[Mapping[str, Any]]]:
+    """Returns (the file of the last state that Tune wrote, or None; the trials in it).
+
+    Raises:
+        UnreadableError, KeyError, TypeError, ValueError: The file is damaged.
+    """
     files = filesystem.get_file_info(FileSelector(path))
     states = sorted(
         f.path for f in files if f.base_name.startswith("experiment_state-") and f.base_name.endswith(".json")
     )
-    trials: list[Mapping[str, Any]] = []
+    if not states:
+        return None, []
+    stored = stored_json.read_object(filesystem, states[-1])["trial_data"]
+    return states[-1], [stored_json.parse_object(text) for text, _ in stored]
+
+
+def _sweep(filesystem, path: str, name: str, metric: str | None, mode: str) -> ListedRun:
+    """Returns a sweep, from the last state of its trials that Tune wrote."""
     settings: Mapping[str, Any] = {}
     try:
         settings = stored_json.read_object(filesystem, f"{path}/{SWEEP}")
-        if states:
-            trials = [
-                stored_json.parse_object(text)
-                for text, _ in stored_json.read_object(filesystem, states[-1])["trial_data"]
-            ]
-    except (stored_json.UnreadableError, KeyError, TypeError, ValueError):
+        state_file, trials = _trials(filesystem, path)
+    except _DAMAGED:
         return ListedRun(name=name, state="damaged", epochs="", best=None, modified=None)
     ended = sum(trial.get("status") == _ENDED for trial in trials)
     failed = sum(trial.get("status") == _FAILED for trial in trials)
     state = f"sweep, {ended} of {len(trials)} trials ended" + (f", {failed} failed" if failed else "")
     if run_lock.describe_holder(filesystem, path):
         state = f"running {state}"
-    modified = _modified(filesystem, states[-1]) if states else None
+    modified = None if state_file is None else _modified(filesystem, state_file)
     if metric is None:
         metric, mode = settings.get("metric", "loss"), settings.get("mode", "min")
     best = _best_trial(filesystem, path, trials, metric, mode)

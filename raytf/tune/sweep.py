@@ -50,7 +50,7 @@ from raytf.runtime.processes import WarmPool, worker_environment
 from raytf.storage import pickle_safety, run_folder, scratch
 from raytf.storage.run_folder import RunFolder
 from raytf.storage.run_lock import RunLock
-from raytf.train import arguments, ray_config
+from raytf.train import arguments, ray_config, run_list
 from raytf.train.entry import import_raytf, train
 from raytf.train.graceful_stop import GracefulStop
 from raytf.train.keras_trainer import KerasTrainer
@@ -192,13 +192,15 @@ def sweep(
             "Leave the limit out: trials wait for the cluster's room anyhow",
         )
     searched = space.make_search(search_alg)
+    trials = space.count_trials(given, num_samples)
+    ended = None if resume is None else run_list.trials_ended(resume)
+    finished = f"all {trials} trials have ended" if trials is not None and ended == trials else None
     bundles = [resources.resources_per_worker(trainer.scaling_config)] * _largest(trainer.scaling_config, given)
     trainer = copy.copy(trainer)
-    with show_phases(progress, starting_phase()):
+    with show_phases(progress, starting_phase(finished)):
         tensorflow = trainer.tensorflow_config if isinstance(trainer, KerasTrainer) else trainer.backend_config.config
         trainer.scaling_config = placed(trainer.scaling_config, bundles, tensorflow.network)
     largest, room = _check_room(trainer.scaling_config, given)
-    trials = space.count_trials(given, num_samples)
     groups = min(room / largest, trials or math.inf, max_concurrent_trials or math.inf)
     spares = largest * (int(groups) if math.isfinite(groups) else 1)
     # Population Based Training may return to an earlier checkpoint of its trial
@@ -222,7 +224,8 @@ def sweep(
         shown.close()
         if named is not None:
             _check_same(options.identity, identity, named)
-            logger.info(f"{named}: the sweep of this name resumes")
+            resumes = "the sweep of this name resumes" if finished is None else f"{finished}: nothing is trained"
+            logger.info(f"{named}: {resumes}")
         table = SweepTable(options.metric, options.mode, trials, progress)
         trainable = type("Trial", (Trial,), {"default_resource_request": classmethod(lambda cls, c: plan.resources(c))})
         tuner = _tuner(

@@ -404,6 +404,7 @@ def test_stopped_or_killed_trials_resume_at_the_next_step(tmp_path):
             rows = list(csv.DictReader(file))
         assert [(row["epoch"], row["training_iteration"]) for row in rows] == [(str(i), str(i)) for i in (1, 2, 3)]
     assert not list(tmp_path.glob("*/*/steps_*"))
+    assert "run: all 2 trials have ended: nothing is trained" in finished(started("run"))
 
 
 def test_rates_that_follow_the_batch_and_a_trial_of_one_worker_that_dies(tmp_path):
