@@ -10,7 +10,7 @@ import pytest
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 
 import raytf
-from tests.cluster import models
+from tests.cluster import models, test_trainer
 
 pytestmark = [pytest.mark.usefixtures("ray_cluster"), pytest.mark.slow]
 
@@ -87,6 +87,19 @@ def test_one_worker_makes_the_steps_of_one_process(tmp_path, alone):
         (3, 10, None),
     ]
     assert list((tmp_path / "served/tensorboard/system").glob("events*"))
+
+
+def halves(shape, dtype):
+    """Cuts each kernel in two."""
+    return [2 if len(shape) > 1 else 1, *[1] * (len(shape) - 1)]
+
+
+def test_one_worker_with_servers_equals_two_workers_without(tmp_path):
+    undisturbed = test_trainer.trainer(tmp_path / "undisturbed", shuffle="window").fit()
+    served = test_trainer.trainer(
+        tmp_path / "served", 1, shuffle="window", strategy="parameter_server", num_ps=2, variable_partitioner=halves
+    ).fit()
+    test_trainer.assert_equal(undisturbed, served)
 
 
 def test_dead_worker_is_replaced_while_the_others_continue(tmp_path):

@@ -1,4 +1,4 @@
-"""The other ways in: a loop of one's own, `raytf.fit`, parameter servers, scripts, commands."""
+"""The other ways in: a loop of one's own, `raytf.fit`, scripts, commands."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from ray.train import RunConfig, ScalingConfig
 import raytf
 from raytf.fitting import warm
 from tests.cluster import test_fit, test_tensorflow_trainer
-from tests.cluster.test_trainer import assert_equal, trainer
 
 pytestmark = [pytest.mark.usefixtures("ray_cluster"), pytest.mark.timeout(600)]
 ROOT = pathlib.Path(__file__).parents[2]
@@ -60,18 +59,6 @@ def test_fit_evaluate_and_predict_equal_keras(tmp_path):
             np.testing.assert_allclose(predicted[name], values, atol=1e-9)
     finally:
         test_fit.use(keras, "float32")
-
-
-def halves(shape, dtype):
-    """Cuts each kernel in two."""
-    return [2 if len(shape) > 1 else 1, *[1] * (len(shape) - 1)]
-
-
-def test_parameter_servers_with_one_worker_equal_two_workers_without(undisturbed, tmp_path):
-    served = trainer(
-        tmp_path, 1, shuffle="window", strategy="parameter_server", num_ps=2, variable_partitioner=halves
-    ).fit()
-    assert_equal(undisturbed, served)
 
 
 def command(*arguments, cwd, code=0):

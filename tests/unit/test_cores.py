@@ -247,6 +247,7 @@ with context.prepared(WorkerSetup()):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 2])
 def test_idle_threads_of_a_process_with_one_core_sleep_at_once(two, count):
     ran = subprocess.run([sys.executable, "-c", SPINS.format(cores=count)], capture_output=True, text=True, timeout=240)
