@@ -212,7 +212,6 @@ def epoch_logs(model, logs: dict) -> dict:
     return model._get_metrics_result_or_logs(logs)
 
 
-@uses_private("keras.src.trainers.trainer:Trainer._assert_compile_called")
 def reported_names(model) -> tuple[str, ...] | None:
     """Returns the names that a built model reports for epochs and validations; None if it has its own step."""
     import keras
@@ -224,6 +223,7 @@ def reported_names(model) -> tuple[str, ...] | None:
     return (*names, *(f"val_{name}" for name in names))
 
 
+@uses_private("keras.src.trainers.trainer:Trainer._assert_compile_called")
 def check_compiled(model, method: str) -> None:
     """Raises Keras' own error for a model that is not compiled, before raytf exchanges data with other workers."""
     model._assert_compile_called(method)
