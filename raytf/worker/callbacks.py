@@ -191,7 +191,8 @@ class ReportCallback(keras.callbacks.Callback):
         # EarlyStopping and averaged weights may have replaced the weights after the last epoch
         if self._history and self._reported is not None:
             with activity.tracker.in_phase(activity.CHECKPOINT):  # the last checkpoint may not be whole yet
-                is_saved = self._fingerprint() == self._reported and self._is_saved()
+                is_same = np.array_equal(self._fingerprint(), self._reported, equal_nan=True)
+                is_saved = is_same and self._is_saved()
             if not is_saved:
                 self._report(stopped=bool(self.model.stop_training))
             with activity.tracker.in_phase(activity.CHECKPOINT):
@@ -210,8 +211,9 @@ class ReportCallback(keras.callbacks.Callback):
         (chief_kept,) = communicator.broadcast_from_chief(self.model.distribute_strategy, [np.int64(is_saved)])
         return bool(chief_kept)
 
-    def _fingerprint(self):
-        return [float(np.sum(compat_keras.as_array(v), dtype=np.float64)) for v in self.model.trainable_variables]
+    def _fingerprint(self) -> np.ndarray:
+        sums = [np.sum(compat_keras.as_array(v), dtype=np.float64) for v in self.model.trainable_variables]
+        return np.array(sums, np.float64)
 
     def _report(self, stopped: bool):
         self._reported = self._fingerprint()

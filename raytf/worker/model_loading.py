@@ -404,10 +404,6 @@ def _built(file: str, build_model: Callable, config: dict, compile: bool):
 
     described = _build(file)
     missing = {k: v for k, v in described["left_out"].items() if k not in config}
-    if not callable(build_model):
-        raise ConfigError(
-            "build_model must be the function that built the model", repr(build_model), "Pass build_model=that function"
-        )
     try:
         model = build_model(dict(config))
     except KeyError as error:

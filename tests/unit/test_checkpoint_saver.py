@@ -205,3 +205,16 @@ def test_a_last_checkpoint_that_is_not_kept_is_tried_once_more_and_then_an_error
     with contextlib.nullcontext() if kept else pytest.raises(NotWrittenError, match="two could not be saved: No space"):
         model.fit(x, x[:, :1], epochs=2, verbose=0, callbacks=[ReportCallback(report=report)])
     assert not answers
+
+
+@pytest.mark.parametrize("scale", [1.0, np.nan])
+def test_the_last_epoch_is_reported_once_also_if_its_weights_are_nan(scale):
+    model, x = trained(functional)
+    reported = []
+
+    def report(metrics, moment):
+        reported.append(metrics["epoch"])
+        return lambda: None
+
+    model.fit(x * scale, x[:, :1], epochs=2, verbose=0, callbacks=[ReportCallback(report=report)])
+    assert reported == [1, 2]
