@@ -18,3 +18,5 @@ TRAIN_ERRORS = "ray.train.v2._internal.util"
 TUNE_STORAGE = "ray.train._internal.storage"
 # Logs the traceback of each failed trial.
 TUNE_CONTROLLER = "ray.tune.execution.tune_controller"
+# Logs operations of Tune that take more than 0.5 s, as on a busy host.
+TUNE_OPERATIONS = "ray.tune.utils.util"

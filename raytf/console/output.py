@@ -83,10 +83,13 @@ class Output:
 
     Args:
         environment: Environment variables of the processes; see `quiet.wants_native`.
+
+    Attributes:
+        native: Whether start-up lines of TensorFlow are shown.
     """
 
     def __init__(self, environment: Mapping[str, str]):
-        self._native = quiet.wants_native(environment)
+        self.native = quiet.wants_native(environment)
         self._new: collections.deque = collections.deque()
         self._open: set[tuple[str, bool]] = set()
         self._showing, self._stop = threading.Lock(), threading.Event()
@@ -123,7 +126,7 @@ class Output:
                 self._open.discard((name, is_error))
             elif not line and name == _CHECK:
                 continue  # a blank line from before the process is a worker
-            elif not _ON_PURPOSE.search(line) and (self._native or not native_lines.is_native(line)):
+            elif not _ON_PURPOSE.search(line) and (self.native or not native_lines.is_native(line)):
                 self._new.append((name, is_error, line))
         if self._stop.is_set():
             self._show_new()
@@ -175,5 +178,11 @@ class _LineRouter:
         if is_of_raytf and not any(RAY_TQDM_MAGIC in line for line in batch["lines"]):
             for listener in _listeners[-1:]:
                 listener.put(batch)
-        else:
-            self._rays(batch)
+        elif lines := self._shown(batch["lines"]):
+            self._rays({**batch, "lines": lines})
+
+    @staticmethod
+    def _shown(lines: list[str]) -> list[str]:
+        """Returns the lines of other processes, such as Tune's, without start-up lines of TensorFlow."""
+        wants_all = not _listeners or _listeners[-1].native
+        return [line for line in lines if wants_all or not native_lines.is_native(line)]

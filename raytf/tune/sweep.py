@@ -35,7 +35,7 @@ from ray.tune.utils import flatten_dict
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raytf import logs, timeouts, validation
-from raytf.compat import loggers
+from raytf.compat import loggers, ray_tune
 from raytf.compat.ray_tune import get_fs_and_path, restored_run_config
 from raytf.console.lines import print_line
 from raytf.console.phases import READING, TRYING, show_phases, starting_phase
@@ -251,7 +251,7 @@ def sweep(
             _write_settings(dataclasses.replace(options, identity=identity), settled)
         if plan.end is not None:
             ends.callback(plan.end.clear)
-        with table, _quiet_tune() as tunes:
+        with table, ray_tune.rows_of_resumed_trials(trial_steps.reported_rows), _quiet_tune(progress) as tunes:
             stop_request = (
                 None if plan.end is None else SweepStop(plan.end, tunes.interrupt, ending.emit_stop_requested)
             )
@@ -259,7 +259,7 @@ def sweep(
             with ending.calls(
                 tunes.interrupt if stop_request is None else lambda: tunes.has_begun() and stop_request.request()
             ):
-                grid = tuner.fit()
+                grid = ray_tune.in_order_of_trials(tuner.fit())
         lock.check()
         if stop_request is not None and stop_request.lost:
             raise TrainingError(None, f"the sweep was requested to stop after a step: {'; '.join(stop_request.lost)}")
@@ -321,11 +321,15 @@ def _describe_progress(grid, after_step: bool) -> str:
 
 
 @contextlib.contextmanager
-def _quiet_tune():
+def _quiet_tune(has_table: bool):
     """Silences Tune's output: its newer one prints a page at any verbosity, the older one prints nothing.
 
-    Also disables its warning of frequent snapshots, which are normal with warm workers, unless the user set its
-    threshold. Yields a `_TuneLoop`, which replaces Tune's own SIGINT handler.
+    A table has a line for each failed trial, so that Tune logs no traceback. Also disables its warning of frequent
+    snapshots, which are normal with warm workers, unless the user set its threshold. Yields a `_TuneLoop`, which
+    replaces Tune's own SIGINT handler.
+
+    Args:
+        has_table: Whether the sweep shows a table.
     """
     variables = {_NEW_OUTPUT: "0", _FREQUENT_SNAPSHOTS: os.environ.get(_FREQUENT_SNAPSHOTS, "0"), _NO_SIGINT: "1"}
     previous = {name: os.environ.get(name) for name in variables}
@@ -334,13 +338,20 @@ def _quiet_tune():
     os.environ.update(variables)
     tune_logger.setLevel(max(level, logging.WARNING))
     controller = logging.getLogger(loggers.TUNE_CONTROLLER)
-    controller.addFilter(_is_logged)
+    is_logged = _is_no_failure if has_table else _is_no_unknown_metric
+    controller.addFilter(is_logged)
+    if has_table:
+        tune_logger.addFilter(_is_no_failure)
+    operations = logging.getLogger(loggers.TUNE_OPERATIONS)
+    operations.addFilter(_is_no_advice)
     handler = signal.getsignal(signal.SIGUSR1)
     try:
         yield _TuneLoop(handler, tune_logger)
     finally:
-        tune_logger.removeFilter(_is_unreported)
-        controller.removeFilter(_is_logged)
+        for added in (_is_unreported, _is_no_failure):
+            tune_logger.removeFilter(added)
+        controller.removeFilter(is_logged)
+        operations.removeFilter(_is_no_advice)
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGUSR1, signal.SIG_DFL if handler is None else handler)
         tune_logger.setLevel(level)
@@ -373,10 +384,20 @@ class _TuneLoop:
         return True
 
 
-def _is_logged(record: logging.LogRecord) -> bool:
+def _is_no_failure(record: logging.LogRecord) -> bool:
+    """Returns whether a record is not about a failed trial."""
+    return not record.getMessage().startswith(("Trial task failed", "Trials did not complete"))
+
+
+def _is_no_unknown_metric(record: logging.LogRecord) -> bool:
     """Returns whether to log a trial's failure; a metric that no trial reports ends the sweep with its own message."""
     error = record.exc_info[1] if record.exc_info else None
     return not isinstance(getattr(error, "cause", error), UnknownMetricError)
+
+
+def _is_no_advice(record: logging.LogRecord) -> bool:
+    """Returns whether a record is not Tune's advice to report less often: a report is an epoch, or asked for."""
+    return "may be a performance bottleneck" not in record.getMessage()
 
 
 def _is_unreported(record: logging.LogRecord) -> bool:

@@ -18,7 +18,7 @@ from ray.tune.utils import flatten_dict
 from raytf import events, logs
 from raytf.console import phases
 from raytf.console.progress import format_time_left
-from raytf.errors import ResourceError, first_line
+from raytf.errors import ResourceError, first_line, user_line
 from raytf.runtime import resources
 from raytf.tune.sweep_end import SweepStop
 from raytf.tune.trial import UnknownMetricError
@@ -145,20 +145,27 @@ class SweepTable(tune.Callback):
         cause = _cause(trial)
         if isinstance(cause, UnknownMetricError):
             self.fatal = cause
-        self._ended(trial, f"failed: {first_line(cause) or type(cause).__name__}")
+        reason = f"{first_line(cause) or type(cause).__name__}{'' if cause is None else user_line(cause)}"
+        self._ended(trial, f"failed: {reason}; traceback: {trial.path}/error.txt")
 
     def _ended(self, trial, outcome: str) -> None:
         self._log_events(trial)
         self._spent.append(time.monotonic() - self._began.get(trial.trial_id, time.monotonic()))
         self._end_phases()
         if self._console is not None:
-            count = f"{len(self._spent)}/{self._total}" if self._total else str(len(self._spent))
+            count = f"{self._count()}/{self._total}" if self._total else str(self._count())
             epochs = (trial.last_result or {}).get("training_iteration", 0)
             self._console.print(
                 f"trial {count}  {_config(trial)}  {outcome}  after {epochs} report(s), {self._spent[-1]:.1f} s",
                 highlight=False,
                 soft_wrap=True,
             )
+
+    def _count(self) -> int:
+        """Returns the number of trials that have ended, in this call or before it."""
+        ended = [trial.trial_id for trial in self._trials if trial.status in ("TERMINATED", "ERROR")]
+        before = len([trial_id for trial_id in ended if trial_id not in self._began])
+        return len(self._spent) + before
 
     def _log_events(self, trial) -> None:
         """Logs what a trial's training has found, such as a loss that is NaN, and has recorded in its folder."""
@@ -178,7 +185,7 @@ class SweepTable(tune.Callback):
         """Returns how far the sweep is."""
         best = self.best()
         running = sum(t.status == "RUNNING" for t in self._trials)
-        title = f"{len(self._spent)}/{self._total or '?'} trials ended, {running} running"
+        title = f"{self._count()}/{self._total or '?'} trials ended, {running} running"
         if best is not None:
             title += f", best {self._metric} {_format_value(best[0])}"
         return ", ".join([title, *format_time_left(self.seconds_left(running))])
@@ -209,7 +216,7 @@ class SweepTable(tune.Callback):
         """Returns the remaining seconds, if other trials last as long as finished ones; None before there are any."""
         if not self._spent or not self._total:
             return None
-        remaining = max(0, self._total - len(self._spent))
+        remaining = max(0, self._total - self._count())
         return remaining * sum(self._spent) / len(self._spent) / max(1, running)
 
     def print_best(self, grid) -> None:

@@ -87,6 +87,33 @@ def _read(saved: Checkpoint) -> tuple[dict[str, bytes], int]:
     return files, reports
 
 
+def reported_rows(trial: str, name: str, filesystem) -> bytes | None:
+    """Returns the rows that a trial has reported until its newest checkpoint within an epoch; None without one.
+
+    Args:
+        trial: Path of the trial's folder.
+        name: Name of the file of rows: progress.csv, or result.json with a JSON object in each line.
+        filesystem: A `pyarrow.fs.FileSystem`.
+    """
+    infos = filesystem.get_file_info(FileSelector(trial, allow_not_found=True))
+    folders = [info.path for info in infos if info.type == FileType.Directory and info.base_name.startswith(PREFIX)]
+    saved = [
+        (step, f"{folder}/{checkpoint}")
+        for folder in folders
+        for step, checkpoint in step_folders.finished_folders(filesystem, folder)
+    ]
+    if not saved or f"{trial}/{name}" not in {info.path for info in infos}:
+        return None
+    try:
+        reports = stored_json.read_object(filesystem, f"{max(saved)[1]}/{TRIAL}").get("reports")
+        lines = stored_json.read_bytes(filesystem, f"{trial}/{name}").splitlines(keepends=True)
+    except stored_json.UnreadableError:
+        return None  # it is reported as the trial starts
+    if type(reports) is not int:
+        return None
+    return b"".join(lines[: reports + (name.endswith(".csv") and reports > 0)])
+
+
 def is_finished(filesystem, folder: str, step: int) -> bool:
     """Returns whether there is a finished checkpoint of a step."""
     return any(saved_step == step for saved_step, _ in step_folders.finished_folders(filesystem, folder))

@@ -324,8 +324,10 @@ def test_metric_that_no_trial_reports_is_an_error_without_rays_traceback():
 
     unknown = UnknownMetricError("metric must be one that the trials report", "'los'", "Choose one of ['loss']")
     wrapped = types.SimpleNamespace(cause=unknown)
-    assert not sweep._is_logged(record(unknown)) and not sweep._is_logged(record(wrapped))
-    assert sweep._is_logged(record(ValueError("units"))) and sweep._is_logged(logging.makeLogRecord({}))
+    assert not sweep._is_no_unknown_metric(record(unknown)) and not sweep._is_no_unknown_metric(record(wrapped))
+    assert sweep._is_no_unknown_metric(record(ValueError("units"))) and sweep._is_no_unknown_metric(
+        logging.makeLogRecord({})
+    )
 
 
 @pytest.mark.parametrize("made", [None, "early", keras.callbacks.EarlyStopping, [keras.callbacks.EarlyStopping]])

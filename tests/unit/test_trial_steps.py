@@ -45,6 +45,21 @@ def test_folders_differ_by_config_and_by_the_start_of_a_trial():
     assert len(set(names)) == 4 and trial_steps.trial_folder(dict(reversed(config.items())), "") == names[0]
 
 
+def test_rows_until_the_newest_checkpoint_within_an_epoch_are_kept(tmp_path):
+    """Tune begins the files of a trial again if it has no checkpoint of its own."""
+    trial = str(tmp_path)
+    (tmp_path / "progress.csv").write_text("epoch,loss\n1,0.5\n2,0.25\n3,nan\n")
+    (tmp_path / "result.json").write_text('{"epoch": 1}\n{"epoch": 2}\n{"epoch": 3}\n')
+    assert trial_steps.reported_rows(trial, "progress.csv", LOCAL) is None, "it begins from scratch"
+    keep(tmp_path / "steps_0123", 4, reports=1)
+    keep(tmp_path / "steps_0123", 8, reports=2)
+    assert trial_steps.reported_rows(trial, "progress.csv", LOCAL) == b"epoch,loss\n1,0.5\n2,0.25\n"
+    assert trial_steps.reported_rows(trial, "result.json", LOCAL) == b'{"epoch": 1}\n{"epoch": 2}\n'
+    assert trial_steps.reported_rows(trial, "params.json", LOCAL) is None
+    keep(tmp_path / "steps_0123", 9, reports=0)
+    assert trial_steps.reported_rows(trial, "progress.csv", LOCAL) == b""
+
+
 def keep(folder, step, reports):
     """A checkpoint within an epoch, of which the model is none."""
     path = folder / folder_name(step)

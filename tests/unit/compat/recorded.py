@@ -243,6 +243,7 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
     "ray.train.v2.api.reported_checkpoint:ReportedCheckpoint": ("(checkpoint, metrics, status)",),
     "ray.train.v2.api.result:Result._from_checkpoint_manager": ("(checkpoint_manager, storage_context, error=)",),
     "ray.train.v2.api.validation_config:ValidationConfig": ("(fn, task_config=, ray_remote_kwargs=)",),
+    "ray.tune.logger.logger:LoggerCallback._restore_from_remote": ("(self, file_name, trial)",),
     "ray.tune.schedulers.hyperband:HyperBandScheduler._process_bracket": ("(self, tune_controller, bracket)",),
     "tensorflow._api.v2.nn:compute_average_loss": ("(per_example_loss, sample_weight=, global_batch_size=)",),
     "tensorflow._api.v2.nn:scale_regularization_loss": ("(regularization_loss)",),
