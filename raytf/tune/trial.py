@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import math
+import numbers
 import posixpath
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -57,6 +59,8 @@ class SweepSpec:
         failures: Number of failures of a trial that Tune allows.
         why_not_recovered: Why lost workers are never replaced in place, as a clause; None if they may be. Each start
             of a trial may replace as many workers as Tune allows failures.
+        score: (metric, "min" or "max", number) by which the best checkpoints of a trial are kept, where a number of
+            None keeps all; None if checkpoints are not compared.
     """
 
     train: Callable
@@ -73,6 +77,7 @@ class SweepSpec:
     end: SweepEnd | None = None
     failures: float = 0
     why_not_recovered: str | None = None
+    score: tuple[str, str, int | None] | None = None
 
     def workers(self, config: Mapping[str, Any]) -> int:
         """Returns the number of workers of a trial."""
@@ -115,6 +120,7 @@ class Trial(tune.Trainable):
         self._saved_step = 0
         self._running = self._reported = False
         self._saved = 0.0
+        self._scores: list[float] = []  # those of the best checkpoints, worst first
 
     def reset_config(self, new_config) -> bool:
         if self._running:
@@ -161,7 +167,7 @@ class Trial(tune.Trainable):
         placeholder_result = (
             {DONE: False, TRAINING_ITERATION: self.iteration + 1 + self._pending} if self._pending else {}
         )
-        return {**metrics, **self._derived, **self._maybe_save(), **placeholder_result}
+        return {**metrics, **self._derived, **self._maybe_save(metrics), **placeholder_result}
 
     def _emit_restart(self, error: WorkerGroupLostError) -> None:
         """Emits the restart of a trial that has lost a worker for good."""
@@ -236,11 +242,25 @@ class Trial(tune.Trainable):
         self._step_folder = TrialCheckpointDir(storage.storage_filesystem, folder, reports)
         return files
 
-    def _maybe_save(self) -> dict[str, Any]:
-        due = ray_tune.seconds_of(self) - self._saved >= _SAVE_INTERVAL
-        if due:
+    def _maybe_save(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
+        is_best = self._is_among_best(metrics)
+        if due := is_best or ray_tune.seconds_of(self) - self._saved >= _SAVE_INTERVAL:
             self._saved = ray_tune.seconds_of(self)
         return {SHOULD_CHECKPOINT: True} if due else {}
+
+    def _is_among_best(self, metrics: Mapping[str, Any]) -> bool:
+        """Returns whether a checkpoint of this report would be one of the best, which the sweep keeps."""
+        if self._plan.score is None:
+            return False
+        metric, order, count = self._plan.score
+        value = flatten_dict(dict(metrics)).get(metric)
+        if isinstance(value, bool) or not isinstance(value, numbers.Real) or math.isnan(value):
+            return False
+        score = float(value) if order == "max" else -float(value)
+        if count is not None and len(self._scores) >= count and score <= self._scores[0]:
+            return False
+        self._scores = sorted([*self._scores, score])[-count if count else 0 :]
+        return True
 
     def restore(self, checkpoint_path) -> None:
         saved = getattr(checkpoint_path, "checkpoint", checkpoint_path)

@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from pyarrow.fs import FileType, LocalFileSystem, copy_files
+from pyarrow.fs import FileSelector, FileType, LocalFileSystem, copy_files
 
 from raytf import logs, validation
 from raytf.console import quiet
@@ -48,6 +48,9 @@ if TYPE_CHECKING:
 # Largest number of values of a row for a model's first call; more is an error of the file.
 _MOST_INPUT_VALUES = 1 << 28
 # Notes of the checkpoints of loaded models, by model; see `inputs_of` and `columns_of`.
+# File that Tune writes into the folder of each trial.
+_TRIAL_CONFIG = "params.json"
+
 _loaded_models: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
@@ -217,10 +220,12 @@ def _load_run(stored: model_source.StorageLocation, choice: CheckpointSelector, 
     except (RuntimeError, ValueError, OSError, AssertionError, KeyError, CheckpointManagerInitializationError) as error:
         checkpoints = list_checkpoints(stored.filesystem, stored.path)
         if checkpoints:
+            is_trial = stored.filesystem.get_file_info(posixpath.join(stored.path, _TRIAL_CONFIG)).is_file
             taken = "choosing among those in the folder" if choice.needs_run else "using the newest whole one"
-            logger.warning(
-                f"Ray's list of the checkpoints in {stored.shown!r} cannot be used ({first_line(error)}); {taken}"
-            )
+            if not is_trial:  # a trial has no such list
+                logger.warning(
+                    f"Ray's list of the checkpoints in {stored.shown!r} cannot be used ({first_line(error)}); {taken}"
+                )
             return _load_chosen(checkpoints, stored.shown, choice, arguments)
         raise ConfigError(
             f"A model is loaded from a run's folder, or from a checkpoint folder that holds {MODEL}",
@@ -294,9 +299,25 @@ def _load_whole(candidates, arguments):
             check_folder(folder, name=posixpath.basename(candidate.path.rstrip("/")))
             return folder
 
-        candidate, folder = first_whole(candidates, opened)
+        try:
+            candidate, folder = first_whole(candidates, opened)
+        except checkpoint_files.DamagedCheckpointError:
+            _refuse_foreign(candidates[0])
+            raise
         whole = stack.enter_context(checkpoint_files.whole_folder(folder))
         return _load(os.path.join(whole, MODEL), candidate.path, *arguments)
+
+
+def _refuse_foreign(checkpoint) -> None:
+    """Raises ConfigError for a checkpoint of a train loop's own files, of which raytf knows nothing."""
+    infos = checkpoint.filesystem.get_file_info(FileSelector(checkpoint.path, allow_not_found=True))
+    names = sorted(info.base_name for info in infos)
+    if names and not {MODEL, checkpoint_files.STATE, checkpoint_files.MANIFEST} & set(names):
+        raise ConfigError(
+            f"raytf.load_model reads checkpoints of raytf, in which is {MODEL}",
+            f"{checkpoint.path!r} with {', '.join(names[:5])}",
+            "Load what the train loop has written as it wrote it, or report checkpoints with raytf.ReportCallback()",
+        )
 
 
 def _load(file: str, shown_path: str, *arguments):

@@ -55,6 +55,27 @@ def weights(source):
     return [np.asarray(w) for w in raytf.load_model(source).get_weights()]
 
 
+def test_the_best_checkpoint_of_a_trial_is_kept_also_of_a_short_one(tmp_path):
+    def callbacks(config):
+        import keras
+
+        return [keras.callbacks.LearningRateScheduler(lambda epoch: 0.01 if epoch < 2 else 1e4)]
+
+    kept = tune.CheckpointConfig(num_to_keep=1, checkpoint_score_attribute="val_loss", checkpoint_score_order="min")
+    (result,) = sweep(
+        trainer(tmp_path, 1, config={"epochs": 4}, callbacks=callbacks),
+        {"dropout": 0.1},
+        run_config=tune.RunConfig(storage_path=str(tmp_path), checkpoint_config=kept),
+    )
+    losses = list(result.metrics_dataframe["val_loss"])
+    assert min(losses[:2]) < min(losses[2:])
+    assert [metrics["val_loss"] for _, metrics in result.best_checkpoints] == [min(losses)]
+    rows = models.rows(41, 1)
+    x, y = np.stack([rows[name] for name in models.FEATURES], 1), rows["label"]
+    found = raytf.load_model(result.path, which="best").evaluate(x, y, verbose=0, return_dict=True)["loss"]
+    np.testing.assert_allclose(found, min(losses), rtol=1e-5)
+
+
 def test_a_trial_is_the_same_first_later_and_alone(tmp_path, capfd):
     rates = [0.01, 0.05, 0.01, 0.002]
     table = tune.grid_search([{"learning_rate": rate, "place": place} for place, rate in enumerate(rates)])

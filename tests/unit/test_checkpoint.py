@@ -11,7 +11,9 @@ import warnings
 import numpy as np
 import pyarrow.fs
 import pytest
+from ray.train import Checkpoint
 
+import raytf
 from raytf.errors import ConfigError
 from raytf.parallel import model_optimizers
 from raytf.storage import checkpoint_files
@@ -349,3 +351,9 @@ def test_the_first_whole_checkpoint_is_taken_and_the_others_are_named(tmp_path):
         DamagedCheckpointError, match=r"checkpoint_9 \(.*checkpoint_8 \(.*checkpoint_7 \(model.keras is emp"
     ):
         checkpoint_files.first_whole(stored, lambda c: checkpoint_files.check_folder(c.path))
+
+
+def test_a_checkpoint_of_a_loops_own_files_is_not_called_damaged(tmp_path):
+    (tmp_path / "m.weights.h5").write_bytes(b"")
+    with pytest.raises(ConfigError, match="reads checkpoints of raytf, in which is model.keras; .* with m.weights.h5"):
+        raytf.load_model(Checkpoint(str(tmp_path)))
