@@ -155,7 +155,7 @@ class Engine:
                 size = self._size()
                 continue
             try:
-                value = group.follow(self._list, self._context, self._tick)
+                value = group.follow(self._list, self._context, self._tick, self._launch.check)
             except LostGroupError as lost:
                 size = self._next_size(group, lost.errors)
             except _Resize:

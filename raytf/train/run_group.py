@@ -139,13 +139,14 @@ class RunGroup(EventGroup):
         calls = [member.actor.begin.remote(self._job, member.rank) for member in self.members]
         self._answers(calls, timeouts.get().process_setup, "the start of its training")
 
-    def follow(self, listed: CheckpointList, context, tick) -> Any:
+    def follow(self, listed: CheckpointList, context, tick, check_cancelled) -> Any:
         """Follows the train loop to its end; returns rank 0's value.
 
         Args:
             listed: The run's checkpoints.
             context: Ray's TrainRunContext.
             tick: Called several times a second, with this group.
+            check_cancelled: Raises the error of a cancelled run, which has ended its workers itself.
 
         Raises:
             LostGroupError: All workers have to restart, or the run fails.
@@ -166,6 +167,8 @@ class RunGroup(EventGroup):
                 self._follow()
                 self._take_reports()
                 self._answer_requests()
+                if self._errors:
+                    check_cancelled()
                 if not self._survivors_continue():
                     self._handle_failures()
                 if not self._errors:

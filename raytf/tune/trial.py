@@ -59,8 +59,8 @@ class SweepSpec:
         failures: Number of failures of a trial that Tune allows.
         why_not_recovered: Why lost workers are never replaced in place, as a clause; None if they may be. Each start
             of a trial may replace as many workers as Tune allows failures.
-        score: (metric, "min" or "max", number) by which the best checkpoints of a trial are kept, where a number of
-            None keeps all; None if checkpoints are not compared.
+        score: (metric, "min" or "max", number) by which the best checkpoints of a trial are kept. A number of None
+            keeps all. None if checkpoints are not compared.
     """
 
     train: Callable
