@@ -289,9 +289,11 @@ def last_state(result) -> CheckpointState:
 
 
 def _load_whole(candidates, arguments):
+    tried: list = []
     with contextlib.ExitStack() as stack:
 
         def opened(candidate):
+            tried.append(candidate)
             with scratch.name_errors():  # a checkpoint of another storage is copied to this machine
                 folder = stack.enter_context(candidate.as_directory())
             if model_source.is_bare(folder):
@@ -302,7 +304,8 @@ def _load_whole(candidates, arguments):
         try:
             candidate, folder = first_whole(candidates, opened)
         except checkpoint_files.DamagedCheckpointError:
-            _refuse_foreign(candidates[0])
+            for candidate in tried[:1]:
+                _refuse_foreign(candidate)
             raise
         whole = stack.enter_context(checkpoint_files.whole_folder(folder))
         return _load(os.path.join(whole, MODEL), candidate.path, *arguments)
