@@ -10,11 +10,12 @@ import contextlib
 import dataclasses
 import datetime
 import math
+import numbers
 import os
 import posixpath
 import re
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pyarrow.fs
@@ -235,7 +236,7 @@ class RunFolder:
                 continue
             entries.append(TrainingResultState(checkpoint_dir_name=name, metrics=known.get(name) or state.reported))
         order = {entry.checkpoint_dir_name: i for i, entry in enumerate(entries)}
-        ordered = sorted(entries, key=lambda entry: _score(entry.metrics, config))
+        ordered = sorted(entries, key=lambda entry: score_key(entry.metrics, config))
         snapshot = CheckpointManagerState(
             checkpoint_results=ordered,
             checkpoint_report_indices=[order[entry.checkpoint_dir_name] for entry in ordered],
@@ -382,9 +383,9 @@ def _now() -> str:
     return datetime.datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
 
 
-def _score(metrics: dict[str, Any], config: CheckpointConfig) -> tuple[bool, float]:
+def score_key(metrics: Mapping[str, Any], config: CheckpointConfig) -> tuple[bool, float]:
     """Returns Ray's sort key of a run's checkpoints, worst first; those without a score precede all others."""
     score = metrics.get(config.checkpoint_score_attribute)
-    if isinstance(score, bool) or not isinstance(score, (int, float)) or math.isnan(score):
+    if isinstance(score, bool) or not isinstance(score, numbers.Real) or math.isnan(score):
         return False, 0.0
-    return True, score if config.checkpoint_score_order == "max" else -score
+    return True, float(score) if config.checkpoint_score_order == "max" else -float(score)

@@ -492,9 +492,7 @@ def _plan(
         "scaling": options.scaling,
         "spares": processes.members,
         "failures": failures,
-        "score": None
-        if score.checkpoint_score_attribute in (None, *AUTO_RESULT_KEYS)
-        else (score.checkpoint_score_attribute, score.checkpoint_score_order, score.num_to_keep),
+        "score": None if score.checkpoint_score_attribute in (None, *AUTO_RESULT_KEYS) else score,
     }
     if isinstance(trainer, TensorflowTrainer):
         datasets = {name: d() if callable(d) else d for name, d in (trainer.datasets or {}).items()}

@@ -164,8 +164,7 @@ class SweepTable(tune.Callback):
     def _count(self) -> int:
         """Returns the number of trials that have ended, in this call or before it."""
         ended = [trial.trial_id for trial in self._trials if trial.status in ("TERMINATED", "ERROR")]
-        before = len([trial_id for trial_id in ended if trial_id not in self._began])
-        return len(self._spent) + before
+        return len(self._spent) + sum(trial_id not in self._began for trial_id in ended)
 
     def _log_events(self, trial) -> None:
         """Logs what a trial's training has found, such as a loss that is NaN, and has recorded in its folder."""

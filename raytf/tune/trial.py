@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-import math
-import numbers
 import posixpath
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -23,7 +21,7 @@ from raytf.compat import loggers, ray_configs, ray_core, ray_tune
 from raytf.console import output
 from raytf.errors import ConfigError, RaytfError, first_line
 from raytf.events import Kind, RunEvent
-from raytf.storage import checkpoint_files
+from raytf.storage import checkpoint_files, run_folder
 from raytf.storage.folder_contents import read_files, write_files
 from raytf.train.worker_group import TrialError, TrialRun, WorkerGroup, WorkerGroupLostError
 from raytf.tune import learning_rate, trial_steps
@@ -59,8 +57,8 @@ class SweepSpec:
         failures: Number of failures of a trial that Tune allows.
         why_not_recovered: Why lost workers are never replaced in place, as a clause; None if they may be. Each start
             of a trial may replace as many workers as Tune allows failures.
-        score: (metric, "min" or "max", number) by which the best checkpoints of a trial are kept. A number of None
-            keeps all. None if checkpoints are not compared.
+        score: CheckpointConfig with the metric by which the best checkpoints of a trial are kept. None if they are not
+            compared.
     """
 
     train: Callable
@@ -77,7 +75,7 @@ class SweepSpec:
     end: SweepEnd | None = None
     failures: float = 0
     why_not_recovered: str | None = None
-    score: tuple[str, str, int | None] | None = None
+    score: tune.CheckpointConfig | None = None
 
     def workers(self, config: Mapping[str, Any]) -> int:
         """Returns the number of workers of a trial."""
@@ -252,12 +250,9 @@ class Trial(tune.Trainable):
         """Returns whether a checkpoint of this report would be one of the best, which the sweep keeps."""
         if self._plan.score is None:
             return False
-        metric, order, count = self._plan.score
-        value = flatten_dict(dict(metrics)).get(metric)
-        if isinstance(value, bool) or not isinstance(value, numbers.Real) or math.isnan(value):
-            return False
-        score = float(value) if order == "max" else -float(value)
-        if count is not None and len(self._scores) >= count and score <= self._scores[0]:
+        has_score, score = run_folder.score_key(flatten_dict(dict(metrics)), self._plan.score)
+        count = self._plan.score.num_to_keep
+        if not has_score or (count is not None and len(self._scores) >= count and score <= self._scores[0]):
             return False
         self._scores = sorted([*self._scores, score])[-count if count else 0 :]
         return True

@@ -47,10 +47,9 @@ if TYPE_CHECKING:
 
 # Largest number of values of a row for a model's first call; more is an error of the file.
 _MOST_INPUT_VALUES = 1 << 28
-# Notes of the checkpoints of loaded models, by model; see `inputs_of` and `columns_of`.
 # File that Tune writes into the folder of each trial.
 _TRIAL_CONFIG = "params.json"
-
+# Notes of the checkpoints of loaded models, by model; see `inputs_of` and `columns_of`.
 _loaded_models: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
@@ -304,8 +303,8 @@ def _load_whole(candidates, arguments):
         try:
             candidate, folder = first_whole(candidates, opened)
         except checkpoint_files.DamagedCheckpointError:
-            for candidate in tried[:1]:
-                _refuse_foreign(candidate)
+            if tried:
+                _refuse_foreign(tried[0])
             raise
         whole = stack.enter_context(checkpoint_files.whole_folder(folder))
         return _load(os.path.join(whole, MODEL), candidate.path, *arguments)
