@@ -44,8 +44,7 @@ lint: venv
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
-	$(PYTEST) --quiet --durations=0 tests/unit/test_words.py tests/unit/test_docstring_names.py \
-		tests/unit/test_architecture.py::test_a_class_has_a_name_of_its_own
+	$(PYTEST) --quiet tests/lint -p no:rerunfailures --numprocesses 2
 
 compat: venv
 	$(BIN)/python -m tests.compat.matrix

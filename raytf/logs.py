@@ -7,11 +7,16 @@ about the user's code are warnings of Python, too, see `warn_user`.
 from __future__ import annotations
 
 import logging
+import os
 import sys
+import types
 import warnings
 
 NAME = "raytf"
 _WARNINGS = f"{NAME}.warnings"
+# Packages whose frames are not the user's code, and scripts that start a process.
+_LIBRARIES = {NAME, "keras", "tf_keras", "tensorflow", "ray", "click", *sys.stdlib_module_names}
+_STARTS_OF_PROCESSES = ("default_worker.py", NAME)
 
 
 class _StderrHandler(logging.Handler):
@@ -50,27 +55,38 @@ def get_logger(name: str) -> logging.Logger:
     return logging.getLogger(name)
 
 
-def user_location() -> tuple[str, int]:
-    """Returns the file and the line outside raytf that has called it, for `warn_user` in another thread."""
+def user_location() -> tuple[str, int] | None:
+    """Returns file and line of the user's code that is running or has called this, or None."""
+    frame = _user_frame()
+    return None if frame is None else (frame.f_code.co_filename, frame.f_lineno)
+
+
+def _user_frame() -> types.FrameType | None:
     frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == NAME:
+    while frame is not None and not _is_users(frame):
         frame = frame.f_back
-    return frame.f_code.co_filename, frame.f_lineno
+    return frame
 
 
-def warn_user(message: str, stacklevel: int = 1, location: tuple[str, int] | None = None) -> None:
+def _is_users(frame: types.FrameType) -> bool:
+    package = frame.f_globals.get("__name__", "").partition(".")[0]
+    # a worker's first frame is a script of Ray's, and a command's one of pip's
+    starts_process = package == "__main__" and os.path.basename(frame.f_code.co_filename) in _STARTS_OF_PROCESSES
+    return not starts_process and package not in _LIBRARIES and "__autograph_generated" not in frame.f_code.co_filename
+
+
+def warn_user(message: str, location: tuple[str, int] | None = None) -> None:
     """Emits a warning of Python about the user's code or arguments, and logs it.
 
     Python shows it, and the user's filters of warnings apply. Handlers that the user has added to the logger "raytf"
-    get it as well, with level WARNING.
+    get it as well, with level WARNING. It has the line of the user's code that is running, or else of raytf's.
 
     Args:
         message: Text of the warning.
-        stacklevel: As of `warnings.warn`, at least 1.
-        location: Result of `user_location`, instead of a stack level.
+        location: Result of `user_location` in another thread.
     """
-    if location is None:
-        warnings.warn(message, stacklevel=stacklevel + 1)
-    else:
-        warnings.warn_explicit(message, UserWarning, *location)
+    frame = _user_frame() or sys._getframe(1)
+    file, line = location or (frame.f_code.co_filename, frame.f_lineno)
+    registry = None if location else frame.f_globals.setdefault("__warningregistry__", {})  # as `warnings.warn` does
+    warnings.warn_explicit(message, UserWarning, file, line, registry=registry)
     get_logger(_WARNINGS).warning(message)

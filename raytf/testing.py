@@ -504,7 +504,7 @@ class FaultPlan:
                 self._full.end()
                 if injected_faults.take_faults():
                     text = "No checkpoint was handed to raytf's writer after a FailWrite, which did nothing"
-                    warn_user(f"{text}: inject it earlier, or have checkpoints", stacklevel=2)
+                    warn_user(f"{text}: inject it earlier, or have checkpoints")
 
         plan, folder = self, os.fspath(folder)
         return Planted()

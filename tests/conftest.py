@@ -43,8 +43,8 @@ _FREE_VARIABLES = (
 )
 # Tests of what runs from the start in what others leave of the machine; they come last, in this order.
 _LAST = ("processes/test_parity.py", "processes/test_resume.py")
-# What `make test` runs of these, unless it is marked as slow; `make test-all` runs all else.
-_GATE = ("tests/core/", "tests/unit/", "tests/processes/test_parity.py")
+# What `make lint` and `make test` run of these, unless it is marked as slow; `make test-all` runs all else.
+_GATE = ("tests/core/", "tests/lint/", "tests/unit/", "tests/processes/test_parity.py")
 # Whose runs wait so many times as long before they take another way: the machine may be busy. The doctor's time is an
 # argument, of which its steps take their parts.
 _PATIENT, _IMPATIENT, _TIMES = ("tests/cluster/", "tests/core/"), "tests/cluster/test_doctor.py", 5

@@ -489,7 +489,6 @@ def check_without(wire_dtype: str | None) -> None:
     warn_user(
         "these processes have no token for raytf's ring: TensorFlow's collectives sum gradients, which is slower on "
         "CPUs. Start them with a trainer of raytf or `raytf run`",
-        stacklevel=2,
     )
 
 

@@ -162,7 +162,6 @@ class TFData:
                 f"{self.name!r}, of a raytf.TFData with shards_itself=True, reads neither context.index nor "
                 "context.num_shards, so that each worker may train on all rows. Add "
                 "dataset.shard(context.num_shards, context.index), or leave shards_itself out",
-                stacklevel=2,
             )
         made = copy.copy(self)
         object.__setattr__(made, "facts", facts)

@@ -449,7 +449,7 @@ class Call:
         for name, (kind, trained, values) in report["built"].items():
             optimizer = optimizers.get(name)
             if optimizer is None or None in trained:
-                warn_user(f"The state of {name} stays on the workers: it trains what is not the model's", stacklevel=5)
+                warn_user(f"The state of {name} stays on the workers: it trains what is not the model's")
                 continue
             alike = type(optimizer).__name__ == kind
             if alike and not optimizer.built:
@@ -458,7 +458,6 @@ class Call:
                 warn_user(  # a callback has recompiled the model
                     f"The state of {name} stays on the workers: a callback has compiled the model with another "
                     f"{kind}. Compile it likewise here before it is trained further",
-                    stacklevel=5,
                 )
                 continue
             for variable, value in zip(optimizer.variables, values, strict=True):
@@ -466,7 +465,7 @@ class Call:
         if "callbacks" in report:
             transport.apply_attributes(users, report["callbacks"], self.objects)
             if lost := [name for name in report["lost"] if not name.split(".", 1)[1].startswith("_")]:
-                warn_user(f"What does not pickle stays on the workers: {', '.join(lost)}", stacklevel=5)
+                warn_user(f"What does not pickle stays on the workers: {', '.join(lost)}")
         for callback in users:
             vars(callback)["_model"] = self._model
         vars(history).update(_model=self._model, params=report.get("params"))

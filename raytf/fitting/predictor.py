@@ -281,7 +281,6 @@ class _Loaded:
                 warn_user(
                     "The run was trained with map=..., which raytf.Predictor does not apply; do so in the dataset, and "
                     "pass features=...",
-                    stacklevel=2,
                 )
             return columns.parse(trained_columns["features"], "features")
         names_of_inputs = [layer_input.name for layer_input in getattr(self._model, "inputs", None) or []]

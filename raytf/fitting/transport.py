@@ -224,7 +224,6 @@ class _Pickler(ray.cloudpickle.Pickler):
                 f"The variable {value.name!r} (tf.Variable with synchronization=ON_READ) has a part on each worker, "
                 "and after the call the part of the first worker. Use add_weight(..., aggregation='sum') or 'mean' "
                 "instead",
-                stacklevel=2,
             )
         basic = {
             "trainable": value.trainable,

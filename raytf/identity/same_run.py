@@ -57,7 +57,6 @@ def check_same_run(was: Mapping[str, Any], now: Mapping[str, Any], resume: str |
         warn_user(
             f"{name}: its checkpoints are of another version of raytf. It resumes after a comparison of layers, "
             "weights, optimizer, columns, seed, batch size and number of rows. Check that code and data are the same",
-            stacklevel=3,
         )
     differences = find_differences(was, now)
     refused = [difference for difference in differences if difference.refused]
@@ -76,7 +75,7 @@ def check_same_run(was: Mapping[str, Any], now: Mapping[str, Any], resume: str |
             "Use resume=True (--resume true) to resume with what is new, resume=False (--resume false) to start from "
             "scratch, or another name",
         )
-    warn_user(f"{name}: resumes with {describe_differences(differences)}", stacklevel=3)
+    warn_user(f"{name}: resumes with {describe_differences(differences)}")
 
 
 def describe_differences(differences: list[Difference]) -> str:

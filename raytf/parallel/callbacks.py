@@ -240,7 +240,6 @@ def _warn_of_test_batches(callbacks: list) -> None:
         warn_user(
             f"The logs of on_test_batch_end are those of a worker's own rows ({', '.join(names)}): use on_test_end or "
             "on_epoch_end, whose logs are those of all rows",
-            stacklevel=2,
         )
 
 

@@ -98,7 +98,6 @@ class WriteComparison(keras.callbacks.Callback):
                 f"Callbacks of several workers write {', '.join(shared)}: keep the one that does (of "
                 f"{', '.join(self._names)}) to the chief with raytf.on_chief(callback), or give each worker a file of "
                 "its own",
-                stacklevel=2,
             )
 
 

@@ -135,7 +135,6 @@ def _example_batch(iterator, strategy, eager: bool):
     warn_user(
         "The shapes of the data are unknown, so one batch is read to learn them, which a generator would not give "
         "again. Name the shapes: from_generator(..., output_signature=...), or tensor.set_shape(...) in map.",
-        stacklevel=2,
     )
     batch = next(iter(dataset))
     return tree.map_structure(lambda v: strategy.experimental_local_results(v)[0], batch)

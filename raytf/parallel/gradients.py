@@ -94,7 +94,6 @@ def _summing_step() -> step_module.Step | None:
             "A tape in a tf.function, tf.cond or tf.while_loop of a step gives each device's own gradients where one "
             "process has several devices; an optimizer sums them, and what is done to them before, such as clipping, "
             "is done to each device's own. Take the tape out, or start one worker for each device",
-            stacklevel=2,
         )
         return None
     return step

@@ -159,5 +159,4 @@ class States:
             f"worker has its own, of its rows, and {owner} after each epoch, which is not what one process would have. "
             'Set it in add_weight: aggregation="sum" adds up what each worker adds to it, "mean" '
             'takes the mean over the rows of all, and "only_first_replica" the chief\'s',
-            stacklevel=2,
         )

@@ -95,7 +95,6 @@ def _warn_if_unknown(outcome: reduction_probe.ProbeResult, subject: str) -> None
             f"{subject} could not be tried with synthetic rows ({outcome.why}), so that it is not known whether it "
             "compares rows. Each worker computes it from its own rows. Let it end with a mean (keras.ops.mean), and it "
             "is computed on the rows of all workers",
-            stacklevel=2,
         )
 
 
@@ -193,7 +192,6 @@ def compute_loss(model, original: Callable, *args, **kwargs) -> Any:
             f"{type(model).__name__}.compute_loss could not be tried with synthetic rows ({result.why}), and is "
             "treated as a mean over rows. If it is something else, compute it from the arguments of compute_loss "
             "alone, and it is computed on the rows of all workers",
-            stacklevel=2,
         )
     return original(*args, **kwargs)
 
@@ -308,7 +306,6 @@ def _added(step: step_module.Step, call: _LayerCall, loss: tf.Tensor) -> tf.Tens
     warn_user(
         f"A loss that the layer {call.layer.name!r} adds {fault}: each worker computes it from its own rows, and their "
         "mean is taken. Add a mean or a sum over rows, or compute it in compute_loss, from y_pred",
-        stacklevel=2,
     )
     return loss
 

@@ -55,7 +55,6 @@ def update_state(metric, original, *args, **kwargs):
                 f"The metric {metric.name!r} could not be tried with synthetic rows ({outcome.why}), and is treated as "
                 "one that sums over rows. Otherwise its value is of each worker's own rows: let its variables be sums "
                 "over rows",
-                stacklevel=2,
             )
         return original(*args, **kwargs)
     return whole_batch.compute_on_global_batch(

@@ -112,7 +112,6 @@ def for_optimizer(grads: Sequence, total) -> list:
                 else "Sum them before, by tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, "
                 "gradients); the optimizer does not sum them again"
             ),
-            stacklevel=2,
         )
     lifted = changed if liftable else []
     unlifted = [i for i, way in ways.items() if not way.alike and i not in lifted]

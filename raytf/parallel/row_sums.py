@@ -72,7 +72,6 @@ class RowSums:
             f"train_step ({definition_line(self._method)}): its loss {fault}, and each worker has its own rows, so "
             "that weights differ from those of one process. Take a mean over all rows of the batch, or compute the "
             "loss in compute_loss or in a keras.losses.Loss, which have the rows of all workers",
-            stacklevel=2,
         )
 
     def _reach(self) -> None:

@@ -392,5 +392,4 @@ def _warn_of_batches(users: list) -> None:
         warn_user(
             f"With parameter servers workers make steps by themselves, and callbacks are called at epochs only: "
             f"{', '.join(names)} will see no batches",
-            stacklevel=2,
         )

@@ -28,7 +28,6 @@ def check_owner(folder: str) -> None:
         warn_user(
             f"A sweep's state is read as pickles from {folder!r}: anyone who can write there can run code in this "
             "process. Resume only from a folder that you trust",
-            stacklevel=3,
         )
         return
     folder = os.path.realpath(folder)

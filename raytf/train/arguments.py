@@ -252,7 +252,7 @@ def check_batch(batch_size: object, scaling_config: ScalingConfig, num_ps: int, 
 def warn_of_score(run_config: RunConfig | None) -> None:
     """Warns if a trainer keeps the worst checkpoints by its metric's name: Ray's default order is "max"."""
     if doubt := validation.score_warning(getattr(run_config, "checkpoint_config", None)):
-        warn_user(doubt, stacklevel=5)
+        warn_user(doubt)
 
 
 def check_score(checkpoint_config: Any, logs: Collection[str] | None, validates: bool, has_others: bool) -> None:
@@ -274,7 +274,6 @@ def check_score(checkpoint_config: Any, logs: Collection[str] | None, validates:
     warn_user(
         f"The model reports no {attribute!r}, by which checkpoints are kept, so that a callback or an evaluation must "
         f"add it. {fix}",
-        stacklevel=5,
     )
 
 

@@ -610,7 +610,7 @@ class KerasTrainer:
         if outcome.warning is not None:
             logger.warning(outcome.warning)
         if outcome.unread:
-            warn_user(config_keys.unread_warning(outcome.unread), stacklevel=5)
+            warn_user(config_keys.unread_warning(outcome.unread))
         if outcome.verification is not None:
             verify.report_result(outcome.verification, self.verify)
         return outcome

@@ -296,7 +296,7 @@ def report_result(result: VerificationResult, word: str, location: tuple[str, in
     if result.failed is not None:  # nothing is wrong with the model: no warning
         logger.info(result.text())
     elif text := result.text():
-        warn_user(text, stacklevel=3, location=location)
+        warn_user(text, location=location)
     if result.few is not None:
         logger.info(
             f"verify: two workers train {result.model} as one process does on a few rows; a whole batch was not "

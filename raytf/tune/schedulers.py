@@ -1,14 +1,18 @@
-"""Ray's synchronous HyperBand, without its endless waits."""
+"""Ray's schedulers, for which NaN is the worst value, and its synchronous HyperBand without its endless waits."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
+from collections.abc import Iterator
 
+import numpy as np
+from ray.tune import schedulers
 from ray.tune.experiment import Trial
 from ray.tune.schedulers import HyperBandScheduler, TrialScheduler
 
 from raytf.compat import ray_tune
-from raytf.compat.patching import overrides
+from raytf.compat.patching import overrides, patched, replacing
 
 
 class HyperBand(HyperBandScheduler):
@@ -41,3 +45,27 @@ def with_fixed_hyperband(scheduler: HyperBandScheduler) -> HyperBandScheduler:
     scheduler = copy.copy(scheduler)
     scheduler.__class__ = HyperBand
     return scheduler
+
+
+@contextlib.contextmanager
+def nan_is_worst(metric: str, mode: str) -> Iterator[None]:
+    """Ranks a trial whose metric is NaN or infinite last, until the context ends.
+
+    Ray's schedulers (2.60) never stop such a trial. HyperBand sorts by the metric, which has no order with NaN.
+
+    Args:
+        metric: Name of the metric.
+        mode: "min" or "max".
+    """
+    worst = float(np.finfo(np.float32).max) * (1 if mode == "min" else -1)
+
+    def with_number(original, scheduler, controller, trial, result):
+        if metric in result and not np.isfinite(result[metric]):
+            result = {**result, metric: worst}
+        return original(scheduler, controller, trial, result)
+
+    with contextlib.ExitStack() as ends:
+        for kind in {kind for kind in vars(schedulers).values() if isinstance(kind, type)}:
+            for name in {"on_trial_result", "on_trial_complete"} & vars(kind).keys():
+                ends.enter_context(patched(kind, name, replacing(vars(kind)[name], with_number)))
+        yield

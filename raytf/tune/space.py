@@ -87,6 +87,19 @@ def key_bounds(value: Any, name: str) -> list:
     return [value]
 
 
+def list_warning(space: Mapping[str, Any]) -> str | None:
+    """Returns the warning about keys whose value is a list, which Ray Tune gives to each trial whole; or None."""
+    lists = {name: value for name, value in space.items() if isinstance(value, (list, tuple)) and len(value) > 1}
+    if not lists:
+        return None
+    given = ", ".join(f"{name}={value!r}" for name, value in lists.items())
+    name, value = next(iter(lists.items()))
+    return (
+        f"A list in param_space is one value, the same for each trial: {given}. For a trial with each of its values, "
+        f"pass {name}=tune.grid_search({list(value)!r}); a list that is meant belongs to the trainer's config"
+    )
+
+
 def is_listed(value: Any) -> bool:
     """Returns whether all values of a key are written out."""
     return _is_grid(value) or isinstance(value, Categorical)

@@ -57,7 +57,7 @@ from raytf.train.keras_trainer import KerasTrainer
 from raytf.train.prepare import Prepared, placed
 from raytf.train.tensorflow_trainer import TensorflowTrainer
 from raytf.train.worker_group import GroupWorker
-from raytf.tune import report, space, trial_steps
+from raytf.tune import report, schedulers, space, trial_steps
 from raytf.tune.learning_rate import Scaling
 from raytf.tune.options import SweepOptions
 from raytf.tune.sweep_end import SweepEnd, SweepStop
@@ -161,10 +161,10 @@ def sweep(
         report_every_steps=report_every_steps,
         scaling=Scaling(rule=scale_learning_rate, base_batch_size=base_batch_size, warmup_steps=warmup_steps),
     )
-    if doubt := validation.mode_warning(metric, mode):
-        warn_user(doubt, stacklevel=2)
-    if doubt := validation.score_warning(getattr(run_config, "checkpoint_config", None)):
-        warn_user(doubt, stacklevel=2)
+    score_warning = validation.score_warning(getattr(run_config, "checkpoint_config", None))
+    for doubt in (validation.mode_warning(metric, mode), score_warning, space.list_warning(param_space or {})):
+        if doubt is not None:
+            warn_user(doubt)
     ray_config.check_sweep(trainer, param_space, run_config is not None)
     run_config = None if run_config is None else run_folder.with_absolute_path(run_config)
     named = None
@@ -251,7 +251,9 @@ def sweep(
             _write_settings(dataclasses.replace(options, identity=identity), settled)
         if plan.end is not None:
             ends.callback(plan.end.clear)
-        with table, ray_tune.rows_of_resumed_trials(trial_steps.reported_rows), _quiet_tune(progress) as tunes:
+        ranked = schedulers.nan_is_worst(options.metric, options.mode)
+        rows = ray_tune.rows_of_resumed_trials(trial_steps.reported_rows)
+        with table, ranked, rows, _quiet_tune(progress) as tunes:
             stop_request = (
                 None if plan.end is None else SweepStop(plan.end, tunes.interrupt, ending.emit_stop_requested)
             )
@@ -565,7 +567,7 @@ def check_metric(metric: str, logs: Collection[str], validates: bool, callbacks:
     known, fix = unknown
     if callbacks is None or not _may_add(callbacks, metric, difflib.get_close_matches(metric, logs, 1)):
         raise ConfigError("metric must be one that the trials report", f"{metric!r} of {known}", fix)
-    warn_user(f"The model reports no {metric!r}, so that a callback must add it to logs. {fix}", stacklevel=4)
+    warn_user(f"The model reports no {metric!r}, so that a callback must add it to logs. {fix}")
 
 
 def _may_add(callbacks: Callable, metric: str, close: list[str]) -> bool:

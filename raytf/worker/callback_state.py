@@ -115,9 +115,9 @@ class CallbackStates:
 
 def _warn_of_unrestored(new: list[str], dropped: list[str], chief: bool) -> None:
     if chief and new:
-        warn_user(f"Callbacks that the checkpoint does not know start from scratch: {', '.join(new)}", stacklevel=2)
+        warn_user(f"Callbacks that the checkpoint does not know start from scratch: {', '.join(new)}")
     if chief and dropped:
-        warn_user(f"The state of callbacks that the run has no longer is dropped: {', '.join(dropped)}", stacklevel=2)
+        warn_user(f"The state of callbacks that the run has no longer is dropped: {', '.join(dropped)}")
 
 
 def _is_entry(entry) -> bool:

@@ -295,7 +295,6 @@ def restore_callbacks(folder: str, states: CallbackStates, chief: bool = True) -
             warn_user(
                 "The checkpoint is of format 1, of which model, optimizer, seeds and history are read: callbacks "
                 "start from scratch, and a learning_rate that was changed in config is not seen",
-                stacklevel=2,
             )
         return
     name = os.path.basename(os.path.normpath(folder))

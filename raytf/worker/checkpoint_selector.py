@@ -124,7 +124,7 @@ class CheckpointSelector:
                 'Use which="best", or leave them out',
             )
         if self.metric is not None and (doubt := validation.mode_warning(self.metric, self.mode)):
-            warn_user(doubt, stacklevel=5)
+            warn_user(doubt)
 
     @property
     def needs_run(self) -> bool:

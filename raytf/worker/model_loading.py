@@ -373,7 +373,6 @@ def _load_file(file: str, shown_path: str, compile: bool, build_model, config, c
             warn_user(
                 f"Keras cannot build the model from its file ({reason}); "
                 "it is built with the trainer's build_model and given the saved weights",
-                stacklevel=6,
             )
             build_model, run_config = known
             return _built(file, build_model, {**run_config, **_build(file)["config"], **(config or {})}, compile)

@@ -82,7 +82,6 @@ class StepCheckpointCallback(TrainingPart):
         if session.rank == 0 and in_memory and context.servers() is None and not holders.peer:
             warn_user(
                 "All workers are on one host: copies of memory_every survive the loss of a worker, and not of the host",
-                stacklevel=2,
             )
         session.ready(training.model, in_memory, WriterCount(session).most(training.model))
         return cls(training, holders)
@@ -261,7 +260,6 @@ class PrepareMidEpochResume(TrainingPart):
             warn_user(
                 f"Epoch {state.epoch + 1} restarts, with weights that have seen {state.epoch_step} of its steps: these "
                 f"would have other rows now ({differs})",
-                stacklevel=2,
             )
             return None
         return cls(training, begin)
@@ -329,7 +327,6 @@ class MidEpochResume(TrainingPart):
             warn_user(
                 f"The metrics of epoch {epoch + 1} count the steps after its first {self._step} alone, as the "
                 f"checkpoint knows others: {error}",
-                stacklevel=2,
             )
         self._begin_at(begin_state.iterator, epoch)
         if (

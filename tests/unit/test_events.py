@@ -14,8 +14,8 @@ import raytf
 from raytf import events
 from raytf.errors import ConfigError
 from raytf.events import Kind, RunEvent
+from tests.lint.test_messages import PAGE, _plain
 from tests.logged import warnings_logged
-from tests.unit.test_messages import PAGE, _plain
 
 LOCAL = pyarrow.fs.LocalFileSystem()
 NODE = "ab" * 28

@@ -297,6 +297,7 @@ def test_a_hang_that_was_reported_is_resolved_by_another_phase_alone(monkeypatch
     watch._locations = {0: location, 1: location}
     for name in ("_request_snapshots", "_stack"):
         monkeypatch.setattr(watch, name, lambda *args: "")
+    monkeypatch.setattr(watch, "_find_silent", lambda: ({}, {}))
 
     def polls(seconds):
         for _ in range(seconds):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
+import threading
+import warnings
 
 import pytest
 
@@ -72,3 +74,24 @@ def test_warnings_are_warnings_of_python_and_reach_a_users_handler(level, capsys
         level.removeHandler(handler)
     assert shown[0].filename == __file__ and not capsys.readouterr().err
     assert [(r.name, r.levelname, r.getMessage()) for r in taken] == [("raytf.warnings", "WARNING", "the loss is NaN")]
+
+
+def test_a_warning_has_the_line_of_the_users_code_however_deep_raytf_is():
+    program = "def fit(deep):\n    return fit(deep - 1) if deep else logs.warn_user('a doubt')\n"
+    inner = {"logs": logs, "__name__": "raytf.train.local"}
+    exec(compile(program, "local.py", "exec"), inner)
+    with pytest.warns(UserWarning, match="a doubt") as caught:
+        inner["fit"](4)
+    assert caught[0].filename == __file__
+
+
+def test_a_warning_without_code_of_the_user_has_the_line_of_raytf():
+    """A process that Ray starts runs its script first."""
+    worker = {"logs": logs, "__name__": "raytf.worker.loop"}
+    exec(compile("def loop():\n    logs.warn_user('a doubt')\n", "loop.py", "exec"), worker)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        thread = threading.Thread(target=worker["loop"])
+        thread.start()
+        thread.join()
+    assert [(w.filename, w.lineno) for w in caught] == [("loop.py", 2)]

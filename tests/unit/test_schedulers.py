@@ -8,6 +8,7 @@ from ray.tune.experiment import Trial
 from ray.tune.schedulers import HyperBandScheduler, TrialScheduler
 
 from raytf.tune import space
+from raytf.tune.schedulers import nan_is_worst
 
 
 class Controller:
@@ -93,3 +94,24 @@ def test_a_scheduler_of_the_users_keeps_its_settings_and_class():
     assert type(space.make_scheduler(Own(), {}, 4)) is Own
     bohb = tune.schedulers.HyperBandForBOHB()
     assert space.make_scheduler(bohb, {}, 4) is bohb
+
+
+@pytest.mark.parametrize("lost", [float("nan"), float("inf"), float("-inf")])
+def test_asha_stops_a_trial_whose_metric_is_no_number(lost):
+    control = Controller(tune.schedulers.ASHAScheduler(max_t=9, grace_period=1, reduction_factor=2), 2)
+    with nan_is_worst("loss", "min"):
+        control.report(0, 1, 0.5)
+        control.report(1, 1, lost)
+    assert [trial.status for trial in control.trials] == [Trial.RUNNING, Trial.TERMINATED]
+
+
+@pytest.mark.parametrize(("losses", "ended"), [((float("nan"), 2.0), 2), ((2.0, float("nan")), 3)])
+def test_hyperband_continues_with_trials_whose_metric_is_a_number(losses, ended):
+    control = Controller(space.make_scheduler("hyperband", {}, 4), 4)
+    with nan_is_worst("loss", "min"):
+        for number, loss in zip((2, 3), losses, strict=True):
+            control.report(number, 1, loss)
+        for number in (2, 3):
+            control.saved(number)
+        states = control.states()
+    assert [number for number, state in enumerate(states) if state == Trial.TERMINATED] == [ended]

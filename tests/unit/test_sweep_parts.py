@@ -341,3 +341,9 @@ def test_a_sweep_of_a_name_is_of_one_loop():
     with pytest.raises(ConfigError, match="'runs/one' with another code of train_loop_per_worker.*resume='runs/one'"):
         check(now | {"train_loop_per_worker": {"code": "2"}}, now, "runs/one")
     check(now | {"version": 2, "train_loop_per_worker": "of an older raytf"}, now, "runs/one")
+
+
+def test_a_list_in_a_space_is_warned_of():
+    assert space.list_warning({"a": 1, "b": [3], "c": tune.choice([1, 2]), "d": tune.grid_search([1, 2])}) is None
+    warning = space.list_warning({"units": [2, 3], "rates": (0.1, 0.2)})
+    assert "units=[2, 3], rates=(0.1, 0.2). " in warning and "units=tune.grid_search([2, 3])" in warning
