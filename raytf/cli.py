@@ -693,16 +693,16 @@ def parse_variables(given) -> dict[str, str]:
 
 
 def parse_ports(given: str) -> tuple[int, int]:
-    """Returns (20000, 31999) from "20000-31999"; `settings.check_ports` checks the range.
+    """Returns (20000, 31999) from "20000-31999"; `settings.check_ports` checks where the range is.
 
     Raises:
-        ConfigError: The text is not two numbers.
+        ConfigError: The text is not two numbers, the smaller one first.
     """
     from raytf.errors import ConfigError
 
     first, _, last = given.partition("-")
-    if not (first.isdecimal() and last.isdecimal()):
-        raise ConfigError("--ports takes FIRST-LAST", repr(given), "For example 20000-31999")
+    if not (first.isdecimal() and last.isdecimal() and int(first) < int(last)):
+        raise ConfigError("--ports takes FIRST-LAST, the smaller one first", given, "For example 20000-31999")
     return int(first), int(last)
 
 

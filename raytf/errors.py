@@ -130,13 +130,20 @@ def user_line(error: BaseException) -> str:
 
 def _shown_line(frames: Sequence[tuple[str, str, str]]) -> str:
     """Returns " (FILE, line N)" of the last frame that is in no package; a converted function has its name alone."""
-    user_frames = [
-        f for f in frames if "/site-packages/" not in f[0] and not f[0].startswith(os.path.dirname(__file__))
-    ]
     if not frames:
         return ""
-    path, line, name = (user_frames or frames)[-1]
+    path, line, name = (_user_frames(frames) or frames)[-1]
     return f" (in {name})" if "__autograph_generated" in path else f" ({os.path.basename(path)}, line {line})"
+
+
+def _user_frames(frames: Sequence[tuple[str, str, str]]) -> list[tuple[str, str, str]]:
+    libraries = (os.path.dirname(__file__), os.path.dirname(os.__file__))
+    return [f for f in frames if "/site-packages/" not in f[0] and not f[0].startswith(libraries)]
+
+
+def passed_user_code(text: str) -> bool:
+    """Returns whether a traceback has a line of the user's code."""
+    return bool(_user_frames(_frames_in(text)))
 
 
 def _frames_in(text: str) -> list[tuple[str, str, str]]:

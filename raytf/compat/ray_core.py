@@ -69,10 +69,18 @@ def kv_keys(prefix: str) -> list[bytes]:
     return internal_kv._internal_kv_list(prefix)
 
 
-@uses_private("ray.experimental.internal_kv:_internal_kv_del")
-def kv_remove(prefix: str) -> None:
-    """Removes the values of `kv_put` whose keys begin with a prefix."""
-    internal_kv._internal_kv_del(prefix, del_by_prefix=True)
+@uses_private("ray._private.worker:global_worker")
+def kv_remove(prefix: str, timeout: float) -> None:
+    """Removes the values of `kv_put` whose keys begin with a prefix.
+
+    Args:
+        prefix: Begin of the keys.
+        timeout: Seconds to wait for the cluster's head, which the function of `ray.experimental` waits for longer.
+
+    Raises:
+        RpcError: The head has not answered.
+    """
+    gcs_client().internal_kv_del(prefix.encode(), True, None, timeout=timeout)
 
 
 @uses_private("ray.actor:ActorHandle._actor_id")

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import numbers
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -49,7 +50,9 @@ class Entries:
         return [key.decode().removeprefix(self._prefix) for key in ray_core.kv_keys(self._prefix)]
 
     def clear(self) -> None:
-        ray_core.kv_remove(self._prefix)
+        """Removes all entries; those of a head that does not answer stay until it ends."""
+        with contextlib.suppress(RpcError):
+            ray_core.kv_remove(self._prefix, timeouts.get().idle_answer)
 
 
 class Board:
@@ -101,6 +104,12 @@ class Board:
         """
         last = self._entries.get("last")
         return self._ended(first), last
+
+    def has_steps(self) -> bool:
+        """Returns whether a `fit` has shown a step so far; True while the cluster's head does not answer."""
+        with contextlib.suppress(RpcError):
+            return self._entries.get("last") is not None
+        return True
 
     def _ended(self, first: int) -> list[dict]:
         updates = []
@@ -258,12 +267,19 @@ def describe(update: dict, rate: float | None, remaining_seconds: float | None) 
     """Returns the progress line of an update."""
     steps = update["steps"] or "?"
     parts = [f"epoch {update['epoch']}/{update['epochs']}", f"step {update['step']}/{steps}"]
-    parts += [f"{k} {format_metric(v)}" for k, v in update["logs"].items() if isinstance(v, float)]
+    parts += [metrics] if (metrics := describe_metrics(update["logs"])) else []
     if rate is not None:
         parts.append(f"{rate:,.0f} examples/s")
     if update["waiting"] is not None:
         parts.append(f"{update['waiting']:.0%} waiting for input")
     parts += format_time_left(remaining_seconds)
+    return "  ".join(parts)
+
+
+def describe_metrics(metrics: Mapping[str, Any]) -> str:
+    """Returns the numbers among metrics, "loss 0.1234  epoch 2"."""
+    shown = {name: value for name, value in metrics.items() if isinstance(value, numbers.Real)}
+    parts = (f"{k} {v if isinstance(v, numbers.Integral) else format_metric(float(v))}" for k, v in shown.items())
     return "  ".join(parts)
 
 

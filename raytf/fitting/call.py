@@ -50,7 +50,7 @@ from raytf.train import results
 from raytf.train.graceful_stop import GracefulStop
 from raytf.train.prepare import placed
 from raytf.train.worker_group import TrialError, TrialRun, WorkerGroupLostError
-from raytf.worker import fit, labels, stop
+from raytf.worker import fit, inputs, labels, stop
 
 logger = logs.get_logger(__name__)
 
@@ -59,7 +59,7 @@ _COMPARISON_INTERVAL = 1.0
 # Worker losses that a call recovers from; repeated deaths have a cause to look for.
 _MAX_RECOVERIES = 3
 _DOES = {"evaluate": "evaluating", "predict": "predicting"}
-_AT_ONCE = "ended at once; the model has the weights of the last epoch that had ended"
+_AT_ONCE = "ended at once; the model has the weights of the last epoch that had ended, if one had"
 
 
 class Call:
@@ -178,12 +178,15 @@ class Call:
                 fit.build_from_data(model, example, do)
                 labels.check_shapes(model, spec)
                 self._check_labels("train", spec)
+            _check_types(model, spec, do, "Correct the data or the model")
             if do == "fit":
                 _build_rest(model, spec)
             row_bytes = _check_shapes(model, spec, do)
             if "validation" in self._parts:
                 spec, name = self._example("validation").element_spec, "validation_data: "
                 labels.check_kind(model, spec)
+                with of_dataset("validation"):
+                    _check_types(model, spec, "evaluate", "Correct validation_data")
                 _check_shapes(model, spec, "evaluate")
                 self._check_labels("validation", spec)
             return row_bytes
@@ -499,6 +502,11 @@ def _build_rest(model, spec) -> None:
     has_own_step = type(model).train_step is not keras.Model.train_step and type(model).fit is keras.Model.fit
     if layers and not model.run_eagerly and has_own_step:
         tf.function(model.train_step).get_concrete_function(spec)
+
+
+def _check_types(model, spec, do: str, fix: str) -> None:
+    if not model_optimizers.decides_itself(model, do):  # its step may change what it gets
+        inputs.check_types(model, keras.utils.unpack_x_y_sample_weight(spec)[0], fix)
 
 
 def _check_shapes(model, spec, do: str) -> float:

@@ -20,6 +20,7 @@ from raytf.data.sampling import Sampling
 from raytf.data.stored import StoredDataset, as_table
 from raytf.errors import ConfigError
 from raytf.logs import warn_user
+from raytf.worker import inputs as model_inputs
 from raytf.worker import model_loading, model_source
 from raytf.worker.checkpoint_selector import CheckpointSelector
 
@@ -260,18 +261,11 @@ class _Loaded:
                 f"{', '.join(map(repr, rows))}, and no {', '.join(map(repr, missing))}",
                 "Pass features={name of the input: column}",
             )
-        if isinstance(rows, dict):
-            pairs = [(rows[layer_input.name], layer_input) for layer_input in inputs if layer_input.name in rows]
-        else:
-            pairs = [(rows, inputs[0])] if len(inputs) == 1 and hasattr(rows, "shape") else []
-        fix = "Pass as features=... the columns with which the model was trained"
-        for given, wanted in pairs:
-            if not _fits(given.shape, wanted.shape):
+        for given, wanted in model_inputs.pairs(self._model, rows):
+            if hasattr(given, "shape") and not _fits(given.shape, wanted.shape):
                 received = f"{tuple(given.shape[1:])} for {wanted.name!r}, which takes {tuple(wanted.shape[1:])}"
-                raise ConfigError("Rows must have the shape of the model's input", received, fix)
-            if (given.dtype.name == "string") != (wanted.dtype == "string"):
-                received = f"{given.dtype.name} for {wanted.name!r}, which takes {wanted.dtype}"
-                raise ConfigError("Rows must have the type of the model's input", received, fix)
+                raise ConfigError("Rows must have the shape of the model's input", received, model_inputs.FIX)
+        model_inputs.check_types(self._model, rows)
 
     def _own_features(self, names: Sequence[str]):
         """Returns the columns of the run's training, or those named like the model's inputs."""

@@ -41,6 +41,11 @@ class _EpochIterator(backend_trainer.TFEpochIterator):
         return strategy.experimental_distribute_dataset(dataset)
 
     @overrides(EpochIterator)
+    def _interrupted_warning(self):
+        if self.steps_per_epoch:  # otherwise the data ends where the first epoch does, as it is meant to
+            super()._interrupted_warning()
+
+    @overrides(EpochIterator)
     def _enumerate_iterator(self):
         if self.steps_per_epoch or not self._num_batches:
             yield from super()._enumerate_iterator()

@@ -7,7 +7,7 @@ import traceback
 from ray.train import TrainingFailedError
 
 from raytf.compat.ray_train import CollectiveTimeoutError
-from raytf.errors import PeerLostError, RaytfError, TrainingError, one_line
+from raytf.errors import ConfigError, PeerLostError, RaytfError, TrainingError, one_line, passed_user_code
 from raytf.runtime.roles import is_consequence_of_tensorflow
 
 
@@ -81,11 +81,11 @@ def _line(error: BaseException) -> str:
 
 
 def _details(error: BaseException) -> str:
-    frozen = user_error(error)
-    if isinstance(frozen, WorkerFrozenError):
-        return frozen.stack
+    cause = user_error(error)
+    if isinstance(cause, WorkerFrozenError):
+        return cause.stack
     text = getattr(error, "_traceback_str", None)
-    if text is None:
-        return ""
-    cause = "".join(traceback.format_exception_only(user_error(error)))
-    return text if cause.strip() in text else f"{text}\n{cause}"
+    if text is None or (isinstance(cause, ConfigError) and not passed_user_code(text)):
+        return ""  # a rule, what was received and the fix need no lines of raytf
+    shown = "".join(traceback.format_exception_only(cause))
+    return text if shown.strip() in text else f"{text}\n{shown}"

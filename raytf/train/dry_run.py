@@ -30,6 +30,7 @@ from raytf.identity import canonical, config_keys, fingerprint
 from raytf.identity.config_keys import AccessTrackingConfig
 from raytf.parallel import model_optimizers
 from raytf.train import verify
+from raytf.worker import inputs
 
 _STRING_LAYERS = ("TextVectorization", "StringLookup", "Hashing", "HashedCrossing")
 
@@ -462,6 +463,9 @@ def check(build_model, config, first: StoredDataset | TFData, batch: BatchSpec, 
             fix,
         ) from error
     labels.check_shapes(model, dataset.element_spec)
+    if not model_optimizers.decides_itself(model):  # its step may change what it gets
+        features = keras.utils.unpack_x_y_sample_weight(dataset.element_spec)[0]
+        inputs.check_types(model, features, "Choose other columns, or change the model's input")
     _check_labels(model, first, batch, feed, dataset.element_spec)
     return model
 

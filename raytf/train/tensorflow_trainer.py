@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import secrets
+import time
 from collections.abc import Callable
 from typing import Any
 
 import ray
 import ray.train
-from ray.train import Checkpoint, DataConfig, RunConfig, ScalingConfig, ValidationConfig
+from ray.train import Checkpoint, DataConfig, RunConfig, ScalingConfig, UserCallback, ValidationConfig
 
 from raytf import validation
 from raytf.compat import legacy_keras
@@ -181,7 +183,8 @@ class TensorflowTrainer(EngineTrainer):
             board=board,
         )
         given, context = self.run_config, self.train_run_context
-        self.run_config = run_folder.with_name(given, "tensorflow")
+        named = run_folder.with_name(given, "tensorflow")
+        self.run_config = dataclasses.replace(named, callbacks=[*(given.callbacks or ()), ReportLines(board)])
         self.train_run_context = dataclasses.replace(
             context, run_config=self.run_config, scaling_config=self.scaling_config
         )
@@ -213,3 +216,22 @@ class TensorflowTrainer(EngineTrainer):
         if self.running_in_local_mode:
             return contextlib.nullcontext()
         return progress.ProgressLine(board, phases_module.console())
+
+
+class ReportLines(UserCallback):
+    """Prints the chief's metrics of a report if no `fit` shows its progress, at most once in `interval` seconds.
+
+    Args:
+        board: The run's `progress.Board`.
+        interval: Shortest interval in seconds.
+        clock: Returns seconds.
+    """
+
+    def __init__(self, board: progress.Board, interval: float = 1.0, clock: Callable[[], float] = time.monotonic):
+        self._board, self._interval, self._clock, self._printed = board, interval, clock, -math.inf
+
+    def after_report(self, run_context, metrics, checkpoint) -> None:
+        now, shown = self._clock(), progress.describe_metrics(metrics[0])
+        if shown and now - self._printed >= self._interval and not self._board.has_steps():
+            self._printed = now
+            print_line(f"report  {shown}")

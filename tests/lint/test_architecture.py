@@ -48,6 +48,7 @@ WITHOUT = {
     "raytf.worker.clearing",
     "raytf.worker.stop",
     "raytf.worker.export",
+    "raytf.worker.inputs",
     "raytf.worker.job",
     "raytf.worker.random_state",
     "raytf.worker.mean_weights",

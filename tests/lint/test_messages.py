@@ -93,6 +93,7 @@ ELSEWHERE: dict[tuple[str, str], str | tuple[tuple[str, str], ...]] = {
     ("storage/run_folder.py", "f'{self.name}: {checkpoint_files.describe_choice(damaged, chosen.name)}'"): _DAMAGED,
     ("storage/snapshots.py", "text"): _HELPER,
     ("train/evaluator.py", "sentence(why)"): (("train/evaluator.py", "sentence"),),
+    ("train/tensorflow_trainer.py", "f'report  {shown}'"): "metrics of the user's loop",
     ("train/keras_trainer.py", "config_keys.unread_warning(outcome.unread)"): (
         ("identity/config_keys.py", "unread_warning"),
     ),

@@ -1,9 +1,10 @@
+import os
 import pickle
 
 import pytest
 from ray.train import TrainingFailedError
 
-from raytf.errors import PeerLostError, definition_line, one_line
+from raytf.errors import ConfigError, PeerLostError, definition_line, one_line
 from raytf.runtime import failures
 
 
@@ -78,3 +79,16 @@ def test_a_frozen_worker_is_the_cause_and_its_sentence_survives_the_way_to_the_d
     errors = {0: tensorflow_error("UnavailableError", "Graph execution error"), 1: pickle.loads(pickle.dumps(frozen))}
     text = "worker 1 failed: WorkerFrozenError: its process 7 on 10.0.0.2 is stopped"
     assert str(failures.first_cause(errors)).startswith(text)
+
+
+def test_a_rule_of_raytf_is_shown_without_its_own_lines_and_with_those_of_the_user():
+    raytfs, users = os.path.join(os.path.dirname(failures.__file__), "hangs.py"), "/home/ann/train.py"
+
+    def details(error, *files):
+        error._traceback_str = "".join(f'  File "{file}", line 3, in read\n    x()\n' for file in files)
+        return failures.first_cause({0: error}).details
+
+    refused = lambda: ConfigError("Records must fit the schema", "'a': no feature 'x'", "Correct schema")
+    assert details(refused(), raytfs) == ""
+    assert users in details(refused(), users, raytfs)
+    assert raytfs in details(ValueError("a defect"), raytfs)

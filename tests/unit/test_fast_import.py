@@ -47,6 +47,7 @@ assert plot_image_gallery is its is keras.visualization.plot_image_gallery and "
 """
 
 
+@pytest.mark.slow
 def test_packages_that_few_use_of_keras_come_with_their_first_use(tmp_path):
     for name in ("sklearn/__init__", "matplotlib/__init__", "matplotlib/pyplot", "matplotlib/patches"):
         path = tmp_path / f"{name}.py"  # for the packages, which an environment may lack

@@ -59,6 +59,15 @@ def stateful():
     return made
 
 
+def of_words():
+    import keras
+
+    inputs = keras.Input((1,), dtype="string", name="words")
+    made = keras.Model(inputs, keras.layers.Dense(1)(keras.layers.Hashing(5, output_mode="one_hot")(inputs)))
+    made.compile("sgd", "mse")
+    return made
+
+
 def holds_a_lock():
     import keras
 
@@ -77,6 +86,12 @@ CASES = {
     "not compiled": (uncompiled, {}, "needs a compiled model"),
     "of another strategy": (in_a_scope, {}, "Make the model outside of the scope"),
     "x of another shape": (model, {"x": X[:, :2]}, "expected axis -1 of input shape to have value 3"),
+    "x of numbers for words": (of_words, {"x": X[:, :1]}, "for 'words', which takes string"),
+    "validated on numbers for words": (
+        of_words,
+        {"x": np.full((20, 1), "a"), "validation_data": (X[:, :1], Y)},
+        "In the dataset 'validation' Features must have the type of the model's input",
+    ),
     "y of another shape": (lambda: model("categorical_crossentropy", 4), {}, "must have the same shape"),
     "validation of another shape": (model, {"validation_data": (X[:, :2], Y)}, "expected axis -1"),
     "different lengths": (model, {"y": Y[:7]}, "x: 20 rows, y: 7 rows"),

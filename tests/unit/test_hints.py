@@ -237,6 +237,7 @@ def build_own(config):
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("function", "logs"), [(build, LOGS), (build_own, None)])
 def test_the_dry_run_knows_what_trials_report(inspect, function, logs):
     table = pa.table({"x": np.arange(4.0, dtype=np.float32), "y": np.arange(4.0, dtype=np.float32)})
@@ -271,6 +272,7 @@ def build_classifier(config):
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("loss", "train", "validation", "message"),
     [
@@ -289,6 +291,22 @@ def test_labels_that_do_not_fit_the_loss_are_refused_by_the_dry_run(inspect, los
     pickled = cloudpickle.dumps((build_classifier, config, BatchSpec.parsed(["x"], "y"), [], None))
     refused = inspect(pickled, block(train), validation=None if validation is None else block(validation))
     assert isinstance(refused, ConfigError) and message in str(refused), refused
+
+
+def build_of_words(config):
+    inputs = keras.Input((1,), dtype="string", name="words")
+    model = keras.Model(inputs, keras.layers.Dense(1)(keras.layers.Hashing(5, output_mode="one_hot")(inputs)))
+    model.compile("sgd", "mse")
+    return model
+
+
+@pytest.mark.slow
+def test_numbers_for_an_input_of_strings_are_refused_by_the_dry_run(inspect):
+    table = pa.table({"length": np.ones(4, np.float32), "y": np.ones(4, np.float32)})
+    batch = BatchSpec.parsed({"words": "length"}, "y")
+    pickled = cloudpickle.dumps((build_of_words, {"batch_size": 2, "epochs": 1}, batch, [], None))
+    refused = inspect(pickled, StoredDataset([table], [4], ["length", "y"]))
+    assert isinstance(refused, ConfigError) and "float32 for 'words', which takes string" in str(refused), refused
 
 
 def test_callbacks_may_be_a_list():
@@ -386,6 +404,7 @@ def test_missing_column_of_the_validation_data_is_reported_as_such(tmp_path):
             cli_options.check_files(name, str(tmp_path), "auto", {"labels": "y"})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrong", [{"loss": "msee"}, {"loss": "mse", "metrics": ["acuracy"]}])
 def test_a_loss_or_metric_that_keras_does_not_know(inspect, wrong):
     def misspelt(config):
@@ -399,6 +418,7 @@ def test_a_loss_or_metric_that_keras_does_not_know(inspect, wrong):
     assert re.match(r"compile must name losses and metrics that Keras has.*(msee|acuracy)", message), message
 
 
+@pytest.mark.slow
 def test_a_step_of_a_plan_that_fails_is_refused_with_its_cause(inspect):
     """`raytf.plan` measures steps; the model itself is in order."""
 

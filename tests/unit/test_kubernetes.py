@@ -23,6 +23,9 @@ from raytf import cli
 from tests import blocks
 from tests.unit.kubernetes import checks
 
+# A minute of scripts for files that are static: `make test-all` runs it.
+pytestmark = pytest.mark.slow
+
 FOLDER = checks.FOLDER
 MANIFESTS = ("train.yaml", "interactive.yaml", "nightly.yaml", "storage.yaml")
 GONE = object()

@@ -112,7 +112,7 @@ def test_an_address_of_ipv6_too():
 
 def test_ports_of_a_command():
     assert cli.parse_ports("20000-20099") == (20_000, 20_099)
-    for wrong in ("20000", "a-b", "1-", "20000:20099"):
+    for wrong in ("20000", "a-b", "1-", "20000:20099", "30-20"):
         with pytest.raises(ConfigError, match="--ports takes FIRST-LAST"):
             cli.parse_ports(wrong)
 

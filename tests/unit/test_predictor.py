@@ -263,6 +263,7 @@ def test_rows_without_an_input_or_of_another_type_are_refused():
     lengths = keras.layers.StringLookup(vocabulary=["a"], output_mode="one_hot")(words)
     predict = raytf.Predictor(keras.Model(words, keras.layers.Dense(1)(lengths)), features="b")
     with pytest.raises(
-        ConfigError, match="type of the model's input; received: float.* for 'words', which takes string"
+        ConfigError,
+        match="Features must have the type of the model's input; received: float.* for 'words', which takes string",
     ):
         predict(BATCH)

@@ -12,6 +12,7 @@ from ray.exceptions import RpcError
 from raytf.console import phases as phases_module
 from raytf.console.phases import Phases
 from raytf.console.progress import Board, BoardReader, BoardWriter, ProgressLine, Rate, describe, format_metric
+from raytf.train.tensorflow_trainer import ReportLines
 from tests.logged import warnings_logged
 from tests.waiting import until
 
@@ -273,3 +274,15 @@ def test_the_first_phase_is_a_connection_where_a_cluster_is_named(monkeypatch):
     assert phases_module.starting_phase("It has ended").startswith("It has ended; connecting to Ray to see")
     monkeypatch.setenv("RAY_ADDRESS", "local")
     assert phases_module.starting_phase() == "finding or starting Ray"
+
+
+def test_reports_of_a_loop_have_lines_unless_a_fit_shows_its_progress(capsys):
+    entries, seconds = Memory(), [0.0]
+    lines = ReportLines(Board(entries), clock=lambda: seconds[0])
+    report = lambda at, **metrics: (seconds.__setitem__(0, at), lines.after_report(None, [metrics, {}], None))
+    report(0.0, loss=numpy.float32(0.5), epoch=1, name="a", values=[1, 2])
+    report(0.5, loss=0.4, epoch=2)
+    report(1.0, loss=0.3, epoch=3)
+    Board(entries).write(update(1, 3))
+    report(3.0, loss=0.2, epoch=4)
+    assert capsys.readouterr().out.splitlines() == ["report  loss 0.5000  epoch 1", "report  loss 0.3000  epoch 3"]

@@ -164,7 +164,7 @@ def taken_rather_than_skipped(labels, values):
 
 
 @pytest.mark.parametrize("owner", [OfAClass(), OfAnAttribute(), of_a_list, of_a_dict, taken_rather_than_skipped])
-@pytest.mark.parametrize("shape", [(None,), (None, 5), (None, 1 << 20)])
+@pytest.mark.parametrize("shape", [(None,), (None, 5), pytest.param((None, 1 << 20), marks=pytest.mark.slow)])
 def test_numbers_that_mask_rows_are_found_where_code_keeps_them(owner, shape):
     function = getattr(owner, "call", owner)
     specs = tf.TensorSpec(shape, tf.int64), tf.TensorSpec(shape, tf.float32)

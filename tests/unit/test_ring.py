@@ -427,6 +427,7 @@ def test_bytes_of_another_generation_are_refused(ring_of):
     assert "worker 1 is of generation 4, received: bytes of generation 3 from worker 0" in str(errors[1])
 
 
+@pytest.mark.slow
 def test_a_member_of_another_generation_does_not_join():
     listeners = [Listener("127.0.0.1") for _ in range(2)]
     addresses = [(one.host, one.port) for one in listeners]

@@ -97,6 +97,7 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
         "(x, y=, sample_weight=, batch_size=, steps_per_epoch=, shuffle=, class_weight=, steps_per_execution=)",
     ),
     "keras.src.trainers.epoch_iterator:EpochIterator._enumerate_iterator": ("(self)",),
+    "keras.src.trainers.epoch_iterator:EpochIterator._interrupted_warning": ("(self)",),
     "keras.src.trainers.epoch_iterator:EpochIterator.reset": ("(self)",),
     "keras.src.trainers.trainer:Trainer._assert_compile_called": ("(self, method_name=)",),
     "keras.src.trainers.trainer:Trainer._compute_loss": ("(self, x=, y=, y_pred=, sample_weight=, training=)",),
