@@ -346,9 +346,10 @@ def _storage(measurements: Measurements) -> Iterator[Finding]:
             continue  # neither sees the other's files, and the other direction is reported
         if writer == reader:
             problem, nodes = "a node cannot write to the storage", (writer,)
+            fix = "Give a folder that Ray's user can write to on every node, or a URI"
         else:
             problem, nodes = f"what {writer} writes to the storage is not seen by others", (reader,)
-        fix = "Mount one storage at the same path on all nodes, writable for Ray's user, or give a URI"
+            fix = "Mount one storage at the same path on all nodes, or give a URI"
         yield Finding(check="storage", problem=problem, nodes=nodes, measured=error, fix=fix)
 
 

@@ -78,6 +78,8 @@ def _note(step: step_module.Step, variable: keras.Variable, value) -> None:
         return
     if step.states.is_moving(variable) or step.is_in_control_flow() or gradients.may_differ(step, value):
         step.note_changed_by_rows(variable)
+        if tf.executing_eagerly() and not int(step.rows):
+            step.states.note_older(variable)
     else:
         step.note_complete(variable)
 
@@ -133,10 +135,9 @@ class States:
         self._named = named
         owners = [(v, layer) for layer in keras_objects.layers_of(model) for v in keras_objects.own_variables(layer)[1]]
         self._moving = {id(v) for v, layer in owners if isinstance(layer, keras.layers.BatchNormalization)}
+        self._owners = {id(variable): layer for variable, layer in owners if id(variable) not in self._moving}
         self._layers = {
-            id(variable): layer
-            for variable, layer in owners
-            if not type(layer).__module__.startswith("keras.") and id(variable) not in self._moving
+            key: layer for key, layer in self._owners.items() if not type(layer).__module__.startswith("keras.")
         }
 
     def is_moving(self, variable: keras.Variable) -> bool:
@@ -159,4 +160,16 @@ class States:
             f"worker has its own, of its rows, and {owner} after each epoch, which is not what one process would have. "
             'Set it in add_weight: aggregation="sum" adds up what each worker adds to it, "mean" '
             'takes the mean over the rows of all, and "only_first_replica" the chief\'s',
+        )
+
+    def note_older(self, variable: keras.Variable) -> None:
+        """Warns once of a variable that an eager step without rows leaves as it was: what it follows is unknown."""
+        layer = self._owners.get(id(variable))
+        if layer is None or variable.path in self._named:
+            return
+        self._named.add(variable.path)
+        warn_user(
+            f"{type(layer).__name__} {layer.name!r} keeps {variable.path!r}, and this worker had no row in a step that "
+            "ran eagerly: it has the value from before that step until the epoch ends. Leave run_eagerly=True out, "
+            "or set aggregation= in add_weight",
         )

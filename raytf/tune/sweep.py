@@ -521,7 +521,11 @@ def _plan(
         return spec, {"version": same_run.VERSION, **canonical.describe(loop_parts), "data": data}
     contents, interval = training.read(trainer), options.report_every_steps
     shown.begin(TRYING)
-    tried = trainer._try_model(processes, contents, {**config, **options.sample}, known_keys=_OWN_KEYS)
+    try:
+        tried = trainer._try_model(processes, contents, {**config, **options.sample}, known_keys=_OWN_KEYS)
+    except ConfigError as error:
+        values = ", ".join(f"{name}={value!r}" for name, value in options.sample.items()) or "the trainer's config"
+        raise ConfigError(error.rule, f"{error.received}, tried with {values}", error.fix) from error
     if tried.logs is not None and not options.identity:  # a resumed sweep may have no trial left to run
         validates = "validation" in contents
         check_metric(options.metric, tried.logs, validates, trainer.callbacks)

@@ -17,6 +17,10 @@ pytestmark = pytest.mark.usefixtures("ray_cluster")
 
 
 def fit(tmp_path, checkpoint_config=None, **changes):
+    return trainer(tmp_path, checkpoint_config, **changes).fit()
+
+
+def trainer(tmp_path, checkpoint_config=None, **changes):
     arguments = {
         "build_model": models.mlp,
         "config": {"batch_size": 8},
@@ -27,7 +31,7 @@ def fit(tmp_path, checkpoint_config=None, **changes):
         "run_config": RunConfig(storage_path=str(tmp_path), name="refused", checkpoint_config=checkpoint_config),
         "progress": False,
     } | changes
-    return raytf.KerasTrainer(**arguments).fit()
+    return raytf.KerasTrainer(**arguments)
 
 
 def not_compiled(config):
@@ -41,6 +45,11 @@ def returns_nothing(config):
 
 
 def needs_a_key(config):
+    return models.mlp({"learning_rate": config["lr"]})
+
+
+def takes_positive_rates(config):
+    assert config["lr"] > 0
     return models.mlp({"learning_rate": config["lr"]})
 
 
@@ -190,3 +199,9 @@ def test_refused(tmp_path, case):
         fit(tmp_path, **changes())
     assert len(str(caught.value).splitlines()) == 1 and str(caught.value).count(". ") <= 4
     assert not (tmp_path / "refused").exists(), "a run was started"
+
+
+def test_a_sweep_is_refused_with_the_config_that_was_tried(tmp_path):
+    space = {"lr": ray.tune.grid_search([-1.0, 0.1])}
+    with pytest.raises(raytf.ConfigError, match="return a compiled keras.Model; .*, tried with lr=-1.0. Correct"):
+        raytf.sweep(trainer(tmp_path, build_model=takes_positive_rates), space, progress=False)

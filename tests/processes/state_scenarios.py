@@ -117,6 +117,33 @@ def states_that_do_not_say(p):
     return {}
 
 
+@scenario
+def states_of_an_eager_step_without_rows(p):
+    """The last batch has one row: a worker that has none names the state, which is one step older there."""
+
+    class Counts(layers.Layer):
+        def build(self, shape):
+            self.seen = self.add_weight(name="seen", shape=(), initializer="zeros", trainable=False)
+
+        def call(self, x, training=False):
+            if training:
+                self.seen.assign_add(1.0)
+            return x
+
+    def build():
+        model = keras.Sequential([keras.Input((6,)), Counts(), layers.Dense(4, "softmax")])
+        model.compile("sgd", "sparse_categorical_crossentropy", run_eagerly=True)
+        return model
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        p.fit(build, (floats(6, rows=ODD + 1), classes(rows=ODD + 1)), batch=ODD, epochs=2)
+    older = [str(w.message) for w in caught if "ran eagerly" in str(w.message)]
+    has_none = p.rank > 0 if p.world > 1 else p.strategy.num_replicas_in_sync > 1
+    assert ["/seen'" in text for text in older] == [True] * has_none, older
+    return {}
+
+
 class Drawing(keras.callbacks.Callback):
     """Assigns weights, a state and rates by chance, or on the chief or another worker alone."""
 

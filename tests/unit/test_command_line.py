@@ -250,7 +250,7 @@ def test_runs_of_a_folder(tmp_path):
     assert next(run.name for run in run_list.listed(tmp_path)) == "team/done", "what was changed last comes first"
     best = {run.name: run.best for run in run_list.listed(tmp_path, "acc", "max")}
     assert best["team/done"] == ("acc", 0.7, 2) and best["broken"] is None
-    lines = [line.split("\t") for line in invoke("runs", str(tmp_path)).output.splitlines()]
+    lines = [line.split("\t") for line in invoke("runs", str(tmp_path)).stdout.splitlines()]
     assert lines[0] == ["name", "state", "epochs", "best", "when"] and {len(line) for line in lines} == {5}
 
 
