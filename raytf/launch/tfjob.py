@@ -238,9 +238,7 @@ def _document(path: str) -> dict:
         kinds = [
             document.get("kind") if isinstance(document, dict) else type(document).__name__ for document in documents
         ]
-        misspelt = [kind for kind in kinds if str(kind).lower() == "tfjob" and kind != "TFJob"]
-        fix = f"Write kind: TFJob instead of {misspelt[0]}" if misspelt else "Give the TFJob alone"
-        raise _config_error("--tfjob takes a file with one TFJob", f"{path} with {kinds}", fix)
+        raise _config_error("--tfjob takes a file with one TFJob", f"{path} with {kinds}", "Give kind: TFJob, alone")
     version = str(jobs[0].get("apiVersion"))
     if not version.startswith("kubeflow.org/"):
         raise _config_error("apiVersion of a TFJob is kubeflow.org/v1", repr(version), "Set kubeflow.org/v1")

@@ -374,7 +374,7 @@ OF_SHELL = ("# here", "--dir ~/x", "--lr {1,2}", "[ab].csv", "(b)", '"$A"', "a; 
 CONTAINER = "spec/tfReplicaSpecs/Worker/template/spec/containers"
 WRONG = [
     ("kind", "PyTorchJob", "a file with one TFJob; received: job.yaml with ['PyTorchJob']"),
-    ("kind", "TFjob", "received: job.yaml with ['TFjob']. Write kind: TFJob instead of TFjob."),
+    ("kind", "TFjob", "received: job.yaml with ['TFjob']. Give kind: TFJob, alone."),
     ("apiVersion", "v1", "apiVersion of a TFJob is kubeflow.org/v1; received: 'v1'"),
     ("spec", None, "spec of the TFJob is a map; received: none"),
     ("spec/tfReplicaSpecs", {}, "tfReplicaSpecs names the replicas; received: none"),
