@@ -19,7 +19,7 @@ TRYING = "trying the model"
 WORKERS = "starting workers"
 FIRST_STEP = "compiling and making the first step"
 ENDING = "ending the training"
-COMPARING = "comparing the finished run with the requested one"
+COMPARING = "comparing what has ended with what is requested"
 
 
 def importing_phase(module: str) -> str:

@@ -355,7 +355,7 @@ class KerasTrainer:
         phases.begin(phases_module.COMPARING if has_ended else phases_module.TRYING)
         with ThreadPoolExecutor(1) as executor:
             data = executor.submit(self._data_identity, blocks)
-            tried = self._try_model(launch, blocks, self.config, may_continue=not has_ended)
+            tried = self._try_model(launch, blocks, self.config, may_continue=True, compares=not has_ended)
             if self.elastic_batch == "scale":
                 arguments.check_scalable(tried.identity)
             has_others = bool(self.callbacks or self.evaluator or self.validation_config)
@@ -571,6 +571,7 @@ class KerasTrainer:
         rows: int | None = None,
         known_keys: Collection[str] = tuple(DEFAULTS),
         may_continue: bool = False,
+        compares: bool = True,
     ) -> DryRunResult:
         """Tries the model of a config on the data.
 
@@ -584,6 +585,7 @@ class KerasTrainer:
             rows: Number of rows of measured steps, instead of a comparison; None for no figures.
             known_keys: Keys of the config for raytf itself, of which it does not warn.
             may_continue: Whether a comparison may continue after the return, see `verify.ComparisonReporter`.
+            compares: Whether to compare at all: nothing is trained if the run has ended.
 
         Returns:
             Properties of the model, and figures of it if `rows` is given.
@@ -601,7 +603,7 @@ class KerasTrainer:
             self.batch.check(block.columns)
         names = sorted(set(config) - set(known_keys))
         pickled = cloudpickle.dumps((self.build_model, dict(config), self.batch, names, self.callbacks))
-        order = self._comparison(may_continue) if rows is None else None
+        order = self._comparison(may_continue) if compares and rows is None else None
         validation = blocks["validation"].first() if "validation" in blocks else None
         outcome = processes.ask(inspect, pickled, blocks["train"].first(), rows, order, validation)
         if isinstance(outcome, Exception):

@@ -38,7 +38,7 @@ from raytf import logs, timeouts, validation
 from raytf.compat import loggers, ray_tune
 from raytf.compat.ray_tune import get_fs_and_path, restored_run_config
 from raytf.console.lines import print_line
-from raytf.console.phases import READING, TRYING, show_phases, starting_phase
+from raytf.console.phases import COMPARING, READING, TRYING, show_phases, starting_phase
 from raytf.data import stored, streamed
 from raytf.data.tf_data import TFData
 from raytf.errors import ConfigError, ResourceError, StoppedError, TrainingError
@@ -219,7 +219,7 @@ def sweep(
         training = ends.enter_context(Prepared(processes))
         failures = (settled.failure_config or tune.FailureConfig()).max_failures
         failures, score = math.inf if failures == -1 else failures, settled.checkpoint_config
-        plan, identity = _plan(trainer, config, options, training, failures, score, shown)
+        plan, identity = _plan(trainer, config, options, training, failures, score, shown, finished is not None)
         processes.end_unused()
         shown.close()
         if named is not None:
@@ -473,6 +473,7 @@ def _plan(
     failures: float,
     score: tune.CheckpointConfig,
     shown,
+    has_ended: bool,
 ):
     """Reads the data, and tries the model with one config of the space merged into the trainer's.
 
@@ -480,6 +481,7 @@ def _plan(
         failures: Number of allowed failures, see `SweepSpec`.
         score: The CheckpointConfig of the sweep.
         shown: The `Phases` of the sweep.
+        has_ended: Whether all trials have ended, and the model is tried to see that it is this sweep.
 
     Returns:
         (a `SweepSpec`, the identity of the trainer).
@@ -520,9 +522,10 @@ def _plan(
         data |= {name: fingerprint.pipeline_fingerprint(pipeline) for name, pipeline in trainer.pipelines.items()}
         return spec, {"version": same_run.VERSION, **canonical.describe(loop_parts), "data": data}
     contents, interval = training.read(trainer), options.report_every_steps
-    shown.begin(TRYING)
+    shown.begin(COMPARING if has_ended else TRYING)
+    sample = {**config, **options.sample}
     try:
-        tried = trainer._try_model(processes, contents, {**config, **options.sample}, known_keys=_OWN_KEYS)
+        tried = trainer._try_model(processes, contents, sample, known_keys=_OWN_KEYS, compares=not has_ended)
     except ConfigError as error:
         values = ", ".join(f"{name}={value!r}" for name, value in options.sample.items()) or "the trainer's config"
         raise ConfigError(error.rule, f"{error.received}, tried with {values}", error.fix) from error
