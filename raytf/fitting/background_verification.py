@@ -22,6 +22,7 @@ from raytf.data.stored import StoredDataset
 from raytf.errors import one_line
 from raytf.fitting import fit_worker
 from raytf.fitting.fit_worker import FitDataset, SentModel
+from raytf.runtime import connection
 from raytf.runtime.answers import collect_answers
 from raytf.runtime.processes import Process, start_process, thread_variables, worker_environment
 from raytf.storage import priority
@@ -32,6 +33,7 @@ logger = logs.get_logger(__name__)
 
 _NICE = 10
 _MOST_BYTES = 64 << 20
+_SHUT_DOWN = "Ray was shut down before its end"
 # Comparisons that wait for an earlier one.
 _MOST_WAITING = 8
 
@@ -63,7 +65,7 @@ class BackgroundVerification:
         self._model, self._word, self._outcome, self._reported = model, word, None, False
         self._location, self._drop = logs.user_location(), drop
         self._extra_wait, self._is_begun = False, False
-        self._is_urgent, self._pid = word == "error", None
+        self._is_urgent, self._pid, self._session = word == "error", None, connection.session()
         few = {name: verify.few_rows(block) for name, block in blocks.items()}
         size = sum(getattr(value, "nbytes", 0) for value in sending.values.values())
         if few["train"] is None or size > _MOST_BYTES:
@@ -136,7 +138,19 @@ class BackgroundVerification:
         if self._is_urgent and self._pid is not None:
             priority.set_normal_with_children(self._pid)
 
+    def _is_connected(self) -> bool:
+        """Returns whether Ray is that of the call: a function of Ray would start another one."""
+        return connection.session() == self._session
+
+    def _check_connected(self) -> None:
+        """Raises an error if Ray is not that of the call, as answers would never come."""
+        if not self._is_connected():
+            raise RuntimeError(_SHUT_DOWN)
+
     def _compare(self, scaling_config, run_config, sending: SentModel, parts: dict) -> None:
+        if not self._is_connected():
+            self._outcome = verify.VerificationResult(failed=_SHUT_DOWN)
+            return
         try:
             environment = worker_environment(
                 run_config, scaling_config, thread_variables(1) | {"CUDA_VISIBLE_DEVICES": "-1"}
@@ -144,19 +158,20 @@ class BackgroundVerification:
             process = start_process(Process, ray.get_runtime_context().get_node_id(), environment, soft=True)
             try:
                 importing, settings = process.execute.remote(_import, not self._is_urgent), timeouts.get()
-                ((pid, machine),) = collect_answers([importing], settings.imports, "its imports", names=["a process"])
+                common = {"names": ["a process"], "check": self._check_connected}
+                ((pid, machine),) = collect_answers([importing], settings.imports, "its imports", **common)
                 self._pid = pid if machine == procfs.machine_id() else None
                 self._raise_priority()
                 call = process.execute.remote(
                     timeouts.call_with, settings, compare_workers, sending, parts, self._word == "warn"
                 )
-                (self._outcome,) = collect_answers(
-                    [call], settings.verify_error + 60, "its outcome", names=["a process"]
-                )
+                (self._outcome,) = collect_answers([call], settings.verify_error + 60, "its outcome", **common)
             finally:
-                ray.kill(process)
+                if self._is_connected():
+                    ray.kill(process)
         except Exception as error:
-            self._outcome = self._outcome or verify.VerificationResult(failed=one_line(error))
+            why = one_line(error) if self._is_connected() else _SHUT_DOWN
+            self._outcome = self._outcome or verify.VerificationResult(failed=why)
 
 
 class _ComparisonQueue:

@@ -102,14 +102,9 @@ def _key(scaling_config, run_config, setup) -> str:
         sorted(vars(scaling_config).items(), key=str),
         run_config.worker_runtime_env,
         setup,
-        _session(),
+        connection.session(),
     )
     return repr(properties)
-
-
-def _session() -> str:
-    """Returns an id of this driver in this cluster."""
-    return f"{ray.get_runtime_context().gcs_address} {ray.get_runtime_context().get_worker_id()}"
 
 
 class _IdleGroup:
@@ -118,7 +113,7 @@ class _IdleGroup:
     def __init__(self):
         self._lock = threading.Lock()
         self._group: WarmGroup | None = None
-        self._session = ""
+        self._session: str | None = None
         self._stored_at = 0.0
         self._watch: threading.Thread | None = None
 
@@ -126,13 +121,13 @@ class _IdleGroup:
         """Removes and returns the group; None if no live one is stored."""
         with self._lock:
             group, self._group = self._group, None
-            if group is not None and ray.is_initialized() and self._session == _session():
+            if group is not None and self._session == connection.session():
                 return group
             return None
 
     def put(self, group: WarmGroup) -> None:
         with self._lock:
-            self._group, self._session, self._stored_at = group, _session(), time.monotonic()
+            self._group, self._session, self._stored_at = group, connection.session(), time.monotonic()
             if self._watch is None or not self._watch.is_alive():
                 self._watch = threading.Thread(target=self._watch_group, name="raytf-warm", daemon=True)
                 self._watch.start()

@@ -33,6 +33,14 @@ _NO_TOKEN = (
 idle: list[Callable[[], None]] = []
 
 
+def session() -> str | None:
+    """Returns an id of this driver in its cluster, or None without one; other functions of Ray would start Ray."""
+    if not ray.is_initialized():
+        return None
+    context = ray.get_runtime_context()
+    return f"{context.gcs_address} {context.get_worker_id()}"
+
+
 def connect(
     bundles: Sequence[Mapping[str, float]], address: str | None = None, *, keep_idle: bool = False, **options
 ) -> None:

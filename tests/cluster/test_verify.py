@@ -139,3 +139,33 @@ def test_script_that_ends_before_the_comparison_waits_and_then_reports_it(second
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr[-3000:]
     assert message in done.stderr
+
+
+SHUT_DOWN = """
+import threading
+import numpy as np
+import keras
+import ray
+import raytf
+
+ray.init("local", num_cpus=4, include_dashboard=False)
+for units in (1, 2):
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(units)])
+    model.compile("sgd", "mse")
+    raytf.fit(model, np.ones((8, 4)), np.ones((8, units)), batch_size=4, num_workers=2, verbose=0)
+ray.shutdown()
+for thread in threading.enumerate():
+    if thread.name == "raytf_verify":
+        thread.join(120)
+        assert not thread.is_alive(), "it waits for a Ray that has ended"
+assert not ray.is_initialized(), "a comparison has started another Ray"
+print("ended")
+"""
+
+
+@pytest.mark.timeout(300)
+def test_comparisons_start_no_ray_after_it_is_shut_down():
+    """One of them runs then, and the other waits for its turn."""
+    done = subprocess.run([sys.executable, "-c", SHUT_DOWN], capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0 and done.stdout.endswith("ended\n"), done.stderr[-3000:]
+    assert "Traceback" not in done.stderr, done.stderr
