@@ -8,6 +8,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import ray
+from ray import tune
 from ray.train import CheckpointConfig, RunConfig, ScalingConfig
 
 import raytf
@@ -202,6 +203,6 @@ def test_refused(tmp_path, case):
 
 
 def test_a_sweep_is_refused_with_the_config_that_was_tried(tmp_path):
-    space = {"lr": ray.tune.grid_search([-1.0, 0.1])}
+    space = {"lr": tune.grid_search([-1.0, 0.1])}
     with pytest.raises(raytf.ConfigError, match="return a compiled keras.Model; .*, tried with lr=-1.0. Correct"):
         raytf.sweep(trainer(tmp_path, build_model=takes_positive_rates), space, progress=False)
