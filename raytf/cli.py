@@ -702,7 +702,7 @@ def parse_ports(given: str) -> tuple[int, int]:
 
     first, _, last = given.partition("-")
     if not (first.isdecimal() and last.isdecimal() and int(first) < int(last)):
-        raise ConfigError("--ports takes FIRST-LAST, the smaller one first", given, "For example 20000-31999")
+        raise ConfigError("--ports takes FIRST-LAST, the smaller one first", repr(given), "For example 20000-31999")
     return int(first), int(last)
 
 

@@ -148,10 +148,8 @@ class BackgroundVerification:
             raise RuntimeError(_SHUT_DOWN)
 
     def _compare(self, scaling_config, run_config, sending: SentModel, parts: dict) -> None:
-        if not self._is_connected():
-            self._outcome = verify.VerificationResult(failed=_SHUT_DOWN)
-            return
         try:
+            self._check_connected()
             environment = worker_environment(
                 run_config, scaling_config, thread_variables(1) | {"CUDA_VISIBLE_DEVICES": "-1"}
             )

@@ -78,7 +78,7 @@ def test_where_workers_listen_reaches_the_trainer(command, more, tmp_path, monke
     arguments = [command, "listeners:build", *more, "--data", "s3://a/b", "--features", "a"]
     for option, wrong in (("--network", "10.1.0.0/160"), ("--ports", "1-2"), ("--ports", "some")):
         outcome = CliRunner().invoke(cli.main, [*arguments, option, wrong])
-        assert outcome.exit_code == 2 and wrong in outcome.output.replace("(1, 2)", "1-2"), outcome.output
+        assert outcome.exit_code == 2 and repr(wrong) in outcome.output.replace("(1, 2)", "'1-2'"), outcome.output
     trainers = []
     monkeypatch.setattr("raytf.cli_runs.connected", lambda workers, processes: workers)
     monkeypatch.setattr("raytf.cli_runs.datasets_of", lambda *_: ({}, {}))

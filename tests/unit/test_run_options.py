@@ -20,8 +20,8 @@ WRONG = {
     "run --num-workers 0 look.py": "num_workers must be an integer of at least 1; received: 0",
     "run --num-ps -1 look.py": "num_ps must be an integer of at least 0; received: -1",
     "run --num-ps 1 --chief look.py": "Parameter servers bring a chief that coordinates",
-    "run --ports 20000 look.py": "--ports takes FIRST-LAST, the smaller one first; received: 20000",
-    "run --ports 30000-20000 look.py": "--ports takes FIRST-LAST, the smaller one first; received: 30000-20000",
+    "run --ports 20000 look.py": "--ports takes FIRST-LAST, the smaller one first; received: '20000'",
+    "run --ports 30000-20000 look.py": "--ports takes FIRST-LAST, the smaller one first; received: '30000-20000'",
     "run --ports 80-20000 look.py": "ports must be the first and the last port of a range within 1024 to 65535",
     "run --cpus-per-worker 0 look.py": "cpus_per_worker must be more than 0",
     "run --cpus-per-worker nan look.py": "cpus_per_worker must be more than 0",
@@ -66,10 +66,9 @@ def test_wrong_options_are_reported_before_ray_is_imported(folder, command):
         text=True,
         timeout=60,
     )
-    *lines, message = done.stderr.splitlines()
+    usage, *_, message = [line for line in done.stderr.splitlines() if not line.endswith(" ...")]
     assert done.returncode == 2 and message.startswith("Error: ") and WRONG[command] in message, done.stderr
-    usage = f"Usage: python -m raytf.cli {command.split()[0]} "
-    assert any(line.startswith(usage) for line in lines)
+    assert usage.startswith(f"Usage: python -m raytf.cli {command.split()[0]} ")
 
 
 def test_what_is_right_is_taken(folder, monkeypatch):
@@ -86,6 +85,6 @@ def test_options_of_raytf_after_the_script_are_the_scripts_and_a_hint_is_printed
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)])}
     command = [sys.executable, "-m", "raytf.cli", *AFTER_SCRIPT.split()]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60)
-    (hint,) = [line for line in done.stderr.splitlines() if line.startswith("raytf: ")]
+    hint, *rest = [line for line in done.stderr.splitlines() if not line.endswith(" ...")]  # what a busy machine shows
     assert hint.startswith("raytf: --num-workers, --ports after the script: the script receives them")
-    assert "epochs" not in hint and done.stderr.endswith("ray was imported\n")
+    assert "epochs" not in hint and rest == ["ray was imported"]
