@@ -8,8 +8,8 @@ NumPy arrays and does nothing with them: out of Parquet in the page cache, with 
 it reads fastest; or cut from the blocks in memory, each copied, as its memory is not TensorFlow's to keep.
 
 TFRecord: `raytf.read_tfrecords` with its index and a first epoch; a later epoch; and one out of the object store, with
-`materialize=True`. Against `TFRecordDataset` with `parse_example` of batches, in parallel; and against
-`ray.data.read_tfrecords` with `to_tf`.
+`materialize=True`. Against `TFRecordDataset` with `parse_example` of batches, in parallel, each in the files' order and
+shuffled; and against `ray.data.read_tfrecords` with `to_tf`.
 """
 
 from __future__ import annotations
@@ -31,8 +31,12 @@ RATIOS += [("raytf unshuffled", "pyarrow, Parquet"), ("raytf unshuffled", "pyarr
 BLOCK_ROWS = 50_000
 RECORD_FILES = {"numbers": 8, "bytes": 8}  # of BLOCK_ROWS each: 32 floats, or 784 bytes; and a label
 RAY_ROWS = 10_000
-RECORD_WAYS = ("tf.data", "Ray to_tf", "raytf, first epoch", "raytf, later", "raytf, kept")
-RECORD_RATIOS = [(way, "tf.data") for way in RECORD_WAYS[2:]] + [("raytf, first epoch", "Ray to_tf")]
+BUFFER_ROWS = 16_384  # of the shuffle buffers of `tf.data` and `to_tf`
+IN_ORDER = ("raytf unshuffled, first epoch", "raytf unshuffled, later")
+SHUFFLED = ("raytf, first epoch", "raytf, later", "raytf, materialized")
+RECORD_WAYS = ("tf.data", *IN_ORDER, "tf.data shuffled", *SHUFFLED, "Ray to_tf")
+RECORD_RATIOS = [(way, "tf.data") for way in IN_ORDER] + [(way, "tf.data shuffled") for way in SHUFFLED]
+RECORD_RATIOS += [("raytf unshuffled, first epoch", "Ray to_tf")]
 
 
 def tables(kind: str, rows: int) -> list:
@@ -128,7 +132,7 @@ def _to_tf(dataset, kind: str, batch: int, shuffled: bool):
         options["feature_type_spec"] = tf.TensorSpec((None, 28, 28), tf.uint8)
         options["label_type_spec"] = tf.TensorSpec((None,), tf.int64)
     if shuffled:
-        options |= {"local_shuffle_buffer_size": 16_384, "local_shuffle_seed": 0}
+        options |= {"local_shuffle_buffer_size": BUFFER_ROWS, "local_shuffle_seed": 0}
     return common.count_rows(dataset.to_tf(features, "label", batch_size=batch, **options))
 
 
@@ -230,8 +234,9 @@ def once_records(kind: str, batch: str, repeats: str, scale: str, address: str) 
     schema = {"x": x, "label": tf.io.FixedLenFeature([], tf.int64)}
     spec = BatchSpec.parsed("x", "label")
 
-    def plain():
-        data = tf.data.TFRecordDataset(paths).batch(batch)
+    def plain(shuffled: bool):
+        data = tf.data.TFRecordDataset(paths)
+        data = (data.shuffle(BUFFER_ROWS) if shuffled else data).batch(batch)
         data = data.map(lambda rows: tf.io.parse_example(rows, schema), num_parallel_calls=tf.data.AUTOTUNE)
         return common.count_rows(data.map(lambda row: (row["x"], row["label"])).prefetch(tf.data.AUTOTUNE))
 
@@ -242,25 +247,23 @@ def once_records(kind: str, batch: str, repeats: str, scale: str, address: str) 
     def rays():
         return common.count_rows(ray.data.read_tfrecords(small).to_tf("x", "label", batch_size=batch))
 
-    def feed(materialize: bool | str = "auto"):
+    def feed(shuffle: str, materialize: bool | str = "auto"):
         data = {"train": raytf.read_tfrecords(paths, schema)}
         read = ingest.read_all(data, materialize, ScalingConfig(num_workers=1), spec.roles)
-        return Feed(read["train"], spec, Sampling(global_batch=batch, shuffle="window"))
+        return Feed(read["train"], spec, Sampling(global_batch=batch, shuffle=shuffle))
 
-    opened, kept = feed(), feed(True)
-    runs = dict(
-        zip(
-            RECORD_WAYS,
-            (
-                plain,
-                rays,
-                lambda: common.count_rows(feed().dataset()),
-                lambda: common.count_rows(opened.dataset()),
-                lambda: common.count_rows(kept.dataset()),
-            ),
-            strict=True,
-        )
+    in_order, shuffled, materialized = feed("none"), feed("window"), feed("window", True)
+    ways = (
+        lambda: plain(False),
+        lambda: common.count_rows(feed("none").dataset()),
+        lambda: common.count_rows(in_order.dataset()),
+        lambda: plain(True),
+        lambda: common.count_rows(feed("window").dataset()),
+        lambda: common.count_rows(shuffled.dataset()),
+        lambda: common.count_rows(materialized.dataset()),
+        rays,
     )
+    runs = dict(zip(RECORD_WAYS, ways, strict=True))
     _measure(f"TFRecord {kind} {batch}", runs, repeats)
     folder.cleanup()
 
@@ -308,8 +311,8 @@ def main(arguments=None):
             )
     ratios = [*(f"{way} / {other}" for way, other in RATIOS), "bar of to_tf"]
     title = f"Feed: 1000 rows/s into the step, median of {repeats}"
-    shown = common.table(title, ["rows, batch", *WAYS, *ratios], rows)
-    shown += "\n" + _records(options, repeats, scale, figures)
+    shown = common.table(title, ["rows, batch", *WAYS, *ratios], rows) + "\n" if rows else ""
+    shown += _records(options, repeats, scale, figures)
     common.finish(options, "feed", shown, figures)
 
 

@@ -190,7 +190,7 @@ def _column(value, feature: Feature, lengths) -> pa.Array:
     else:
         values, splits = value, []
     if feature.dtype != "string":
-        values = values.numpy()
+        values = np.asarray(memoryview(values))  # `numpy()` copies
     if feature.is_tensor:
         return pa.FixedShapeTensorArray.from_numpy_ndarray(values)
     array = _binary(values) if feature.dtype == "string" else pa.array(values.reshape(-1))
@@ -205,7 +205,7 @@ def _binary(strings: tf.Tensor) -> pa.Array:
     """Returns strings as they are in Arrow: their bytes, one after another."""
     lengths = tf.strings.length(strings).numpy().ravel()
     if len(lengths) and lengths[0] and (lengths == lengths[0]).all():
-        data = tf.io.decode_raw(strings, tf.uint8).numpy()  # one copy, without a Python object for each
+        data = tf.io.decode_raw(strings, tf.uint8)  # one copy, without a Python object for each
     else:
         data = b"".join(strings.numpy().ravel())  # tf.strings.reduce_join takes up to eight times as long
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import gzip
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,21 +96,21 @@ def index(filesystem: fs.FileSystem, path: str, size: int) -> list[Records]:
         filesystem = fs.LocalFileSystem(use_mmap=True)  # reads only the pages of headers
     with filesystem.open_input_file(path) as file:
         head = file.read_at(min(12, size), 0)
-        zipped = head[:2] == b"\x1f\x8b" and not (len(head) == 12 and _are_whole(head)[0])
+        zipped = head[:2] == b"\x1f\x8b" and not (len(head) == 12 and _are_whole(_rows_at(head, [0]))[0])
         try:
             file.seek(0)
             content: Any = gzip.GzipFile(fileobj=file) if zipped else file
             headers, starts, end = _headers(content, None if zipped else size)
         except (EOFError, gzip.BadGzipFile) as error:
             raise _damaged(path, f"which gzip cannot read ({error})") from error
-    whole = _are_whole(b"".join(headers))
+    whole = _are_whole(headers)
     if not whole.all():
         record = int(np.argmin(whole))
         damage = "whose first bytes are no record" if not record else f"whose record {record} is damaged"
         raise _damaged(path, f"{damage} (byte {starts[record]})")
     if end is not None:
         raise _damaged(path, f"whose record {end} is cut off")
-    if not headers:
+    if not len(headers):
         return []
     bounds = [(0, len(headers))] if zipped else cut(np.array(starts[:-1], np.int64))
     return [Records(path, starts[a], starts[b], a, b - a, "GZIP" if zipped else "") for a, b in bounds]
@@ -122,38 +122,45 @@ def cut(positions: np.ndarray) -> list[tuple[int, int]]:
     return list(zip(firsts, [*firsts[1:], len(positions)], strict=True))
 
 
-def _headers(file, size: int | None) -> tuple[list[bytes], list[int], int | None]:
-    """Returns the headers of records (12 bytes each), where records start and end, and the one cut off, or None."""
-    headers: list[bytes] = []
+def _headers(file, size: int | None) -> tuple[np.ndarray, list[int], int | None]:
+    """Returns the headers of records, where records start and end, and the one cut off, or None.
+
+    Headers are uint8, (records, 12).
+    """
+    headers: list[np.ndarray] = []
     starts = [0]
     buffer, offset, position = b"", 0, 0
     while True:
         remainder = buffer[position - offset :]
         past = position > offset + len(buffer)
         if past and ((size or position) < position or file.seek(position) < position):
-            return headers, starts, len(headers) - 1  # a compressed file is left at its end
+            return np.concatenate(headers), starts, len(starts) - 2  # a compressed file is left at its end
         buffer, offset = remainder + file.read(_CHUNK), position
-        if not buffer:
-            return headers, starts, None
         if len(buffer) < 12:
-            return headers, starts, len(headers)
-        while position + 12 <= offset + len(buffer):
-            headers.append(buffer[position - offset : position - offset + 12])
+            whole = np.concatenate(headers) if headers else np.zeros((0, 12), np.uint8)
+            return whole, starts, len(starts) - 1 if buffer else None
+        count, last, unpack = len(starts), offset + len(buffer) - 12, _LENGTH.unpack_from
+        while position <= last:
             # the length, its checksum, the data, its checksum
-            position += _LENGTH.unpack_from(buffer, position - offset)[0] + 16
+            position += unpack(buffer, position - offset)[0] + 16
             starts.append(position)
+        headers.append(_rows_at(buffer, np.array(starts[count - 1 : -1]) - offset))
 
 
-def _are_whole(headers: bytes) -> np.ndarray:
+def _rows_at(content: bytes, positions: Sequence[int]) -> np.ndarray:
+    """Returns 12 bytes from each of some positions: uint8, (positions, 12)."""
+    return np.frombuffer(content, np.uint8)[np.asarray(positions)[:, None] + np.arange(12)]
+
+
+def _are_whole(headers: np.ndarray) -> np.ndarray:
     """Returns for each header of 12 bytes whether its checksum, a masked CRC-32C, is that of its length."""
-    rows = np.frombuffer(headers, np.uint8).reshape(-1, 12)
-    crc = np.full(len(rows), 0xFFFFFFFF, np.uint32)
+    crc = np.full(len(headers), 0xFFFFFFFF, np.uint32)
     table = _crc_table()
     for i in range(8):
-        crc = table[(crc ^ rows[:, i]) & 0xFF] ^ (crc >> np.uint32(8))
+        crc = table[(crc ^ headers[:, i]) & 0xFF] ^ (crc >> np.uint32(8))
     crc = ~crc
     masked = ((crc >> np.uint32(15)) | (crc << np.uint32(17))) + np.uint32(0xA282EAD8)
-    return masked == np.ascontiguousarray(rows[:, 8:]).view("<u4")[:, 0]
+    return masked == np.ascontiguousarray(headers[:, 8:]).view("<u4")[:, 0]
 
 
 @functools.cache
