@@ -1,14 +1,49 @@
-"""The files of a small folder in memory, as a checkpoint travels between processes."""
+"""The folder of a stored checkpoint on this machine, and the files of a small one in memory, to send them."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import posixpath
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import ray.train
+from pyarrow.fs import FileSelector, LocalFileSystem, copy_files
 
 from raytf.storage import checkpoint_files, scratch
+
+_COPIED_AT_ONCE = 64 << 20  # bytes
+
+
+@contextlib.contextmanager
+def local_folder(saved: ray.train.Checkpoint) -> Iterator[str]:
+    """Yields the folder of a checkpoint on this machine: its own, or a copy that is removed after the block.
+
+    Ray's `as_directory` copies into the system's temporary folder, which may be small. Its lock is in a folder that
+    belongs to the first user of the host.
+
+    Raises:
+        ScratchError: No folder has room for the copy.
+    """
+    if isinstance(saved.filesystem, LocalFileSystem):
+        yield saved.path
+        return
+    infos = saved.filesystem.get_file_info(FileSelector(saved.path, recursive=True))
+    with scratch.temporary_folder(sum(info.size or 0 for info in infos)) as folder:
+        copy(saved, folder)
+        yield folder
+
+
+def copy(saved: ray.train.Checkpoint, folder: str) -> None:
+    """Copies the files of a stored checkpoint into a local folder."""
+    os.makedirs(folder, exist_ok=True)
+    copy_files(
+        saved.path,
+        folder,
+        source_filesystem=saved.filesystem,
+        destination_filesystem=LocalFileSystem(),
+        chunk_size=_COPIED_AT_ONCE,
+    )
 
 
 def read_files(folder: str) -> dict[str, bytes]:
@@ -28,7 +63,7 @@ def fetch_files(saved: ray.train.Checkpoint) -> dict[str, bytes]:
     Raises:
         DamagedCheckpointError: The checkpoint is not whole.
     """
-    with scratch.name_errors(), saved.as_directory() as folder:
+    with local_folder(saved) as folder:
         checkpoint_files.check_folder(folder, name=posixpath.basename(saved.path))
         return read_files(folder)
 

@@ -32,6 +32,7 @@ from raytf.compat.ray_train import (
 from raytf.errors import ConfigError, one_line
 from raytf.storage import checkpoint_files, step_folders, stored_json
 from raytf.storage.checkpoint_files import AT_ENDS, CheckpointState, DamagedCheckpointError
+from raytf.storage.folder_contents import local_folder
 from raytf.storage.run_lock import LOCK
 
 logger = logs.get_logger(__name__)
@@ -337,7 +338,7 @@ class RunFolder:
             state.epoch, state.step, state.epoch_step, state.stopped, state.identity, state.order, name=name
         )
         if finished(last):
-            with Checkpoint(path, filesystem=self.filesystem).as_directory() as folder:
+            with local_folder(Checkpoint(path, filesystem=self.filesystem)) as folder:
                 checkpoint_files.check_folder(folder, name=name)
         return last
 

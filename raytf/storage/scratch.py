@@ -77,7 +77,7 @@ def name_errors(path: str | None = None, needs: int = 0) -> Iterator[None]:
     """Names the folder in errors of a full or read-only file system that the block raises.
 
     Args:
-        path: The folder that the block writes to; None is Python's temporary folder, which Keras and Ray use.
+        path: The folder that the block writes to; None is Python's temporary folder, which Keras uses.
         needs: Bytes that are written, as far as known.
 
     Raises:

@@ -28,6 +28,7 @@ from raytf.runtime import process_monitor
 from raytf.runtime.process_monitor import ProcessKiller, ProcessLocation
 from raytf.runtime.resources import placed_actor
 from raytf.storage.checkpoint_files import read_state_of
+from raytf.storage.folder_contents import local_folder
 from raytf.timeouts import Timeouts
 from raytf.worker import checkpoint as checkpoints
 from raytf.worker.job import TrainJob
@@ -69,7 +70,7 @@ class Evaluator:
         with autograph.in_memory():
             if self._model is None:
                 self._build()
-            with checkpoint.as_directory() as folder:
+            with local_folder(checkpoint) as folder:
                 checkpoints.check_folder(folder)
                 checkpoints.restore(folder, self._model)
             values = self._model.evaluate(self._dataset, verbose=0, return_dict=True)

@@ -21,6 +21,7 @@ from ray.train import CheckpointUploadMode, DataConfig
 from raytf.compat import ray_core
 from raytf.compat.ray_train import LocalTrainContext, PreemptionInfo, StorageContext, TrainFnUtils
 from raytf.errors import ConfigError
+from raytf.storage import folder_contents
 from raytf.worker.session import ReportedFiles
 from raytf.worker.trial_session import TrialSession
 
@@ -114,7 +115,7 @@ class TrialTrainFnUtils(TrainFnUtils):
         if checkpoint is not None:
             reported_folder = os.path.join(self._folder, "reported")
             shutil.rmtree(reported_folder, ignore_errors=True)
-            checkpoint.to_directory(reported_folder)
+            folder_contents.copy(checkpoint, reported_folder)
             if delete_local_checkpoint_after_upload:
                 checkpoint.filesystem.delete_dir(checkpoint.path)
             files = ReportedFiles(reported_folder)

@@ -35,6 +35,7 @@ from raytf.storage.checkpoint_files import (
     read_state,
     read_state_of,
 )
+from raytf.storage.folder_contents import local_folder
 from raytf.worker import legacy_models, model_source
 from raytf.worker.checkpoint_selector import CheckpointSelector, StoredCheckpoint, list_checkpoints
 from raytf.worker.mean_weights import average_models
@@ -293,8 +294,7 @@ def _load_whole(candidates, arguments):
 
         def opened(candidate):
             tried.append(candidate)
-            with scratch.name_errors():  # a checkpoint of another storage is copied to this machine
-                folder = stack.enter_context(candidate.as_directory())
+            folder = stack.enter_context(local_folder(candidate))
             if model_source.is_bare(folder):
                 return folder
             check_folder(folder, name=posixpath.basename(candidate.path.rstrip("/")))

@@ -26,7 +26,7 @@ from raytf.compat import ray_train
 from raytf.compat.ray_train import CheckpointConsistencyMode
 from raytf.storage import checkpoint_files, scratch, step_folders
 from raytf.storage.checkpoint_files import DamagedCheckpointError
-from raytf.storage.folder_contents import read_files, size_of_files, write_files
+from raytf.storage.folder_contents import local_folder, read_files, size_of_files, write_files
 from raytf.storage.snapshots import NotWrittenError
 from raytf.worker import stop
 from raytf.worker.checkpoint import CheckpointSnapshot
@@ -461,8 +461,7 @@ def _run_checkpoints(last: ray.train.Checkpoint) -> Iterator[ray.train.Checkpoin
 
 def _open_checkpoint(stack: contextlib.ExitStack, saved: ray.train.Checkpoint, contents: bool = True) -> str:
     """Returns the folder of a checkpoint on this machine, after checking it."""
-    with scratch.name_errors():  # a checkpoint of another storage is copied to this machine
-        folder = stack.enter_context(saved.as_directory())
+    folder = stack.enter_context(local_folder(saved))
     checkpoint_files.check_folder(folder, contents, posixpath.basename(saved.path))
     return folder
 

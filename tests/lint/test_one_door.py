@@ -67,6 +67,18 @@ def test_no_other_room_names_what_is_private():
     assert {path: its for path, its in found.items() if its} == {}
 
 
+def called(tree: ast.AST) -> set[str]:
+    functions = {node.func for node in ast.walk(tree) if isinstance(node, ast.Call)}
+    return {function.attr for function in functions if isinstance(function, ast.Attribute)}
+
+
+def test_ray_copies_no_checkpoint_to_this_machine():
+    # it takes a lock in a folder of the first user of the host: `folder_contents.local_folder` serves all
+    found = {str(p.relative_to(FOLDER)): called(ast.parse(p.read_text())) for p in FOLDER.rglob("*.py")}
+    assert {path for path, its in found.items() if its & {"as_directory", "to_directory"}} == set()
+    assert called(ast.parse("with saved.as_directory() as folder: pass")) == {"as_directory"}
+
+
 def test_exceptions_are_needed():
     for path, allowed in OF_BASES.items():
         assert allowed <= touched(ast.parse((FOLDER / path).read_text())), path

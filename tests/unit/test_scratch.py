@@ -6,9 +6,13 @@ import subprocess
 import sys
 import tempfile
 
+import fsspec
+import pyarrow.fs
 import pytest
+import ray.train
 
 from raytf.storage import scratch
+from raytf.storage.folder_contents import local_folder, read_files
 
 MAKES = "from raytf.storage import scratch; print(scratch.make_folder(), flush=True); input()"
 
@@ -45,3 +49,22 @@ def test_folder_is_removed_after_use(temporary):
     with scratch.temporary_folder() as path:
         assert os.path.isdir(path)
     assert not os.path.exists(path)
+
+
+def test_a_checkpoint_of_an_object_store_is_copied_for_a_block(temporary):
+    memory = fsspec.filesystem("memory")
+    path = f"/bucket_{temporary.name}/checkpoint"
+    memory.pipe({f"{path}/model.keras": b"weights", f"{path}/parts/1": b"rows"})
+    try:
+        saved = ray.train.Checkpoint(path, filesystem=pyarrow.fs.PyFileSystem(pyarrow.fs.FSSpecHandler(memory)))
+        with local_folder(saved) as folder:
+            assert read_files(folder) == {"model.keras": b"weights", "parts/1": b"rows"}
+            assert os.listdir(temporary) == [os.path.basename(folder)], "no lock that another user cannot take"
+        assert os.listdir(temporary) == []
+    finally:
+        memory.rm(f"/bucket_{temporary.name}", recursive=True)
+
+
+def test_a_checkpoint_of_this_machine_is_not_copied(temporary):
+    with local_folder(ray.train.Checkpoint.from_directory(str(temporary))) as folder:
+        assert folder == str(temporary)
