@@ -1,4 +1,4 @@
-"""The folder of a stored checkpoint on this machine, and the files of a small one in memory, to send them."""
+"""The folder of a stored checkpoint on this machine, and the files of a small one in memory."""
 
 from __future__ import annotations
 
