@@ -6,11 +6,14 @@ import contextlib
 import os
 import posixpath
 from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
 
-import ray.train
 from pyarrow.fs import FileSelector, LocalFileSystem, copy_files
 
 from raytf.storage import checkpoint_files, scratch
+
+if TYPE_CHECKING:
+    import ray.train
 
 _COPIED_AT_ONCE = 64 << 20  # bytes
 
