@@ -1,4 +1,4 @@
-"""What raytf logs: `warnings_logged` is for its loggers what `pytest.warns` is for Python's warnings."""
+"""What raytf logs and prints: `warnings_logged` is for its loggers what `pytest.warns` is for Python's warnings."""
 
 from __future__ import annotations
 
@@ -38,3 +38,8 @@ def warnings_logged(match: str) -> Iterator[list[str]]:
             yield texts
         finally:
             assert any(re.search(match, text) for text in texts), f"none of {texts} matches {match!r}"
+
+
+def without_status(stderr: str) -> list[str]:
+    """Returns the lines of a command without those that say what it does, which a busy machine has in addition."""
+    return [line for line in stderr.splitlines() if not line.endswith(" ...")]

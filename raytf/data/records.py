@@ -127,7 +127,7 @@ def _headers(file, size: int | None) -> tuple[np.ndarray, list[int], int | None]
 
     Headers are uint8, (records, 12).
     """
-    headers: list[np.ndarray] = []
+    headers = [np.zeros((0, 12), np.uint8)]
     starts = [0]
     buffer, offset, position = b"", 0, 0
     while True:
@@ -137,8 +137,7 @@ def _headers(file, size: int | None) -> tuple[np.ndarray, list[int], int | None]
             return np.concatenate(headers), starts, len(starts) - 2  # a compressed file is left at its end
         buffer, offset = remainder + file.read(_CHUNK), position
         if len(buffer) < 12:
-            whole = np.concatenate(headers) if headers else np.zeros((0, 12), np.uint8)
-            return whole, starts, len(starts) - 1 if buffer else None
+            return np.concatenate(headers), starts, len(starts) - 1 if buffer else None
         count, last, unpack = len(starts), offset + len(buffer) - 12, _LENGTH.unpack_from
         while position <= last:
             # the length, its checksum, the data, its checksum

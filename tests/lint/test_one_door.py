@@ -68,8 +68,8 @@ def test_no_other_room_names_what_is_private():
 
 
 def called(tree: ast.AST) -> set[str]:
-    functions = {node.func for node in ast.walk(tree) if isinstance(node, ast.Call)}
-    return {function.attr for function in functions if isinstance(function, ast.Attribute)}
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    return {call.func.attr for call in calls if isinstance(call.func, ast.Attribute)}
 
 
 def test_ray_copies_no_checkpoint_to_this_machine():

@@ -18,7 +18,7 @@ from raytf.errors import ConfigError
 from raytf.worker import checkpoint
 from raytf.worker import export as export_module
 from raytf.worker.export import export
-from tests.logged import warnings_logged
+from tests.logged import warnings_logged, without_status
 from tests.unit import object_store
 from tests.unit.object_store import BUCKET
 
@@ -389,8 +389,7 @@ def test_errors_are_raised_before_ray_and_tensorflow_are_imported(run, tmp_path,
     (tmp_path / "empty").mkdir()
     (tmp_path / "first").symlink_to(run)
     done = typed(tmp_path, *command.split())
-    # a busy machine has lines of what the command does, too
-    usage, *_, sentence = [line for line in done.stderr.splitlines() if not line.endswith(" ...")]
+    usage, *_, sentence = without_status(done.stderr)
     assert done.returncode == 2 and sentence.startswith("Error: ") and WRONG[command] in sentence, done.stderr
     assert usage.startswith("Usage: ") and not (tmp_path / "out").exists()
 

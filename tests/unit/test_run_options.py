@@ -10,6 +10,7 @@ import sys
 import pytest
 
 import raytf
+from tests.logged import without_status
 
 ROOT = pathlib.Path(raytf.__file__).parents[1]
 WRONG = {
@@ -66,7 +67,7 @@ def test_wrong_options_are_reported_before_ray_is_imported(folder, command):
         text=True,
         timeout=60,
     )
-    usage, *_, message = [line for line in done.stderr.splitlines() if not line.endswith(" ...")]
+    usage, *_, message = without_status(done.stderr)
     assert done.returncode == 2 and message.startswith("Error: ") and WRONG[command] in message, done.stderr
     assert usage.startswith(f"Usage: python -m raytf.cli {command.split()[0]} ")
 
@@ -85,6 +86,6 @@ def test_options_of_raytf_after_the_script_are_the_scripts_and_a_hint_is_printed
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)])}
     command = [sys.executable, "-m", "raytf.cli", *AFTER_SCRIPT.split()]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60)
-    hint, *rest = [line for line in done.stderr.splitlines() if not line.endswith(" ...")]  # what a busy machine shows
+    hint, *rest = without_status(done.stderr)
     assert hint.startswith("raytf: --num-workers, --ports after the script: the script receives them")
     assert "epochs" not in hint and rest == ["ray was imported"]

@@ -6,7 +6,6 @@ import subprocess
 import sys
 import tempfile
 
-import fsspec
 import pyarrow.fs
 import pytest
 import ray.train
@@ -51,20 +50,17 @@ def test_folder_is_removed_after_use(temporary):
     assert not os.path.exists(path)
 
 
-def test_a_checkpoint_of_an_object_store_is_copied_for_a_block(temporary):
-    memory = fsspec.filesystem("memory")
-    path = f"/bucket_{temporary.name}/checkpoint"
-    memory.pipe({f"{path}/model.keras": b"weights", f"{path}/parts/1": b"rows"})
-    try:
-        saved = ray.train.Checkpoint(path, filesystem=pyarrow.fs.PyFileSystem(pyarrow.fs.FSSpecHandler(memory)))
-        with local_folder(saved) as folder:
-            assert read_files(folder) == {"model.keras": b"weights", "parts/1": b"rows"}
-            assert os.listdir(temporary) == [os.path.basename(folder)], "no lock that another user cannot take"
-        assert os.listdir(temporary) == []
-    finally:
-        memory.rm(f"/bucket_{temporary.name}", recursive=True)
-
-
-def test_a_checkpoint_of_this_machine_is_not_copied(temporary):
-    with local_folder(ray.train.Checkpoint.from_directory(str(temporary))) as folder:
-        assert folder == str(temporary)
+def test_a_checkpoint_of_an_object_store_alone_is_copied_for_a_block(temporary, place):
+    filesystem, path = place
+    files = {"model.keras": b"weights", "parts/1": b"rows"}
+    filesystem.create_dir(f"{path}/parts")
+    for name, content in files.items():
+        with filesystem.open_output_stream(f"{path}/{name}") as file:
+            file.write(content)
+    before = set(os.listdir(temporary))
+    with local_folder(ray.train.Checkpoint(path, filesystem=filesystem)) as folder:
+        assert read_files(folder) == files
+        assert (folder == path) == isinstance(filesystem, pyarrow.fs.LocalFileSystem)
+        copies = set() if folder == path else {os.path.basename(folder)}
+        assert set(os.listdir(temporary)) - before == copies, "no lock that another user cannot take"
+    assert set(os.listdir(temporary)) == before
