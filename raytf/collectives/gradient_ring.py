@@ -25,7 +25,7 @@ from raytf.collectives import exchange, packs, ring_token, scaled_float16
 from raytf.collectives.exchange import Exchange, bytes_of, empty
 from raytf.collectives.packs import ALIGNED, Pack
 from raytf.collectives.recovery_client import PlaceholderRing
-from raytf.collectives.ring import Ring, ignoring_overflow
+from raytf.collectives.ring import Ring, ignoring_overflow, put_weighted
 from raytf.collectives.ring_listener import Listener
 from raytf.compat.tensorflow import releasing_functions
 from raytf.errors import ConfigError, PeerLostError
@@ -259,20 +259,23 @@ class GradientRing(Exchange):
         self, rows: np.float64, sum_number: int, pack: Sequence[np.ndarray], starts: Sequence[int]
     ) -> tuple[np.ndarray, np.float64]:
         """Returns (mean of a few gradients over all workers' rows, number of rows) from a trade of unsummed ones."""
-        dtype = pack[0].dtype
-        content = np.zeros(_ROWS_BYTES + self.ring.padded(starts[-1]) * dtype.itemsize, np.uint8)
+        dtype, total = pack[0].dtype, np.float64(1)
+        content = self._empty(_ROWS_BYTES + self.ring.padded(starts[-1]) * dtype.itemsize, np.dtype(np.uint8))
         content[:_ROWS_BYTES].view(np.float64)[0] = rows
         local_gradients = content[_ROWS_BYTES:].view(dtype)
+        _clear_gaps(pack, starts, local_gradients)
         for gradient, start in zip(pack, starts, strict=False):
             local_gradients[start : start + gradient.size] = gradient.reshape(-1)
-        parts = self.ring.all_gather_small(content, sum_number)
-        counted = [np.frombuffer(part[:_ROWS_BYTES], np.float64)[0] for part in parts]
-        total = np.maximum(sum(counted), 1.0)
-        numbers = parts[:, _ROWS_BYTES:].view(dtype)
-        for part, part_rows in zip(numbers, counted, strict=True):
-            _put(part, part_rows / total, part)
         summed = empty(local_gradients.size, dtype)
-        self.ring.sum_in_order(numbers, summed)
+
+        def add(parts: Sequence[np.ndarray]) -> None:
+            nonlocal total
+            counted = [part[:_ROWS_BYTES].view(np.float64)[0] for part in parts]
+            total = np.maximum(sum(counted), 1.0)
+            gradients = [part[_ROWS_BYTES:].view(dtype) for part in parts]
+            self.ring.sum_in_order(gradients, summed, [rows / total for rows in counted])
+
+        self.ring.all_gather_small(content, add, sum_number)
         return summed, total
 
     def _sum_weighted(
@@ -291,15 +294,14 @@ class GradientRing(Exchange):
         scaled = 0 < blocks * scaled_float16.BLOCK.itemsize < items * wire.itemsize  # a few numbers do not fill a block
         size = blocks * scaled_float16.ITEMS if scaled else self.ring.padded(items)
         buffer = empty(size, wire) if scaled else self._empty(size, wire)
-        for gradient, start, following in zip(pack, starts, [*starts[1:-1], buffer.size], strict=False):
-            buffer[start + gradient.size : following] = 0
+        _clear_gaps(pack, starts, buffer)
         flat = [gradient.reshape(-1) for gradient in pack]
 
         def fill(begin: int, end: int) -> None:
             for i in range(bisect.bisect_right(starts, begin, hi=len(flat)) - 1, len(flat)):
                 first, last = max(begin, starts[i]), min(end, starts[i] + flat[i].size)
                 if first < last:
-                    _put(flat[i][first - starts[i] : last - starts[i]], weight, buffer[first:last])
+                    put_weighted(flat[i][first - starts[i] : last - starts[i]], weight, buffer[first:last])
                 if starts[i] >= end:
                     break
 
@@ -322,10 +324,16 @@ class GradientRing(Exchange):
             scaled_float16.decode(coded[part], numbers[part])
 
 
+def _clear_gaps(pack: Sequence[np.ndarray], starts: Sequence[int], target: np.ndarray) -> None:
+    """Sets what follows each gradient of a pack to zero, up to the next one's start."""
+    for gradient, start, following in zip(pack, starts, [*starts[1:-1], target.size], strict=False):
+        target[start + gradient.size : following] = 0
+
+
 def _weighted(values: np.ndarray, weight: float) -> np.ndarray:
     wide = values.astype(np.float32) if values.dtype.itemsize == 2 else values
     result = empty(wide.size, wide.dtype)
-    _put(wide.reshape(-1), weight, result)
+    put_weighted(wide.reshape(-1), weight, result)
     return result.reshape(wide.shape)
 
 
@@ -364,24 +372,6 @@ def _next_sum_number() -> int:
         graph = graph.outer_graph
     _sum_numbers[graph] = _sum_numbers.get(graph, 0) + 1
     return _sum_numbers[graph]
-
-
-def _put(values: np.ndarray, weight: float, target: np.ndarray) -> None:
-    """Computes target = weight * values; 0 for the weight 0, even if values are NaN."""
-    if weight == 0:
-        target[...] = 0
-    elif weight == 1:
-        target[...] = values
-    elif target.dtype == values.dtype and values.dtype.itemsize > 2:
-        np.multiply(values, values.dtype.type(weight), out=target)
-    else:  # in pieces that stay in a core's cache
-        kind = values.dtype if values.dtype.itemsize > 2 else np.dtype(np.float32)
-        wide = np.empty(1 << 16, kind)
-        for i in range(0, values.size, wide.size):
-            piece = values[i : i + wide.size]
-            weighted = wide[: piece.size]
-            np.multiply(piece, kind.type(weight), out=weighted, dtype=kind)
-            target[i : i + piece.size] = weighted
 
 
 def _converted(values: np.ndarray, dtype: np.dtype) -> np.ndarray:

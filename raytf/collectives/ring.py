@@ -36,8 +36,9 @@ _CHUNK = 1 << 18
 _SENT_AT_ONCE = 1 << 20
 # A neighbour of the same host reads larger arrays in shared memory; sending smaller ones is faster.
 _READ_IN_PLACE = 1 << 17
-# Bytes that a process sends in a trade, at most: few enough that round trips would cost more.
-_SMALL_GATHER_BYTES = 32 << 10
+# Bytes that a process sends in a trade, at most: few enough that round trips would cost more. Two processes send the
+# same bytes in any way, and trade what fits into a core's cache.
+_SMALL_GATHER_BYTES, _PAIR_BYTES = 32 << 10, 1 << 20
 # Bytes that take as long to send as one hop.
 _HOP_BYTES = 4 << 10
 # Generation, exchange number, kind, number in its step and size: workers that disagree must not add arrays.
@@ -126,6 +127,7 @@ class Ring:
         self._memory_lock, self._may_show = threading.Lock(), is_local(self._next)
         self._peer_memory: shared_memory.PeerMemory | None = None
         self._showed = False  # whether neighbours have tried to share their memories
+        self._lent: np.ndarray | None = None  # the other process of a pair may read it until its next exchange
         self._received = np.empty(_CHUNK, np.uint8)
         self._wide = np.empty((2, _CHUNK // 2), np.float32)
 
@@ -166,7 +168,7 @@ class Ring:
                 while its memory is in a core's cache. None if the items are set already.
 
         Returns:
-            `array`, or a copy if the next process is lost and may still read `array`.
+            `array`, or another array if the next process may still read `array`.
 
         Raises:
             PeerLostError: A member of the ring left or is lost (its rank is `lost`), or `timeout` passed. The ring
@@ -176,8 +178,14 @@ class Ring:
         if self.uses_small_gather(array.nbytes):
             if fill is not None:
                 fill(0, array.size)
-            self.sum_in_order(self._gather_small(_ADD, array.view(np.uint8), sum_number).view(array.dtype), array)
-            return array
+            total = array if array.nbytes <= _READ_IN_PLACE else np.empty_like(array)  # the other one may read `array`
+            self._gather_small(
+                _ADD,
+                array.view(np.uint8),
+                sum_number,
+                lambda parts: self.sum_in_order([part.view(array.dtype) for part in parts], total),
+            )
+            return total
         return self._exchange_array(
             _ADD, array, sum_number, 2 * self._half(array), lambda ways: self._sum(array, fill, *ways, _BOTH)
         )
@@ -204,25 +212,33 @@ class Ring:
 
     def uses_small_gather(self, size: int) -> bool:
         """Returns whether `size` bytes of each process are few enough for `all_gather_small`, which has fewer hops."""
+        if self.size == 2:
+            return size <= _PAIR_BYTES
         saved = 3 * (self.size - 1) if self._chords else 0  # hops that a trade saves
         return (self.size - 1) * size <= max(_SMALL_GATHER_BYTES, saved * _HOP_BYTES) and size <= _SMALL_GATHER_BYTES
 
-    def all_gather_small(self, content: np.ndarray, sum_number: int = 0) -> np.ndarray:
-        """Returns the contents of all processes, by rank; each calls it with the same size and in the same order.
+    def all_gather_small(
+        self, content: np.ndarray, use: Callable[[Sequence[np.ndarray]], None], sum_number: int = 0
+    ) -> None:
+        """Gathers the contents of all processes; each calls it with the same size and in the same order.
 
         Args:
-            content: Bytes, few enough for `uses_small_gather`.
+            content: Bytes, few enough for `uses_small_gather`. With two processes of one host the other one reads them
+                where they are if `empty` gave the array. Do not change them afterwards.
+            use: use(contents by rank) is called once. Neither keep nor change these arrays.
             sum_number: Number of this exchange within its step, as for `all_reduce`.
-
-        Returns:
-            uint8 array of the shape (processes, bytes of each).
 
         Raises:
             PeerLostError, RaytfError: As for `all_reduce`.
         """
-        return self._gather_small(_SMALL_GATHER, content, sum_number)
+        self._gather_small(_SMALL_GATHER, content, sum_number, use)
 
-    def _gather_small(self, kind: int, content: np.ndarray, sum_number: int) -> np.ndarray:
+    def _gather_small(
+        self, kind: int, content: np.ndarray, sum_number: int, use: Callable[[Sequence[np.ndarray]], None]
+    ) -> None:
+        if self.size == 2 and content.size > _READ_IN_PLACE:
+            self._swap_large(kind, content, sum_number, use)
+            return
         contents = np.empty((self.size, content.size), np.uint8)
         contents[self.rank] = content
 
@@ -249,7 +265,29 @@ class Ring:
 
         work = exchange_chords if self._chords else circulate
         self._exchange(kind, content.size, sum_number, (self.size - 1) * content.size, work, content.tobytes())
-        return contents
+        use(contents)
+
+    def _swap_large(
+        self, kind: int, content: np.ndarray, sum_number: int, use: Callable[[Sequence[np.ndarray]], None]
+    ) -> None:
+        """Gathers the contents of two processes, which read each other's in shared memory if they are there.
+
+        A content stays as it is until the other process begins its next exchange, and thus has read it.
+        """
+        begin = self._shared_offset(content)
+
+        def swap() -> None:
+            shows, other = self._memory_paths(begin, content.size)
+            if shows:
+                self._lent = content
+            else:
+                self._send(memoryview(content))
+            if other is None:
+                other = np.frombuffer(self._receive(content.size), np.uint8)
+            self._flush()
+            use((other, content) if self.rank else (content, other))
+
+        self._exchange(kind, content.size, sum_number, content.size, swap, self._first_bytes(begin))
 
     def _swap(self, chord: Chord, distance: int, sent: np.ndarray, target: np.ndarray) -> None:
         """Sends bytes to the member `distance` ranks further, and fills `target` with bytes of the one before."""
@@ -288,15 +326,32 @@ class Ring:
         return poll
 
     @ignoring_overflow
-    def sum_in_order(self, parts: np.ndarray, target: np.ndarray) -> None:
+    def sum_in_order(
+        self, parts: Sequence[np.ndarray], target: np.ndarray, weights: Sequence[float] | None = None
+    ) -> None:
         """Sums the parts of all processes in the order of `all_reduce` around the ring, with the same bits.
 
         Args:
-            parts: (processes, items) by rank; each row has fewer bytes than are added at once.
+            parts: Flat arrays by rank. With more than two processes each has fewer bytes than are added at once.
             target: Receives the sum; its size is a multiple of the number of processes.
+            weights: Factors of the parts by rank, or None for 1. With the weight 0 a part counts as zeros, also NaN.
         """
+        weights = weights or [1.0] * self.size
+        if self.size == 2:  # either order gives the same bits
+            items = _CHUNK // target.itemsize
+            weighted = np.empty(min(items, target.size), target.dtype)
+            for begin in range(0, target.size, items):
+                piece = slice(begin, begin + items)
+                total = target[piece]
+                put_weighted(parts[0][piece], weights[0], total)
+                put_weighted(parts[1][piece], weights[1], weighted[: total.size])
+                self._accumulate(total, weighted[: total.size])
+            return
         size, first = self.size, np.arange(self.size)
-        segments = parts.reshape(size, size, -1)  # segments of each part
+        segments = np.empty((size, target.size), target.dtype)
+        for part, weight, copy in zip(parts, weights, segments, strict=True):
+            put_weighted(part, weight, copy)
+        segments = segments.reshape(size, size, -1)  # segments of each part
         total = segments[first, first]  # each segment begins with the member of its number
         for step in range(1, size):
             total_so_far = segments[(first + step) % size, first]
@@ -351,7 +406,7 @@ class Ring:
     ) -> np.ndarray:
         """Exchanges an array that the next process may read in shared memory; returns the same as `all_reduce`."""
         large = array.nbytes > _READ_IN_PLACE
-        begin = None if self._memory is None or not large else self._memory.offset_of(array)
+        begin = self._shared_offset(array) if large else None
         is_read = False
 
         def exchange() -> None:
@@ -360,9 +415,17 @@ class Ring:
             work(ways)
             is_read = not self._have_read(*ways)
 
-        first = _COUNT.pack(_NOT_SHARED if begin is None else begin) if large and is_local(self._next) else b""
-        self._exchange(kind, array.nbytes, sum_number, sent, exchange, first)
+        self._exchange(kind, array.nbytes, sum_number, sent, exchange, self._first_bytes(begin) if large else b"")
         return array.copy() if is_read else array
+
+    def _shared_offset(self, array: np.ndarray) -> int | None:
+        """Returns the offset of an array in memory that the next process reads, or None if it is not there."""
+        memory = self._memory
+        return None if memory is None else memory.offset_of(array)
+
+    def _first_bytes(self, begin: int | None) -> bytes:
+        """Returns what precedes a large array: its offset in shared memory for a process of this host."""
+        return _COUNT.pack(_NOT_SHARED if begin is None else begin) if is_local(self._next) else b""
 
     def _exchange(
         self, kind: int, size: int, sum_number: int, sent: int, work: Callable[[], None], first: bytes = b""
@@ -511,7 +574,7 @@ class Ring:
         self._notifier.close()
         for connection in (*self._links, *self._chords):
             connection.close()
-        self._memory = self._peer_memory = None  # arrays in use keep the memory alive
+        self._memory = self._peer_memory = self._lent = None  # arrays in use keep the memory alive
         self._may_show = False
 
     def abandon(self) -> None:
@@ -554,6 +617,7 @@ class Ring:
                 "Build the same model on all workers, let each make the same steps, and where a condition "
                 "decides whether an optimizer runs, base it on what all workers know alike, such as a count of steps."
             )
+        self._lent = None
 
     def _send(self, message: bytes) -> None:
         """Sends as much as the socket accepts; `_receive` and `_flush` send the remaining bytes."""
@@ -769,6 +833,24 @@ class Ring:
                 if wants:
                     poll.register(source, select.POLLIN)
         return poll
+
+
+def put_weighted(values: np.ndarray, weight: float, target: np.ndarray) -> None:
+    """Computes target = weight * values; 0 for the weight 0, even if values are NaN."""
+    if weight == 0:
+        target[...] = 0
+    elif weight == 1:
+        target[...] = values
+    elif target.dtype == values.dtype and values.dtype.itemsize > 2:
+        np.multiply(values, values.dtype.type(weight), out=target)
+    else:  # in pieces that stay in a core's cache
+        kind = values.dtype if values.dtype.itemsize > 2 else np.dtype(np.float32)
+        wide = np.empty(1 << 16, kind)
+        for i in range(0, values.size, wide.size):
+            piece = values[i : i + wide.size]
+            weighted = wide[: piece.size]
+            np.multiply(piece, kind.type(weight), out=weighted, dtype=kind)
+            target[i : i + piece.size] = weighted
 
 
 # Whether the next process reads the array in shared memory, and the previous process's array if this one does.

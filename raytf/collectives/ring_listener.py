@@ -22,7 +22,7 @@ from raytf.errors import PeerLostError
 # Purposes of a connection.
 _PURPOSES = _DATA, _WATCH = 0, 1
 # The first bytes of a connection: magic, rank, purpose, generation and a random number for one use.
-_MAGIC = b"raytf/ring/3"
+_MAGIC = b"raytf/ring/4"
 _HELLO = struct.Struct(f"<{len(_MAGIC)}sIII{TOKEN_BYTES}s")
 _PROOF_BYTES = 32
 _WELCOME = b"\1"

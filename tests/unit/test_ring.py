@@ -162,7 +162,7 @@ def around_the_ring(arrays):
 def test_the_bits_do_not_depend_on_how_the_values_travel(ring_of, size, hosts, shared):
     """Whether all go to all or around the ring, and where they are; each is there before it is sent, added, or both."""
     places = ring_of(size, hosts)
-    for items in (0, 6, 1200, 600_000, 2_400_006):
+    for items in (0, 6, 1200, 24_000, 120_000, 600_000, 2_400_006):
         values = [np.random.default_rng(i).normal(size=items).astype(np.float32) for i in range(size)]
         arrays = [laid(place, np.full(items, np.nan, np.float32), shared) for place in places]
         counts = [np.zeros(items, np.uint8) for _ in range(size)]
@@ -188,7 +188,9 @@ def test_what_each_has_comes_to_all_while_sockets_are_full(ring_of):
     def work(place):
         for number in range(5):
             place.send_to_successor(number, bytes(12_000))
-        traded = [place.all_gather_small(content[place.rank]).tobytes() for _ in range(50)]
+        traded = []
+        for _ in range(50):
+            place.all_gather_small(content[place.rank], lambda parts: traded.append(np.stack(parts).tobytes()))
         return traded, [number for number, _ in place.peer_messages]
 
     assert together(work, places) == [([np.stack(content).tobytes()] * 50, [1, 2, 3, 4])] * 5
@@ -247,21 +249,49 @@ def test_a_sum_is_not_left_where_one_may_read_that_is_lost(ring_of):
     assert not np.shares_memory(sums[0], arrays[0]) and all((total == 2).all() for total in sums)
 
 
+@pytest.mark.parametrize("hosts", ["unix", "tcp", "both"])
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_pair_reads_what_the_other_gave_until_its_next_exchange(ring_of, hosts, shared):
+    """One that is slow to read gets what was given, whatever the other one does with new arrays in between."""
+    places = ring_of(2, hosts)
+    read, may_read = [], threading.Event()
+    contents = [np.full(1 << 18, 7, np.uint8), np.full(1 << 18, 9, np.uint8)]
+
+    def use(parts):
+        assert may_read.wait(20)
+        read.append([(part.min(), part.max()) for part in parts])
+
+    def work(place):
+        for turn in range(2):
+            if place.rank:
+                place.all_gather_small(laid(place, contents[1].copy(), shared), use)
+            else:
+                place.all_gather_small(laid(place, contents[0].copy(), shared), lambda parts: None)
+                others = [laid(place, np.zeros(1 << 18, np.uint8)) for _ in range(3)]  # noqa: F841 takes free memory
+                if not turn:
+                    may_read.set()
+
+    together(work, places)
+    assert read == [[(7, 7), (9, 9)]] * 2
+
+
+@pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("fails", ["own", "other"])
-def test_without_shared_memory_sockets_carry_all(ring_of, monkeypatch, fails):
+def test_without_shared_memory_sockets_carry_all(ring_of, monkeypatch, fails, size):
     def refuse(*_, **__):
         raise OSError("no memory here")
 
-    places = ring_of(3)
+    places = ring_of(size)
     if fails == "own":
         monkeypatch.setattr(os, "memfd_create", refuse)
     else:
         monkeypatch.setattr(shared_memory, "PeerMemory", refuse)
     with warnings_logged("exchange through sockets, which is slower, with equal results"):
         for _ in range(2):
-            arrays = [laid(place, np.ones(300_000)) for place in places]
-            sums = together(lambda place, arrays=arrays: place.all_reduce(arrays[place.rank]), places)
-            assert all((total == 3).all() for total in sums)
+            for items in (99_000, 300_000):
+                arrays = [laid(place, np.ones(items)) for place in places]
+                sums = together(lambda place, arrays=arrays: place.all_reduce(arrays[place.rank]), places)
+                assert all((total == size).all() for total in sums)
 
 
 def test_workers_that_sum_different_things_raise(ring_of):
@@ -341,7 +371,7 @@ def test_a_neighbour_that_does_not_read_is_waited_for_longer_than_its_host(ring_
 
 
 def hello_of(rank, purpose=0):
-    return b"raytf/ring/3" + b"".join(i.to_bytes(4, "little") for i in (rank, purpose, 0)) + bytes(TOKEN_BYTES)
+    return b"raytf/ring/4" + b"".join(i.to_bytes(4, "little") for i in (rank, purpose, 0)) + bytes(TOKEN_BYTES)
 
 
 @pytest.mark.slow
