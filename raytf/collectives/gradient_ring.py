@@ -11,7 +11,6 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import functools
-import itertools
 import math
 import time
 import weakref
@@ -234,8 +233,7 @@ class GradientRing(Exchange):
         began = time.perf_counter()
         dtype = pack[0].dtype
         wire = dtype if exact or dtype.itemsize == 2 else np.dtype(self._wire_dtype)
-        step = ALIGNED // wire.itemsize
-        starts = list(itertools.accumulate((-(-g.size // step) * step for g in pack), initial=0))
+        starts = packs.starts(tuple(g.size for g in pack), wire.itemsize)
         items, counts = starts[-1], rows >= 0 and total < 0
         is_small = bounds is None and wire == dtype
         if counts and is_small and self.ring.uses_small_gather(self.ring.padded(items) * dtype.itemsize + _ROWS_BYTES):
@@ -256,7 +254,7 @@ class GradientRing(Exchange):
         return [np.float64(total), *results]
 
     def _sum_at_once(
-        self, rows: np.float64, sum_number: int, pack: Sequence[np.ndarray], starts: Sequence[int]
+        self, rows: np.float64, sum_number: int, pack: Sequence[np.ndarray], starts: tuple[int, ...]
     ) -> tuple[np.ndarray, np.float64]:
         """Returns (mean of a few gradients over all workers' rows, number of rows) from a trade of unsummed ones."""
         dtype, total = pack[0].dtype, np.float64(1)
@@ -283,7 +281,7 @@ class GradientRing(Exchange):
         weight: float,
         sum_number: int,
         pack: Sequence[np.ndarray],
-        starts: Sequence[int],
+        starts: tuple[int, ...],
         wire: np.dtype,
         add: Callable[..., np.ndarray],
     ) -> np.ndarray:
@@ -324,10 +322,10 @@ class GradientRing(Exchange):
             scaled_float16.decode(coded[part], numbers[part])
 
 
-def _clear_gaps(pack: Sequence[np.ndarray], starts: Sequence[int], target: np.ndarray) -> None:
-    """Sets what follows each gradient of a pack to zero, up to the next one's start."""
-    for gradient, start, following in zip(pack, starts, [*starts[1:-1], target.size], strict=False):
-        target[start + gradient.size : following] = 0
+def _clear_gaps(pack: Sequence[np.ndarray], starts: tuple[int, ...], target: np.ndarray) -> None:
+    """Sets the items of a pack's array between gradients to zero."""
+    for gap in packs.gaps(starts, tuple(g.size for g in pack), target.size):
+        target[gap] = 0
 
 
 def _weighted(values: np.ndarray, weight: float) -> np.ndarray:

@@ -7,11 +7,26 @@ there are workers. A worker's share of a variable is the part of it in the segme
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Sequence
 
 # TensorFlow uses a NumPy array without a copy if its address is a multiple of this.
 ALIGNED = 64
+
+
+@functools.lru_cache(maxsize=1024)
+def starts(sizes: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
+    """Returns where arrays begin in a pack, each at an aligned offset, and the end of the last one, in items."""
+    step = ALIGNED // itemsize
+    return tuple(itertools.accumulate((-(-size // step) * step for size in sizes), initial=0))
+
+
+@functools.lru_cache(maxsize=1024)
+def gaps(starts: tuple[int, ...], sizes: tuple[int, ...], end: int) -> tuple[slice, ...]:
+    """Returns the items of a pack of `end` items in which no array is."""
+    ends = (*starts[1:-1], end)
+    return tuple(slice(a + size, b) for a, size, b in zip(starts, sizes, ends, strict=False) if a + size < b)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,10 +44,9 @@ class Pack:
     itemsize: int
 
     @property
-    def starts(self) -> list[int]:
+    def starts(self) -> tuple[int, ...]:
         """Returns the first item of each variable, and the end of the last one."""
-        step = ALIGNED // self.itemsize
-        return list(itertools.accumulate((-(-size // step) * step for size in self.sizes), initial=0))
+        return starts(self.sizes, self.itemsize)
 
     def shares(self, rank: int, workers: int) -> list[tuple[int, int]]:
         """Returns (begin, end) of a worker's share of each variable; an empty one is (0, 0)."""

@@ -124,7 +124,8 @@ class Ring:
         self._unsent = memoryview(b"")
         self._polls: dict[tuple[bool, bool, bool, bool], select.poll] = {}
         self._memory: shared_memory.OwnMemory | None = None  # the next member reads it
-        self._memory_lock, self._may_show = threading.Lock(), is_local(self._next)
+        self._next_is_local, self._previous_is_local = is_local(self._next), is_local(self._previous)
+        self._memory_lock, self._may_show = threading.Lock(), self._next_is_local
         self._peer_memory: shared_memory.PeerMemory | None = None
         self._showed = False  # whether neighbours have tried to share their memories
         self._lent: np.ndarray | None = None  # the other process of a pair may read it until its next exchange
@@ -425,7 +426,7 @@ class Ring:
 
     def _first_bytes(self, begin: int | None) -> bytes:
         """Returns what precedes a large array: its offset in shared memory for a process of this host."""
-        return _COUNT.pack(_NOT_SHARED if begin is None else begin) if is_local(self._next) else b""
+        return _COUNT.pack(_NOT_SHARED if begin is None else begin) if self._next_is_local else b""
 
     def _exchange(
         self, kind: int, size: int, sum_number: int, sent: int, work: Callable[[], None], first: bytes = b""
@@ -462,7 +463,7 @@ class Ring:
             begin: Offset in this process's shared memory, which the next process received; None if it is not there.
             count: Number of bytes of the array.
         """
-        previous_begin = _COUNT.unpack(self._receive(_COUNT.size))[0] if is_local(self._previous) else _NOT_SHARED
+        previous_begin = _COUNT.unpack(self._receive(_COUNT.size))[0] if self._previous_is_local else _NOT_SHARED
         if not self._showed:
             self._show_memories()
         shown = previous_begin != _NOT_SHARED and self._peer_memory is not None
@@ -473,11 +474,11 @@ class Ring:
         """Sends the descriptor of this process's memory to the next process, and maps the previous process's memory."""
         self._showed = True
         memory = self._own_memory()
-        if is_local(self._next):
+        if self._next_is_local:
             self._flush()
             shown = [_NO] if memory is None else [_YES], [] if memory is None else [memory.descriptor]
             self._patiently(1, functools.partial(socket.send_fds, self._next, *shown), sending=True)
-        if is_local(self._previous):
+        if self._previous_is_local:
             receive_descriptors = functools.partial(socket.recv_fds, self._previous, 1, 1, socket.MSG_CMSG_CLOEXEC)
             data, descriptors, *_ = self._patiently(-1, receive_descriptors, receiving=True)
             if not data:

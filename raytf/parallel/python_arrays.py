@@ -24,10 +24,12 @@ def insert(original, self, func):
 
 @patch((FuncRegistry, "__call__"))
 def call(original, self, token, device, args):
-    """Returns copies of the user's arrays to TensorFlow from a Python function."""
+    """Returns to TensorFlow copies of the arrays of a user's Python function, and those of raytf's own as they are."""
+    function = self.get(token)
+    if releases_function(function):
+        given = function(*args)
+        return [np.asarray(value, order="C") for value in given] if isinstance(given, list) else np.asarray(given)
     given = original(self, token, device, args)
-    if releases_function(self.get(token)):
-        return given
     return [_copy_if_aliased(value) for value in given] if isinstance(given, list) else _copy_if_aliased(given)
 
 
