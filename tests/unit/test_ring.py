@@ -275,6 +275,26 @@ def test_a_pair_reads_what_the_other_gave_until_its_next_exchange(ring_of, hosts
     assert read == [[(7, 7), (9, 9)]] * 2
 
 
+@pytest.mark.parametrize("hosts", ["unix", "tcp"])
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_pair_reads_what_one_gave_that_has_left(ring_of, hosts, shared):
+    places, left, read = ring_of(2, hosts), threading.Event(), []
+
+    def work(place):
+        if place.rank == 0:
+            place.all_gather_small(laid(place, np.full(1 << 18, 7, np.uint8), shared), lambda parts: None)
+            place.close()
+            left.set()
+        else:
+            place.all_gather_small(
+                laid(place, np.full(1 << 18, 9, np.uint8), shared),
+                lambda parts: left.wait(20) and read.extend((part.min(), part.max()) for part in parts),
+            )
+
+    assert not raised(work, places)
+    assert read == [(7, 7), (9, 9)]
+
+
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("fails", ["own", "other"])
 def test_without_shared_memory_sockets_carry_all(ring_of, monkeypatch, fails, size):
