@@ -32,7 +32,7 @@ import tempfile
 import common
 
 # Iterations of a whole run, of `--short`, and of `--smoke`.
-COUNTS = {"fits": (300, 24, 4), "trials": (200, 24, 4), "epochs": (3000, 240, 20), "losses": (50, 7, 2)}
+COUNTS = {"fits": (300, 60, 4), "trials": (200, 24, 4), "epochs": (3000, 240, 20), "losses": (50, 7, 2)}
 # From this iteration on nothing is to grow: imports, pools and caches are there.
 SETTLED = 20
 WORKERS, WIDTH, ROWS, BATCH = 2, 16, 96, 32
