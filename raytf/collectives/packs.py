@@ -17,7 +17,7 @@ ALIGNED = 64
 
 @functools.lru_cache(maxsize=1024)
 def starts(sizes: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
-    """Returns where arrays begin in a pack, each at an aligned offset, and the end of the last one, in items."""
+    """Returns the aligned items at which arrays begin in a pack, and the end of the last one."""
     step = ALIGNED // itemsize
     return tuple(itertools.accumulate((-(-size // step) * step for size in sizes), initial=0))
 
