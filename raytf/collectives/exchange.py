@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from raytf import activity
-from raytf.collectives import recovery_client, ring_token
+from raytf.collectives import packs, recovery_client, ring_token
 from raytf.collectives.packs import ALIGNED
 from raytf.collectives.recovery_client import PlaceholderRing
 from raytf.collectives.ring import Ring
@@ -79,9 +79,8 @@ class Exchange:
         results: list[np.ndarray | None] = [None] * len(arrays)
         for dtype in dict.fromkeys(array.dtype for array in arrays):
             indices = [i for i, array in enumerate(arrays) if array.dtype == dtype]
-            step = max(1, ALIGNED // dtype.itemsize)
-            starts = np.cumsum([0, *(-(-arrays[i].size // step) * step for i in indices)])
-            buffer = self._empty(self.ring.padded(int(starts[-1])), dtype)
+            starts = packs.starts(tuple(arrays[i].size for i in indices), dtype.itemsize)
+            buffer = self._empty(self.ring.padded(starts[-1]), dtype)
             buffer[...] = 0
             for i, start in zip(indices, starts, strict=False):
                 buffer[start : start + arrays[i].size] = arrays[i].reshape(-1)
