@@ -74,6 +74,10 @@ class Column:
         for bad, rule, received in wrong:
             if bad:
                 raise ConfigError(rule, f"{received!r} for {self.name!r}", "Correct the Column")
+        for name in ("image", "shape", "fill"):
+            object.__setattr__(self, name, _hashable(getattr(self, name)))
+        if whole:
+            object.__setattr__(self, "pad", int(self.pad))  # others ask for an int, which NumPy's are not
         if self.dtype is not None:
             try:
                 np.dtype(self.dtype)
@@ -91,6 +95,12 @@ class Column:
     def pads_batch(self) -> bool:
         """Returns whether lists are padded to the longest one of their global batch."""
         return self.pad == "batch"
+
+
+def _hashable(value: Any) -> Any:
+    """Returns lists and arrays as tuples: equal columns are found by their hash, and read once."""
+    value = value.tolist() if isinstance(value, np.ndarray) else value
+    return tuple(map(_hashable, value)) if isinstance(value, list | tuple) else value
 
 
 def _check_sizes(name: str, value: Any, least: int) -> None:

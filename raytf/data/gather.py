@@ -24,6 +24,8 @@ _STACK_ROWS = 1024  # rows that are transposed at once, so that they stay in the
 _CACHED_BYTES = 256 << 10  # bytes of rows that are gathered before they are scattered to the output
 # A tensor up to this size is copied into one array, from which rows are gathered in one pass.
 COPIED_BYTES = 64 << 20
+# Types whose arrays hold more than 2 GiB, by those whose arrays do not.
+_LARGE = {pa.string(): pa.large_string(), pa.binary(): pa.large_binary()}
 
 
 def source(tables: Sequence[pa.Table], columns: Columns, copied_bytes: float = math.inf) -> ColumnSource:
@@ -113,11 +115,7 @@ class Dense(ColumnSource):
         arrays = [_stored_array(table, column) for table in tables]
         shapes = {(a.shape[1:], np.dtype(column.dtype or a.dtype)) for a in arrays}
         if len(shapes) > 1:
-            raise ConfigError(
-                "All rows of a column need one shape and dtype",
-                f"{shapes} in {column.name!r}",
-                "Convert the rows to one shape and dtype",
-            )
+            raise _different(shapes, column.name)
         ((self.shape, self.dtype),) = shapes
         self.row_bytes = max(1, int(np.prod(self.shape))) * self.dtype.itemsize
         small = len(arrays) > 1 and self.row_bytes * sum(map(len, arrays)) <= COPIED_BYTES
@@ -249,7 +247,8 @@ class Texts(ColumnSource):
     """Source of strings or bytes."""
 
     def __init__(self, tables: Sequence[pa.Table], column: Column):
-        self._parts = [_in_one(filled(table, column)) for table in tables]
+        arrays = [filled(table, column) for table in tables]
+        self._parts = [_in_one(a if a.num_chunks == 1 else a.cast(_LARGE.get(a.type, a.type))) for a in arrays]
         self.shape, self.dtype = (), np.dtype(object)
         sizes = sum(part.nbytes for part in self._parts)
         self.row_bytes = max(8, sizes / max(1, sum(map(len, self._parts))))
@@ -295,6 +294,9 @@ class Lists(ColumnSource):
                 )
         self.shape = (column.pad if isinstance(column.pad, int) else None,)
         self.dtype = np.dtype(column.dtype or self._values[0].dtype)
+        for values in self._values if column.dtype is None else ():
+            if len(values):
+                check_type(values.dtype, self.dtype, column.name)
         rows = max(1, sum(map(len, lengths)))
         self.row_bytes = 8 + self.dtype.itemsize * sum(int(part.sum()) for part in lengths) / rows
         self._lengths = None
@@ -337,6 +339,17 @@ class Lists(ColumnSource):
 
 
 # --------------------------------------------------------------------------------------------- arrays of a table
+
+
+def check_type(dtype: np.dtype, known: np.dtype, name: str) -> None:
+    """Raises ConfigError if the numbers of a column could change in the dtype of its earlier rows."""
+    if not np.can_cast(dtype, known):
+        raise _different(f"{dtype} after {known}", name)
+
+
+def _different(received, name: str) -> ConfigError:
+    rule, fix = "All rows of a column need one shape and dtype", "Convert the rows to one shape and dtype"
+    return ConfigError(rule, f"{received} in {name!r}", fix)
 
 
 def aligned_empty(shape: Sequence[int], dtype) -> np.ndarray:

@@ -15,7 +15,7 @@ from ray.data.block import BlockAccessor
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raytf.data.columns import Columns
-from raytf.data.gather import COPIED_BYTES, ColumnSource, RowLocations, source
+from raytf.data.gather import COPIED_BYTES, ColumnSource, RowLocations, check_type, source
 from raytf.data.record_files import RecordStream, RecordTables
 from raytf.data.sampling import Epoch, Ranges, Sampler
 from raytf.data.stored import StoredDataset, as_table
@@ -131,7 +131,7 @@ class StreamReader(Reader):
         self._requester = (worker, workers)
         self.prepare: Callable = lambda epoch, number, chunk, rows: None
         self.sources = sources([as_table(block) for block in stream.first().get()], columns)
-        self._tables = stream.opened() if isinstance(stream, RecordStream) else None
+        self._tables = RecordTables(stream) if isinstance(stream, RecordStream) else None
 
     def chunks(self, epoch, number, first):
         with ThreadPoolExecutor(1, "raytf_feed") as pool:
@@ -171,7 +171,8 @@ class StreamRows:
     """
 
     def __init__(self, ask: Callable[[], list[Part]], start: int, count: int, columns: Sequence[Columns], known: list):
-        self._ask, self._start, self._columns, self._sources = ask, start, columns, known
+        self._ask, self._start, self._columns = ask, start, columns
+        self._known = self._sources = known
         self._names = list(dict.fromkeys(name for c in columns for name in c.names))
         self._parts = ask()
         self._tables: list[pa.Table] = []
@@ -203,6 +204,8 @@ class StreamRows:
             self._row[rows] = np.arange(len(rows)) if offset is None else rows - offset
             self._tables.append(table)
         self._sources = sources(self._tables, self._columns)
+        for columns, found, known in zip(self._columns, self._sources, self._known, strict=True):
+            check_type(found.dtype, known.dtype, ", ".join(columns.names))
 
     def _taken(self, wanted: np.ndarray) -> list[tuple[int | None, np.ndarray, pa.Table]]:
         """Returns tables as (offset of the table if it has all rows from there, or None; the rows; the table)."""

@@ -63,10 +63,6 @@ class RecordStream(StreamedDataset):
     def first(self) -> StoredDataset:
         return RecordBlocks(list(self.records), list(self.rows), self.columns, self.features).first()
 
-    def opened(self) -> RecordTables:
-        """Returns what reads the files in this process."""
-        return RecordTables(self)
-
 
 class RecordTables:
     """Reader of the rows of a `RecordStream`, which several threads may use."""

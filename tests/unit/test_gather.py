@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raytf.data import columns, gather
+from raytf.data import columns, gather, reader
 from raytf.data.columns import Column, Columns
+from raytf.data.reader import sources
 from raytf.errors import ConfigError
 
 
@@ -141,6 +142,46 @@ def test_what_has_no_tensor_is_refused(array, spec, rule):
 def test_options_that_do_not_go_together(options, rule):
     with pytest.raises(ConfigError, match=rule):
         Column("x", **options)
+
+
+def test_options_as_lists_and_numbers_of_numpy():
+    """A list, as of a JSON file, is no key; and a length of NumPy's is one."""
+    made = Column("x", image=[2, 2, 3], fill=np.array([[1], [2]]))
+    assert made == Column("x", image=(2, 2, 3), fill=((1,), (2,))) and hash(made) == hash(made)
+    padded = Column("x", pad=np.int64(4))
+    assert padded == Column("x", pad=4) and type(padded.pad) is int
+    lists, spec = table(x=pa.array([[1], None])), Columns.from_spec(Column("x", ragged=True, fill=[]), "x")
+    source, _ = sources([lists], [spec, spec])
+    assert source.lengths(gather.RowLocations(np.zeros(2, int), np.arange(2))).tolist() == [1, 0]
+
+
+def test_numbers_of_a_later_block_never_change():
+    whole, part = pa.array([[1], [2]]), pa.array([[0.5]])
+    spec = Columns.from_spec(Column("x", ragged=True), "x")
+    with pytest.raises(ConfigError, match="one shape and dtype; received: float64 after int64 in 'x'"):
+        gather.source([table(x=whole), table(x=part)], spec)
+    values, _ = gather.source([table(x=part), table(x=whole)], spec).gather(
+        gather.RowLocations(np.array([1, 0]), np.array([1, 0]))
+    )
+    assert values.tolist() == [2, 0.5]
+
+
+def test_rows_of_a_stream_never_change(monkeypatch):
+    """Its first rows say what TensorFlow converts all rows to."""
+    spec = [Columns.from_spec("x", "x")]
+    known = sources([table(x=[1, 2])], spec)
+    rows = reader.StreamRows(list, 0, 2, spec, known)
+    monkeypatch.setattr(rows, "_taken", lambda wanted: [(0, wanted, table(x=[0.5, 1.5]))])
+    with pytest.raises(ConfigError, match="float64 after int64 in 'x'"):
+        rows.fetch(np.arange(2))
+
+
+def test_texts_in_several_chunks():
+    """One array of Arrow's usual type holds 2 GiB."""
+    parts = pa.chunked_array([["a", "b"], ["c"]])
+    source = gather.source([pa.table({"x": parts})], Columns.from_spec("x", "x"))
+    assert source.gather(gather.RowLocations(np.zeros(3, int), np.array([2, 0, 1])))[0].tolist() == ["c", "a", "b"]
+    assert pa.types.is_large_string(source._parts[0].type)
 
 
 def test_blocks_are_never_handed_out():
