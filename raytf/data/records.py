@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import gzip
 import struct
+import sys
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -101,7 +103,7 @@ def index(filesystem: fs.FileSystem, path: str, size: int) -> list[Records]:
             file.seek(0)
             content: Any = gzip.GzipFile(fileobj=file) if zipped else file
             headers, starts, end = _headers(content, None if zipped else size)
-        except (EOFError, gzip.BadGzipFile) as error:
+        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
             raise _damaged(path, f"which gzip cannot read ({error})") from error
     whole = _are_whole(headers)
     if not whole.all():
@@ -133,7 +135,7 @@ def _headers(file, size: int | None) -> tuple[np.ndarray, list[int], int | None]
     while True:
         remainder = buffer[position - offset :]
         past = position > offset + len(buffer)
-        if past and ((size or position) < position or file.seek(position) < position):
+        if past and ((size or position) < position or file.seek(min(position, sys.maxsize)) < position):
             return np.concatenate(headers), starts, len(starts) - 2  # a compressed file is left at its end
         buffer, offset = remainder + file.read(_CHUNK), position
         if len(buffer) < 12:

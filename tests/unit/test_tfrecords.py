@@ -232,10 +232,14 @@ def test_damaged_files(tmp_path):
     zipped = write(tmp_path / "z", map(row, range(90)), "GZIP")
     with pytest.raises(raytf.ConfigError, match="which gzip cannot read"):
         read(changed(zipped, os.path.getsize(zipped) - 20))
-    with gzip.open(tmp_path / "g", "wb") as file:
-        file.write(b"Nor are these.")
-    with pytest.raises(raytf.ConfigError, match="whose first bytes are no record"):
-        read(str(tmp_path / "g"))
+    zipped = write(tmp_path / "z", map(row, range(90)), "GZIP")
+    with pytest.raises(raytf.ConfigError, match="which gzip cannot read .Error -3"):
+        read(changed(zipped, 10, 255))
+    for content in (b"Nor are these.", b"\xff" * 40):
+        with gzip.open(tmp_path / "g", "wb") as file:
+            file.write(content)
+        with pytest.raises(raytf.ConfigError, match="whose first bytes are no record"):
+            read(str(tmp_path / "g"))
     path = whole()
     lost = records.Records(str(tmp_path / "lost"), 0, 100, 0, 9, "")
     with pytest.raises(raytf.ConfigError, match="path that all nodes see.*lost"):
