@@ -26,7 +26,10 @@ def with_names(predictions, images, classes: Sequence[str] | None, threshold: fl
     Raises:
         ConfigError: There are more images than predictions, or fewer: files have changed meanwhile.
     """
-    paths = pa.concat_tables(stored.as_table(block) for block in stored.read(images.select_columns(["path"])).get())
+    tables = [stored.as_table(block) for block in stored.read(images.select_columns(["path"])).get()]
+    if not tables:
+        raise no_image("none that can be decoded")
+    paths = pa.concat_tables(tables)
     predicted = stored.read(predictions)
     if paths.num_rows != sum(predicted.rows):
         raise ConfigError(
@@ -40,6 +43,11 @@ def with_names(predictions, images, classes: Sequence[str] | None, threshold: fl
         refs.append(ray.put(_named(stored.as_table(ray.get(ref)), part, classes, threshold)))
         first += rows
     return ray.data.from_arrow_refs(refs)
+
+
+def no_image(received: str) -> ConfigError:
+    """Returns the error of a folder without an image that can be read."""
+    return ConfigError("A folder of images must hold some", received, "Check the path and the files")
 
 
 def _named(table: pa.Table, paths: pa.ChunkedArray, classes: Sequence[str] | None, threshold: float | None) -> pa.Table:

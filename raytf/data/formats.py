@@ -16,7 +16,7 @@ from pyarrow import csv, fs
 
 from raytf import logs
 from raytf.console.quiet import quiet_native
-from raytf.data import stored
+from raytf.data import class_names, stored
 from raytf.data.columns import Column, ColumnSpecs, flat, parse
 from raytf.data.file_source import FilePart, FileSource, in_task
 from raytf.data.files import CSV_ENDINGS, Files, csv_error, csv_schema, find, retried
@@ -28,7 +28,6 @@ logger = logs.get_logger(__name__)
 
 # Names that say that a column is the label.
 LABELS = ("label", "labels", "target", "targets", "class", "y")
-_HEADERS = 64  # CSV files whose first rows decide on types; the names of columns are read of all
 _BLOCK_BYTES = 1 << 20
 _SHOWN_CLASSES = 20
 
@@ -71,7 +70,7 @@ def read(
         reference: The training data, whose types and classes this data has, too.
         labelled: Whether images need labels.
         classes: Classes of a run whose model gets the images, by column, {} if it names none. None for a training:
-            images have the classes of `like`, or their own.
+            images have the classes of `reference`, or their own.
 
     Raises:
         ConfigError: There are no such files, or they do not fit each other.
@@ -182,7 +181,7 @@ _ROLES = ("features", "labels", "sample_weights")
 
 def _filled(files: OpenedFiles, chosen: dict[str, Any], fill: Mapping[str, str]) -> dict[str, Any]:
     """Returns columns by role with the values that replace their nulls."""
-    used = {name for spec in chosen.values() if spec is not None for name in _names(spec).split(",")}
+    used = {name for spec in chosen.values() for name in _each_name(spec)}
     if unused := [name for name in fill if name not in used]:
         raise ConfigError(
             "--fill is for columns of --features, --labels and --sample-weights",
@@ -235,7 +234,7 @@ def _option(role: str) -> str:
 
 
 def _has(files: OpenedFiles, spec: ColumnSpecs) -> bool:
-    return set(_names(spec).split(",")) <= set(files.schema.names)
+    return set(_each_name(spec)) <= set(files.schema.names)
 
 
 def _sized(
@@ -256,13 +255,15 @@ def _sized(
         image = input_size
         if image is None:
             with stored.quiet(), stored.unwrapped(files.dataset.context):
-                (data,) = files.dataset.select_columns(["image"]).take(1)
-            image = in_task(_shape_of, data["image"])
+                rows = files.dataset.select_columns(["image"]).take(1)
+            if not rows:
+                raise class_names.no_image("none that can be decoded")
+            image = in_task(_shape_of, rows[0]["image"])
     return Column(features, image=image) if image else features
 
 
 def _features(schema: pa.Schema, others: Sequence, labelled: bool) -> str | list[str]:
-    taken = {name for other in others if other is not None for name in _names(other).split(",")}
+    taken = {name for other in others for name in _each_name(other)}
     remaining = [column for column in schema if column.name not in taken]
     numbers = [
         pa.types.is_integer(c.type) or pa.types.is_floating(c.type) or pa.types.is_boolean(c.type) for c in remaining
@@ -278,8 +279,12 @@ def _features(schema: pa.Schema, others: Sequence, labelled: bool) -> str | list
     return names if len(names) > 1 else names[0]
 
 
+def _each_name(spec: ColumnSpecs | None) -> list[str]:
+    return [name for part in flat(parse(spec, "--features")) for name in part.names]
+
+
 def _names(spec: ColumnSpecs | None) -> str:
-    return ",".join(name for part in flat(parse(spec, "--features")) for name in part.names) or "(none)"
+    return ",".join(_each_name(spec)) or "(none)"
 
 
 # ------------------------------------------------------------------------------------------ CSV
@@ -340,7 +345,7 @@ def _paths(files: Files) -> pa.Table:
     """Returns the paths of images."""
     pictures = files.filter_names(lambda name: not name.endswith(CSV_ENDINGS))
     if not pictures.paths:
-        raise ConfigError("A folder of images must hold some", repr(files.root), "Check the path")
+        raise class_names.no_image(repr(files.root))
     return pa.table({"path": pictures.paths})
 
 
@@ -354,6 +359,9 @@ def _labelled(files: Files, classes: Mapping[str, Sequence[str]]) -> tuple[pa.Ta
     """
     rows, tables = _paths(files), files.filter_names(lambda name: name.endswith(CSV_ENDINGS))
     pictures = rows["path"].to_pylist()
+    if len(tables.paths) > 1:
+        shown = ", ".join(map(repr, tables.paths[:5]))
+        raise ConfigError("A folder of images may have one CSV file, of their labels", shown, "Move the others")
     if tables.paths:
         rows = _of_csv(files, pictures, tables.paths[0])
     else:
@@ -366,18 +374,18 @@ def _labelled(files: Files, classes: Mapping[str, Sequence[str]]) -> tuple[pa.Ta
                 "Move them, or write a CSV file with the columns file and label",
             )
         rows = rows.append_column("label", pa.array([path.partition("/")[0] for path in relative]))
-    class_names: dict[str, Sequence[str]] = {}
+    numbered: dict[str, Sequence[str]] = {}
     for name in rows.column_names:
         if name == "path" or not pa.types.is_string(rows.schema.field(name).type):
             continue
-        class_names[name] = classes.get(name) or sorted(rows[name].unique().to_pylist())
-        numbers = {value: i for i, value in enumerate(class_names[name])}
+        numbered[name] = classes.get(name) or sorted(rows[name].unique().to_pylist())
+        numbers = {value: i for i, value in enumerate(numbered[name])}
         unknown = sorted(set(rows[name].to_pylist()) - numbers.keys())
         if unknown:
             raise ConfigError("Classes must be those of the training data", ", ".join(unknown), "Leave others out")
         column = pa.array([numbers[value] for value in rows[name].to_pylist()], pa.int64())
         rows = rows.set_column(rows.column_names.index(name), name, column)
-    return rows, class_names
+    return rows, numbered
 
 
 def _of_csv(files: Files, pictures: Sequence[str], path: str) -> pa.Table:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import logging
 import os
+import shutil
 
 import numpy as np
 import pyarrow as pa
@@ -14,7 +15,7 @@ import ray
 import tensorflow as tf
 
 import raytf
-from raytf.data import file_source, formats, records
+from raytf.data import class_names, file_source, formats, records
 from raytf.data.columns import Column
 from tests.unit.test_tfrecords import example, write
 
@@ -111,6 +112,9 @@ def test_images_with_a_table_of_labels(tmp_path):
     write_csv(tmp_path / "labels.csv", ["file", "label", "age"], rows[:2])
     with pytest.raises(raytf.ConfigError, match="name each image of its folder once; received: '.*cats/2.png'"):
         formats.read("train", str(tmp_path))
+    write_csv(tmp_path / "labels-2023.csv", ["file", "label", "age"], rows)
+    with pytest.raises(raytf.ConfigError, match="one CSV file, of their labels; received: '.*labels-2023.csv', "):
+        formats.read("train", str(tmp_path), "images")
 
 
 def test_an_image_that_cannot_be_decoded_is_refused_or_left_out(tmp_path):
@@ -121,6 +125,14 @@ def test_an_image_that_cannot_be_decoded_is_refused_or_left_out(tmp_path):
         with pytest.raises(ray.exceptions.RayTaskError, match="can be decoded; received: '.*broken.jpg'"):
             formats.read("train", str(tmp_path)).dataset.materialize()
         assert formats.read("train", str(tmp_path), unreadable="skip").dataset.materialize().count() == 3
+    (tmp_path / "none" / "cats").mkdir(parents=True)
+    (tmp_path / "none" / "cats" / "broken.jpg").write_bytes(b"text")
+    found = formats.read("train", str(tmp_path / "none"), unreadable="skip")
+    with pytest.raises(raytf.ConfigError, match="must hold some; received: none that can be decoded"):
+        formats.roles(found, NOTHING, None)
+    with pytest.raises(raytf.ConfigError, match="must hold some; received: none that can be decoded"):
+        class_names.with_names(None, found.dataset, None, None)
+    shutil.rmtree(tmp_path / "none")
     (tmp_path / "cats" / "broken.jpg").write_bytes(jpeg)
     assert formats.read("train", str(tmp_path)).dataset.materialize().count() == 4
 

@@ -56,7 +56,9 @@ def test_other_columns_than_those_of_the_training_are_warned_of():
 def test_sample_weights_of_the_training_are_used_where_the_data_has_them():
     weighted = TRAINED | {"sample_weights": "w"}
     assert formats.roles(opened("a", "b", "y", "w"), NOTHING, None, weighted) == weighted
-    with warnings_logged("the run has sample weights of w, and the data does not"):
+    weighted = TRAINED | {"sample_weights": "weight, kg"}
+    assert formats.roles(opened("a", "b", "y", "weight, kg"), NOTHING, None, weighted) == weighted
+    with warnings_logged("the run has sample weights of weight, kg, and the data does not"):
         assert formats.roles(opened("a", "b", "y"), NOTHING, None, weighted) == TRAINED
 
 
