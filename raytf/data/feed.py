@@ -130,10 +130,9 @@ class Feed:
         skipped = min(max(0, skip - start), stop - start)
 
         def remaining_rows(*batch):
-            first = tf.compat.v1.placeholder_with_default(
-                skipped, []
-            )  # keeps the number of rows out of the static shape
-            parts = tf.nest.map_structure(lambda tensor: _rows_from(tensor, first), batch)
+            # keeps the number of rows out of the static shape
+            first = tf.compat.v1.placeholder_with_default(np.int64(skipped), [])
+            parts = tf.nest.map_structure(lambda t: worker_part.rows_between(t, first, worker_part.row_count(t)), batch)
             return parts if len(parts) > 1 else parts[0]
 
         return worker_part.mark_worker_part(self.dataset().take(1).map(remaining_rows))
@@ -227,13 +226,6 @@ def open_feed(
 
         return PipelineFeed(dataset, sampling, shard, name).agree(strategy, saved)
     return Feed(dataset, batch, sampling, shard, **more)
-
-
-def _rows_from(tensor, first: tf.Tensor):
-    if not isinstance(tensor, tf.SparseTensor):
-        return tensor[first:]
-    begin = tf.scatter_nd([[0]], [tf.cast(first, tf.int64)], tf.shape(tensor.dense_shape, tf.int64))
-    return tf.sparse.slice(tensor, begin, tensor.dense_shape)
 
 
 def _check_static(spec) -> None:

@@ -161,7 +161,6 @@ class StreamServer:
     def __init__(self, pieces: Partitions | None = None, name: str = "dataset"):
         self._pieces = pieces
         self._name = name
-        self._orders: dict[Sampler, Sampler] = {}
         self._runs: dict[int, EpochRead] = {}
         self._positions: dict[int, tuple[int, int]] = {}
         self._workers_at: Counter[tuple[int, int]] = Counter()
@@ -215,15 +214,11 @@ class StreamServer:
             if run is None or not run.reaches(start):
                 if run is not None:
                     run.end()
-                run = self._runs[epoch] = EpochRead(self._pieces, self._whole(order), epoch, start, self._name)
+                whole = replace(order, rows=self._pieces.rows)
+                run = self._runs[epoch] = EpochRead(self._pieces, whole, epoch, start, self._name)
             if len(self._positions) == workers:
                 self._release_blocks()
             return run
-
-    def _whole(self, order: Sampler) -> Sampler:
-        if order not in self._orders:
-            self._orders[order] = replace(order, rows=self._pieces.rows)
-        return self._orders[order]
 
     def _record_position(self, worker: int, position: tuple[int, int]) -> None:
         """Records the position of a worker; positions are counted, as many workers share few."""
@@ -262,8 +257,7 @@ class EpochRead:
         self._ended = False
         self._last_row_at = time.monotonic()
         self._changed = threading.Condition()
-        self._thread = threading.Thread(target=self._follow, daemon=True)
-        self._thread.start()
+        threading.Thread(target=self._follow, daemon=True).start()
 
     def reaches(self, start: int) -> bool:
         """Returns whether the position is not released yet."""
@@ -273,13 +267,12 @@ class EpochRead:
     def wait(self, start: int, stop: int, deadline: float) -> list[Part] | None:
         """Waits for the rows, and returns their locations; None after the end of the run, or the deadline."""
         with self._changed:
-            if self._read < stop:
-                self._request_until(stop)
-                while self._read < stop and self._error is None and not self._ended and time.monotonic() < deadline:
-                    self._changed.wait(_WAIT_INTERVAL)
-                    self._report()
-            elif self._wanted < stop:
-                self._request_until(stop)
+            if self._wanted < stop:
+                self._wanted = stop
+                self._changed.notify_all()
+            while self._read < stop and self._error is None and not self._ended and time.monotonic() < deadline:
+                self._changed.wait(_WAIT_INTERVAL)
+                self._report()
             if self._error is not None:
                 raise self._error
             if self._ended or start < self._first or self._read < stop:
@@ -292,10 +285,6 @@ class EpochRead:
                 first, last = max(start, position), min(stop, position + rows)
                 parts.append(Part(block, first - position, last - first, node))
             return parts
-
-    def _request_until(self, stop: int) -> None:
-        self._wanted = max(self._wanted, stop)
-        self._changed.notify_all()
 
     def _report(self) -> None:
         """Logs that no rows have come for 30 s, and which processes hold the CPUs."""

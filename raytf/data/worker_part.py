@@ -89,7 +89,7 @@ def part_of(batch: tuple, index: tf.Tensor, count: int):
     batch = batch[0] if len(batch) == 1 else batch
     rows = row_count(next(leaf for leaf in tf.nest.flatten(batch) if hasattr(leaf, "shape")))
     edges = [(number * (rows // count) + tf.minimum(number, rows % count)) for number in (index, index + 1)]
-    return tf.nest.map_structure(lambda leaf: _rows_between(leaf, *edges), batch)
+    return tf.nest.map_structure(lambda leaf: rows_between(leaf, *edges), batch)
 
 
 def row_count(leaf) -> tf.Tensor:
@@ -99,7 +99,8 @@ def row_count(leaf) -> tf.Tensor:
     return tf.cast(leaf.nrows(), tf.int64) if isinstance(leaf, tf.RaggedTensor) else tf.shape(leaf, tf.int64)[0]
 
 
-def _rows_between(leaf, start: tf.Tensor, stop: tf.Tensor):
+def rows_between(leaf, start: tf.Tensor, stop: tf.Tensor):
+    """Returns neighbouring rows of a dense, sparse or ragged tensor; anything else, unchanged."""
     if not hasattr(leaf, "shape") or (isinstance(leaf, tf.Tensor) and leaf.shape.rank == 0):
         return leaf
     if not isinstance(leaf, tf.SparseTensor):
