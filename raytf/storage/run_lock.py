@@ -236,11 +236,17 @@ class RunLock:
 
 
 def describe_holder(filesystem: pyarrow.fs.FileSystem, folder: str) -> str | None:
-    """Returns the holder of a run folder's lock as a clause; None if there is none, or it is dead."""
+    """Returns the holder of a run folder's lock as a clause; None if there is none, or it is dead.
+
+    Writes nothing, as this user may only read there. So a heartbeat's age is by the clock of this host.
+    """
     local = isinstance(filesystem, pyarrow.fs.LocalFileSystem)
     file = (MountedFile if local else StoredFile)(filesystem, f"{folder}/{LOCK}", "")
     lock_text, owner = read_owner(file)
-    if lock_text is None or _is_dead(owner, None if _same_machine(owner) else file.age()):
+    if lock_text is None:
+        return None
+    info = filesystem.get_file_info(f"{folder}/{LOCK}")
+    if _is_dead(owner, None if info.mtime is None else time.time() - info.mtime_ns / 1e9):
         return None
     return _describe_owner(owner)
 

@@ -187,6 +187,21 @@ def test_what_cannot_be_read_is_held_until_it_is_old(tmp_path, text):
         pass
 
 
+def test_who_holds_a_folder_is_described_without_a_write(place, monkeypatch):
+    """The folder may be another user's, or be listed twice at once."""
+
+    def refused(*_):
+        raise PermissionError("only to be read")
+
+    left_by(place, machine="another", host="far")
+    monkeypatch.setattr(lock_file, "_exclusive", refused)
+    monkeypatch.setattr(lock_file.StoredFile, "_write", refused)
+    assert "on far" in run_lock.describe_holder(*place)
+    if isinstance(place[0], pyarrow.fs.LocalFileSystem):  # the other one has no times
+        os.utime(f"{place[1]}/{LOCK}", (time.time() - 100, time.time() - 100))
+        assert run_lock.describe_holder(*place) is None
+
+
 def test_unwritable_storage_is_reported(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="The storage of a run must be one that this process can write to"):
