@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 
@@ -73,6 +74,10 @@ class MountedFile:
             stored, opened = os.stat(self._path), os.fstat(self._fd)
         except FileNotFoundError:
             return False
+        except OSError as error:  # on NFS another host has removed the open file, or the server was restarted
+            if error.errno == errno.ESTALE and read_owner(self)[1].get("id") != self._owner:
+                return False
+            raise
         if (stored.st_dev, stored.st_ino) != (opened.st_dev, opened.st_ino):
             return False
         self._write(text)

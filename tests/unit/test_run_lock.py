@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -168,6 +169,24 @@ def test_a_driver_that_was_frozen_ends(place):
             until(lambda: calls)
             lock.check()
     assert owner(place)["host"] == "far"
+
+
+def test_a_lock_on_nfs_is_lost_if_another_host_has_replaced_the_file(tmp_path, monkeypatch):
+    """The open file is no more on the server. It is so after a restart of the server, too: then it is retried."""
+
+    def stale(_):
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    path = tmp_path / LOCK
+    file = lock_file.MountedFile(None, str(path), "me")
+    assert file.create('{"id": "me"}')
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fstat", stale)
+        with pytest.raises(OSError, match="[Ss]tale"):
+            file.beat('{"id": "me"}')
+        path.write_text('{"id": "another"}')
+        assert not file.beat('{"id": "me"}')
+    file.close()
 
 
 def test_a_lock_that_is_gone_is_lost(place):
