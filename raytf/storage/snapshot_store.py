@@ -141,9 +141,14 @@ class SnapshotStore:
             self._inject_failure()
             return gather_io.total_size(pieces)
         partial = os.path.join(folder, f"{_PARTIAL}{secrets.token_hex(4)}")
-        _write_local(partial, pieces)
-        self._inject_failure()
-        os.rename(partial, os.path.join(folder, part))
+        try:
+            _write_local(partial, pieces)
+            self._inject_failure()
+            os.rename(partial, os.path.join(folder, part))
+        except BaseException:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(partial)
+            raise
         return gather_io.total_size(pieces)
 
     def _parts(self, name: str) -> str:

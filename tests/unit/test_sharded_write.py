@@ -1,5 +1,6 @@
 """A large model's file is written in parts by several workers, and is read as one file. No Ray."""
 
+import errno
 import functools
 import json
 import os
@@ -131,6 +132,16 @@ def test_what_does_not_come_or_is_another_ones_the_chief_writes_itself(place, tm
     written = chief.put(folder_name(5), files_of(5), 3)
     assert (written.late_workers, written.others) == ([1, 2], [1])
     check(filesystem, run, 5, 3, tmp_path)
+
+
+def test_a_part_that_cannot_be_written_takes_no_room(tmp_path):
+    store, name = SnapshotStore(LOCAL, str(tmp_path)), folder_name(1)
+    store.fails = [errno.ENOSPC]
+    with pytest.raises(OSError, match="No space left"):
+        store.put_part(name, MODEL, 1, parts_of(1, 2)[1])
+    assert os.listdir(tmp_path / f".parts_{name}") == []
+    store.put_part(name, MODEL, 1, parts_of(1, 2)[1])
+    assert len(os.listdir(tmp_path / f".parts_{name}")) == 1
 
 
 @pytest.mark.parametrize("damage", ["missing", "cut off", "a manifest that climbs out", "a manifest without them"])
