@@ -24,7 +24,12 @@ class MountedFile:
             self._fd = _exclusive(self._path)
         except FileExistsError:
             return False
-        self._write(text)
+        try:
+            self._write(text)
+        except OSError:  # such as a full disk: an empty file would be the lock of an unknown driver
+            self.delete()
+            self.close()
+            raise
         return True
 
     def replace(self, text: str, seen: str | None) -> bool:

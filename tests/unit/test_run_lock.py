@@ -227,6 +227,17 @@ def test_unwritable_storage_is_reported(tmp_path):
         RunLock(pyarrow.fs.LocalFileSystem(), str(tmp_path / "file" / "run")).acquire()
 
 
+def test_a_full_disk_leaves_no_lock_that_refuses_the_next_start(tmp_path, monkeypatch):
+    def full(_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", full)
+        with pytest.raises(ConfigError, match="can write to.*No space left"):
+            RunLock(pyarrow.fs.LocalFileSystem(), str(tmp_path / "run")).acquire()
+    assert os.listdir(tmp_path) == []
+
+
 def test_a_late_takeover_leaves_the_file_to_the_faster_driver(tmp_path):
     path = tmp_path / LOCK
     path.write_text("dead")
