@@ -568,15 +568,16 @@ def wait_for_writers(folder: str, seconds: float | None = None) -> bool:
     seconds = _standalone_deadline() if seconds is None else seconds
     deadline = time.monotonic() + seconds
     for name in procfs.abstract_sockets(_prefix(folder)):
-        with contextlib.suppress(ConnectionError), socket.socket(socket.AF_UNIX) as connection:
-            connection.connect(name)  # no one accepts it: it ends with the other side
-            if not liveness.is_same_user(connection):  # not a writer of this run
-                continue
+        with socket.socket(socket.AF_UNIX) as connection:
             connection.settimeout(max(0.01, deadline - time.monotonic()))
             try:
-                connection.recv(1)
+                connection.connect(name)  # no one accepts it: it ends with the other side
+                if liveness.is_same_user(connection):  # else it is not a writer of this run
+                    connection.recv(1)
             except TimeoutError:
                 return False
+            except OSError:  # it has ended; or it is a stranger's, with a full queue
+                continue
     return True
 
 

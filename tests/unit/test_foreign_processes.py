@@ -4,6 +4,7 @@ A process of another user is one for which the kernel reports another user's num
 """
 
 import ast
+import contextlib
 import os
 import pathlib
 import pickle
@@ -137,6 +138,18 @@ def test_a_strangers_door_is_not_waited_at(stranger, monkeypatch):
 def test_a_strangers_sign_is_no_writer(stranger, tmp_path):
     stranger(f"\0{snapshots._prefix(str(tmp_path))}stranger")
     assert snapshots.wait_for_writers(str(tmp_path), 600.0)
+
+
+def test_a_sign_with_a_full_queue_is_not_waited_at(tmp_path):
+    with socket.socket(socket.AF_UNIX) as sign, contextlib.ExitStack() as waiting:
+        sign.bind(f"\0{snapshots._prefix(str(tmp_path))}stranger")
+        sign.listen(0)
+        for _ in range(2):  # the second one finds it full
+            one = waiting.enter_context(socket.socket(socket.AF_UNIX))
+            one.setblocking(False)
+            with contextlib.suppress(BlockingIOError):
+                one.connect(sign.getsockname())
+        assert snapshots.wait_for_writers(str(tmp_path), 600.0)
 
 
 class _Runs:
