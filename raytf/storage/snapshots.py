@@ -9,6 +9,7 @@ Over 500 lines: one class, whose methods share the state of the writing process.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import os
@@ -19,6 +20,7 @@ import select
 import socket
 import subprocess
 import sys
+import termios
 import threading
 import time
 from collections.abc import Collection, Iterator, Mapping
@@ -146,6 +148,7 @@ class SnapshotWriter:
 
     def _start(self, settings: bytes) -> None:
         self._control, peer = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._control.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 18)  # some 600 messages
         # the other process must import what this one can: a file system's class may be anywhere
         path = [str(pathlib.Path(__file__).parents[2]), *sys.path]
         variables = {"PYTHONPATH": os.pathsep.join(filter(None, path)), "OMP_NUM_THREADS": "1"}
@@ -377,6 +380,10 @@ class SnapshotWriter:
             raise NotWrittenError(name, self._exit_description())
         if pinned and self._is_busy(self._pinned) and not self._failed:
             return None  # the other side protects only one of them from newer ones
+        if self._has_backlog():
+            if not pinned:
+                self._skip_snapshot()
+            return None
         free = sorted(
             (candidate for candidate in self._buffers if candidate.busy is None), key=lambda candidate: -candidate.size
         )
@@ -397,6 +404,11 @@ class SnapshotWriter:
         elif chosen is not None and chosen.busy is not None:
             self._skip_snapshot(chosen.busy)
         return chosen
+
+    def _has_backlog(self) -> bool:
+        """Returns whether many messages are unread: the other side reads none while it writes, and `send` may block."""
+        unread = int.from_bytes(fcntl.ioctl(self._control, termios.TIOCOUTQ, bytes(4)), sys.byteorder)
+        return 2 * unread > self._control.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
 
     def _has_room(self, buffer: Buffer, needs: int) -> bool:
         if buffer.size >= needs:

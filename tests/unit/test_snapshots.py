@@ -268,6 +268,29 @@ def test_a_writer_that_is_slow_holds_nobody_up_and_the_newest_is_kept(writer, tm
     check(tmp_path / "run" / folder_name(7), 7)
 
 
+def test_a_writer_whose_storage_hangs_blocks_nobody_however_many_come(writer, tmp_path, set_timeouts):
+    """It reads no messages meanwhile, and its socket takes some hundred."""
+    set_timeouts(checkpoint_write=0.3)
+    writer.write(folder_name(1), parts_of(1))
+    writer.finish(60.0)
+    stop(writer.pid)
+    parts = parts_of(2)
+    sending = threading.Thread(target=lambda: [writer.write(folder_name(2), parts, s % 2 == 0) for s in range(1000)])
+    try:
+        with warnings_logged("slower than checkpoints come"):
+            sending.start()
+            sending.join(60.0)
+            assert not sending.is_alive()
+        with pytest.raises(NotWrittenError, match="has not finished the one before"):
+            writer.write(folder_name(3), parts_of(3), pinned=True)
+    finally:
+        os.kill(writer.pid, signal.SIGCONT)
+    until(lambda: writer._drain(0.01) or not writer._has_backlog())
+    writer.write(folder_name(4), parts_of(4))
+    writer.finish(60.0)
+    check(tmp_path / "run" / folder_name(4), 4)
+
+
 @pytest.mark.parametrize("pinned", [3, 5])
 def test_pinned_snapshot_is_written_whatever_comes_after_it(writer, tmp_path, pinned):
     writer.write(folder_name(1), parts_of(1))
