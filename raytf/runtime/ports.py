@@ -170,7 +170,7 @@ def listen_only_at(address: str) -> None:
             if listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                 try:
                     packet_filter.attach_filter(listener, program)
-                except PermissionError as error:
+                except OSError as error:  # the copy is open: it is the kernel's, such as one that has no filters
                     logger.warning(
                         f"port {port} of TensorFlow's server can be reached at all addresses of this host, as the "
                         f"kernel refuses a packet filter ({error}): close it to others in a firewall"

@@ -62,21 +62,22 @@ def test_a_worker_listens_at_the_address_that_was_kept_for_it(monkeypatch):
 
 
 def takes_filters():
-    with socket.socket() as sock, contextlib.suppress(PermissionError):
+    with socket.socket() as sock, contextlib.suppress(OSError):
         packet_filter.attach_filter(sock, packet_filter.only_to_address("127.0.0.1"))
         return True
     return False
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a filter of Linux")
-def test_filter_that_the_kernel_refuses_is_reported(monkeypatch, caplog):
+@pytest.mark.parametrize("number", [errno.EPERM, errno.ENOPROTOOPT])
+def test_filter_that_the_kernel_refuses_is_reported(monkeypatch, caplog, number):
     def refused(*_):
-        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+        raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(packet_filter, "attach_filter", refused)
     with socket.create_server(("", 0)) as server:
         ports.listen_only_at(f"127.0.0.1:{server.getsockname()[1]}")
-    assert "as the kernel refuses a packet filter ([Errno 1]" in caplog.text
+    assert f"as the kernel refuses a packet filter ([Errno {number}]" in caplog.text
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a filter of Linux")
