@@ -143,9 +143,11 @@ def close_connections(address: str) -> None:
     """Shuts down this process' connections to "host:port", as the vanished peer would have done. On Linux."""
     for number in procfs.sockets():
         with contextlib.suppress(OSError), _copied_socket(number) as connection:  # not connected, or closed meanwhile
+            if connection.family not in (socket.AF_INET, socket.AF_INET6):
+                continue
             peer = connection.getpeername()
             # gRPC's sockets are IPv6, and write IPv4 addresses so
-            if len(peer) > 1 and (peer[0].removeprefix("::ffff:"), peer[1]) == split_address(address):
+            if (peer[0].removeprefix("::ffff:"), peer[1]) == split_address(address):
                 connection.shutdown(socket.SHUT_RDWR)
 
 

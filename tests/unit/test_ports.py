@@ -30,6 +30,17 @@ def test_hanging_up_ends_a_connection_and_leaves_no_descriptor():
             assert kept.recv(1) == b"x"
 
 
+def test_hanging_up_leaves_connections_without_a_port():
+    with socket.socket(socket.AF_UNIX) as server, socket.socket(socket.AF_UNIX) as one:
+        server.bind(f"\0raytf_test/{os.getpid()}")
+        server.listen()
+        one.connect(server.getsockname())
+        ports.close_connections("127.0.0.1:1")
+        one.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            one.recv(1)
+
+
 def test_a_worker_listens_at_the_address_that_was_kept_for_it(monkeypatch):
     monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "127.0.0.1")
     allowed = Listening((31_910, 31_911))
