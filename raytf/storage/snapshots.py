@@ -359,8 +359,9 @@ class SnapshotWriter:
             self._closing = True
             self._control.shutdown(socket.SHUT_WR)
             deadline = time.monotonic() + timeouts.get().writer_end
-            while not self._writer_ended and (remaining := deadline - time.monotonic()) > 0:
-                self._drain(remaining)
+            with contextlib.suppress(NotWrittenError):  # it ends now, and `finish` has reported what is not whole
+                while not self._writer_ended and (remaining := deadline - time.monotonic()) > 0:
+                    self._drain(remaining)
             self._control.close()
             self._control = None
             if self._readied is not None:

@@ -386,6 +386,18 @@ def test_end_of_the_writer_is_reported(tmp_path):
     check(tmp_path / "run" / folder_name(1), 1)
 
 
+def test_a_writer_that_ends_while_it_is_closed_leaves_nothing_open(tmp_path):
+    opened = len(os.listdir("/proc/self/fd"))
+    writer = SnapshotWriter(LOCAL, str(tmp_path / "run"))
+    writer.write(folder_name(1), parts_of(1))
+    writer.finish(60.0)
+    stop(writer.pid)
+    writer.write(folder_name(2), parts_of(2))
+    threading.Timer(0.3, os.kill, (writer.pid, signal.SIGKILL)).start()
+    writer.close()
+    assert len(os.listdir("/proc/self/fd")) == opened
+
+
 def test_writer_that_cannot_start_raises_with_the_reason(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "executable", "/bin/false")
     writer = SnapshotWriter(LOCAL, str(tmp_path / "run"))
