@@ -79,7 +79,8 @@ def seconds_more(filesystem, folder: str) -> float:
     for path in _notes(filesystem, folder):
         with contextlib.suppress(FileNotFoundError, ValueError), filesystem.open_input_stream(path) as file:
             sizes.append(int(file.read(1000).rpartition(b" ")[2]))
-    return min(timeouts.deadline(0.0, max(sizes)), timeouts.get().writer_bytes_at_most)
+    most = min(max(sizes), 1 << 62)  # a float holds no number of 400 digits
+    return min(timeouts.deadline(0.0, most), timeouts.get().writer_bytes_at_most)
 
 
 def _notes(filesystem, folder: str) -> set[str]:
