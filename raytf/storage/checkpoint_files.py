@@ -421,7 +421,7 @@ def whole_folder(folder: str) -> Iterator[str]:
         target = os.path.join(made, _name(folder))
         os.mkdir(target)
         for name in os.listdir(folder):
-            if name not in parts:
+            if name not in (MODEL, *parts):  # on an object store a whole one of an earlier attempt may be left
                 os.symlink(os.path.join(os.path.abspath(folder), name), os.path.join(target, name))
         with open(os.path.join(target, MODEL), "xb") as file:
             for part in parts:

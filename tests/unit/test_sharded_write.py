@@ -134,6 +134,17 @@ def test_what_does_not_come_or_is_another_ones_the_chief_writes_itself(place, tm
     check(filesystem, run, 5, 3, tmp_path)
 
 
+def test_a_whole_model_that_an_earlier_attempt_left_is_not_read(tmp_path, set_timeouts):
+    """As on an object store, where the folder of an attempt is the checkpoint's, which others may write into."""
+    set_timeouts(checkpoint_parts=0.0)
+    SnapshotStore(LOCAL, str(tmp_path)).put(folder_name(1), files_of(1), 2)
+    (tmp_path / folder_name(1) / MODEL).write_bytes(b"older")
+    checkpoint_files.check_folder(str(tmp_path / folder_name(1)))
+    with checkpoint_files.whole_folder(str(tmp_path / folder_name(1))) as whole:
+        with open(os.path.join(whole, MODEL), "rb") as file:
+            assert file.read() == b"".join(map(bytes, files_of(1)[MODEL]))
+
+
 def test_a_part_that_cannot_be_written_takes_no_room(tmp_path):
     store, name = SnapshotStore(LOCAL, str(tmp_path)), folder_name(1)
     store.fails = [errno.ENOSPC]
