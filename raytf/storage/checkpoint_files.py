@@ -18,7 +18,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
-from pyarrow.fs import FileSelector, FileType
+from pyarrow.fs import FileSelector, FileType, LocalFileSystem
 
 from raytf import logs
 from raytf.errors import ConfigError, first_line
@@ -161,7 +161,8 @@ def read_json(folder: str, part: str, name: str | None = None) -> dict:
         DamagedCheckpointError: The file holds no readable object.
     """
     try:
-        return stored_json.load_object(os.path.join(folder, part))
+        # absolute: pyarrow takes a relative path with a colon for a URI
+        return stored_json.read_object(LocalFileSystem(), os.path.abspath(os.path.join(folder, part)))
     except stored_json.UnreadableError as error:
         raise damaged_error(name or _name(folder), f"{part} {error}") from error
 

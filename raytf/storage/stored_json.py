@@ -6,7 +6,6 @@ Every defect of such a file is one error with one clause, which each caller puts
 from __future__ import annotations
 
 import json
-import os
 from typing import Any
 
 # Far above the output of a long training; a file of this size is not raytf's.
@@ -45,16 +44,6 @@ def parse_object(text: str | bytes) -> dict[str, Any]:
     if type(content_value) is not dict:
         raise UnreadableError("is not an object of JSON")
     return content_value
-
-
-def load_object(path: str) -> dict[str, Any]:
-    """Returns the object in a local file; see `parse_value`."""
-    if not os.path.isfile(path):
-        raise UnreadableError("is not a file" if os.path.lexists(path) else "is missing", not os.path.lexists(path))
-    if os.path.getsize(path) > MOST_BYTES:
-        raise UnreadableError(f"has {os.path.getsize(path)} bytes")
-    with open(path, "rb") as file:
-        return parse_object(file.read())
 
 
 def read_bytes(filesystem, path: str) -> bytes:

@@ -38,20 +38,17 @@ def test_what_cannot_be_read_is_one_error(tmp_path, name):
     content, why = WRONG[name]
     path = tmp_path / "a.json"
     path.write_bytes(content)
-    filesystem = pyarrow.fs.LocalFileSystem()
-    for read in (lambda: stored_json.load_object(str(path)), lambda: stored_json.read_object(filesystem, str(path))):
-        with pytest.raises(stored_json.UnreadableError, match=why) as error:
-            read()
-        assert not error.value.missing
+    with pytest.raises(stored_json.UnreadableError, match=why) as error:
+        stored_json.read_object(pyarrow.fs.LocalFileSystem(), str(path))
+    assert not error.value.missing
 
 
 def test_missing_is_distinguished_from_no_file(tmp_path):
     filesystem = pyarrow.fs.LocalFileSystem()
     for path, missing, why in ((tmp_path / "none", True, "is missing"), (tmp_path, False, "is not a file")):
-        for read in (lambda p: stored_json.load_object(p), lambda p: stored_json.read_object(filesystem, p)):
-            with pytest.raises(stored_json.UnreadableError, match=why) as error:
-                read(str(path))
-            assert error.value.missing is missing
+        with pytest.raises(stored_json.UnreadableError, match=why) as error:
+            stored_json.read_object(filesystem, str(path))
+        assert error.value.missing is missing
 
 
 @pytest.mark.parametrize("name", WRONG)
