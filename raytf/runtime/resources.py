@@ -46,18 +46,12 @@ def most_workers(scaling_config) -> int:
     return workers if isinstance(workers, int) else workers[1]
 
 
-def actor_options(amounts: dict[str, float]) -> dict:
-    """Returns the `options` of a Ray actor for resources by name."""
-    custom = {name: amount for name, amount in amounts.items() if name not in ("CPU", "GPU")}
-    return {"num_cpus": amounts.get("CPU", 0), "num_gpus": amounts.get("GPU", 0), "resources": custom}
-
-
 def placed_actor(kind, group, bundle: int, amounts: dict[str, float], *, arguments: tuple = (), **options):
     """Starts an actor of class `kind` in a bundle of a placement group, with resources by name; returns its handle."""
     scheduling = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
-    return (
-        ray.remote(kind).options(**actor_options(amounts), scheduling_strategy=scheduling, **options).remote(*arguments)
-    )
+    custom = {name: amount for name, amount in amounts.items() if name not in ("CPU", "GPU")}
+    options |= {"num_cpus": amounts.get("CPU", 0), "num_gpus": amounts.get("GPU", 0), "resources": custom}
+    return ray.remote(kind).options(scheduling_strategy=scheduling, **options).remote(*arguments)
 
 
 def format_resources(amounts: dict[str, float]) -> str:
@@ -168,11 +162,6 @@ def free_without(nodes: list[dict[str, float]], bundles: list[dict[str, float]])
         for name, amount in bundle.items():
             node[name] = node.get(name, 0) - amount
     return remaining
-
-
-def can_hold(nodes: list[dict[str, float]], bundles: list[dict[str, float]]) -> bool:
-    """Returns whether nodes with these total resources can hold bundles of different sizes; see `free_without`."""
-    return free_without(nodes, bundles) is not None
 
 
 def capacity(scaling_config) -> float:
@@ -334,7 +323,7 @@ def check_bundles(bundles: list[dict[str, float]], waited: float = 0.0) -> None:
         waited: Seconds for which they have been waited for. A cluster that may grow is given `Timeouts.nodes` to do so.
     """
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    if can_hold(nodes, bundles):
+    if free_without(nodes, bundles) is not None:
         return
     grows = may_grow()
     if grows and waited < timeouts.get().nodes:
