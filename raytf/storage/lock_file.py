@@ -60,16 +60,12 @@ class MountedFile:
 
     def age(self) -> float | None:
         """Returns the seconds since the last heartbeat, by the clock of the file system."""
-        try:
-            return self._seconds_since_heartbeat(self._path)
-        except FileNotFoundError:
-            return 0.0
-
-    def _seconds_since_heartbeat(self, path: str) -> float:
         probe = f"{self._path}.{self._owner}.now"
         os.close(_exclusive(probe))
         try:
-            return os.stat(probe).st_mtime - os.stat(path).st_mtime
+            return os.stat(probe).st_mtime - os.stat(self._path).st_mtime
+        except FileNotFoundError:  # released in the meantime
+            return 0.0
         finally:
             os.unlink(probe)
 

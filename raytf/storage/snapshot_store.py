@@ -417,14 +417,10 @@ def removable(steps: Mapping[str, int], whole: Iterable[str], epoch: int, keep: 
 def _write_local(path: str, pieces: list) -> None:
     """Writes a new file and synchronizes it to disk."""
     with open(path, "xb", buffering=0) as file:
-        _write_all(file, pieces)
+        for chunk in gather_io.chunks(pieces, _CHUNK_BYTES):
+            while len(chunk):
+                chunk = chunk[file.write(chunk) :]
         os.fsync(file.fileno())
-
-
-def _write_all(file, pieces: list) -> None:
-    for chunk in gather_io.chunks(pieces, _CHUNK_BYTES):
-        while len(chunk):
-            chunk = chunk[file.write(chunk) :]
 
 
 def _sync(folder: str) -> None:
