@@ -114,10 +114,6 @@ class StopDetector:
             for key in self._watched.keys() & keys:
                 self._watched[key].answered_at, self._watched[key].watch = self._clock(), self._new_watch()
 
-    def begin(self) -> None:
-        """Records that all processes get a request now."""
-        self.mark_alive(*list(self._watched))
-
     def due(self) -> dict[str, list[int]]:
         """Returns the processes that are due for a check, by node."""
         due: dict[str, list[int]] = {}
@@ -261,7 +257,6 @@ class ProcessKiller(ProcessMonitor):
     Args:
         seconds: Length of a stop that is too long.
         final_report: final_report(key) returns (a clause for the message, a result to store) before a process is ended.
-        clock: Returns seconds; for tests.
 
     Attributes:
         final_reports: Stored results of `final_report`, by key.
@@ -269,13 +264,8 @@ class ProcessKiller(ProcessMonitor):
         unreachable: The same for processes whose host does not answer; Ray notices that later.
     """
 
-    def __init__(
-        self,
-        seconds: float | None = None,
-        final_report: Callable[[Any], tuple[str, Any]] | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ):
-        super().__init__(seconds, clock)
+    def __init__(self, seconds: float | None = None, final_report: Callable[[Any], tuple[str, Any]] | None = None):
+        super().__init__(seconds)
         self._final_report_of = final_report
         self.final_reports: dict = {}
         self.ended: dict = {}

@@ -157,7 +157,7 @@ def test_hosts_are_looked_at_by_an_actor_there(set_timeouts):
     assert found.keys == (3,) and found.location == place and found.how.startswith("stopped by a signal")
     assert monitor.stopped_process() is not None
     os.kill(place.pid, signal.SIGCONT)
-    monitor.begin()
+    monitor.mark_alive(3)
     until(lambda: monitor._watched[3].seen.state != "T")
     watcher = ray.get(monitor._hosts[place.node]._actor.__ray_call__.remote(lambda self: os.getpid()))
     os.kill(watcher, signal.SIGSTOP)

@@ -53,7 +53,7 @@ def test_process_that_answered_is_not_due_and_its_time_begins_again(judged):
     judged.now = 12.0
     assert judged.due() == {"a": [100, 101], "b": [102]}
     assert judged.after(0, "a", p100=STOPPED) == [] and judged.after(10, "a", p100=STOPPED) == [(0,)]
-    judged.begin()
+    judged.mark_alive(0, 1, 2)
     assert judged.due() == {}
 
 
