@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import keras
 import numpy as np
@@ -49,14 +50,24 @@ class EpochChecks(TrainingPart):
         self._epoch, self._bad, self._step = 0, -1, -1
         self._steps_before = 0  # steps before this epoch
         self._reported = self._reported_validation = self._reported_divergence = False
-        self._executed = 0
+        self._executed = 0  # steps of the epoch
+        self._joins = False  # whether the next epoch to begin is one that the others are in
 
     @classmethod
     def create(cls, training: Training) -> EpochChecks:
         return cls(training.options.nan, training.users, training.session, training.position)
 
+    def state_dict(self) -> dict[str, Any]:
+        names = ("_executed", "_reported", "_reported_validation", "_reported_divergence")
+        return {name: getattr(self, name) for name in names}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        vars(self).update(state)
+        self._joins = True
+
     def on_epoch_begin(self, epoch, logs=None):
-        self._epoch, self._step, self._executed = epoch, -1, 0
+        self._epoch, self._step = epoch, -1
+        self._executed, self._joins = self._executed if self._joins else 0, False
         self._waiting.clear()
 
     def on_train_batch_end(self, batch, logs=None):

@@ -151,6 +151,31 @@ def test_nan_weights_are_reported_where_the_loss_is_finite():
     assert checks.model.stop_training
 
 
+def test_a_replacement_worker_agrees_on_a_stop_after_the_same_steps_as_the_others(monkeypatch):
+    agreed = []
+    monkeypatch.setattr(EpochChecks, "_agree", lambda self, **how: agreed.append((self, self._epoch, self._executed)))
+    other, _ = checks_of("stop")
+    joins, sent = checks_of("stop")
+    finite = {"loss": tf.constant(1.0)}
+    for step in range(99, 251, 4):  # several steps an execution
+        other.on_train_batch_end(step, finite)
+    other._reported_validation = True
+    joins.load_state_dict(json.loads(json.dumps(other.state_dict())))
+    joins.on_epoch_begin(0)
+    agreed.clear()
+    for step in range(251, 404, 4):
+        for checks in (other, joins):
+            checks.on_train_batch_end(step, finite)
+    for checks in (other, joins):
+        checks.on_epoch_end(0, {"loss": 1.0, "val_loss": math.nan})
+        checks.on_epoch_begin(1)
+        checks.on_train_batch_end(98, finite)
+        checks.on_train_batch_end(102, finite)
+    found = [[numbers for checks, *numbers in agreed if checks is one] for one in (other, joins)]
+    assert found[0] == found[1] == [[0, 300], [0, 400], [0, 404], [1, 103]]
+    assert not sent, "the others have reported it"
+
+
 def test_where_there_is_no_driver_the_line_is_logged():
     with warnings_logged("The loss is NaN or infinite in epoch 1. The training continues"):
         checks = EpochChecks("warn")
