@@ -25,11 +25,13 @@ class TrainContext:
         setup: Setup that the driver sent.
         strategy: Strategy of this worker, or None before it is built.
         servers: `servers.ServerGroup` of a ParameterServerStrategy, or None.
+        rows: What `get_dataset` has read, by name of the dataset.
     """
 
     setup: WorkerSetup
     strategy: tf.distribute.Strategy | None = None
     servers: Any = None
+    rows: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def built(self, strategy: tf.distribute.Strategy) -> None:
         self.strategy = strategy
@@ -103,6 +105,11 @@ def get_strategy() -> tf.distribute.Strategy:
 def setup() -> WorkerSetup | None:
     """Returns the setup of the train loop in this process, or None outside of one."""
     return _context[0].setup if _context else None
+
+
+def rows() -> dict[str, Any]:
+    """Returns what `get_dataset` has read in the train loop of this process, by name of the dataset."""
+    return _context[0].rows
 
 
 def servers():

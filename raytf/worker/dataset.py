@@ -23,9 +23,6 @@ from raytf.runtime.topology import Shard, per_replica_batch
 from raytf.storage import stored_json
 from raytf.worker import context as context_module
 
-# By name of the dataset: the columns that were read (None: all), and the rows.
-_read: dict[str, tuple[frozenset | None, StoredDataset]] = {}
-
 
 def _read_once(name: str, dataset, specs, context) -> StoredDataset:
     """Returns a dataset that rank 0 reads at the first call, and broadcasts to all workers. A collective call.
@@ -36,17 +33,19 @@ def _read_once(name: str, dataset, specs, context) -> StoredDataset:
         return dataset
     from ray.train.collective import broadcast_from_rank_zero
 
-    known = name in _read
+    # by name of the dataset: the columns that were read (None: all), and the rows
+    read: dict[str, tuple[frozenset | None, StoredDataset]] = context_module.rows()
+    known = name in read
     columns = frozenset(part for spec in specs.values() for part in columns_module.flat(spec))
-    if not known or not (_read[name][0] is None or columns <= _read[name][0]):
+    if not known or not (read[name][0] is None or columns <= read[name][0]):
         rows = None
         if context.get_world_rank() == 0:
             rows = dataset() if callable(dataset) else dataset
             if not known:
                 rows = stored.projected(rows, specs)
             rows = streamed.materialized(name, rows, None if known else specs)
-        _read[name] = None if known else columns, broadcast_from_rank_zero(rows)
-    return _read[name][1]
+        read[name] = None if known else columns, broadcast_from_rank_zero(rows)
+    return read[name][1]
 
 
 def get_dataset(

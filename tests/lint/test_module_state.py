@@ -41,7 +41,7 @@ STATE = {
     },
     "what a warm worker keeps for its next training": {
         *("fitting/warm.py:_idle", "fitting/fit_worker.py:_models", "fitting/fit_training.py:_last_states"),
-        *("parallel/compiled_update.py:_known", "worker/dataset.py:_read", "worker/clearing.py:_noted"),
+        *("parallel/compiled_update.py:_known", "worker/clearing.py:_noted"),
         "worker/model_source.py:_runs_of_process",
     },
     "what tests set": {"timeouts.py:_current", "storage/injected_faults.py:_numbers"},

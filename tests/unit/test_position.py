@@ -2,14 +2,21 @@
 
 import itertools
 import json
+import types
 
 import numpy as np
+import pyarrow as pa
 import pytest
+import ray.train
+import ray.train.collective
 import tensorflow as tf
 
-from raytf import ConfigError, Position
+from raytf import ConfigError, Position, get_dataset
+from raytf.data import stored, streamed
+from raytf.runtime.settings import WorkerSetup
+from raytf.worker import context
 from raytf.worker import dataset as dataset_module
-from tests.unit.test_feed import ROWS, feed, numbers
+from tests.unit.test_feed import ROWS, blocks, feed, numbers
 
 
 def rows(**options):
@@ -121,3 +128,20 @@ def test_a_step_that_the_epoch_does_not_have_is_refused():
     with pytest.raises(ConfigError, match="an epoch of 5 steps; received: step 6"):
         position.set_state({**position.get_state(), "step": 6})
     assert (position.epoch, position.step) == (0, 0)
+
+
+def test_a_train_loop_gets_the_rows_of_its_own_trainer_and_reads_them_once(monkeypatch):
+    """With num_workers=0 all loops of a notebook run in one process."""
+    read = []
+    monkeypatch.setattr(stored, "projected", lambda rows, specs: rows)
+    monkeypatch.setattr(streamed, "materialized", lambda name, rows, specs: read.append(specs) or blocks(rows, (1, 3)))
+    monkeypatch.setattr(ray.train.collective, "broadcast_from_rank_zero", lambda rows: rows)
+    alone = types.SimpleNamespace(get_world_rank=lambda: 0, get_world_size=lambda: 1)
+    monkeypatch.setattr(ray.train, "get_context", lambda: alone)
+    for day in (1, 2):
+        setup = WorkerSetup(datasets={"train": pa.table({"x": [day] * 4, "y": [10 * day] * 4})})
+        monkeypatch.setattr(context, "_context", [context.TrainContext(setup)])
+        for feature, value in (("x", day), ("x", day), ("y", 10 * day), ("x", day)):
+            (batch,) = get_dataset("train", batch_size=4, features=feature).as_numpy_iterator()
+            assert batch.tolist() == [value] * 4
+    assert [specs is None for specs in read] == [False, True] * 2, "all columns as soon as another one is used"
