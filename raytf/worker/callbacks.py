@@ -292,13 +292,20 @@ class StepReportCallback(TrainingPart):
         super().__init__()
         (self._interval, self._needed), self._session = training.options.report_steps, training.session
         self._last: dict = dict(training.history[-1]) if training.history else {}
+        self._next = self._joined_next = 0
 
     @classmethod
     def create(cls, training: Training) -> StepReportCallback | None:
         return None if training.options.report_steps is None else cls(training)
 
+    def state_dict(self) -> dict[str, int]:
+        return {"next": self._next}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        self._joined_next = state["next"]  # of the epoch that the others are in
+
     def on_epoch_begin(self, epoch, logs=None):
-        self._epoch, self._next = epoch, 0
+        self._epoch, self._next, self._joined_next = epoch, self._joined_next, 0
 
     def on_train_batch_begin(self, batch, logs=None):
         # an epoch may resume after some steps
