@@ -135,7 +135,10 @@ class StepCheckpointCallback(TrainingPart):
             raise stop.StopTraining(stop.stop_barrier.why, self._position.step)
 
     def on_epoch_end(self, epoch, logs=None):
-        if stop.stop_barrier.is_over():  # weights were not the same after any step; the epoch is already reported
+        # after the last epoch the report is that of a complete run: `fit` ends by itself, with `on_train_end` of all
+        is_last = self.model.stop_training or epoch + 1 >= self.params["epochs"]
+        # if the weights were not the same after any step, the epoch is already reported
+        if stop.stop_barrier.is_over() and not is_last:
             raise stop.StopTraining(stop.stop_barrier.why, self._position.step)
         self._waits = self._holds = False
         self._clock.epoch_ended(time.monotonic(), self._position.step)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import os
 import pickle
 import random
@@ -13,13 +14,16 @@ import types
 
 import pyarrow.fs
 import pytest
+import tensorflow as tf
 
 from raytf.errors import StoppedError, TrainingError
 from raytf.runtime import connection
 from raytf.storage.run_folder import RunFolder
 from raytf.train.graceful_stop import GracefulStop
-from raytf.worker import stop
-from raytf.worker.stop import DRAIN, RESIZE, STOP, StopBarrier, StoppedForRestartError
+from raytf.worker import step_checkpoints, stop
+from raytf.worker.callbacks import EpochReports
+from raytf.worker.checkpoint_every import CheckpointInterval
+from raytf.worker.stop import DRAIN, RESIZE, STOP, StopBarrier, StoppedForRestartError, StopTraining
 
 
 class Worker(threading.Thread):
@@ -91,6 +95,35 @@ def test_asked_between_epochs_the_first_execution_of_the_next_is_the_last():
     gate.stop_after(7)  # asked twice: the first answer holds
     assert not gate.is_over()
     assert gate.is_last()
+
+
+@pytest.mark.parametrize(
+    ("epoch", "stopped", "raises"), [(0, False, True), (0, True, False), (1, False, False)], ids=str
+)
+def test_a_stop_at_the_end_of_the_last_epoch_leaves_the_end_of_the_training_to_keras(
+    epoch, stopped, raises, monkeypatch
+):
+    """It is reported as complete: no other start would call `on_train_end`."""
+    gate = StopBarrier()
+    monkeypatch.setattr(stop, "stop_barrier", gate)
+    saver = step_checkpoints.StepCheckpointCallback
+    monkeypatch.setattr(saver, "_are_alike", lambda self: False)  # as between two averages of sync_every
+    training = types.SimpleNamespace(
+        options=types.SimpleNamespace(checkpoint_every=CheckpointInterval(), memory_every=None),
+        session=types.SimpleNamespace(shares_writing=False),
+        position=types.SimpleNamespace(step=4, epoch_step=4),
+        parts={EpochReports: None},
+        order={},
+        feeds={},
+    )
+    part = saver(training, step_checkpoints.NO_HOLDERS)
+    part.set_params({"epochs": 2, "steps": 4})
+    part.set_model(types.SimpleNamespace(distribute_strategy=tf.distribute.get_strategy(), stop_training=stopped))
+    part.on_train_begin()
+    gate.stop_after(gate.request(STOP))
+    part.on_train_batch_end(3)
+    with pytest.raises(StopTraining) if raises else contextlib.nullcontext():
+        part.on_epoch_end(epoch)
 
 
 def test_a_word_for_the_training_before_ends_no_other_one():
