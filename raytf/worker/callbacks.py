@@ -453,15 +453,12 @@ def continue_logs(callbacks, epoch: int) -> None:
     """
     for callback in callbacks:
         if isinstance(callback, keras.callbacks.CSVLogger) and os.path.isfile(callback.filename):
-            with open(callback.filename, newline="") as file:
+            with open(callback.filename, "rb+") as file:
                 lines = file.readlines()
-            line_count = len(lines)
-            # rows of a previous run, which `append` keeps, end with a lower epoch or with a header
-            while line_count and (number := re.match(r"\d+", lines[line_count - 1])) and int(number[0]) >= epoch:
-                line_count -= 1
-            if line_count < len(lines):
-                with open(callback.filename, "w", newline="") as file:
-                    file.writelines(lines[:line_count])
+                # rows of a previous run, which `append` keeps, end with a lower epoch or with a header
+                while lines and (number := re.match(rb"\d+", lines[-1])) and int(number[0]) >= epoch:
+                    lines.pop()
+                file.truncate(sum(map(len, lines)))  # unlike another write it cannot lose the rows before
             callback.append = True
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import resource
 import sys
 import types
 
@@ -16,7 +17,7 @@ import tensorflow as tf
 from ray.train import Checkpoint, CheckpointConfig
 
 from raytf.compat import ray_train
-from raytf.worker.callbacks import Events, tensorboard
+from raytf.worker.callbacks import Events, continue_logs, tensorboard
 from tests.logged import warnings_logged
 
 
@@ -79,6 +80,22 @@ def test_what_writes_events_is_imported_by_the_chief_before_the_first_step(tmp_p
         assert ("tensorboard.summary.v2" in sys.modules) == (rank == 0)
         assert tensorboard(storage, [events], rank) == []
     assert tensorboard(None, [], 0) == []
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_rows_of_a_csv_file_are_dropped_where_nothing_can_be_written(end, tmp_path):
+    """A full disk may be why the run begins again: it must not take the rows of the epochs before."""
+    rows = ["epoch,loss", "0,0.9", "1,0.8", "2,0.7", "epoch,loss", "0,0.5", "1,0.25", "2,0.125", "10,0.1"]
+    log = keras.callbacks.CSVLogger(str(tmp_path / "log.csv"))
+    for epoch, kept in ((11, rows), (1, rows[:6]), (0, rows[:5])):
+        (tmp_path / "log.csv").write_bytes(end.join([*rows, ""]).encode())
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+        try:
+            continue_logs([log], epoch)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        assert (tmp_path / "log.csv").read_bytes() == end.join([*kept, ""]).encode() and log.append
 
 
 @pytest.mark.slow
