@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import posixpath
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -96,9 +97,14 @@ class FiguresCallback(TrainingPart):
         for write in self._write:
             write(figures)
 
-    def on_train_end(self, logs=None):
-        for write in self._write:
-            write(None)
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Writes the last figures at the end, also if a stop or an error ends the training."""
+        try:
+            yield
+        finally:
+            for write in self._write:
+                write(None)
 
     def _now(self) -> dict[str, float | None]:
         spent, makes_steps = activity.tracker.seconds_by_phase(), self._waited is not None

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from raytf import activity
 from raytf.worker import figures
 from raytf.worker.callbacks import Events
+from raytf.worker.stop import StopTraining
 from tests.logged import lines_logged
 
 LOCAL = pyarrow.fs.LocalFileSystem()
@@ -29,16 +30,18 @@ class Position(keras.callbacks.Callback):
         self.step += 1
 
 
-def trained(tmp_path, events=None, epochs=2, rank=0, filesystem=LOCAL, waited=None):
+def trained(tmp_path, events=None, epochs=2, rank=0, filesystem=LOCAL, waited=None, users=()):
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
     schedule = keras.optimizers.schedules.PiecewiseConstantDecay([2], [0.5, 0.25])
     model.compile(keras.optimizers.SGD(schedule), "mse")
     position = Position()
     write = [figures.FiguresFile(filesystem, str(tmp_path), rank)]
-    users = [] if events is None else [events]
+    users = [*users] if events is None else [*users, events]
     write += [found] if (found := figures.events_writer(users)) else []
     noted = figures.FiguresCallback(position, 4, rank, 2, waited, write)
-    model.fit(*DATA, batch_size=4, epochs=epochs, validation_data=DATA, callbacks=[position, *users, noted], verbose=0)
+    callbacks = [position, *users, noted]
+    with noted.running():
+        model.fit(*DATA, batch_size=4, epochs=epochs, validation_data=DATA, callbacks=callbacks, verbose=0)
     return noted
 
 
@@ -122,3 +125,17 @@ def test_where_nothing_is_appended_the_file_is_written_again_now_and_then(tmp_pa
     for _ in range(2):
         trained(tmp_path, epochs=3, filesystem=store)
     assert [one["epoch"] for one in lines(tmp_path)] == [1, 2, 3, 1, 2, 3]
+
+
+class Stop(keras.callbacks.Callback):
+    def on_epoch_begin(self, epoch, logs=None):
+        if epoch == 2:
+            raise StopTraining("resize", 4)
+
+
+def test_where_nothing_is_appended_a_stop_loses_no_figures(tmp_path):
+    (tmp_path / figures.FOLDER).mkdir()
+    for _ in range(2):
+        with pytest.raises(StopTraining):
+            trained(tmp_path, epochs=3, filesystem=pyarrow.fs.SubTreeFileSystem("/", LOCAL), users=[Stop()])
+    assert [one["epoch"] for one in lines(tmp_path)] == [1, 2, 1, 2]
