@@ -415,7 +415,8 @@ class RaySession(Session):
             self._report_stored(metrics, None)
             return lambda: None
         if self._whole is not None and self._whole[0] == snapshot.state.epoch:
-            self._report_stored(metrics, self._whole[1])
+            (_, name), self._whole = self._whole, None  # `on_train_end` may report this epoch again, with other weights
+            self._report_stored(metrics, name)
             return lambda: None
         pending = self._pending = PendingCheckpoint(
             self._save_epoch_end(name, snapshot), snapshot.state.epoch, self._saver.writer_priority

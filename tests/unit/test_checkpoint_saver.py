@@ -6,12 +6,14 @@ import os
 import select
 import signal
 import threading
+import types
 
 import numpy as np
 import pyarrow.fs
 import pytest
 
 from raytf import activity
+from raytf.compat import ray_train
 from raytf.storage import checkpoint_files
 from raytf.storage.checkpoint_files import CheckpointState
 from raytf.storage.snapshots import NotWrittenError
@@ -19,7 +21,7 @@ from raytf.storage.step_folders import folder_name
 from raytf.worker import checkpoint
 from raytf.worker.callbacks import ReportCallback
 from raytf.worker.checkpoint_saver import CheckpointSaver
-from raytf.worker.session import PendingCheckpoint, ReportQueue
+from raytf.worker.session import PendingCheckpoint, RaySession, ReportQueue
 from tests.logged import lines_logged, warnings_logged
 from tests.unit.test_checkpoint import functional, subclassed, trained
 from tests.unit.test_snapshots import is_gone
@@ -158,6 +160,38 @@ def test_the_training_waits_for_its_checkpoint_and_not_for_the_thread_that_repor
     checkpoint_files.check_folder(str(tmp_path / "run" / "checkpoint_one"))
     keeper.close()
     assert pending.wait_until_done(), "it was whole"
+
+
+def test_a_replaced_chief_reports_what_the_lost_one_saved_once_and_then_the_weights_of_the_end(monkeypatch):
+    """At the end of the training EarlyStopping may restore others: they are reported for the same epoch."""
+    reported = []
+
+    def report_later(metrics, checkpoint_and_validate):
+        reported.append(os.path.basename(checkpoint_and_validate()[0].path))
+        return concurrent.futures.Future()
+
+    monkeypatch.setattr(ray_train, "report_later", report_later)
+    session = object.__new__(RaySession)
+    names = iter(["checkpoint_2", "checkpoint_3"])
+    vars(session).update(
+        rank=0,
+        storage=types.SimpleNamespace(
+            make_default_checkpoint_dir_name=lambda: next(names),
+            experiment_fs_path="/run",
+            storage_filesystem=pyarrow.fs.LocalFileSystem(),
+        ),
+        _whole=(1, "checkpoint_1"),
+        _pending=None,
+        _reports=ReportQueue(),
+        _reported_ends=0,
+        _validate=False,
+        _saver=types.SimpleNamespace(writer_priority=contextlib.nullcontext),
+        _save_epoch_end=lambda name, snapshot: lambda: None,
+    )
+    snapshot = types.SimpleNamespace(broadcast_name=None, state=types.SimpleNamespace(epoch=1))
+    for _ in range(2):
+        assert session.report({"loss": 0.5}, snapshot)() is None
+    assert reported == ["checkpoint_1", "checkpoint_3"]
 
 
 @pytest.mark.parametrize("old", [True, False])
