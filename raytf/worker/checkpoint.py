@@ -36,25 +36,9 @@ from raytf.storage.checkpoint_files import (
     CheckpointState,
     check_folder,
     read_state,
-    read_state_of,
 )
 from raytf.worker import random_state
 from raytf.worker.callback_state import CallbackStates
-
-__all__ = [
-    "CheckpointSnapshot",
-    "CheckpointState",
-    "check_folder",
-    "checkpoint_parts",
-    "metrics_of",
-    "read_state",
-    "read_state_of",
-    "restore",
-    "restore_callbacks",
-    "restore_random",
-    "save",
-    "write",
-]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -68,7 +68,7 @@ def ways(folder):
         "fit that goes on": resume,
         "restore": lambda: checkpoint.restore(str(folder), model, {"learning_rate": 0.2}),
         "restore_callbacks": lambda: checkpoint.restore_callbacks(str(folder), states),
-        "history": lambda: checkpoint.read_state_of(Checkpoint.from_directory(str(folder))),
+        "history": lambda: checkpoint_files.read_state_of(Checkpoint.from_directory(str(folder))),
         "evaluator": lambda: evaluator.evaluate(Checkpoint.from_directory(str(folder)), "asked"),
     }
     found = {}
