@@ -152,6 +152,11 @@ def broadcast_from_chief(strategy, values: Sequence[np.ndarray]) -> list[np.ndar
     return results
 
 
+def chief_number(strategy, number: int) -> int:
+    """Returns the chief's number on every worker of a strategy; `number` itself if the strategy spans no workers."""
+    return int(broadcast_from_chief(strategy, [np.int64(number)])[0]) if spans_workers(strategy) else number
+
+
 # Large enough to use the network's full rate.
 PIECE_BYTES = 4 << 20
 

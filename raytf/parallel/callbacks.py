@@ -49,10 +49,8 @@ class _Agreement(keras.callbacks.Callback):
         """Copies the chief's variables and first epoch to all: a callback before this one may have restored them."""
         model = self.model
         self._take_chiefs(_shared_variables(model, with_metrics=True))
-        (first_epoch,) = communicator.broadcast_from_chief(
-            model.distribute_strategy, [np.int64(keras_objects.first_epoch(model))]
-        )
-        keras_objects.set_first_epoch(model, int(first_epoch))
+        first_epoch = communicator.chief_number(model.distribute_strategy, keras_objects.first_epoch(model))
+        keras_objects.set_first_epoch(model, first_epoch)
         self._noted.taken()
 
     def on_epoch_begin(self, epoch, logs=None):

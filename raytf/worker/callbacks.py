@@ -205,11 +205,7 @@ class ReportCallback(keras.callbacks.Callback):
         """Returns whether the chief's last checkpoint is whole; if not, all workers report once more."""
         if self._write_error is None:  # `report` has no such result, and raises errors itself
             return True
-        is_saved = self._write_error() is None
-        if not communicator.spans_workers(self.model.distribute_strategy):
-            return is_saved
-        (chief_kept,) = communicator.broadcast_from_chief(self.model.distribute_strategy, [np.int64(is_saved)])
-        return bool(chief_kept)
+        return bool(communicator.chief_number(self.model.distribute_strategy, self._write_error() is None))
 
     def _fingerprint(self) -> np.ndarray:
         sums = [np.sum(compat_keras.as_array(v), dtype=np.float64) for v in self.model.trainable_variables]

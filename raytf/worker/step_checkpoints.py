@@ -166,11 +166,7 @@ class StepCheckpointCallback(TrainingPart):
             return False
         began = time.monotonic()
         due, wait = self._clock.check(began, step)
-        if communicator.spans_workers(self.model.distribute_strategy):
-            (chief_answer,) = communicator.broadcast_from_chief(
-                self.model.distribute_strategy, [np.int64(wait * 2 + due)]
-            )
-            wait, due = divmod(int(chief_answer), 2)
+        wait, due = divmod(communicator.chief_number(self.model.distribute_strategy, wait * 2 + due), 2)
         self._clock.checked(time.monotonic() - began)
         self._next_check = step + wait
         return bool(due)

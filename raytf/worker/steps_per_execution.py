@@ -9,8 +9,6 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
 from raytf import logs
 from raytf.collectives import communicator
 from raytf.parallel import callbacks as callbacks_module
@@ -141,7 +139,8 @@ class ExecutionCallback(TrainingPart):
             self._is_measuring = False
             return
         gap, duration = (statistics.median(times[_WARM_UP:]) for times in (self._seconds_between, self._seconds_within))
-        number = self._broadcast(choose_steps(gap, duration, self._first, self._steps_left - batch - 1))
+        number = choose_steps(gap, duration, self._first, self._steps_left - batch - 1)
+        number = communicator.chief_number(self.model.distribute_strategy, number)
         if number == 1:
             self._is_measuring = False
             return
@@ -153,8 +152,8 @@ class ExecutionCallback(TrainingPart):
 
     def _choose_faster(self):
         function, single = self._single
-        slower = self._broadcast(int(statistics.median(self._seconds_within[1:]) > single))
-        if slower:
+        is_slower = statistics.median(self._seconds_within[1:]) > single
+        if communicator.chief_number(self.model.distribute_strategy, is_slower):
             logger.debug("steps_per_execution: 1 again, as more did not help")
             self._set_steps(1)
             self.model.train_function = function
@@ -165,9 +164,3 @@ class ExecutionCallback(TrainingPart):
     def _set_steps(self, number: int):
         self.model.steps_per_execution = number
         self._iterator.steps_per_execution = number
-
-    def _broadcast(self, number: int) -> int:
-        strategy = self.model.distribute_strategy
-        if not communicator.spans_workers(strategy):
-            return number
-        return int(communicator.broadcast_from_chief(strategy, [np.int64(number)])[0])
