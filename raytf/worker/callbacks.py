@@ -17,25 +17,22 @@ from typing import Any
 
 import keras
 import numpy as np
-import tensorflow as tf
 
-from raytf import activity, logs, validation
+from raytf import activity, validation
 from raytf.collectives import communicator
 from raytf.compat import keras as compat_keras
 from raytf.compat import keras_objects, legacy_keras
 from raytf.console import phases, progress
-from raytf.errors import ConfigError, first_line
+from raytf.errors import ConfigError
 from raytf.identity import same_run
 from raytf.parallel import model_optimizers, shards
 from raytf.parallel.callbacks import settable_rate
 from raytf.storage.snapshots import NotWrittenError
 from raytf.worker import checkpoint as checkpoints
-from raytf.worker import session
+from raytf.worker import figures, session
 from raytf.worker.callback_state import CallbackStates
 from raytf.worker.part import Training, TrainingPart, shared_states
 from raytf.worker.writers import WriterCount
-
-logger = logs.get_logger(__name__)
 
 
 def feed_state(name: str) -> dict | None:
@@ -572,28 +569,10 @@ class Events(keras.callbacks.TensorBoard):
         """Skips the event of each metric that Keras would prepare, in 0.2 ms, and drop without events of batches."""
 
 
-def _forgiving(name: str) -> Callable:
-    hook = getattr(keras.callbacks.TensorBoard, name)
-
-    @functools.wraps(hook)
-    def call(self, *args, **kwargs):
-        if self._failed:
-            return
-        try:
-            hook(self, *args, **kwargs)
-        except (OSError, tf.errors.OpError) as error:
-            self._failed = True
-            logger.warning(
-                f"Events for TensorBoard end here, as they cannot be written: {first_line(error)}. Training continues "
-                "without them. Mend the storage; a restart of the run writes them again"
-            )
-
-    return call
-
-
 _hooks = {name for name in vars(keras.callbacks.TensorBoard) if name.startswith("on_")} - vars(Events).keys()
 for _name in ("set_model", *_hooks):
-    setattr(Events, _name, _forgiving(_name))
+    _hook = getattr(keras.callbacks.TensorBoard, _name)
+    setattr(Events, _name, figures.ends_on_error("Events for TensorBoard")(_hook))
 
 
 def _numbers(logs) -> dict:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import posixpath
@@ -37,6 +38,34 @@ _SHOWN = (
     "checkpoint_seconds",
     "memory_bytes",
 )
+
+
+def ends_on_error(content: str) -> Callable[[Callable], Callable]:
+    """Makes a method that writes do nothing after its first error, which it logs: the training continues.
+
+    The object notes this in its `_failed`, which is False at first.
+
+    Args:
+        content: What the method writes, in the plural.
+    """
+
+    def decorate(method: Callable) -> Callable:
+        @functools.wraps(method)
+        def call(self, *args, **kwargs) -> None:
+            if self._failed:
+                return
+            try:
+                method(self, *args, **kwargs)
+            except (OSError, tf.errors.OpError) as error:
+                self._failed = True
+                logger.warning(
+                    f"{content} end here, as they cannot be written: {first_line(error)}. Training continues without "
+                    "them. Mend the storage; a restart of the run writes them again"
+                )
+
+        return call
+
+    return decorate
 
 
 class FiguresCallback(TrainingPart):
@@ -159,17 +188,9 @@ class FiguresFile:
         self._text: bytes | None = None
         self._written = float("-inf")
 
+    @ends_on_error("Figures for `raytf report`")
     def __call__(self, figures: Mapping[str, Any] | None) -> None:
-        if self._failed:
-            return
-        try:
-            self._flush() if figures is None else self._add(json.dumps(figures).encode() + b"\n")
-        except OSError as error:
-            self._failed = True
-            logger.warning(
-                f"Figures for `raytf report` end here, as they cannot be written: {first_line(error)}. Training "
-                "continues without them. Mend the storage; a restart of the run writes them again"
-            )
+        self._flush() if figures is None else self._add(json.dumps(figures).encode() + b"\n")
 
     def _add(self, line: bytes) -> None:
         if self._appends:
@@ -212,23 +233,17 @@ class _FigureWriter:
     def __init__(self, folder: str):
         self._folder, self._writer, self._failed = folder, None, False
 
+    @ends_on_error("Figures for TensorBoard")
     def __call__(self, figures: Mapping[str, Any] | None) -> None:
-        if self._failed or figures is None:
+        if figures is None:
             return
-        try:
-            with tf.device("CPU:0"):
-                self._writer = self._writer or tf.summary.create_file_writer(self._folder)
-                with self._writer.as_default(step=figures["epoch"] - 1):  # as in Keras
-                    for name in _SHOWN:
-                        if figures.get(name) is not None:
-                            tf.summary.scalar(name, figures[name])
-                self._writer.flush()
-        except (OSError, tf.errors.OpError) as error:
-            self._failed = True
-            logger.warning(
-                f"Figures for TensorBoard end here, as they cannot be written: {first_line(error)}. Training continues "
-                "without them. Mend the storage; a restart of the run writes them again"
-            )
+        with tf.device("CPU:0"):
+            self._writer = self._writer or tf.summary.create_file_writer(self._folder)
+            with self._writer.as_default(step=figures["epoch"] - 1):  # as in Keras
+                for name in _SHOWN:
+                    if figures.get(name) is not None:
+                        tf.summary.scalar(name, figures[name])
+            self._writer.flush()
 
 
 def _rate(model) -> float | None:
