@@ -203,7 +203,7 @@ class EpochChecks(TrainingPart):
     def _report_divergence(self, rows: np.ndarray) -> None:
         ranks = tuple(rank for rank in range(self._size) if (rows[rank] != rows[0]).any())
         variables = list(self.model.trainable_variables)
-        crcs = self._exchanged([_checksum(self.model, v) for v in variables])
+        crcs = self._exchanged([zlib.crc32(_checked(self.model, v)) for v in variables])
         paths = [v.path for i, v in enumerate(variables) if (crcs[:, i] != crcs[0, i]).any()]
         text = f"{paths[0]}" + (f" and {len(paths) - 1} more" if len(paths) > 1 else "") if paths else "learning rates"
         self._emit_by_chief(Kind.WORKERS_DIVERGED, ranks=ranks, name=text)
@@ -225,10 +225,6 @@ def checksums(model) -> tuple[int, int]:
     ]
     rates = np.array([float(optimizer.learning_rate) for optimizer in optimizers], np.float64)
     return crc, zlib.crc32(rates.tobytes())
-
-
-def _checksum(model, variable) -> int:
-    return zlib.crc32(_checked(model, variable))
 
 
 def _values(model, variable) -> np.ndarray:

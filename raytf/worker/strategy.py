@@ -53,7 +53,9 @@ def patched_strategy(config: TensorflowConfig, built: Callable):
         else:
             if not (auto and _with_ring(config, original, self, cluster_resolver, communication_options)):
                 _with_collectives(original, self, cluster_resolver, communication_options)
-            _attach_for_keras_3(self, config)
+            from raytf.parallel import local_sgd  # not with Keras 2
+
+            local_sgd.attach(self, config.sync_every)
         built(self)
 
     kind.__init__ = init
@@ -101,12 +103,6 @@ def _with_collectives(init: Callable, strategy, resolver, options) -> None:
     ports.release_port()
     init(strategy, resolver, options)
     _restrict_listener()
-
-
-def _attach_for_keras_3(strategy, config: TensorflowConfig) -> None:
-    from raytf.parallel import local_sgd
-
-    local_sgd.attach(strategy, config.sync_every)
 
 
 def _distribute_for_keras_2(strategy):
