@@ -61,7 +61,7 @@ class CheckpointSaver:
             self._start()
             self._writer.ready(size + _OTHER_BYTES, in_memory)
 
-    def save_async(self, name: str, model, parts: Mapping[str, Any], writers: int = 1, last: bool = False) -> bool:
+    def save_async(self, name: str, model, parts: Mapping[str, Any], writers: int = 1, last: bool = False) -> None:
         """Saves a checkpoint, see `session.Session.save_step`.
 
         Args:
@@ -75,14 +75,12 @@ class CheckpointSaver:
             NotWrittenError: The writer process was killed, and its replacement too.
         """
         self._copy(name, model, parts, writers=writers, pinned=last)
-        return True
 
-    def hold_in_memory(self, name: str, model, parts: Mapping[str, Any]) -> bool:
+    def hold_in_memory(self, name: str, model, parts: Mapping[str, Any]) -> None:
         """Keeps a checkpoint in memory; it is written only if this worker fails before the next one."""
         self._copy(name, model, parts, in_memory=True)
-        return True
 
-    def save_part(self, name: str, model, index: int, writers: int, pinned: bool = False) -> bool:
+    def save_part(self, name: str, model, index: int, writers: int, pinned: bool = False) -> None:
         """Saves one part of a checkpoint that several workers write; the chief completes it.
 
         Args:
@@ -96,7 +94,6 @@ class CheckpointSaver:
             self._cutter = RangeCutter(index, writers)
         piece = self._cutter.piece(self._content(model))
         self._write(name, {checkpoint_files.MODEL: piece}, writers=writers, index=index, pinned=pinned)
-        return True
 
     def layout(self, model) -> int:
         """Returns a number that is equal on workers whose model files have the same arrays at the same offsets."""
