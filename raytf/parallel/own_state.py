@@ -140,7 +140,8 @@ def take(model, content: bytes) -> None:
     Raises:
         ValueError: The bytes are of another model.
     """
-    _assign(model.distribute_strategy, variables_of(model), values_of(model, content))
+    # not in a replica, where TensorFlow joins what is assigned to a variable with an `aggregation`
+    put(model, list(map(np.array, values_of(model, content))))  # copies: TensorFlow may keep the memory of an array
 
 
 def values_of(model, content: bytes) -> list[np.ndarray]:
@@ -172,12 +173,3 @@ def put_each(strategy, pairs: Iterable[tuple]) -> None:
     for variable, value in pairs:
         (local,) = strategy.experimental_local_results(keras_objects.variable_of(variable))
         local.assign(value)
-
-
-def _assign(strategy, variables: Sequence[keras.Variable], values: Sequence[np.ndarray]) -> None:
-    def replica():
-        with step_module.override_state(inline_merge=True):
-            for variable, value in zip(variables, values, strict=True):
-                variable.assign(value)
-
-    separate_function(lambda: strategy.run(replica), autograph=False)()

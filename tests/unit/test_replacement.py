@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from raytf.collectives import recovery_client
 from raytf.errors import RaytfError
-from raytf.parallel import assigned, trainer
+from raytf.parallel import assigned, own_state, trainer
 from raytf.storage import checkpoint_files
 from raytf.storage.checkpoint_files import CheckpointState
 from raytf.storage.folder_contents import write_files
@@ -116,6 +116,28 @@ def test_assignments_of_a_traced_function_are_seen_after_other_steps(model):
     halve()
     with pytest.raises(RaytfError, match="a callback has changed .*bias since the last step"):
         second()
+
+
+def test_state_that_workers_join_is_taken_as_it_is(monkeypatch):
+    """A new process takes it before it has the others' ring, where a sum is that of workers which are all alike."""
+
+    class Counts(keras.layers.Layer):
+        def build(self, shape):
+            add = lambda name: self.add_weight(name=name, trainable=False, aggregation=name)
+            self.joined = list(map(add, ("sum", "mean", "only_first_replica")))
+
+    strategy = tf.distribute.MirroredStrategy(["cpu:0"])
+    with strategy.scope():
+        made = keras.Sequential([keras.Input((6,)), Counts()])
+    joined = made.layers[0].joined
+    for variable in joined:
+        variable.assign(4000)
+    content = own_state.content_of(made)
+    for variable in joined:
+        variable.assign(0)
+    monkeypatch.setattr(type(strategy.extended), "_reduce_to", lambda extended, way, value, *_: 3 * value)
+    own_state.take(made, content)
+    assert list(map(int, joined)) == [4000] * 3
 
 
 def test_callback_that_needs_the_begin_of_a_batch_is_named(model):
