@@ -169,7 +169,12 @@ def _redirected(callbacks, folder: Callable[[], str]):
             yield callback
         elif type(callback) is not kind:  # a subclass may do more than write
             path = str(getattr(callback, WRITERS[kind]))
-            setattr(callback, WRITERS[kind], os.path.join(folder(), os.path.basename(path)))
+            new_path = os.path.join(folder(), os.path.basename(path))
+            setattr(callback, WRITERS[kind], new_path)
+            if kind is BackupAndRestore:  # Keras has made the paths of its files already
+                for name, value in list(vars(callback).items()):
+                    if isinstance(value, str) and value.startswith(os.path.join(path, "")):
+                        setattr(callback, name, new_path + value.removeprefix(path))
             yield callback
 
 

@@ -86,6 +86,16 @@ def test_what_the_chief_alone_has_counted(tmp_path):
     assert chief_state_classes([*without, *holding]) == ["Callback", "ModelCheckpoint", "NoOpCallback", "TensorBoard"]
 
 
+@pytest.mark.parametrize("end", ["", "/"])
+def test_backup_of_a_users_class_is_in_a_temporary_folder_where_it_is_not_the_chiefs(tmp_path, end):
+    class Own(keras.callbacks.BackupAndRestore):
+        pass
+
+    (own,) = _redirected([Own(f"{tmp_path}/backup{end}")], lambda: str(tmp_path / "temporary"))
+    paths = [value for value in vars(own).values() if isinstance(value, str) and "/" in value]
+    assert len(set(paths)) == 5 and all(path.startswith(f"{tmp_path}/temporary/") for path in paths)
+
+
 def test_orbax_is_the_chiefs(tmp_path):
     class Stands(keras.callbacks.OrbaxCheckpoint):
         def __init__(self, save_freq):  # orbax is not installed
