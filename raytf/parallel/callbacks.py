@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-from collections.abc import Callable
 
 import keras
 import numpy as np
@@ -159,8 +158,13 @@ def _sees_begins(callback) -> bool:
     return any(h in vars(callback) or getattr(type(callback), h) is not getattr(base, h) for h in hooks)
 
 
-def _redirected(callbacks, folder: Callable[[], str]):
-    """Yields callbacks for a worker other than the chief: without writers, or with writers to a temporary folder."""
+def _redirected(callbacks, ends: contextlib.ExitStack):
+    """Yields callbacks for a worker other than the chief: without writers, or with writers to a temporary folder.
+
+    Args:
+        callbacks: The user's.
+        ends: Removes the folders, and gives the callbacks their paths again, when it closes.
+    """
     for callback in callbacks:
         if isinstance(callback, _CHIEF_ONLY) or chief_callbacks.is_chiefs(callback):
             continue
@@ -168,13 +172,15 @@ def _redirected(callbacks, folder: Callable[[], str]):
         if kind is None:
             yield callback
         elif type(callback) is not kind:  # a subclass may do more than write
-            path = str(getattr(callback, WRITERS[kind]))
-            new_path = os.path.join(folder(), os.path.basename(path))
-            setattr(callback, WRITERS[kind], new_path)
+            given = {WRITERS[kind]: getattr(callback, WRITERS[kind])}
+            path = str(given[WRITERS[kind]])
             if kind is BackupAndRestore:  # Keras has made the paths of its files already
-                for name, value in list(vars(callback).items()):
-                    if isinstance(value, str) and value.startswith(os.path.join(path, "")):
-                        setattr(callback, name, new_path + value.removeprefix(path))
+                below = os.path.join(path, "")
+                given |= {n: v for n, v in vars(callback).items() if isinstance(v, str) and v.startswith(below)}
+            new_path = os.path.join(ends.enter_context(scratch.temporary_folder()), os.path.basename(path))
+            for name, value in given.items():
+                ends.callback(setattr, callback, name, value)
+                setattr(callback, name, new_path + str(value).removeprefix(path))
             yield callback
 
 
@@ -213,7 +219,7 @@ def prepared(model, callbacks):
     batches = bool(reading)
     ends, callback_list = contextlib.ExitStack(), listed
     if not communicator.is_chief(model.distribute_strategy):
-        callback_list = list(_redirected(listed, lambda: ends.enter_context(scratch.temporary_folder())))
+        callback_list = list(_redirected(listed, ends))
     agreement = _BatchAgreement(bool(begins)) if batches else _Agreement()
     deferred = [c for c in callback_list if getattr(c, "raytf_after_agreement", False)]
     callback_list = [c for c in callback_list if c not in deferred]

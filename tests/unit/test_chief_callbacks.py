@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import types
@@ -63,7 +64,7 @@ def test_trackers_are_the_chiefs_and_ask_for_batches_only_where_they_log_them(tr
     assert [reads_batches(c) for c in looking + not_looking] == [True] * 5 + [False] * 4
     assert all(map(chief_callbacks.is_chiefs, looking + not_looking[:-1]))
     stopping = keras.callbacks.EarlyStopping()
-    assert list(_redirected([*looking, *not_looking, stopping], lambda: str(tmp_path))) == [stopping]
+    assert list(_redirected([*looking, *not_looking, stopping], contextlib.ExitStack())) == [stopping]
 
 
 def test_what_the_chief_alone_has_counted(tmp_path):
@@ -87,13 +88,20 @@ def test_what_the_chief_alone_has_counted(tmp_path):
 
 
 @pytest.mark.parametrize("end", ["", "/"])
-def test_backup_of_a_users_class_is_in_a_temporary_folder_where_it_is_not_the_chiefs(tmp_path, end):
-    class Own(keras.callbacks.BackupAndRestore):
+def test_a_writer_of_a_users_class_writes_to_a_temporary_folder_where_it_is_not_the_chiefs(tmp_path, end):
+    class Backup(keras.callbacks.BackupAndRestore):
         pass
 
-    (own,) = _redirected([Own(f"{tmp_path}/backup{end}")], lambda: str(tmp_path / "temporary"))
-    paths = [value for value in vars(own).values() if isinstance(value, str) and "/" in value]
-    assert len(set(paths)) == 5 and all(path.startswith(f"{tmp_path}/temporary/") for path in paths)
+    class Best(keras.callbacks.ModelCheckpoint):
+        pass
+
+    made = [Backup(f"{tmp_path}/backup{end}"), Best(f"{tmp_path}/best.keras")]
+    before = [dict(vars(callback)) for callback in made]
+    with contextlib.ExitStack() as ends:
+        assert list(_redirected(made, ends)) == made
+        paths = [v for callback in made for v in vars(callback).values() if isinstance(v, str) and "/" in v]
+        assert len(set(paths)) == 6 and not any(path.startswith(str(tmp_path)) for path in paths)
+    assert [vars(callback) for callback in made] == before, "the user may read them after a training"
 
 
 def test_orbax_is_the_chiefs(tmp_path):
@@ -102,7 +110,7 @@ def test_orbax_is_the_chiefs(tmp_path):
             self.save_freq = save_freq
 
     assert not reads_batches(Stands("epoch")) and reads_batches(Stands(10))
-    assert not list(_redirected([Stands("epoch")], lambda: str(tmp_path)))
+    assert not list(_redirected([Stands("epoch")], contextlib.ExitStack()))
 
 
 def test_callbacks_that_the_user_declares_are_the_chiefs(monkeypatch, tmp_path):
@@ -114,7 +122,7 @@ def test_callbacks_that_the_user_declares_are_the_chiefs(monkeypatch, tmp_path):
             made.append(self)
 
     kept = raytf.on_chief(Writes())
-    assert kept is made[0] and not list(_redirected([kept, raytf.on_chief(Writes)], lambda: str(tmp_path)))
+    assert kept is made[0] and not list(_redirected([kept, raytf.on_chief(Writes)], contextlib.ExitStack()))
     assert len(made) == 2, "a process without TF_CONFIG is alone"
     cluster = {"worker": ["a:1", "b:2"]}
     for task, is_chief in (("worker", 0), True), (("worker", 1), False), (("evaluator", 0), False):
