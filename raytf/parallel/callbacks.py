@@ -9,6 +9,7 @@ import os
 import keras
 import numpy as np
 import tensorflow as tf
+from keras import tree
 from keras.callbacks import (
     BackupAndRestore,
     CSVLogger,
@@ -205,10 +206,7 @@ def chief_state_classes(callbacks) -> list[str]:
 def prepared(model, callbacks):
     """Yields (callbacks for `fit`, whether the logs of batches must be global) for a model on several workers."""
     given = callbacks if isinstance(callbacks, keras.callbacks.CallbackList) else None
-    if given is not None:
-        listed = list(given.callbacks)
-    else:
-        listed = list(callbacks) if isinstance(callbacks, (list, tuple)) else [] if callbacks is None else [callbacks]
+    listed = tree.flatten(callbacks or []) if given is None else list(given.callbacks)  # a list may be nested in Keras
     if communicator.is_chief(model.distribute_strategy):
         _warn_of_test_batches(listed)
     # a callback on one worker is enough: exchanges after a batch need all workers

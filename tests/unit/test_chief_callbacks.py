@@ -12,8 +12,9 @@ import keras
 import pytest
 
 import raytf
+from raytf.collectives import communicator
 from raytf.parallel import chief_callbacks, double_writes
-from raytf.parallel.callbacks import _redirected, _warn_of_test_batches, chief_state_classes, reads_batches
+from raytf.parallel.callbacks import _redirected, _warn_of_test_batches, chief_state_classes, prepared, reads_batches
 
 
 @pytest.fixture
@@ -102,6 +103,14 @@ def test_a_writer_of_a_users_class_writes_to_a_temporary_folder_where_it_is_not_
         paths = [v for callback in made for v in vars(callback).values() if isinstance(v, str) and "/" in v]
         assert len(set(paths)) == 6 and not any(path.startswith(str(tmp_path)) for path in paths)
     assert [vars(callback) for callback in made] == before, "the user may read them after a training"
+
+
+def test_lists_of_callbacks_may_be_nested_as_in_keras(monkeypatch):
+    monkeypatch.setattr(communicator, "sum_over_workers", lambda strategy, arrays: arrays)
+    made = [keras.callbacks.EarlyStopping(), keras.callbacks.TerminateOnNaN()]
+    for given, listed in (([made[:1], made[1]], made), (made[0], made[:1]), (None, [])):
+        with prepared(types.SimpleNamespace(distribute_strategy=None), given) as (found, _):
+            assert found[: len(listed)] == listed
 
 
 def test_orbax_is_the_chiefs(tmp_path):
