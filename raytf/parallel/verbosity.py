@@ -49,12 +49,9 @@ def for_fit(verbose, callbacks):
     """
     if not _current:
         return verbose, callbacks
-    if _current["chief"] and _current["line"] is not None and verbose in ("auto", 1):
-        line = _current["line"]()
-        if isinstance(callbacks, CallbackList):
-            callbacks.append(line)
-        else:
-            callbacks = [*tree.flatten(callbacks or []), line]
+    has_line = _current["chief"] and _current["line"] is not None and verbose in ("auto", 1)
+    if has_line and not isinstance(callbacks, CallbackList):  # Keras adds no bar to it either, nor steps
+        callbacks = [*tree.flatten(callbacks or []), _current["line"]()]
     return (2 if _current["chief"] and verbose == 2 else 0), callbacks
 
 

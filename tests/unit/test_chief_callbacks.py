@@ -13,7 +13,7 @@ import pytest
 
 import raytf
 from raytf.collectives import communicator
-from raytf.parallel import chief_callbacks, double_writes
+from raytf.parallel import chief_callbacks, double_writes, verbosity
 from raytf.parallel.callbacks import _redirected, _warn_of_test_batches, chief_state_classes, prepared, reads_batches
 
 
@@ -111,6 +111,13 @@ def test_lists_of_callbacks_may_be_nested_as_in_keras(monkeypatch):
     for given, listed in (([made[:1], made[1]], made), (made[0], made[:1]), (None, [])):
         with prepared(types.SimpleNamespace(distribute_strategy=None), given) as (found, _):
             assert found[: len(listed)] == listed
+
+
+def test_a_callback_list_gets_no_progress_line():
+    mine = keras.callbacks.CallbackList([keras.callbacks.EarlyStopping()])
+    with verbosity.limit_output(True, keras.callbacks.Callback):
+        assert verbosity.for_fit("auto", mine) == (0, mine) and len(mine.callbacks) == 1
+        assert len(verbosity.for_fit("auto", mine.callbacks)[1]) == 2
 
 
 def test_orbax_is_the_chiefs(tmp_path):
