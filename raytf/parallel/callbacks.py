@@ -226,8 +226,8 @@ def prepared(model, callbacks):
     callback_list = [*callback_list, agreement, *deferred]
     if given is not None:
         agreement.set_model(model)
-        given.callbacks[:] = callback_list
-        callback_list = given
+        ends.callback(setattr, given, "callbacks", given.callbacks)  # the user's, who may pass it again
+        given.callbacks, callback_list = callback_list, given
     try:
         yield callback_list, batches
     finally:

@@ -120,6 +120,15 @@ def test_a_callback_list_gets_no_progress_line():
         assert len(verbosity.for_fit("auto", mine.callbacks)[1]) == 2
 
 
+def test_a_callback_list_is_as_before_after_a_training(monkeypatch):
+    monkeypatch.setattr(communicator, "sum_over_workers", lambda strategy, arrays: arrays)
+    mine = keras.callbacks.CallbackList([keras.callbacks.EarlyStopping()])
+    before = list(mine.callbacks)
+    with prepared(types.SimpleNamespace(distribute_strategy=None), mine) as (found, _):
+        assert found is mine and len(mine.callbacks) == 2
+    assert mine.callbacks == before
+
+
 def test_orbax_is_the_chiefs(tmp_path):
     class Stands(keras.callbacks.OrbaxCheckpoint):
         def __init__(self, save_freq):  # orbax is not installed
