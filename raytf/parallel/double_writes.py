@@ -26,10 +26,11 @@ _hooked = False
 
 
 def _hook(event: str, arguments) -> None:
-    if event != "open" or _noted is None or not isinstance(arguments[0], (str, os.PathLike)):
+    # read once: another thread may end the recording meanwhile
+    if event != "open" or (noted := _noted) is None or not isinstance(arguments[0], (str, os.PathLike)):
         return
     if isinstance(arguments[1], str) and set(arguments[1]) & set("wax+"):
-        _noted.add(os.path.realpath(os.fsdecode(arguments[0])))
+        noted.add(os.path.realpath(os.fsdecode(arguments[0])))
 
 
 def note(recording: bool) -> set[str]:

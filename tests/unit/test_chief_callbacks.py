@@ -196,3 +196,15 @@ def test_a_file_that_several_workers_write_is_warned_of_once(tmp_path):
     (message,) = warned(lambda counts: 2 * counts)
     assert str(tmp_path / "log") in message and "raytf.on_chief(callback)" in message
     assert not warned(lambda counts: counts), "this worker alone writes it"
+
+
+def test_a_file_may_be_opened_while_another_thread_ends_the_recording():
+    class Ends(str):
+        def __iter__(self):  # the hook looks at the mode after it has seen that files are recorded
+            double_writes.note(False)
+            return iter("w")
+
+    double_writes.note(True)
+    double_writes._hook("open", ("log", Ends("w")))
+    double_writes._hook("open", ("log", "w"))
+    assert not double_writes.note(False)
