@@ -15,7 +15,7 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class FunctionPatch:
-    """A function that replaces another one.
+    """A function that replaces another one; or a method that overrides another one, which is not installed.
 
     Args:
         owner: Class or module of the attribute.
@@ -124,37 +124,19 @@ def patched_of(owner: Any, name: str, function: Callable) -> Iterator[None]:
 _lock = threading.Lock()
 
 
-@dataclasses.dataclass(frozen=True)
-class Override:
-    """A method of raytf that a private class calls by its name; a missing one would not raise.
-
-    Args:
-        owner: The class that has the method.
-        name: Name of the method.
-    """
-
-    owner: type
-    name: str
-
-    @property
-    def path(self) -> str:
-        """Returns "module:Class.name"."""
-        return f"{self.owner.__module__}:{self.owner.__qualname__}.{self.name}"
-
-
-_overridden: list[Override] = []
+_overridden: list[FunctionPatch] = []
 
 
 def overrides(owner: type) -> Callable[[Callable], Callable]:
-    """Declares that a class of Ray or Keras calls a method by a private name."""
+    """Declares that a class of Ray or Keras calls a method by a private name; a missing one raises nothing."""
 
     def keep(function: Callable) -> Callable:
-        _overridden.append(Override(owner, function.__name__))
+        _overridden.append(FunctionPatch(owner, function.__name__, function))
         return function
 
     return keep
 
 
-def overridden() -> list[Override]:
+def overridden() -> list[FunctionPatch]:
     """Returns all overrides that imported modules declare."""
     return list(_overridden)
