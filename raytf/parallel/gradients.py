@@ -58,7 +58,7 @@ def jacobian(original, self, target, sources, *args, **kwargs):
         return original(self, target, sources, *args, **kwargs)
     with step_module.override_state(differentiates=True):
         grads = original(self, target, sources, *args, **kwargs)
-    if any(_is_of_rows(step, value) for value in tf.nest.flatten(target)):
+    if any(reduction_probe.has_rows(value, step.known_rows) for value in tf.nest.flatten(target)):
         return grads
     return _with_sums(step, grads, [i for i, s in enumerate(tf.nest.flatten(sources)) if _is_alike(step, s)])
 
@@ -186,17 +186,10 @@ def _upstream(step: step_module.Step, target):
         return None
     scale = step.upscale(tf.float64)
     upstream = [
-        tf.ones_like(value) * (tf.cast(scale, value.dtype) if _is_of_rows(step, value) else 1) for value in flat
+        tf.ones_like(value) * (tf.cast(scale, value.dtype) if reduction_probe.has_rows(value, step.known_rows) else 1)
+        for value in flat
     ]
     return tf.nest.pack_sequence_as(target, upstream)
-
-
-def _is_of_rows(step: step_module.Step, value) -> bool:
-    """Returns whether a value of the loss has one number for each row, as far as its shape is known."""
-    if not value.shape.rank:
-        return False
-    rows = tf.get_static_value(step.rows)
-    return value.shape[0] is None or (rows is not None and value.shape[0] == max(int(rows), 1))
 
 
 # ----------------------------------------------------------------------------------------- equal values
