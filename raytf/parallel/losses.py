@@ -167,11 +167,6 @@ def scale_regularization_loss(original, regularization_loss):
 # ---------------------------------------------------------------------------------------------- compute_loss
 
 
-def own_compute_loss(model) -> bool:
-    """Returns whether a model has its own `compute_loss`."""
-    return type(model).compute_loss is not keras.Model.compute_loss
-
-
 def compute_loss(model, original: Callable, *args, **kwargs) -> Any:
     """Calls the user's `compute_loss`; if it is no mean over rows, it is computed on the rows of all replicas."""
     step = step_module.current()

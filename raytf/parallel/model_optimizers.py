@@ -65,9 +65,7 @@ def alike(model) -> list:
 
 def has_call(model) -> bool:
     """Returns whether a model computes something from its inputs; with its own `train_step` it need not, as a GAN."""
-    import keras
-
-    return type(model).call is not keras.Model.call
+    return is_own(model, "call")
 
 
 def decides_itself(model, method: str = "fit") -> bool:
@@ -77,10 +75,11 @@ def decides_itself(model, method: str = "fit") -> bool:
         model: A `keras.Model`.
         method: "fit", "evaluate" or "predict".
     """
-    return _is_own(model, method) or _is_own(model, _STEPS[method])
+    return is_own(model, method) or is_own(model, _STEPS[method])
 
 
-def _is_own(model, name: str) -> bool:
+def is_own(model, name: str) -> bool:
+    """Returns whether a model's class has its own method, and not Keras'."""
     import keras
 
     return getattr(type(model), name) is not getattr(keras.Model, name)
@@ -88,7 +87,7 @@ def _is_own(model, name: str) -> bool:
 
 def _is_traced(model, method: str) -> bool:
     """Returns whether a model's step can be traced to build parts: not in eager mode, nor for its own `fit`."""
-    return not _is_own(model, method) and not model.run_eagerly
+    return not is_own(model, method) and not model.run_eagerly
 
 
 def build(model, data_batch, method: str = "fit") -> None:
@@ -107,7 +106,7 @@ def build(model, data_batch, method: str = "fit") -> None:
         ConfigError: The model has its own `fit`, and is not built; or a metric keeps its state in Python.
     """
     if has_call(model):
-        in_step = _is_own(model, _STEPS[method]) and _is_traced(model, method)
+        in_step = is_own(model, _STEPS[method]) and _is_traced(model, method)
         try:
             keras_objects.build_for(model, data_batch, skipped=keras_objects.unbuilt_parts(model) if in_step else ())
             if in_step:
@@ -184,7 +183,7 @@ def _build_metrics_by_step(model, data_batch, method: str) -> None:
 def _check_built(model, method: str) -> None:
     """Raises ConfigError for layers that the model's own step has not built."""
     if unbuilt_layers := unbuilt(model):
-        why = f"a {method} of its own" if _is_own(model, method) else "run_eagerly=True and a step of its own"
+        why = f"a {method} of its own" if is_own(model, method) else "run_eagerly=True and a step of its own"
         raise ConfigError(
             "A model that only its own code can call needs all of its layers built before it is sent to workers",
             f"{model.name!r}, with {why}, and {', '.join(repr(layer.name) for layer in unbuilt_layers[:3])} not built",

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from raytf.collectives.communicator import many_replicas
 from raytf.compat.keras import compile_utils
 from raytf.compat.patching import patched_of
-from raytf.parallel import compiled_call, losses, metric_updates, metrics, row_sums, step_logs
+from raytf.parallel import compiled_call, losses, metric_updates, metrics, model_optimizers, row_sums, step_logs
 from raytf.parallel import step as step_module
 
 
@@ -36,7 +36,7 @@ def step_of(model, function: Callable, training: bool) -> Callable:
                 if many and metric_updates.may_compare(metric):
                     update = functools.partial(metric_updates.update_state, metric)
                     stack.enter_context(patched_of(metric, "update_state", update))
-            if many and losses.own_compute_loss(model):
+            if many and model_optimizers.is_own(model, "compute_loss"):
                 compute = functools.partial(losses.compute_loss, model)
                 stack.enter_context(patched_of(model, "compute_loss", compute))
             if many and compiled_call.is_due(model):

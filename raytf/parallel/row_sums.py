@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import keras
 import tensorflow as tf
 
 from raytf.errors import definition_line
 from raytf.logs import warn_user
+from raytf.parallel import model_optimizers
 from raytf.parallel import step as step_module
 
 _PASSED = ("Identity", "Cast", "Neg", "AddV2", "Add", "AddN", "Sub", "Reshape", "Squeeze")
@@ -51,8 +51,7 @@ class RowSums:
     @classmethod
     def create(cls, model, data: Any) -> RowSums | None:
         """Returns the check, or None in eager mode, and for Keras' own step."""
-        has_own_step = type(model).train_step is not keras.Model.train_step
-        return cls(model, data) if has_own_step and not tf.executing_eagerly() else None
+        return cls(model, data) if model_optimizers.is_own(model, "train_step") and not tf.executing_eagerly() else None
 
     def check(self, target: Any) -> None:
         """Warns if a loss that a tape differentiates is no mean over rows."""
