@@ -39,9 +39,9 @@ def _minor(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in version.split(".")[:2])
 
 
-def untested_versions(*packages: str) -> dict[str, str]:
-    """Returns installed versions that are not in `TESTED`, by package; of all packages, or of the given ones."""
-    versions = {package: installed_version(package) for package in packages or TESTED}
+def untested_versions() -> dict[str, str]:
+    """Returns installed versions that are not in `TESTED`, by package."""
+    versions = {package: installed_version(package) for package in TESTED}
     return {p: v for p, v in versions.items() if ".".join(v.split(".")[:2]) not in TESTED[p]}
 
 
@@ -55,12 +55,12 @@ def describe_tested() -> str:
     return ", ".join(f"{package} {versions[0]} to {versions[-1]}" for package, versions in TESTED.items())
 
 
-def uses_private(*paths: str, added_in: tuple | None = None, removed_in: tuple | None = None) -> Callable:
+def uses_private(*paths: str, added_in: tuple | None = None) -> Callable:
     """Declares the private names that a function uses, for the tests; its docstring states the purpose.
 
     Args:
         paths: "module:attribute", or "module:Class.attribute" for attributes of a class' objects.
-        added_in, removed_in: ("ray", 2, 60): the first version that has them, the first version without them.
+        added_in: ("ray", 2, 60): the first version that has them.
     """
 
     def keep(function):

@@ -86,7 +86,7 @@ def whole_numbers(given: Any) -> list:
 
 
 def probe(
-    function: Callable, given: Any, rows: int | None = ANY_ROWS, draws: bool = True, masked: MaskedLabels | None = None
+    function: Callable, given: Any, rows: int | None = ANY_ROWS, masked: MaskedLabels | None = None
 ) -> ProbeResult:
     """Tries a function on a batch and on its halves, with synthetic rows.
 
@@ -94,7 +94,6 @@ def probe(
         function: function(given) -> a tensor or a nest of tensors.
         given: Nest of tensors, symbolic or not, and other arguments.
         rows: Number of rows, see `has_rows`.
-        draws: Whether it may draw random numbers, so that two calls may differ.
         masked: Labels of which some may be missing.
     """
     outcomes: list[ProbeResult] = []
@@ -102,12 +101,12 @@ def probe(
     with tf.init_scope(), recording(), step_module.override_state(step=None, whole_batch=None, trial=True):
         for kind in range(3):
             try:
-                outcomes.append(_probe_once(function, given, rows, kind, draws))
+                outcomes.append(_probe_once(function, given, rows, kind))
             except Exception as raised:
                 error = raised
         if (many := _many(given, rows)) and (few := _combined(outcomes)) and (few.rows or few.ways):
             with contextlib.suppress(Exception):  # a function of fewer rows alone
-                outcomes.append(_probe_once(function, given, rows, 0, draws, count=many))
+                outcomes.append(_probe_once(function, given, rows, 0, count=many))
         if masked is not None and any(trial.rows or MEAN in trial.ways for trial in outcomes):
             outcomes += _probe_with_masks(function, given, rows, masked)
     return _combined(outcomes) or ProbeResult(why=f"{type(error).__name__}: {error}")
@@ -133,7 +132,6 @@ def probe_cached(
     rows: int | None = ANY_ROWS,
     *,
     index: int = 0,
-    draws: bool = True,
     masked: MaskedLabels | None = None,
 ) -> ProbeResult:
     """Returns `probe`, computed once for each function and shapes of a model.
@@ -141,13 +139,13 @@ def probe_cached(
     Args:
         step: The step of the replica that is traced or runs.
         owner: The object that the function belongs to.
-        function, given, rows, draws, masked: As for `probe`.
+        function, given, rows, masked: As for `probe`.
         index: Index of the function among those of `owner`.
     """
     key = (id(owner), index, *(_signature(leaf, rows) for leaf in tree.flatten(given)))
     trials = {} if step.notes is None else step.notes.trials
     if key not in trials:
-        trials[key] = owner, probe(function, given, rows, draws, masked)
+        trials[key] = owner, probe(function, given, rows, masked)
     return trials[key][1]
 
 
@@ -167,7 +165,7 @@ def _probe_with_masks(function: Callable, given: Any, rows: int | None, masked: 
     while pending:
         mask = _MaskNumbers({id(leaf) for leaf in tree.flatten(masked.labels)}, pending.pop(0))
         try:
-            outcomes.append(_probe_once(function, given, rows, 0, False, mask))
+            outcomes.append(_probe_once(function, given, rows, 0, mask))
         except Exception:  # such as an unknown class, although another number marks missing labels
             pending += [[number] for number in mask.numbers] if len(mask.numbers) > 1 else []
     return outcomes
@@ -228,7 +226,6 @@ def _probe_once(
     given: Any,
     rows: int | None,
     kind: int,
-    draws: bool,
     mask: _MaskNumbers | None = None,
     count: int | None = None,
 ) -> ProbeResult:
@@ -239,7 +236,7 @@ def _probe_once(
     half = count // 2
     with keras.StatelessScope():  # each call begins with the same state
         value = repeated = _values(function(part(0, count)))
-    if draws:
+    if mask is None:  # masks are tried for a function that does not draw
         with keras.StatelessScope(), step_module.override_state(draws_other=True):
             repeated = _values(function(part(0, count)))
     if not all(map(_alike, value, repeated)):

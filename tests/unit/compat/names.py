@@ -120,8 +120,6 @@ def _of_uses(decorator: ast.expr, why: str, place: str) -> Iterator[Name]:
     bounds = {keyword.arg: ast.literal_eval(keyword.value) for keyword in decorator.keywords}
     if "added_in" in bounds and not versions.at_least(*bounds["added_in"]):
         return
-    if "removed_in" in bounds and versions.at_least(*bounds["removed_in"]):
-        return
     for argument in decorator.args:
         yield Name(ast.literal_eval(argument), why, place)
 
