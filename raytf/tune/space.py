@@ -135,13 +135,13 @@ def _describe_domain(value: Any) -> str:
         return type(value).__name__
 
 
-def make_scheduler(given: Any, space: Mapping[str, Any], epochs: int):
+def make_scheduler(given: Any, space: Mapping[str, Any], reports: int):
     """Returns Ray's scheduler for a name; returns an object of Ray's unchanged.
 
     Args:
         given: One of `SCHEDULERS`, a `ray.tune.schedulers.TrialScheduler`, or None.
         space: The space, whose domains Population Based Training mutates.
-        epochs: Number of reports of a whole trial.
+        reports: Largest number of reports of a trial.
 
     Raises:
         ConfigError: The name is unknown, "pbt" cannot mutate the space, or an object has a metric of its own.
@@ -161,9 +161,9 @@ def make_scheduler(given: Any, space: Mapping[str, Any], epochs: int):
     if isinstance(given, schedulers.TrialScheduler):
         return given
     if given == "asha":
-        return schedulers.ASHAScheduler(max_t=max(1, epochs))
+        return schedulers.ASHAScheduler(max_t=max(1, reports))
     if given == "hyperband":
-        return schedulers_module.HyperBand(max_t=max(1, epochs))
+        return schedulers_module.HyperBand(max_t=max(1, reports))
     if given == "median":
         return schedulers.MedianStoppingRule()
     if given == "pbt":
@@ -175,7 +175,7 @@ def make_scheduler(given: Any, space: Mapping[str, Any], epochs: int):
                 "Add tune.loguniform(...)",
             )
         return schedulers.PopulationBasedTraining(
-            time_attr="training_iteration", perturbation_interval=max(1, epochs // 5), hyperparam_mutations=mutated
+            time_attr="training_iteration", perturbation_interval=max(1, reports // 5), hyperparam_mutations=mutated
         )
     raise ConfigError(
         f"scheduler must be one of {', '.join(SCHEDULERS)}, or a scheduler of ray.tune",

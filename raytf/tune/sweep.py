@@ -222,6 +222,8 @@ def sweep(
         plan, identity = _plan(trainer, config, options, training, failures, score, shown, finished is not None)
         processes.end_unused()
         shown.close()
+        if isinstance(scheduler, str) and options.report_every_steps is not None and resume is None:
+            chosen = space.make_scheduler(scheduler, given, epochs * _most_reports(plan, options, given))
         if named is not None:
             _check_same(options.identity, identity, named)
             resumes = "the sweep of this name resumes" if finished is None else f"{finished}: nothing is trained"
@@ -463,6 +465,21 @@ def _check_room(scaling_config, given: Mapping[str, Any]) -> tuple[int, float]:
 def _largest(scaling_config, given: Mapping[str, Any]) -> int:
     """Returns the number of workers of the largest trial of a space."""
     return max(space.numbers(given.get("num_workers", scaling_config.num_workers), "num_workers"))
+
+
+def _most_reports(plan: SweepSpec, options: SweepOptions, given: Mapping[str, Any]) -> int:
+    """Returns the largest number of reports of an epoch, that of its end included; 1 if its steps are unknown."""
+    rows, train = plan.rows, plan.train.task.datasets["train"]
+    sample = (plan.config | options.sample)["batch_size"]
+    if isinstance(train, TFData) and train.facts.steps is not None:
+        rows = train.facts.steps * sample  # it was inspected with this batch
+    if rows is None:
+        return 1
+    try:
+        smallest = min(space.numbers(given.get("batch_size", plan.config["batch_size"]), "batch_size"))
+    except ConfigError:  # a draw without known bounds
+        smallest = sample
+    return -(-rows // (smallest * options.report_every_steps))
 
 
 def _plan(

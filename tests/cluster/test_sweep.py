@@ -463,6 +463,13 @@ def test_rates_that_follow_the_batch_and_a_trial_of_one_worker_that_dies(tmp_pat
     assert (tmp_path / "40").read_text().split() == ["0.010000", *["0.020000"] * 5] and (tmp_path / "killed").exists()
 
 
+def test_a_scheduler_lets_the_best_trial_train_all_epochs_with_reports_within_them(tmp_path):
+    (result,) = sweep(
+        trainer(tmp_path, workers=1, config={"epochs": 3}), {"batch_size": 25}, scheduler="asha", report_every_steps=1
+    )
+    assert result.metrics["epoch"] == 3
+
+
 def test_wrong_sweeps_raise_with_the_reason(tmp_path):
     space = {"learning_rate": tune.loguniform(1e-4, 1e-1)}
     good = trainer(tmp_path, workers=1)

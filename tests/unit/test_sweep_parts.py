@@ -110,6 +110,31 @@ def test_names_of_schedulers_and_searches():
         space.make_search("best")
 
 
+@pytest.mark.parametrize(
+    ("batch_size", "rows", "pipeline_steps", "reports"),
+    [
+        (tune.choice([40, 20]), 100, None, 3),  # steps 2 and 4, and the end
+        (tune.randint(30, 50), 100, None, 2),
+        (tune.sample_from(lambda _: 20), 100, None, 2),  # as many as for the sample
+        (40, 100, None, 2),
+        (20, None, 4, 4),
+        (20, None, None, 1),
+    ],
+)
+def test_reports_within_epochs_are_counted_for_schedulers(batch_size, rows, pipeline_steps, reports):
+    from types import SimpleNamespace
+
+    from raytf.data.tf_data import PipelineFacts, TFData
+
+    module = importlib.import_module("raytf.tune.sweep")
+    facts = PipelineFacts(text="", resume_unit="step", steps=pipeline_steps, rows=40, spec="")
+    train = None if rows is not None else TFData(len).with_facts(facts)
+    task = SimpleNamespace(datasets={"train": train})
+    plan = SimpleNamespace(rows=rows, train=SimpleNamespace(task=task), config={"batch_size": 10})
+    options = SweepOptions(report_every_steps=2, sample={"batch_size": 40})
+    assert module._most_reports(plan, options, {"batch_size": batch_size}) == reports
+
+
 @given(st.floats(1e-6, 1), st.integers(1, 10_000), st.integers(1, 10_000), st.integers(1, 8))
 def test_scaled_rates(rate, base, batch, workers):
     linear, root = (learning_rate.Scaling(rule=rule, base_batch_size=base) for rule in ("linear", "sqrt"))
