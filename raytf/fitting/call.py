@@ -332,10 +332,9 @@ class Call:
                             group.model = None  # the workers changed their model: the next call must send one again
                         break
             group.worker_group.stop()
-            well = True
-            if group.worker_group.ended is not None:
-                group.model = None
+            if group.worker_group.ended is not None:  # ends the workers, whose last epoch is no later call's
                 self._raise_stopped(group.worker_group.ended)
+            well = True
         except TrialError as error:
             raise TrainingError(error.rank, error.cause, error.details) from None
         except WorkerGroupLostError as error:
@@ -348,7 +347,7 @@ class Call:
         finally:
             shown.close(sys.exc_info()[1])
             if self._group is not None:
-                if work["do"] == "fit" and (not well or self._group.worker_group.ended is not None):
+                if work["do"] == "fit" and not well:
                     self._last = self._last_epoch()
                 self._end_group(well)
         if verification is not None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import signal
+from types import SimpleNamespace
 
 import keras
 import numpy as np
 import pytest
+from ray.train import RunConfig, ScalingConfig
 
-from raytf.errors import ConfigError
-from raytf.fitting import arrays
+from raytf.errors import ConfigError, StoppedError
+from raytf.fitting import arrays, call, warm
 from raytf.fitting.named_checkpoints import NamedFitCheckpoints, training_identity
 from raytf.storage import checkpoint_files
 from raytf.storage.checkpoint_files import CheckpointState
@@ -77,3 +81,37 @@ def test_what_means_nothing_is_refused(arguments, message):
     with pytest.raises(ConfigError, match=message):
         NamedFitCheckpoints.from_arguments(*arguments)
     assert NamedFitCheckpoints.from_arguments(None, None, "auto", "auto") is None
+
+
+class Group:
+    """Workers that end after step 6, as a signal has asked for."""
+
+    model, closed = None, False
+
+    def __init__(self):
+        self.worker_group = SimpleNamespace(
+            actors=[], ended=6, begin=lambda *job: None, continue_trial=lambda why: None, stop=lambda: None
+        )
+
+    def close(self):
+        self.closed = True
+
+
+def call_by_name(folder):
+    """A call of `raytf.fit` that needs no workers yet."""
+    checkpoints = NamedFitCheckpoints.from_arguments("digits", folder, "auto", "auto")
+    made = call.Call(keras.Sequential(), ScalingConfig(num_workers=1), RunConfig(), {}, checkpoints)
+    made._sending, made._data, made._values = {"key": "", "values": {}, "settings": {}, "folder": ""}, b"", {}
+    made._stop_request = SimpleNamespace(number=signal.SIGTERM, calls=lambda handler: contextlib.nullcontext())
+    return made
+
+
+def test_workers_of_a_stopped_training_take_no_other_call(tmp_path, monkeypatch):
+    """They hold its last epoch, which the next call would take for its own if it failed early."""
+    keep(tmp_path / "digits" / "fit", 6, {})
+    group = Group()
+    monkeypatch.setattr(call.warm, "take_group", lambda *configs: group)
+    monkeypatch.setattr(call, "Output", lambda variables: SimpleNamespace(close=lambda error: None))
+    with pytest.raises(StoppedError, match="stopped after step 6; checkpoint saved"):
+        list(call_by_name(tmp_path).reports({"do": "fit", "callbacks": None, "rows": {}, "seed": 0}))
+    assert group.closed and not warm.has_group()
