@@ -46,6 +46,7 @@ from raytf.parallel import model_optimizers
 from raytf.runtime import answers, resources
 from raytf.runtime.processes import worker_environment
 from raytf.runtime.settings import TensorflowConfig, WorkerSetup
+from raytf.storage.run_lock import RunLock
 from raytf.train import results
 from raytf.train.graceful_stop import GracefulStop
 from raytf.train.prepare import placed
@@ -91,6 +92,7 @@ class Call:
         self._parts, self._checkpoints = parts, checkpoints
         self._files: dict[str, bytes] | None = None
         self._stop_request: GracefulStop | None = None
+        self._lock: RunLock | None = None
         self._resume_from: dict[str, Any] = {}
         self._group: warm.WarmGroup | None = None
         self._last: dict | None = None  # the state for the model
@@ -137,7 +139,7 @@ class Call:
                 GracefulStop(after_step=False, signals=signals, at_once=_AT_ONCE)
             )
             if self._checkpoints is not None:
-                self._ends.enter_context(self._checkpoints.lock())
+                self._lock = self._ends.enter_context(self._checkpoints.lock())
                 self._stop_request.record(self._checkpoints.run.filesystem, self._checkpoints.run.path)
             self._connected = True
         resources.check_cluster(self._scaling)
@@ -249,11 +251,12 @@ class Call:
             (the seed of the training, further fields of `fit_worker.CallWork`).
 
         Raises:
-            ConfigError: There is a checkpoint of another training.
+            ConfigError: There is a checkpoint of another training, or another driver holds the lock of its name.
         """
         if self._checkpoints is None:
             return seed, {}
         self._connect()
+        self._lock.confirm()
         rows = {
             name: 0 if isinstance(dataset, TFData) else sum(dataset.rows) for name, dataset in self._resume_from.items()
         }
@@ -379,6 +382,7 @@ class Call:
         """Does nothing: `_why_end` detects the first signal at its next poll."""
 
     def _why_end(self) -> str | None:
+        self._lock.check()
         return None if self._stop_request.number is None else stop.STOP
 
     def _raise_stopped(self, step: int) -> None:
@@ -429,6 +433,7 @@ class Call:
         model.history = history
         vars(history)["events"] = happened
         if self._checkpoints is not None:
+            self._lock.check()  # else they are another driver's
             self._checkpoints.forget()
             if verbose:
                 for line in results.summary(*_rows(history)):

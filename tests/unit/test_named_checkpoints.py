@@ -12,12 +12,13 @@ import numpy as np
 import pytest
 from ray.train import RunConfig, ScalingConfig
 
-from raytf.errors import ConfigError, StoppedError
+from raytf.errors import ConfigError, StoppedError, TrainingError
 from raytf.fitting import arrays, call, warm
 from raytf.fitting.named_checkpoints import NamedFitCheckpoints, training_identity
-from raytf.storage import checkpoint_files
+from raytf.storage import checkpoint_files, run_lock
 from raytf.storage.checkpoint_files import CheckpointState
 from raytf.storage.step_folders import folder_name
+from tests.waiting import until
 
 X = np.arange(12.0).reshape(6, 2)
 
@@ -115,3 +116,23 @@ def test_workers_of_a_stopped_training_take_no_other_call(tmp_path, monkeypatch)
     with pytest.raises(StoppedError, match="stopped after step 6; checkpoint saved"):
         list(call_by_name(tmp_path).reports({"do": "fit", "callbacks": None, "rows": {}, "seed": 0}))
     assert group.closed and not warm.has_group()
+
+
+def test_a_call_whose_name_another_driver_has_taken_over_ends_and_removes_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_lock, "_BEAT_INTERVAL", 0.05)
+    keep(tmp_path / "digits" / "fit", 6, {})
+    made = call_by_name(tmp_path)
+    monkeypatch.setattr(made, "_connect", lambda: None)
+    monkeypatch.setattr(made, "reports", lambda work: iter(()))
+    with made._checkpoints.lock() as made._lock:
+        lock = tmp_path / "digits" / run_lock.LOCK
+        others = json.loads(lock.read_text()) | {"id": "another"}
+        lock.unlink()
+        lock.write_text(json.dumps(others))
+        until(lambda: made._lock.lost is not None)
+        for ends in (made._why_end, lambda: made.fit({}, [], 0)):
+            with pytest.raises(TrainingError, match="has taken over"):
+                ends()
+        with pytest.raises(ConfigError, match="takes one driver at a time"):
+            made.resume_state(1, 2, {}, shown=False)
+    assert made._checkpoints.last() == 6
