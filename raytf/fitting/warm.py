@@ -119,25 +119,25 @@ class _IdleGroup:
 
     def take(self) -> WarmGroup | None:
         """Removes and returns the group; None if no live one is stored."""
-        with self._lock:
-            group, self._group = self._group, None
-            if group is not None and self._session == connection.session():
-                return group
-            return None
+        return self._exchange(None)
 
     def put(self, group: WarmGroup) -> None:
-        with self._lock:
-            self._group, self._session, self._stored_at = group, connection.session(), time.monotonic()
-            if self._watch is None or not self._watch.is_alive():
-                self._watch = threading.Thread(target=self._watch_group, name="raytf-warm", daemon=True)
-                self._watch.start()
+        """Stores a group; ends the one that a call in another thread has stored."""
+        _close(self._exchange(group))
 
     def clear(self) -> None:
         """Ends the stored group."""
-        group = self.take()
-        if group is not None:
-            with contextlib.suppress(ray.exceptions.RayError, ConnectionError):
-                group.close()
+        _close(self._exchange(None))
+
+    def _exchange(self, group: WarmGroup | None) -> WarmGroup | None:
+        with self._lock:
+            session = connection.session()
+            previous = self._group if self._session == session else None
+            self._group, self._session, self._stored_at = group, session, time.monotonic()
+            if group is not None and (self._watch is None or not self._watch.is_alive()):
+                self._watch = threading.Thread(target=self._watch_group, name="raytf-warm", daemon=True)
+                self._watch.start()
+            return previous
 
     def _watch_group(self) -> None:
         while True:
@@ -153,6 +153,12 @@ class _IdleGroup:
             except Exception as error:  # the cluster has gone, and the group with it
                 logger.debug("idle workers: %s", error)
                 self.clear()
+
+
+def _close(group: WarmGroup | None) -> None:
+    if group is not None:
+        with contextlib.suppress(ray.exceptions.RayError, ConnectionError):
+            group.close()
 
 
 def is_wanted() -> bool:
