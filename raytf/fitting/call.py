@@ -532,7 +532,8 @@ def _check_shapes(model, spec, do: str) -> float:
     if do != "predict" and keras_objects.compiled_parts(model)[0] is not None:
         loss = functools.partial(keras_objects.step_loss, model)
         compute_output_spec(loss, x, y, outputs, sample_weight=weights, training=False)
-    return float(sum(np.prod(o.shape[1:]) * 4 for o in tree.flatten(outputs)))
+    shapes = [output.shape[1:] for output in tree.flatten(outputs)]
+    return 0.0 if any(None in shape for shape in shapes) else float(sum(np.prod(shape) * 4 for shape in shapes))
 
 
 def _describe_spec(spec) -> str:

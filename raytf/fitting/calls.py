@@ -46,6 +46,8 @@ logger = logs.get_logger(__name__)
 _BATCH = 32
 # Bytes of predictions that a worker sends at once.
 _CHUNK_BYTES = 32 << 20
+# Steps whose predictions it sends at once if their size is unknown.
+_CHUNK_STEPS = 32
 
 
 def fit(
@@ -374,7 +376,7 @@ def predict(
     with Call(model, workers, run_config, {"train": data}, phases=show_phases(bool(verbose))) as call:
         row_bytes = call.build("predict")
         call.pack(())
-        chunk = max(1, int(_CHUNK_BYTES / max(1.0, row_bytes * batch / workers.num_workers)))
+        chunk = _chunk_steps(row_bytes * batch / workers.num_workers)
         work = call.work("predict", {"train": batch}, make_default_seed(), "none", {}, chunk_steps=chunk)
         chunks = (_in_order(reports) for reports in call.reports(work))
         if data.table is None:
@@ -386,6 +388,15 @@ def predict(
 
 
 # ------------------------------------------------------------------------------------------ predictions
+
+
+def _chunk_steps(step_bytes: float) -> int:
+    """Returns the number of steps whose predictions a worker sends at once; all workers need the same one.
+
+    Args:
+        step_bytes: Bytes of a worker's predictions of a step, or 0 if unknown.
+    """
+    return max(1, int(_CHUNK_BYTES / step_bytes)) if step_bytes else _CHUNK_STEPS
 
 
 def _in_order(reports: list[dict]) -> tuple[Any, list[np.ndarray]] | None:
