@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import numbers
 import os
 import pickle
 import sys
@@ -273,7 +274,7 @@ def _cause(trial) -> Exception | None:
 
 def _value(trial, metric: str) -> float | None:
     value = flatten_dict(trial.last_result or {}).get(metric)
-    return float(value) if isinstance(value, (int, float)) else None
+    return float(value) if isinstance(value, numbers.Real) else None  # also NumPy's
 
 
 def _rank(value: float | None, mode: str) -> float:

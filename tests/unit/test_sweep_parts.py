@@ -3,6 +3,7 @@
 import importlib
 import json
 
+import numpy as np
 import pyarrow.fs
 import pytest
 from hypothesis import given
@@ -253,7 +254,7 @@ def test_the_live_table(tmp_path):
     table = SweepTable("loss", "min", 4, show=False)
     trials = [
         trial("aaaaa", "TERMINATED", {"loss": 0.5, "training_iteration": 3, "per_replica_batch": 16}, batch_size=32),
-        trial("bbbbb", "RUNNING", {"loss": 0.25, "training_iteration": 1}, batch_size=64),
+        trial("bbbbb", "RUNNING", {"loss": np.float32(0.25), "training_iteration": 1}, batch_size=64),  # of a loop
         trial("ccccc", "PENDING", {}, batch_size=64),
         trial("ddddd", "ERROR", {"loss": float("nan"), "training_iteration": 1}, batch_size=64),
     ]
