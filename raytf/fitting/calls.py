@@ -22,7 +22,6 @@ from ray.train import RunConfig, ScalingConfig
 from raytf import logs, validation
 from raytf.compat import keras_objects
 from raytf.compat.keras import make_default_seed
-from raytf.compat.ray_configs import resources_per_worker
 from raytf.console.lines import print_line
 from raytf.console.phases import READING, show_phases
 from raytf.data import ingest, pipeline, sampling
@@ -482,8 +481,7 @@ def _workers(num_workers, scaling_config, run_config) -> tuple[ScalingConfig, Ru
 def _check_batch(batch_size, workers: ScalingConfig, name: str) -> int:
     batch_size = _BATCH if batch_size is None else batch_size
     validation.check_whole(name, batch_size, 1)
-    devices = max(1, int(resources_per_worker(workers).get("GPU", 0)))
-    per_replica_batch(int(batch_size), workers.num_workers * devices)
+    per_replica_batch(int(batch_size), workers.num_workers * checks.devices(workers))
     return int(batch_size)
 
 

@@ -180,7 +180,7 @@ def _plan(trainer: KerasTrainer, phases: phases_module.Phases) -> Plan:
     scaling = trainer.scaling_config
     with Prepared(WarmPool(Process, inner, trainer.run_config, 1, import_raytf)) as training:
         sources = {name: _first(name, dataset, trainer) for name, dataset in trainer.datasets.items()}
-        devices = max(1, int(resources.resources_per_worker(scaling).get("GPU", 0)))
+        devices = arguments.devices(scaling)
         workers = arguments.check_workers(scaling)
         replicas = 1 if trainer.num_ps else workers * devices
         batch = per_replica_batch(trainer.config["batch_size"], replicas)

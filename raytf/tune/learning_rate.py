@@ -55,21 +55,21 @@ class Scaling:
         return rate * (ratio if self.rule == "linear" else math.sqrt(ratio))
 
 
-def derived_config(config: Mapping[str, Any], scaling: Scaling, workers: int, rows: int | None) -> dict[str, Any]:
+def derived_config(config: Mapping[str, Any], scaling: Scaling, replicas: int, rows: int | None) -> dict[str, Any]:
     """Returns the values derived from a trial's config: `per_replica_batch`, `steps_per_epoch`, `scaled_learning_rate`.
 
     Args:
         config: Config with `batch_size`, the rows of the global batch, and optionally `learning_rate`.
         scaling: The sweep's scaling.
-        workers: Number of workers, one replica each.
+        replicas: Number of replicas, at least 1.
         rows: Number of training rows, or None if unknown.
 
     Raises:
-        ConfigError: The batch has fewer rows than there are workers.
+        ConfigError: The batch has fewer rows than there are replicas.
     """
     values: dict[str, Any] = {}
     if "batch_size" in config:
-        values["per_replica_batch"] = per_replica_batch(config["batch_size"], workers)[0]
+        values["per_replica_batch"] = per_replica_batch(config["batch_size"], replicas)[0]
         if rows is not None:
             values["steps_per_epoch"] = -(-rows // config["batch_size"])
     if isinstance(config.get("learning_rate"), (int, float)):

@@ -23,6 +23,7 @@ from raytf.errors import ConfigError, RaytfError, first_line
 from raytf.events import Kind, RunEvent
 from raytf.storage import checkpoint_files, run_folder
 from raytf.storage.folder_contents import read_files, write_files
+from raytf.train import arguments
 from raytf.train.worker_group import TrialError, TrialRun, WorkerGroup, WorkerGroupLostError
 from raytf.tune import learning_rate, trial_steps
 from raytf.tune.sweep_end import SweepEnd
@@ -80,6 +81,10 @@ class SweepSpec:
     def workers(self, config: Mapping[str, Any]) -> int:
         """Returns the number of workers of a trial."""
         return int(config.get("num_workers", self.scaling_config.num_workers))
+
+    def replicas(self, config: Mapping[str, Any]) -> int:
+        """Returns the number of replicas of a trial: one for each device of its workers."""
+        return self.workers(config) * arguments.devices(self.scaling_config)
 
     def resources(self, config: Mapping[str, Any]) -> tune.PlacementGroupFactory:
         """Returns Tune's request for a trial: nothing for its actor, a bundle for each worker."""
@@ -199,8 +204,8 @@ class Trial(tune.Trainable):
     def _next(self) -> dict[str, Any] | None:
         plan = self._plan
         if not self._running:
-            workers = plan.workers(self._config)
-            self._derived = learning_rate.derived_config(self._config, plan.scaling, workers, plan.rows)
+            workers, replicas = plan.workers(self._config), plan.replicas(self._config)
+            self._derived = learning_rate.derived_config(self._config, plan.scaling, replicas, plan.rows)
             config = dict(self._config)
             if "scaled_learning_rate" in self._derived:
                 config["learning_rate"] = self._derived["scaled_learning_rate"]

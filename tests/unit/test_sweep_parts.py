@@ -1,5 +1,6 @@
 """What a sweep is made of, without a cluster: spaces as text, names, scaled rates."""
 
+import dataclasses
 import importlib
 import json
 
@@ -151,6 +152,18 @@ def test_scaled_rates(rate, base, batch, workers):
     assert found["scaled_learning_rate"] == linear.rate(rate, batch)
     assert found["per_replica_batch"] == max(per_replica_batch(batch, workers))
     assert (found["steps_per_epoch"] - 1) * batch < 1000 <= found["steps_per_epoch"] * batch
+
+
+@pytest.mark.parametrize(("gpus", "replicas"), [(None, 3), (1, 3), (4, 12)])
+def test_a_trial_has_a_replica_for_each_gpu(gpus, replicas):
+    from ray.train import ScalingConfig
+
+    from raytf.tune.trial import SweepSpec
+
+    of_worker = {"use_gpu": True, "resources_per_worker": {"GPU": gpus}} if gpus else {}
+    given = dict.fromkeys(field.name for field in dataclasses.fields(SweepSpec))
+    plan = SweepSpec(**given | {"scaling_config": ScalingConfig(num_workers=2, **of_worker)})
+    assert plan.replicas({"num_workers": 3}) == replicas
 
 
 @pytest.mark.parametrize(
