@@ -129,7 +129,8 @@ class NamedFitCheckpoints:
         return steps[0][0] if steps else 0
 
     def forget(self) -> None:
-        """Removes the checkpoints."""
+        """Removes the checkpoints, once no process writes any more."""
+        snapshots.wait_for_all(self.run.filesystem, self.folder)
         if self.run.filesystem.get_file_info(self.folder).type.name != "NotFound":
             self.run.filesystem.delete_dir(self.folder)
 

@@ -13,7 +13,7 @@ import pytest
 from ray.train import RunConfig, ScalingConfig
 
 from raytf.errors import ConfigError, StoppedError, TrainingError
-from raytf.fitting import arrays, call, warm
+from raytf.fitting import arrays, call, named_checkpoints, warm
 from raytf.fitting.named_checkpoints import NamedFitCheckpoints, training_identity
 from raytf.storage import checkpoint_files, run_lock
 from raytf.storage.checkpoint_files import CheckpointState
@@ -65,6 +65,19 @@ def test_same_call_resumes_and_another_one_is_named(tmp_path, capsys):
     assert NamedFitCheckpoints.from_arguments("digits", tmp_path, "auto", False).newest(sent(batch=3)) == (None, None)
     assert not (tmp_path / "digits" / "fit").exists()
     keeping.forget()  # of nothing
+
+
+def test_a_checkpoint_that_is_still_written_at_the_end_is_removed_too(tmp_path, monkeypatch):
+    keeping = NamedFitCheckpoints.from_arguments("digits", tmp_path, "auto", "auto")
+    waited = []
+
+    def written(filesystem, folder):
+        keep(tmp_path / "digits" / "fit", 6, {})
+        waited.append(folder)
+
+    monkeypatch.setattr(named_checkpoints.snapshots, "wait_for_all", written)
+    keeping.forget()
+    assert waited == [keeping.folder] and keeping.last() == 0
 
 
 @pytest.mark.parametrize(
