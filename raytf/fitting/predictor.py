@@ -207,7 +207,7 @@ class _ModelSource(_Source):
 # ------------------------------------------------------------------------------------------ in the process
 
 
-@functools.lru_cache(maxsize=1)
+@functools.lru_cache(maxsize=2)  # Ray Data may run two Predictors of a pipeline in turn
 def _loaded(source: _Source) -> _Loaded:
     """Returns the model of a source; Ray Data's tasks get a copy of their function each, and share a process."""
     return _Loaded(source.load())

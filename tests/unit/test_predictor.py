@@ -128,6 +128,18 @@ def test_a_model_of_a_notebook_is_sent_once_and_read_once():
     assert predictor._loaded(one._source) is predictor._loaded(two._source), "tasks of a process share it"
 
 
+def test_two_predictors_in_turn_load_their_models_once(monkeypatch):
+    """Ray Data runs the steps of a pipeline in one task, batch by batch."""
+    loaded = []
+    monkeypatch.setattr(predictor, "_Loaded", loaded.append)
+    predictor._loaded.cache_clear()
+    sources = [predictor._Source(lambda name=name: name) for name in ("one", "other")]
+    for source in sources * 2:
+        predictor._loaded(source)
+    predictor._loaded.cache_clear()
+    assert loaded == ["one", "other"]
+
+
 def test_a_run_that_only_build_model_builds_is_known_where_it_was_made(tmp_path, monkeypatch):
     import keras
 
