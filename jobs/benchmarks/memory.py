@@ -42,7 +42,7 @@ LOG_MONITOR = "log_monitor"
 # Python processes of Ray's own.
 OF_RAY = (LOG_MONITOR, "monitor", "dashboard")
 # MB that TensorFlow itself keeps of a traced step that calls an update compiled by XLA, on workers that stay.
-TRACES_MB = {"ray::FitWorker": 0.5, "ray::GroupWorker": 0.5}
+TRACES_MB = {"ray::GroupWorker": 0.5}
 
 
 class Samples:

@@ -19,7 +19,6 @@ from raytf.data.stored import StoredDataset
 from raytf.data.streamed import StreamedDataset
 from raytf.data.tf_data import TFData
 from raytf.runtime.topology import Shard
-from raytf.train.worker_group import GroupWorker
 from raytf.worker.job import TrainingOptions
 from raytf.worker.stop import StopTraining
 
@@ -86,10 +85,6 @@ class CallWork(TrainingOptions):
     arguments: dict[str, Any] = field(default_factory=dict)
     compiled_steps: int = 1
     chunk_steps: int = 1
-
-
-class FitWorker(GroupWorker):
-    """A worker that keeps its model after a call."""
 
 
 def run_call(session, config: dict[str, Any]) -> int | None:

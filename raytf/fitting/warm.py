@@ -22,7 +22,6 @@ from raytf.compat.ray_configs import label_selectors
 from raytf.console.progress import Entries
 from raytf.errors import first_line
 from raytf.events import Kind, RunEvent
-from raytf.fitting.fit_worker import FitWorker
 from raytf.runtime import connection
 from raytf.runtime.answers import NoAnswerError, collect_answers
 from raytf.runtime.processes import worker_environment
@@ -63,7 +62,7 @@ class WarmGroup:
             environment = worker_environment(run_config, scaling_config)
             group = self._reservation.group
             setup = dataclasses.replace(setup, warned=self._warned)
-            self.worker_group = WorkerGroup(setup, per_bundle, workers, environment, group=group, kind=FitWorker)
+            self.worker_group = WorkerGroup(setup, per_bundle, workers, environment, group=group)
         except BaseException:
             self._reservation.drop()
             raise

@@ -120,7 +120,6 @@ class WorkerGroup(EventGroup):
         first_bundle: Index of the first worker's bundle in the placement group.
         spares: (node, `GroupWorker`) of each standby process; those that no group uses become workers on their nodes.
         group: The placement group, or None for the current one.
-        kind: Class of the workers; `GroupWorker` by default.
 
     Attributes:
         stop_reason: Why a stop of the trial was requested (`stop.STOP`, `stop.DRAIN`), or None.
@@ -136,11 +135,10 @@ class WorkerGroup(EventGroup):
         first_bundle: int = 0,
         spares: Sequence[tuple[str, Any]] = (),
         group=None,
-        kind=None,
     ):
         super().__init__(setup, resources)
         self._group = group or ray.util.get_current_placement_group()
-        self._environment, self._spares, self._kind = environment, spares, kind or GroupWorker
+        self._environment, self._spares = environment, spares
         self._threads = max(1, int(resources.get("CPU", 0)))
         self.members = [self._process(rank, first_bundle + rank) for rank in range(workers)]
         self._run: Any = None  # the ref of the trial's TrialRun
@@ -161,7 +159,9 @@ class WorkerGroup(EventGroup):
             node = placement_group_table(self._group)["bundles_to_node_id"].get(bundle)
             taken = _take(self._spares, node)
         if taken is None:
-            taken = placed_actor(self._kind, self._group, bundle, self._worker_resources, runtime_env=self._environment)
+            taken = placed_actor(
+                GroupWorker, self._group, bundle, self._worker_resources, runtime_env=self._environment
+            )
         return Member(taken, rank, bundle)
 
     def _open(self) -> None:
