@@ -503,7 +503,7 @@ def _rows(history) -> tuple[dict[str, Any], list[dict[str, Any]]]:
 def _build_rest(model, spec) -> None:
     """Builds layers that only a user's `train_step` uses by tracing it; runs nothing."""
     layers = [layer for layer in keras_objects.layers_of(model, with_itself=False) if not layer.built]
-    has_own_step = type(model).train_step is not keras.Model.train_step and type(model).fit is keras.Model.fit
+    has_own_step = model_optimizers.is_own(model, "train_step") and not model_optimizers.is_own(model, "fit")
     if layers and not model.run_eagerly and has_own_step:
         tf.function(model.train_step).get_concrete_function(spec)
 

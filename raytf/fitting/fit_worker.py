@@ -18,6 +18,7 @@ from raytf.data.sampling import Sampling
 from raytf.data.stored import StoredDataset
 from raytf.data.streamed import StreamedDataset
 from raytf.data.tf_data import TFData
+from raytf.parallel import model_optimizers
 from raytf.runtime.topology import Shard
 from raytf.worker.job import TrainingOptions
 from raytf.worker.stop import StopTraining
@@ -263,7 +264,7 @@ def _predict(session, work: CallWork, model, sent, distribution) -> None:
 
     _, dataset = _dataset(work, "train", session)
     step = _predict_function(model, distribution)
-    gathers_outputs = _predicts_itself(model) and session.size > 1
+    gathers_outputs = model_optimizers.is_own(model, "predict") and session.size > 1
     parts: list[list] = []
     structure = None  # the structure of the outputs, with the index of each
     for done, batch in enumerate(dataset, 1):
@@ -282,13 +283,6 @@ def _predict(session, work: CallWork, model, sent, distribution) -> None:
     session.report({"parts": parts, "like": structure, "ended": True}, None)
 
 
-def _predicts_itself(model) -> bool:
-    """Returns whether the model overrides `predict`, with its own use of the rows."""
-    import keras
-
-    return type(model).predict is not keras.Model.predict
-
-
 def _predict_function(model, distribution) -> Callable:
     import tensorflow as tf
 
@@ -297,7 +291,7 @@ def _predict_function(model, distribution) -> Callable:
 
     if "predict" in _models:
         return _models["predict"]
-    if _predicts_itself(model):
+    if model_optimizers.is_own(model, "predict"):
         part = lambda batch: worker_part.mark_worker_part(tf.data.Dataset.from_tensors(batch))
         return lambda batch: model.predict(part(batch), verbose=0)
 

@@ -20,6 +20,7 @@ from raytf.data.sampling import Sampling
 from raytf.data.stored import StoredDataset, as_table
 from raytf.errors import ConfigError
 from raytf.logs import warn_user
+from raytf.parallel import model_optimizers
 from raytf.worker import inputs as model_inputs
 from raytf.worker import model_loading, model_source
 from raytf.worker.checkpoint_selector import CheckpointSelector
@@ -221,13 +222,12 @@ class _Loaded:
     """
 
     def __init__(self, model):
-        import keras
         import tensorflow as tf
 
         from raytf.compat.tensorflow import separate_function
 
         self._model = model
-        if type(model).predict is not keras.Model.predict:  # its own `predict` handles the rows
+        if model_optimizers.is_own(model, "predict"):  # its own `predict` handles the rows
             self._step = lambda rows: model.predict(tf.data.Dataset.from_tensors(rows), verbose=0)
         else:
             step = lambda rows: model.predict_step(rows)
