@@ -10,7 +10,6 @@ Over 500 lines: the pickler next to the unpickler, for each kind of object.
 
 from __future__ import annotations
 
-import contextlib
 import copyreg
 import io
 import pickle
@@ -526,8 +525,7 @@ def apply_attributes(callbacks: Sequence, attributes: Sequence[dict[str, bytes]]
     """Sets the callbacks' attributes to those of their copies."""
     for callback, own_attributes in zip(callbacks, attributes, strict=True):
         for name, data in own_attributes.items():
-            with contextlib.suppress(AttributeError):  # a property without a setter
-                vars(callback)[name] = deserialize(data, known=known)[0]
+            vars(callback)[name] = deserialize(data, known=known)[0]
 
 
 # ------------------------------------------------------------------------------------------ Keras' settings

@@ -141,6 +141,21 @@ def test_what_comes_back_is_about_the_objects_that_went():
     np.testing.assert_array_equal(teacher.get_weights()[0], np.ones((2, 1)))
 
 
+class Unreadable:
+    def __reduce__(self):
+        return getattr, ("a text", "no such attribute")
+
+
+def test_what_cannot_be_read_of_a_callback_does_not_stay_as_it_was_without_a_word():
+    import keras
+
+    its, watch = keras.callbacks.Callback(), keras.callbacks.Callback()
+    its.seen, watch.seen = Unreadable(), "what was before"
+    attributes, _ = transport.serialize_attributes([its], transport.ObjectTable())
+    with pytest.raises(AttributeError, match="no such attribute"):
+        transport.apply_attributes([watch], attributes, transport.ObjectTable())
+
+
 def test_what_does_not_pickle_is_named():
     import keras
 
