@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 from collections.abc import Sequence
+from typing import Any
 
 _STYLE = """
 :root { color-scheme: light; }
@@ -45,6 +46,11 @@ def facts(pairs: Sequence[tuple[str, str]]) -> str:
     """Returns name-value pairs as HTML; omits those without a value."""
     shown = "".join(f"<div><dt>{html.escape(k)}</dt><dd>{html.escape(v)}</dd></div>" for k, v in pairs if v)
     return f"<dl>{shown}</dl>" if shown else ""
+
+
+def format_value(value: Any) -> str:
+    """Returns a value of a config or a metric as text; None as no text."""
+    return "" if value is None else f"{value:.5g}" if isinstance(value, float) else str(value)
 
 
 def paragraph(text: str) -> str:

@@ -244,7 +244,7 @@ def _summary(metric: str, mode: str, good: list[Entry], others: list[Entry]) -> 
     pairs += [("time of all trials", pages.format_duration(sum(spent)))] if spent else []
     if good:
         pairs.insert(0, (f"best {metric} ({mode})", f"{good[0].value:.6g}"))
-        config = ", ".join(f"{k} = {_format_value(v)}" for k, v in good[0].config.items())
+        config = ", ".join(f"{k} = {pages.format_value(v)}" for k, v in good[0].config.items())
         return pages.facts(pairs) + f"<p>Best: <b>{html.escape(good[0].name)}</b> with {html.escape(config)}</p>"
     return pages.facts(pairs)
 
@@ -255,8 +255,8 @@ def _table(good: list[Entry], others: list[Entry], metric: str) -> str:
     rows = [
         [
             t.name,
-            *(_format_value(t.config.get(n, "")) for n in names),
-            _format_value(t.value),
+            *(pages.format_value(t.config.get(n, "")) for n in names),
+            pages.format_value(t.value),
             str(len(t.curve)),
             pages.format_duration(t.seconds),
             t.throughput,
@@ -268,20 +268,14 @@ def _table(good: list[Entry], others: list[Entry], metric: str) -> str:
     return pages.table(columns, rows, texts=(0, len(columns) - 1), best=bool(good))
 
 
-def _format_value(value) -> str:
-    if value is None:
-        return ""
-    return f"{value:.5g}" if isinstance(value, float) else str(value)
-
-
 def _hover_text(trial: Entry) -> str:
-    return "\n".join(f"{k} = {_format_value(v)}" for k, v in trial.config.items())
+    return "\n".join(f"{k} = {pages.format_value(v)}" for k, v in trial.config.items())
 
 
 def _label(trial: Entry) -> str:
     """Returns a trial's name in a legend, with its config."""
     return (
-        f"{trial.name}: {', '.join(f'{k}={_format_value(v)}' for k, v in trial.config.items())}"
+        f"{trial.name}: {', '.join(f'{k}={pages.format_value(v)}' for k, v in trial.config.items())}"
         if trial.config
         else trial.name
     )
@@ -316,29 +310,31 @@ def _batch_and_rate(good: list[Entry], metric: str) -> str | None:
     for trial, value in zip(good, _ranks(good), strict=True):
         batch, rate = map(trial.config.get, _AXES)
         if all(charts.is_finite(v) and v > 0 for v in (batch, rate)):
-            detail = f"{trial.name}\n{metric} = {_format_value(trial.value)}\n{_hover_text(trial)}"
+            detail = f"{trial.name}\n{metric} = {pages.format_value(trial.value)}\n{_hover_text(trial)}"
             points.append(charts.Point(x=batch, y=rate, value=value, detail=detail))
     return charts.scatter_chart(points, "batch size (global)", "learning rate", metric)
 
 
 def _parallel(good: list[Entry], metric: str) -> str:
     names = list(dict.fromkeys(name for t in good for name in t.config))
-    names = [name for name in names if len({_format_value(t.config.get(name)) for t in good}) > 1]
+    names = [name for name in names if len({pages.format_value(t.config.get(name)) for t in good}) > 1]
     if not names:
         return ""
     axes = [_axis(str(name), [t.config.get(name) for t in good]) for name in names]
     axes.append(_axis(metric, [t.value for t in good]))
-    details = [f"{t.name}\n{metric} = {_format_value(t.value)}\n{_hover_text(t)}" for t in good]
+    details = [f"{t.name}\n{metric} = {pages.format_value(t.value)}\n{_hover_text(t)}" for t in good]
     return charts.parallel_chart(axes, _ranks(good), details)
 
 
 def _axis(name: str, values: list) -> charts.Axis:
     """Returns an axis of parallel coordinates: logarithmic beyond a factor of 10, by order for texts."""
     if not all(map(charts.is_finite, values)):
-        order = sorted({_format_value(v) for v in values})
+        order = sorted({pages.format_value(v) for v in values})
         position = {text: 0.5 if len(order) == 1 else i / (len(order) - 1) for i, text in enumerate(order)}
         ticks = [(position[text], text) for text in order]
-        return charts.Axis(label=name, positions=[position[_format_value(v)] for v in values], ticks=_thin_ticks(ticks))
+        return charts.Axis(
+            label=name, positions=[position[pages.format_value(v)] for v in values], ticks=_thin_ticks(ticks)
+        )
     log = min(values) > 0 and max(values) / min(values) > 10
     scaled = [math.log10(v) for v in values] if log else [float(v) for v in values]
     low, high = min(scaled), max(scaled)

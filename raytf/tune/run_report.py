@@ -239,13 +239,9 @@ def _checkpoints(sizes: Sequence[tuple[StoredCheckpoint, int]]) -> str:
 
 def _epochs(history: Sequence[Mapping[str, Any]]) -> str:
     names = list(dict.fromkeys(name for row in history for name in row))
-    rows = [[_format_value(row.get(name)) for name in names] for row in history]
+    rows = [[pages.format_value(row.get(name)) for name in names] for row in history]
     made = pages.table(names, rows, texts=()) if rows else ""
     return f"<details><summary>metrics of {len(rows)} epochs</summary>{made}</details>" if made else ""
-
-
-def _format_value(value: Any) -> str:
-    return "" if value is None else f"{value:.5g}" if isinstance(value, float) else str(value)
 
 
 def _format_time(seconds: float) -> str:
