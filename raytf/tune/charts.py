@@ -30,7 +30,6 @@ class Series:
     Args:
         name: Name in the legend and the tooltip.
         x, y: Coordinates of its points; values that are not finite are gaps.
-        color: CSS colour; by default the one of its index in `COLORS`.
         width: Width of the line.
         dotted: Whether the line is dotted.
         detail: Further lines of the tooltip.
@@ -40,7 +39,6 @@ class Series:
     name: str
     x: Sequence[float]
     y: Sequence[float | None]
-    color: str = ""
     width: float = 1.8
     dotted: bool = False
     detail: str = ""
@@ -91,10 +89,6 @@ def spans_decades(values: Sequence[float]) -> bool:
     return bool(values) and min(values) > 0 and max(values) / min(values) >= _DECADES
 
 
-def _spans_decades_above_zero(values: Sequence[float]) -> bool:
-    return min(values) >= 0 and spans_decades([value for value in values if value > 0])
-
-
 def line_chart(
     series: Sequence[Series],
     x_label: str,
@@ -120,12 +114,12 @@ def line_chart(
         return None
     ys = [y for _, y in points]
     x_scale = _Scale([x for x, _ in points], (_LEFT_MARGIN, _WIDTH - _RIGHT_MARGIN), whole=True)
-    log = not zero and _spans_decades_above_zero(ys)
+    log = not zero and min(ys) >= 0 and spans_decades([y for y in ys if y > 0])
     y_scale = _Scale([*ys, *([0.0] if zero else [])], (_HEIGHT - _BOTTOM_MARGIN, _TOP_MARGIN), log=log)
     body = [_frame(x_scale, y_scale, x_label, y_label, show)]
     named = [curve for curve in series if curve.named]
-    colors = [curve.color or COLORS[i % len(COLORS)] for i, curve in enumerate(named)]
-    unnamed = [(curve, curve.color or GREY) for curve in series if not curve.named]
+    colors = [COLORS[i % len(COLORS)] for i in range(len(named))]
+    unnamed = [(curve, GREY) for curve in series if not curve.named]
     for curve, color in [*unnamed, *reversed(list(zip(named, colors, strict=True)))]:  # draws the first one on top
         body.append(_curve(curve, color, x_scale, y_scale, show))
     legend = [(color, curve.name, curve.dotted) for curve, color in zip(named, colors, strict=True)]
