@@ -239,6 +239,7 @@ def _as_arrays(value, name: str):
             f"a {type(value).__name__} of {type(next(iter(tree.flatten(value)), None)).__name__}",
             "Make an array of it: np.array(...)",
         )
+    _check_rows(len(tree.flatten(value)), name)
     return tree.map_structure(lambda part: _as_array(part, name), value)
 
 
@@ -256,7 +257,9 @@ def _as_array(value, name: str):
         )
     if isinstance(value, pd.DataFrame):
         _check_frame(value, name)
-        if all(isinstance(kind, np.dtype) for kind in value.dtypes):  # pandas makes objects of numbers and booleans
+        if not value.empty and all(
+            isinstance(kind, np.dtype) for kind in value.dtypes
+        ):  # pandas makes objects of numbers and booleans
             value = value.astype(np.result_type(*value.dtypes))
     elif isinstance(value, (str, bytes)) or not (hasattr(value, "shape") and hasattr(value, "dtype")):
         raise ConfigError(
