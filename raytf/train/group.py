@@ -15,7 +15,7 @@ import ray
 from ray.exceptions import ActorUnschedulableError, RayActorError, RayError
 
 from raytf import events, timeouts
-from raytf.errors import one_line
+from raytf.errors import PeerLostError, one_line
 from raytf.events import Kind, RunEvent
 from raytf.liveness import POLL_INTERVAL, STOPPED_INTERVAL
 from raytf.runtime import answers, cores, process_monitor
@@ -357,7 +357,9 @@ class EventGroup:
         more = f". All workers restart from {tried.restart_point}" if restarts else self._describe_end(action)
         why, ranks = action.why or tried.why, tuple(sorted(tried.lost))
         events.emit(RunEvent(kind=Kind.RECOVERY_FAILED, ranks=ranks, step=tried.saved_step, why=why, more=more))
-        raise LostGroupError(dict(self._errors), why)
+        # if all processes live, no error of a worker has arrived
+        errors = dict(self._errors) or {rank: PeerLostError(rank, why) for rank in range(len(self.members))}
+        raise LostGroupError(errors, why)
 
     def has_room(self, ranks: Iterable[int]) -> bool:
         """Returns whether processes can start for these ranks; True if the group has to wait for room."""

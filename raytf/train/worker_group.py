@@ -28,7 +28,7 @@ from raytf.compat import autograph, legacy_names, ray_core
 from raytf.compat.fast_import import import_keras
 from raytf.compat.ray_train import set_train_fn_utils
 from raytf.console import output, shared_warnings
-from raytf.errors import RaytfError, one_line
+from raytf.errors import PeerLostError, RaytfError, one_line
 from raytf.events import RunEvent
 from raytf.runtime.answers import NoAnswerError, collect_answers, in_completion_order
 from raytf.runtime.failures import WorkerFrozenError
@@ -289,6 +289,8 @@ class WorkerGroup(EventGroup):
 
     def _lost_group(self, lost: LostGroupError) -> WorkerGroupLostError:
         rank, error = min(lost.errors.items())
+        if isinstance(error, PeerLostError):  # all processes live
+            return WorkerGroupLostError(f"the workers could not be reconnected: {lost.why}")
         if rank in self._process_killer.unreachable:
             error_found = WorkerGroupLostError(self._process_killer.unreachable[rank])
         elif rank in self._process_killer.ended:

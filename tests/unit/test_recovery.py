@@ -5,8 +5,11 @@ import types
 
 import pytest
 
+from raytf.errors import PeerLostError
+from raytf.runtime.failures import is_consequence
 from raytf.train import group
 from raytf.train.decisions import Decisions, Lost, Phase, RunState
+from raytf.train.worker_group import WorkerGroup
 from tests.logged import warnings_logged
 
 
@@ -87,6 +90,20 @@ def test_workers_that_lost_each_other_reconnect_the_ring(losing):
     made._connect()
     assert made.tried[-1].lost == frozenset() and made.tried[-1].generation == 2
     assert made._decisions.state.failures_left == 1
+
+
+def test_reconnection_that_fails_is_an_error_of_each_worker(losing):
+    """All processes live, and none of them has sent an error yet."""
+    made = losing({"recovered": True}, {"why": "the others are not in one step"})
+    with pytest.raises(group.LostGroupError) as lost:
+        made._connect()
+    assert list(lost.value.errors) == [0, 1, 2, 3] and all(map(is_consequence, lost.value.errors.values()))
+
+
+def test_group_whose_reconnection_failed_has_its_reason_alone():
+    lost = group.LostGroupError({0: PeerLostError(0, "too slow"), 1: PeerLostError(1, "too slow")}, "too slow")
+    error = object.__new__(WorkerGroup)._lost_group(lost)
+    assert str(error) == "the workers could not be reconnected: too slow" and error.why_not_recovered is None
 
 
 @pytest.mark.parametrize(
