@@ -249,12 +249,12 @@ class RunWorker(MemberProcess):
         self._thread.start()
 
     def _run(self, job: RunJob, channel: Channel) -> None:
-        logging.getLogger("ray.train").setLevel(job.level)
-        os.makedirs(job.storage.local_working_directory, exist_ok=True)
-        os.chdir(job.storage.local_working_directory)
         utils = RunTrainFnUtils(channel, job)
         set_train_fn_utils(utils)
         try:
+            logging.getLogger("ray.train").setLevel(job.level)
+            os.makedirs(job.storage.local_working_directory, exist_ok=True)
+            os.chdir(job.storage.local_working_directory)
             ended = LoopEnded(job.train())
             utils.finish_reports()
         except BaseException as error:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
+import types
 
 import pytest
 from hypothesis import given
@@ -11,9 +13,11 @@ from hypothesis import strategies as st
 
 from raytf import events
 from raytf.events import Kind, RunEvent
+from raytf.runtime.failures import user_error
 from raytf.train import training_events
 from raytf.train.group import LoopEnded, PeerLossNoticed
-from raytf.train.run_worker import Channel
+from raytf.train.run_worker import Channel, RunWorker
+from raytf.train.session_functions import TrialSetup
 from raytf.train.training_events import TrainingEvents
 from raytf.train.worker_group import GroupWorker
 from raytf.worker.trial_session import TrialSession
@@ -92,3 +96,16 @@ def test_a_worker_of_a_trial_sends_an_event_before_its_report():
     worker._session.emit(found)
     worker._session.events.put(("report", {"loss": 1.0}))
     assert worker.next_event() == found and worker.next_event().metrics == {"loss": 1.0}
+
+
+def test_an_error_before_the_loop_reaches_the_driver(tmp_path):
+    """A full disk, here a file instead of a folder, is an error of the worker and not silence."""
+    (tmp_path / "file").touch()
+    storage = types.SimpleNamespace(local_working_directory=str(tmp_path / "file" / "run"))
+    level = logging.getLogger("ray.train").level
+    setup = TrialSetup(nodes=("a",))
+    job = types.SimpleNamespace(name="run", level=level, storage=storage, trial_setup=setup, validates=False)
+    channel = Channel(0, 1, "run")
+    RunWorker()._run(job, channel)
+    ended = channel.take()
+    assert isinstance(ended, LoopEnded) and isinstance(user_error(ended.error), NotADirectoryError)
