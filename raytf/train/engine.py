@@ -88,6 +88,7 @@ class Engine:
         self._scaling, self._run_config = trainer.scaling_config, trainer.run_config
         self._loop = trainer.loop(functools.partial(backend.worker_context, setup))
         self._idle, self._group = list(launch.members), None
+        self._is_complete = False  # the loop has ended; evaluations may still run
         self._slices: SlicePlacementGroup | None = None
         elastic = not isinstance(self._scaling.num_workers, int)
         environment = worker_environment(self._run_config, self._scaling)
@@ -165,6 +166,7 @@ class Engine:
                 self._tab.ended(one_line(error))
                 raise
             else:
+                self._is_complete = True
                 self._end(group)
                 self._tab.ended(None)
                 return self._list.result(value)
@@ -272,8 +274,14 @@ class Engine:
         self._group = None
         group.close()
 
-    def stop(self) -> list:
-        """Requests a stop of the run. Returns the actors that must stop after a step, none if no worker trains."""
+    def stop(self) -> list | None:
+        """Requests a stop of the run.
+
+        Returns:
+            The actors that must stop after a step, none if no worker trains; None if the loop has ended.
+        """
+        if self._is_complete:
+            return None
         action, group = self._decisions.take(decisions.StopRequested()), self._group
         return group.actors if action.kind is ActionKind.END_AFTER_STEP and group is not None else []
 

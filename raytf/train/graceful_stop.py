@@ -129,12 +129,13 @@ class GracefulStop:
     def _emit(self, kind: Kind, more: str, step: int | None = None) -> None:
         events.emit(RunEvent(kind=kind, step=step, why=signal.Signals(self.number).name, more=more))
 
-    def result_of(self, future: concurrent.futures.Future, workers: Callable[[], Sequence]):
+    def result_of(self, future: concurrent.futures.Future, workers: Callable[[], Sequence | None]):
         """Returns the result of a run that a signal stops after a step.
 
         Args:
             future: The run's result.
-            workers: Requests the end of the run, and returns the training actors, see `agree`.
+            workers: Requests the end of the run, and returns the training actors, see `agree`; None if the loop has
+                ended.
 
         Raises:
             StoppedError: No worker had begun a step.
@@ -149,12 +150,14 @@ class GracefulStop:
                     self._end(future, workers)
             return future.result()
 
-    def _end(self, future, workers: Callable[[], Sequence]) -> None:
+    def _end(self, future, workers: Callable[[], Sequence | None]) -> None:
         self.emit_stop_requested()
         began, seconds = time.monotonic(), timeouts.get().run_end
         while not future.done():
             try:
                 actors = workers()
+                if actors is None:  # all steps are made: `check` reports what is saved
+                    return
                 begun = actors and agree(actors, stop.STOP)
                 seconds = max(seconds, _seconds_to_end(actors))
             except RayActorError:  # a worker has just ended

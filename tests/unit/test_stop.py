@@ -268,3 +268,18 @@ def test_sigterm_is_whose_it_was_when_ray_has_started():
         assert ended.value.code == 143
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signal_after_the_loop_waits_for_the_result(number):
+    """Evaluations may still run then: all steps are made, and `check` reports what is saved."""
+    future, asked = concurrent.futures.Future(), []
+
+    def loop_has_ended():
+        asked.append(True)
+        threading.Timer(0.1, future.set_result, ["the result"]).start()
+
+    with GracefulStop() as ending:
+        ending.number = number
+        ending._changed.set()
+        assert ending.result_of(future, loop_has_ended) == "the result" and asked == [True]
