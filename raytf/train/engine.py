@@ -14,7 +14,7 @@ import uuid
 from collections.abc import Callable
 
 import ray
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import RayActorError, RayError, RayTaskError, RuntimeEnvSetupError
 from ray.train import Result
 from ray.util.tpu import SlicePlacementGroup, get_tpu_num_slices_for_workers, get_tpu_version_from_type
 
@@ -144,17 +144,25 @@ class Engine:
                 self._elastic.close()
 
     def _run(self) -> Result:
-        size = self._size()
+        size, by_code = self._size(), False
         while True:
             try:
                 group = self._started(size)
             except (RayError, NoAnswerError, WorkerFrozenError) as error:
                 self._launch.check()
-                if self._starts_left == 0:
-                    raise failures.WorkerFailedError(None, one_line(user_error(error))) from error
+                # a module that a host lacks is missing at each start; ports that are all taken are so for a while
+                repeated, by_code = by_code, isinstance(error, (RayTaskError, RuntimeEnvSetupError))
+                why = one_line(user_error(error))
+                if self._starts_left == 0 or (repeated and by_code):
+                    raise failures.WorkerFailedError(None, why) from error
+                logger.warning(
+                    f"the workers could not be started, and are started again: {why}. If it repeats, correct the "
+                    "cause, or set FailureConfig(controller_failure_limit=...)"
+                )
                 self._starts_left -= 1
                 size = self._size()
                 continue
+            by_code = False
             try:
                 value = group.follow(self._list, self._context, self._tick, self._launch.check)
             except LostGroupError as lost:
