@@ -20,7 +20,7 @@ from raytf.compat import ray_core
 from raytf.compat.ray_configs import Preemption
 from raytf.events import Kind, RunEvent
 from raytf.runtime import processes, resources
-from raytf.runtime.failures import WorkerFrozenError, user_error
+from raytf.runtime.failures import WorkerFailedError, WorkerFrozenError, user_error
 from raytf.runtime.spares import StandbyPool
 from raytf.train import backend, decisions, entry, graceful_stop
 from raytf.train.checkpoint_list import CheckpointList
@@ -218,6 +218,9 @@ class RunGroup(EventGroup):
             for member in self._needed():
                 member.actor.answer.remote(value)
                 self._poll(member.rank)
+        elif self._gathered and self._values and not self._errors:  # one waits, and another one comes no more
+            why = "the workers of a train loop must report equally often; one ended before another"
+            raise WorkerFailedError(None, why)
         for rank, (member, event, requested_at) in list(self._waiting_requests.items()):
             if event.kind == "reported":
                 validated, seconds = event.value

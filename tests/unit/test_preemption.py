@@ -10,6 +10,7 @@ import pytest
 from ray.exceptions import RayActorError
 
 from raytf.compat.ray_configs import Preemption, of_preemption
+from raytf.runtime.failures import WorkerFailedError
 from raytf.train import group, run_group
 from raytf.train.decisions import Decisions, Phase, RunState
 from raytf.train.group import LostGroupError, Report
@@ -46,6 +47,16 @@ class Group(run_group.RunGroup):
         self.taken = []
         self._list = types.SimpleNamespace(take=lambda reports, context: self.taken.append(reports))
         self._context = None
+
+
+def test_a_worker_that_ends_while_another_one_reports_is_an_error_and_no_wait():
+    made = Group()
+    made._gathered[0], made._values[1] = "name", None
+    made._errors[1] = GONE
+    made._answer_requests()  # the loss is handled first
+    made._errors.clear()
+    with pytest.raises(WorkerFailedError, match="must report equally often; one ended before another"):
+        made._answer_requests()
 
 
 @pytest.mark.parametrize(("relaxed", "taken"), [(True, 1), (False, 0)])
