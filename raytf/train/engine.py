@@ -106,6 +106,7 @@ class Engine:
             stays=stays,
             elastic=elastic,
             drop=launch.drop,
+            check=launch.check,
             preemption=preemption,
         )
         self._starts_left = limits.controller_failure_limit

@@ -19,7 +19,7 @@ from raytf.collectives import ring_token
 from raytf.compat import ray_core
 from raytf.compat.ray_configs import Preemption
 from raytf.events import Kind, RunEvent
-from raytf.runtime import processes, resources
+from raytf.runtime import answers, processes, resources
 from raytf.runtime.failures import WorkerFailedError, WorkerFrozenError, user_error
 from raytf.runtime.spares import StandbyPool
 from raytf.train import backend, decisions, entry, graceful_stop
@@ -49,6 +49,7 @@ class GroupSpec:
         stays: Whether processes stay when the number of workers changes; they are outside of the reservation then.
         elastic: Whether the number of workers may change.
         drop: Ends a process that becomes no worker.
+        check: Raises the error of a run that was cancelled.
         preemption: Options for drained nodes.
     """
 
@@ -60,6 +61,7 @@ class GroupSpec:
     stays: bool
     elastic: bool
     drop: Callable[[Any], None]
+    check: Callable[[], None]
     preemption: Preemption
 
     @property
@@ -105,6 +107,9 @@ class RunGroup(EventGroup):
                 raise
             text = "; ".join(f"worker {rank} was frozen at its start: {how}" for rank, how in sorted(frozen.items()))
             raise WorkerFrozenError(text) from error
+
+    def _answers(self, calls: list, seconds: float, action: str) -> list:
+        return answers.collect_answers(calls, seconds, action, check=self._spec.check)
 
     def _start(self, size: int, existing: Iterable[tuple[str, Any]]) -> list[Member]:
         nodes = placement_group_table(self._group)["bundles_to_node_id"]

@@ -1,6 +1,7 @@
 """What a group does when nodes are drained: what is a failure, and what workers on other nodes still do. No Ray."""
 
 import collections
+import concurrent.futures
 import dataclasses
 import math
 import time
@@ -10,6 +11,8 @@ import pytest
 from ray.exceptions import RayActorError
 
 from raytf.compat.ray_configs import Preemption, of_preemption
+from raytf.errors import TrainingError
+from raytf.runtime import answers
 from raytf.runtime.failures import WorkerFailedError
 from raytf.train import group, run_group
 from raytf.train.decisions import Decisions, Phase, RunState
@@ -57,6 +60,17 @@ def test_a_worker_that_ends_while_another_one_reports_is_an_error_and_no_wait():
     made._errors.clear()
     with pytest.raises(WorkerFailedError, match="must report equally often; one ended before another"):
         made._answer_requests()
+
+
+def test_a_cancelled_run_does_not_wait_for_the_start_of_its_workers(monkeypatch):
+    def check():
+        raise TrainingError(None, "it was cancelled")
+
+    monkeypatch.setattr(answers, "_CHECK_INTERVAL", 0.01)
+    made, never = Group(), types.SimpleNamespace(future=concurrent.futures.Future)
+    made._spec = types.SimpleNamespace(check=check)
+    with pytest.raises(TrainingError, match="it was cancelled"):
+        made._answers([never], 2.0, "the start of its process")
 
 
 @pytest.mark.parametrize(("relaxed", "taken"), [(True, 1), (False, 0)])
