@@ -12,6 +12,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
+from typing import Any
 
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError, RuntimeEnvSetupError
@@ -137,14 +138,16 @@ class Engine:
             WorkerFailedError: Workers failed more often than FailureConfig allows, or could not be started.
         """
         try:
-            return self._run()
+            value = self._run()
         finally:
             if self._slices is not None:
                 self._slices.shutdown()
             if self._elastic is not None:
                 self._elastic.close()
+        return self._list.result(value)
 
-    def _run(self) -> Result:
+    def _run(self) -> Any:
+        """Returns the loop's value on rank 0."""
         size, by_code = self._size(), False
         while True:
             try:
@@ -178,7 +181,7 @@ class Engine:
                 self._is_complete = True
                 self._end(group)
                 self._tab.ended(None)
-                return self._list.result(value)
+                return value
 
     def _started(self, size: int) -> RunGroup:
         self._launch.check()
@@ -331,6 +334,7 @@ class _Elastic:
         self._next_check = self._not_before = self._request_at = 0.0
         self._requester = f"raytf-{uuid.uuid4().hex}"
         self._overdue_at = float("inf")  # when a requested stop after a step is overdue
+        self._closed = False
 
     def _free(self) -> dict[str, dict[str, float]]:
         living = resources.living(self.suspects)
@@ -378,7 +382,8 @@ class _Elastic:
         )
 
     def close(self) -> None:
-        """Withdraws the request for nodes."""
+        """Withdraws the request for nodes, and drops a change that is being prepared."""
+        self._closed = True
         if self._request_at and ray.is_initialized():
             ray_core.request_nodes(self._requester, [], [], 0.0)
 
@@ -410,6 +415,8 @@ class _Elastic:
         """Stops workers after a step, once the processes of new workers are ready."""
         current = len(actors)
         ready = new_size < current or self._prepare(current, new_size)
+        if self._closed:
+            return
         if not ready:
             self._not_before = time.monotonic() + _AGAIN_INTERVAL
         else:
@@ -434,7 +441,12 @@ class _Elastic:
         except (RaytfError, RayError) as error:  # its node was lost, or it is too slow
             for _, actor in started:
                 ray.kill(actor)
-            events.emit(RunEvent(kind=Kind.RESIZE_DELAYED, workers=new_size, before=old_size, why=one_line(error)))
+            if not self._closed:
+                why = one_line(error)
+                events.emit(RunEvent(kind=Kind.RESIZE_DELAYED, workers=new_size, before=old_size, why=why))
             return False
         self._idle.extend(started)
+        if self._closed:  # the engine may have ended the idle processes before
+            for _, actor in started:
+                ray.kill(actor)
         return True
