@@ -327,7 +327,7 @@ class _Elastic:
 
     def __init__(self, spec: GroupSpec, run: Decisions, sidecar_resources: list[dict[str, float]], idle: list):
         self._spec, self._decisions, self._sidecar_resources, self._idle = spec, run, sidecar_resources, idle
-        self._wanted = {name: amount for name, amount in spec.worker_resources.items() if amount > 0}
+        self._wanted = spec.worker_resources
         self.suspects: set[str] = set()
         given = spec.scaling.elastic_resize_monitor_interval_s
         self._resize_interval = _RESIZE_INTERVAL if given == _RAYS_RESIZE_INTERVAL else given
@@ -369,7 +369,7 @@ class _Elastic:
     def _request_nodes(self) -> None:
         """Requests nodes for the most workers from an autoscaler, which otherwise adds none to a run that has begun."""
         now = time.monotonic()
-        if now < self._request_at or not self._wanted or not resources.may_grow():
+        if now < self._request_at or not resources.may_grow():
             return
         self._request_at = now + _REQUEST_INTERVAL
         workers = self._decisions.state.most

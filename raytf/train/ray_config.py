@@ -74,6 +74,10 @@ def check_kinds(scaling_config, run_config) -> None:
         if not validation.is_number(amount) or amount < 0:
             rule, fix = "resources_per_worker must be numbers of at least 0, by name", 'For example {"CPU": 2}'
             raise ConfigError(rule, f"{name}={amount!r}", fix)
+    has_workers = scaling_config is not None and scaling_config.num_workers != 0
+    if has_workers and not ray_configs.resources_per_worker(scaling_config):
+        rule, fix = "A worker must request a resource of the cluster", 'Use a part of a CPU, as {"CPU": 0.1}'
+        raise ConfigError(rule, f"resources_per_worker={scaling_config.resources_per_worker!r}", fix)
     check_run_config(run_config, RunConfig, "ray.train.RunConfig")
     environment = getattr(run_config, "worker_runtime_env", None)
     validation.check_mapping("worker_runtime_env", environment, '{"env_vars": {"NAME": "value"}}')

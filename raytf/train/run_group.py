@@ -259,9 +259,8 @@ class RunGroup(EventGroup):
         living = resources.living({self.locations[rank].node for rank in ranks})
         nodes = placement_group_table(self._group)["bundles_to_node_id"]
         homeless = sum(nodes.get(self.members[rank].bundle) not in living for rank in ranks)
-        wanted = {name: amount for name, amount in self._worker_resources.items() if amount > 0}
         free = [capacity for node, capacity in ray_core.free_by_node().items() if node in living]
-        return not homeless or not wanted or resources.count_fitting(free, wanted) >= homeless
+        return not homeless or resources.count_fitting(free, self._worker_resources) >= homeless
 
     # ------------------------------------------------------------------------------- standby workers, drains, the end
 

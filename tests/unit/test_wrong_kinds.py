@@ -50,6 +50,10 @@ OF_TRAINERS = {
         {"scaling_config": ScalingConfig(resources_per_worker={"CPU": "2"})},
         "resources_per_worker must be numbers .*CPU='2'",
     ),
+    "no resource": (
+        {"scaling_config": ScalingConfig(resources_per_worker={"CPU": 0})},
+        "A worker must request a resource of the cluster; received: .*{'CPU': 0}",
+    ),
     "a folder": ({"run_config": "runs"}, "run_config must be a ray.train.RunConfig; received: 'runs'"),
     "Tune's": ({"run_config": ray.tune.RunConfig()}, "must be a ray.train.RunConfig; received: .*ray.tune.*RunConfig"),
     "a storage": ({"run_config": RunConfig(storage_path=5)}, "storage_path must be a path or a URI; received: 5"),
