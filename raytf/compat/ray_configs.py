@@ -29,11 +29,13 @@ def datasets_to_split(data_config):
     "ray.train._internal.data_config:DataConfig._get_user_execution_options",
     "ray.train._internal.data_config:DataConfig._resolve_execution_options",
 )
-def execution_options(data_config, name: str):
-    """Returns a dataset's execution options in a DataConfig, or None unless the user set them; no public field."""
+def with_options(dataset, data_config, name: str):
+    """Returns a copy of a dataset with its execution options in a DataConfig, or itself if the user set none."""
     if data_config._get_user_execution_options(name) is None:
-        return None
-    return data_config._resolve_execution_options(name)
+        return dataset
+    dataset = dataset.copy(dataset)
+    dataset.context.execution_options = data_config._resolve_execution_options(name)
+    return dataset
 
 
 class Preemption(NamedTuple):

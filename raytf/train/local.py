@@ -100,14 +100,10 @@ class _Utils(RunTrainFnUtils):
     """Ray Train's functions for the one process."""
 
     def get_dataset_shard(self, dataset_info):
-        name, config = dataset_info.dataset_name, self._trial_setup.dataset_config
+        name = dataset_info.dataset_name
         if name not in self._trial_setup.datasets:
             raise KeyError(f"The trainer was given no dataset {name!r}. Pass it in datasets={{...}}")
-        dataset, options = self._trial_setup.datasets[name], ray_configs.execution_options(config, name)
-        if options is not None:
-            dataset = dataset.copy(dataset)
-            dataset.context.execution_options = options
-        return dataset
+        return ray_configs.with_options(self._trial_setup.datasets[name], self._trial_setup.dataset_config, name)
 
     def get_preemption_info(self) -> None:
         return None

@@ -38,14 +38,7 @@ def apply_data_config(datasets: Mapping[str, Any], dataset_config: DataConfig | 
             f"DataConfig(datasets_to_split={split!r})",
             "Leave datasets_to_split out: metrics are those of all rows of a dataset either way",
         )
-    configured = {}
-    for name, dataset in datasets.items():
-        options = ray_configs.execution_options(dataset_config, name)
-        if options is not None:
-            dataset = dataset.copy(dataset)
-            dataset.context.execution_options = options
-        configured[name] = dataset
-    return configured
+    return {name: ray_configs.with_options(dataset, dataset_config, name) for name, dataset in datasets.items()}
 
 
 def check_validation(validation_config: ValidationConfig | None, evaluator: bool) -> None:
