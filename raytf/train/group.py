@@ -179,7 +179,7 @@ class EventGroup:
         done, _ = ray.wait(list(self._pending), num_returns=len(self._pending), timeout=0)
         for ref in done:
             rank = self._pending.pop(ref)
-            event = _taken(ref)
+            event = taken(ref)
             if isinstance(event, RayError):
                 self._errors[rank] = event
                 continue
@@ -328,7 +328,7 @@ class EventGroup:
         """Handles events of replacement workers, which may request what the driver has before they join."""
         for ref in ray.wait(list(self._joining), timeout=0)[0] if self._joining else ():
             member = self._joining.pop(ref)
-            event = _taken(ref)
+            event = taken(ref)
             if isinstance(event, RayError):  # the recovery sees it, too
                 continue
             if self._take_any(member, event):
@@ -420,7 +420,7 @@ class MemberProcess(Process):
         return *backend.reserve(allowed, count), process_monitor.current_process()
 
 
-def _taken(ref) -> Any:
+def taken(ref) -> Any:
     """Returns the event of a call that has ended, or its error."""
     try:
         return ray.get(ref)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import time
 from collections import defaultdict, deque
@@ -11,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.exceptions import RayError
 from ray.util.placement_group import placement_group_table
 
 from raytf import events, timeouts
@@ -25,7 +23,7 @@ from raytf.runtime.spares import StandbyPool
 from raytf.train import backend, decisions, entry, graceful_stop
 from raytf.train.checkpoint_list import CheckpointList
 from raytf.train.decisions import ActionKind, Decisions, Drained
-from raytf.train.group import SOON_INTERVAL, EventGroup, LoopEnded, Report, worker_state
+from raytf.train.group import SOON_INTERVAL, EventGroup, LoopEnded, Report, taken, worker_state
 from raytf.train.recovery_coordinator import Member
 from raytf.train.run_worker import Request, RunJob, RunWorker
 from raytf.worker.stop import DRAIN
@@ -240,11 +238,11 @@ class RunGroup(EventGroup):
 
     def _start_replacement(self, rank: int) -> Member:
         """Replaces a lost worker on the node of its bundle by a standby worker or a new process."""
-        bundle, taken = self.members[rank].bundle, None
+        bundle, spare = self.members[rank].bundle, None
         if self._spares is not None:
             node = placement_group_table(self._group)["bundles_to_node_id"][bundle]
-            taken = self._spares.take(node, lambda actor: actor.execute.remote(time.monotonic))
-        return Member(self._placed(bundle) if taken is None else taken[0], rank, bundle)
+            spare = self._spares.take(node, lambda actor: actor.execute.remote(time.monotonic))
+        return Member(self._placed(bundle) if spare is None else spare[0], rank, bundle)
 
     def start_again(self, member: Member) -> None:
         member.actor.begin.remote(self._job, member.rank)
@@ -318,7 +316,7 @@ class RunGroup(EventGroup):
         }
         seconds = 2 * timeouts.get().workers_stay
         done, _ = ray.wait(list(requests), num_returns=len(requests), timeout=seconds) if requests else ([], [])
-        stayers = [member for ref, member in requests.items() if ref in done and _is_true(ref)]
+        stayers = [member for ref, member in requests.items() if ref in done and taken(ref) is True]
         self.members = [member for member in self.members if member not in stayers]
         return [(self.locations[member.rank].node, member.actor) for member in stayers]
 
@@ -327,9 +325,3 @@ class RunGroup(EventGroup):
         if self._spares is not None:
             self._spares.close()
         self.end(self.actors)
-
-
-def _is_true(ref) -> bool:
-    with contextlib.suppress(RayError):  # it has died since
-        return ray.get(ref) is True
-    return False
