@@ -37,7 +37,7 @@ from raytf.train.group import LostGroupError, worker_state
 from raytf.train.run_group import GroupSpec, RunGroup
 from raytf.train.run_worker import RunJob, RunWorker
 from raytf.train.session_functions import ranks_of_worker
-from raytf.worker.stop import StoppedForRestartError
+from raytf.worker.stop import RESIZE, StoppedForRestartError
 
 logger = logs.get_logger(__name__)
 
@@ -422,7 +422,7 @@ class _Elastic:
         else:
             self._overdue_at = time.monotonic() + timeouts.get().workers_leave
             events.emit(RunEvent(kind=Kind.RESIZED, workers=new_size, before=current))
-        if not ready or not graceful_stop.stop_for_resize(actors):
+        if not ready or not graceful_stop.try_stop(actors, RESIZE, "the number of workers is to change"):
             self._decisions.take(decisions.StopNotDelivered())  # a worker is being replaced, or all restart
             self._overdue_at = float("inf")
 

@@ -216,22 +216,14 @@ class GracefulStop:
         )
 
 
-def stop_for_drain(workers: Sequence, stay: bool) -> bool:
-    """Stops workers after the same step because one of their nodes is drained; returns whether they will.
+def try_stop(workers: Sequence, how: str, why: str) -> bool:
+    """Stops workers after the same step, as `agree`; returns whether they will, and takes the request back otherwise.
 
     Args:
         workers: Actors, as in `agree`.
-        stay: Whether other workers can replace them; otherwise the run ends, see `GracefulStop.check`.
+        how: `stop.DRAIN` or `stop.RESIZE`; after `stop.STOP` the run ends, see `GracefulStop.check`.
+        why: The reason as a clause, for the event of a request that is taken back.
     """
-    return _try_stop(workers, stop.DRAIN if stay else stop.STOP, "a node is drained")
-
-
-def stop_for_resize(workers: Sequence) -> bool:
-    """Stops workers after the same step because their number changes; returns whether they will."""
-    return _try_stop(workers, stop.RESIZE, "the number of workers is to change")
-
-
-def _try_stop(workers: Sequence, how: str, why: str) -> bool:
     try:
         agree(workers, how)
         return True

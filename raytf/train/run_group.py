@@ -26,7 +26,6 @@ from raytf.train.decisions import ActionKind, Decisions, Drained
 from raytf.train.group import SOON_INTERVAL, EventGroup, LoopEnded, Report, taken, worker_state
 from raytf.train.recovery_coordinator import Member
 from raytf.train.run_worker import Request, RunJob, RunWorker
-from raytf.worker.stop import DRAIN
 
 # Seconds between two checks for drained nodes; each is a request to the head of a millisecond.
 _DRAINS_INTERVAL = 1.0
@@ -291,8 +290,8 @@ class RunGroup(EventGroup):
             ranks = tuple(rank for rank, home in enumerate(self.nodes) if home == node)
             events.emit(RunEvent(kind=Kind.NODE_DRAINED, ranks=ranks, node=node))
         action = self._decisions.take(Drained(stays=own_node not in drained))
-        if action.kind is ActionKind.END_AFTER_STEP and not graceful_stop.stop_for_drain(
-            self.actors, stay=action.why == DRAIN
+        if action.kind is ActionKind.END_AFTER_STEP and not graceful_stop.try_stop(
+            self.actors, action.why, "a node is drained"
         ):
             self._decisions.take(decisions.StopNotDelivered())
 
