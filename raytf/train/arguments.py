@@ -325,13 +325,9 @@ def check_scalable(identity: Mapping[str, Any]) -> None:
         )
 
 
-def check_sparse(config: TensorflowConfig | None, strategy: str, scaling_config: ScalingConfig) -> None:
+def check_sparse(config: TensorflowConfig, strategy: str, scaling_config: ScalingConfig) -> None:
     """Raises ConfigError if a run cannot update some rows of a table."""
-    if (
-        config is not None
-        and config.sparse_updates
-        and (strategy in ("parameter_server", "tpu") or scaling_config.use_tpu)
-    ):
+    if config.sparse_updates and (strategy in ("parameter_server", "tpu") or scaling_config.use_tpu):
         raise ConfigError(
             "sparse_updates is for workers that train in step, on CPUs or GPUs",
             f"sparse_updates={config.sparse_updates!r} with strategy={strategy!r}, use_tpu={scaling_config.use_tpu}",
@@ -340,10 +336,10 @@ def check_sparse(config: TensorflowConfig | None, strategy: str, scaling_config:
 
 
 def check_sharded(
-    config: TensorflowConfig | None, strategy: str, scaling_config: ScalingConfig, own_loop: bool = False
+    config: TensorflowConfig, strategy: str, scaling_config: ScalingConfig, own_loop: bool = False
 ) -> None:
-    """Raises ConfigError if a run cannot share out the optimizer's state; logs if one worker has all of it."""
-    if config is None or not config.shard_optimizer:
+    """Raises ConfigError if a run cannot share out the optimizer's state."""
+    if not config.shard_optimizer:
         return
     received = f"strategy={strategy!r}" if strategy not in ("auto", "multi_worker_mirrored") else None
     if own_loop:
