@@ -462,5 +462,4 @@ def check_spares(config: TensorflowConfig, scaling_config: ScalingConfig, run_co
 
 def survives_failures(run_config) -> bool:
     """Returns whether a run continues after the failure of a worker."""
-    failures = run_config.failure_config
-    return failures is not None and failures.max_failures != 0
+    return run_config.failure_config.max_failures != 0

@@ -444,9 +444,7 @@ class KerasTrainer:
         logger.info(f"{folder.name}: {why} after {last.epoch} epoch(s); finished, nothing to do")
         with quiet.quiet_result_reading():
             result = ray.train.Result.from_path(folder.path, storage_filesystem=folder.filesystem)
-        rows = [metrics for _, metrics in result.best_checkpoints]
-        evaluated = {row["epoch"]: {k: v for k, v in row.items() if k.startswith(evaluator.PREFIX)} for row in rows}
-        return _with_history(self, result, self._validated(result) or evaluated)
+        return _with_history(self, result, self._validated(result) or evaluator.checkpoint_metrics(result))
 
     def _validated(self, result: ray.train.Result) -> dict[int, dict]:
         """Returns the metrics of the checkpoints by epoch if a validation_config has added to them, otherwise {}."""

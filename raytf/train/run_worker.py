@@ -80,7 +80,6 @@ class Channel:
         rank, size, name: Of this worker, and of the run.
     """
 
-    folder = None
     is_in_driver = False  # whether this process is the driver's
 
     def __init__(self, rank: int, size: int, name: str):

@@ -1,14 +1,16 @@
 """What becomes of checkpoints whose evaluator dies; the actor itself is in tests/cluster."""
 
 import math
+import types
 
 from ray.exceptions import ActorDiedError, OutOfMemoryError, RayTaskError
-from ray.train import Checkpoint
+from ray.train import Checkpoint, Result
 
 from raytf import events
 from raytf.storage.checkpoint_files import CheckpointState
 from raytf.train import evaluator
 from raytf.train.evaluator import EvaluationResults
+from raytf.train.keras_trainer import KerasTrainer
 from tests.logged import warnings_logged
 
 
@@ -74,3 +76,12 @@ def test_the_first_epoch_whose_metrics_are_nan_is_an_event():
         evaluator.report_not_finite({1: {"eval_loss": 1.0}})
         evaluator.report_not_finite({3: {"eval_loss": math.nan}, 1: {"eval_loss": 1.0}, 2: {"eval_loss": math.inf}})
     assert [(event.kind, event.epoch, event.name) for event in taken] == [("validation_not_finite", 2, "eval_loss")]
+
+
+def test_complete_run_may_have_a_checkpoint_of_a_callbacks_own_report(monkeypatch):
+    """Such a report need not name an epoch."""
+    result = types.SimpleNamespace(best_checkpoints=[(None, {"loss": 1.0})], checkpoint=None)
+    monkeypatch.setattr(Result, "from_path", lambda path, storage_filesystem: result)
+    trainer = types.SimpleNamespace(_validated=lambda result: {})
+    folder = types.SimpleNamespace(name="run", path="run", filesystem=None)
+    assert KerasTrainer._ended(trainer, folder, types.SimpleNamespace(stopped=False, epoch=1)) is result
