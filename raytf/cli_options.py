@@ -6,7 +6,7 @@ import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from raytf import validation
@@ -113,15 +113,16 @@ def check_files(name: str, path: str, format: str, roles: Mapping[str, Any], lab
     if "://" in path:
         return None
     kind, files = find(name, path, format)
-    if kind == "parquet":
-        check_columns(name, roles, check_parquet(name, path))
-    else:
-        check_columns(name, roles, _columns_of_files(kind, files, labelled))
+    if kind == "parquet" and not os.path.exists(path):  # Ray Data, which reads it, knows no pattern and no "~"
+        raise ConfigError(f"The {name} data must be a folder or file that exists", repr(path), "Check the path")
+    check_columns(name, roles, _columns_of_files(name, kind, files, labelled))
     return kind
 
 
-def _columns_of_files(kind: str, files: Files, labelled: bool) -> list[str] | None:
-    """Returns the columns of CSV files, TFRecord files or images; None if only a read of all files shows them."""
+def _columns_of_files(name: str, kind: str, files: Files, labelled: bool) -> list[str] | None:
+    """Returns the columns of local files; None if only a read of all files shows them."""
+    if kind == "parquet":
+        return _parquet_columns(name, files)
     if kind == "csv":
         return csv_schema(files.filesystem, files.paths[0]).names
     if kind == "tfrecord":
@@ -184,22 +185,12 @@ _NO_PARQUET = (
 )
 
 
-def check_parquet(name: str, path: str) -> list[str] | None:
-    """Returns the column names of local Parquet files, or None for a URI, which only Ray Data reads.
-
-    Raises:
-        ConfigError: There are no such files.
-    """
-    if "://" in path:
-        return None
-    if not os.path.exists(path):
-        raise ConfigError(f"The {name} data must be a folder or file that exists", repr(path), "Check the path")
-    first = path if os.path.isfile(path) else next(_parquet_files(path), None)
-    if first is None:
-        raise ConfigError(f"The {name} data must hold Parquet files", repr(path), _NO_PARQUET)
+def _parquet_columns(name: str, files: Files) -> list[str]:
+    """Returns the columns of local Parquet files; raises ConfigError if the first file is none."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
+    first = files.paths[0]
     try:
         names = pq.read_schema(first).names
     except (pa.ArrowException, OSError) as error:
@@ -207,11 +198,5 @@ def check_parquet(name: str, path: str) -> list[str] | None:
             f"The {name} data must hold Parquet files", f"{first!r} ({str(error).splitlines()[0]})", _NO_PARQUET
         ) from error
     # Ray Data adds a column for each folder named "name=value"
-    folders = os.path.relpath(first, path).split(os.sep)[:-1] if os.path.isdir(path) else []
+    folders = os.path.relpath(first, files.root).split(os.sep)[:-1]
     return [*names, *(key for key, equals, _ in (folder.partition("=") for folder in folders) if equals)]
-
-
-def _parquet_files(folder: str) -> Iterator[str]:
-    for parent, folders, files in os.walk(folder):
-        folders.sort()
-        yield from (os.path.join(parent, file) for file in sorted(files) if ".parquet" in file.lower())

@@ -147,6 +147,22 @@ def test_columns_of_images_are_known_before_ray_starts(names, tmp_path):
         cli_options.check_files("train", str(tmp_path), "auto", {"labels": "label"}, labelled=False)
 
 
+def test_hidden_files_of_a_parquet_folder_are_not_read(tmp_path):
+    """Hadoop writes a checksum next to each file, and its name comes first."""
+    rows = tmp_path / "rows" / "day=1"
+    rows.mkdir(parents=True)
+    pq.write_table(pa.table({"y": [1.0]}), rows / "part-0.snappy.parquet")
+    (rows / ".part-0.snappy.parquet.crc").write_bytes(b"crc")
+    for path in (tmp_path / "rows", rows / "part-0.snappy.parquet"):
+        assert cli_options.check_files("train", str(path), "auto", {"labels": "y"}) == "parquet"
+    assert cli_options.check_files("train", str(tmp_path / "rows"), "auto", {"labels": "y", "features": "day"})
+    with pytest.raises(ConfigError, match="folder or file that exists.*parquet'"):
+        cli_options.check_files("train", f"{rows}/*.parquet", "auto", {"labels": "y"})
+    with pytest.raises(ConfigError, match="must hold Parquet files.*rows.csv"):
+        (tmp_path / "rows.csv").write_text("y")
+        cli_options.check_files("train", str(tmp_path / "rows.csv"), "parquet", {"labels": "y"})
+
+
 def test_more_workers_than_the_cluster_holds_are_a_wrong_value(tmp_path, monkeypatch):
     """At the start; a cluster that changes later is an error of the run, see below."""
     monkeypatch.chdir(tmp_path)
