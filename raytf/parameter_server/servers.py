@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup
 
 from raytf import logs, timeouts
 from raytf.console import output
-from raytf.errors import ConfigError, RaytfError, first_line
+from raytf.errors import ConfigError, RaytfError, first_line, one_line
 from raytf.runtime import ports, process_monitor, roles, settings
 from raytf.runtime.answers import NoAnswerError, collect_answers
 from raytf.runtime.process_monitor import ProcessKiller
@@ -253,8 +253,9 @@ class ServerGroup:
                     logger.warning(f"{task} was lost{cause}. It is replaced; the other workers continue")
                 try:
                     self._replace(task)
-                except NoAnswerError as error:
-                    self._fail(f"{task} was lost{cause}, and could not be replaced: {error}")
+                except (NoAnswerError, RayError) as error:  # also rows that its new host cannot read
+                    why = error if isinstance(error, NoAnswerError) else one_line(error)
+                    self._fail(f"{task} was lost{cause}, and could not be replaced: {why}")
                     return
                 waiting[self._actors[task].join.remote()] = task
 
