@@ -483,8 +483,9 @@ class Ring:
             data, descriptors, *_ = self._patiently(-1, receive_descriptors, receiving=True)
             if not data:
                 raise _LostError((self.rank - 1) % self.size, ConnectionResetError("it closed its connection"))
-            if descriptors:
-                with contextlib.suppress(OSError):  # the other process warns of it
+            if data == _YES:
+                # no descriptor came if this process may not open more files; the other process warns of it
+                with contextlib.suppress(OSError, IndexError):
                     self._peer_memory = shared_memory.PeerMemory(descriptors[0])
                 with contextlib.suppress(OSError):  # the next exchange detects the loss
                     self._previous.send(_NO if self._peer_memory is None else _YES)

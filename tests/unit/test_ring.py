@@ -296,7 +296,7 @@ def test_a_pair_reads_what_one_gave_that_has_left(ring_of, hosts, shared):
 
 
 @pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("fails", ["own", "other"])
+@pytest.mark.parametrize("fails", ["own", "other", "descriptor"])
 def test_without_shared_memory_sockets_carry_all(ring_of, monkeypatch, fails, size):
     def refuse(*_, **__):
         raise OSError("no memory here")
@@ -304,8 +304,12 @@ def test_without_shared_memory_sockets_carry_all(ring_of, monkeypatch, fails, si
     places = ring_of(size)
     if fails == "own":
         monkeypatch.setattr(os, "memfd_create", refuse)
-    else:
+    elif fails == "other":
         monkeypatch.setattr(shared_memory, "PeerMemory", refuse)
+    else:  # as in a process that has as many open files as it may have
+        monkeypatch.setattr(
+            socket, "recv_fds", lambda connection, *_: (connection.recv(1), [], socket.MSG_CTRUNC, None)
+        )
     with warnings_logged("exchange through sockets, which is slower, with equal results"):
         for _ in range(2):
             for items in (99_000, 300_000):
