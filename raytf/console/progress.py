@@ -38,8 +38,10 @@ class Entries:
         ray_core.kv_put(self._prefix + name, json.dumps(value))
 
     def claim(self, name: str) -> bool:
-        """Creates an entry of this name. Returns whether it did not exist."""
-        return not ray_core.kv_put(self._prefix + name, "null", overwrite=False)
+        """Creates an entry of this name. Returns whether it did not exist; True while the head does not answer."""
+        with contextlib.suppress(RpcError):
+            return not ray_core.kv_put(self._prefix + name, "null", overwrite=False)
+        return True
 
     def get(self, name: str):
         """Returns the value, or None."""

@@ -7,9 +7,12 @@ import sys
 import warnings
 
 import pytest
+from ray.exceptions import RpcError
 
 from raytf import logs
+from raytf.compat import ray_core
 from raytf.console import native_lines, shared_warnings
+from raytf.console.progress import Entries
 
 NOISE = [
     "WARNING: All log messages before absl::InitializeLog() is called are written to STDERR",
@@ -102,6 +105,20 @@ def test_a_warning_of_a_logger_without_handlers_is_shown_by_the_first_worker(cap
     for _ in (0, 1):
         with shared_warnings.shown_once(entries):
             logging.getLogger("theirs").warning("logged")
+    assert capsys.readouterr().err.splitlines() == ["logged"]
+
+
+def test_a_warning_is_shown_while_the_head_does_not_answer(capsys, monkeypatch):
+    """By each worker, rather than end its training."""
+
+    def lost(*_, **__):
+        raise RpcError("RPC error: UNAVAILABLE")
+
+    monkeypatch.setattr(ray_core, "kv_put", lost)
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    with pytest.warns(UserWarning, match="careful"), shared_warnings.shown_once(Entries("warnings")):
+        warnings.warn_explicit("careful", UserWarning, "theirs.py", 3)
+        logging.getLogger("theirs").warning("logged")
     assert capsys.readouterr().err.splitlines() == ["logged"]
 
 
