@@ -344,7 +344,7 @@ def read_events(filesystem: pyarrow.fs.FileSystem, run: str) -> list[RunEvent]:
     infos = filesystem.get_file_info(FileSelector(posixpath.join(run, FOLDER), allow_not_found=True))
     events = []
     for info in infos:
-        with contextlib.suppress(stored_json.UnreadableError, TypeError, ValueError):
+        with contextlib.suppress(stored_json.UnreadableError, TypeError, ValueError, KeyError, OverflowError):
             events.append(_event(stored_json.read_object(filesystem, info.path)))
     return sorted(events, key=lambda event: event.time)
 
@@ -356,6 +356,8 @@ def _event(fields: dict[str, Any]) -> RunEvent:
     numbers = (event.time, *(n for n in optional if n is not None))
     texts = (event.node, event.name, event.why, event.more)
     if not all(type(number) in (int, float) for number in numbers) or not all(type(text) is str for text in texts):
+        raise ValueError(fields)
+    if not 0 <= event.time < 1 << 36:  # no date, which a report shows
         raise ValueError(fields)
     str(event)  # raises where an attribute that its kind needs is missing
     return event

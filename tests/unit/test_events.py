@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import threading
 
@@ -223,10 +224,12 @@ def test_what_is_cut_off_or_crafted_is_left_out(tmp_path):
     (good,) = (tmp_path / events.FOLDER).iterdir()
     content = json.loads(good.read_text())
     crafted = [{"kind": "other"}, {"ranks": ["<script>"]}, {"ranks": 3}, {"why": 3}, {"time": "x"}, {"another": 1}]
-    crafted += [{"kind": "worker_replaced", "seconds": None}, {"step": []}, {"epoch": "1"}]
+    crafted += [{"kind": "worker_replaced", "seconds": None}, {"step": []}, {"epoch": "1"}, {"ranks": [math.inf]}]
+    crafted += [{"time": time} for time in (math.inf, math.nan, -1e20, 1e20)]
     for number, change in enumerate(crafted):
         (good.parent / f"{number}.json").write_text(json.dumps(content | change))
     (good.parent / "cut.json").write_text(good.read_text()[:20])
+    (good.parent / "empty.json").write_text("{}")
     (good.parent / "list.json").write_text("[1]")
     (good.parent / "bytes.json").write_bytes(b"\xff\xfe")
     assert [event.ranks for event in raytf.run_events(tmp_path)] == [(1,)]
