@@ -79,6 +79,7 @@ class TaskRunner:
         """
         timeouts.set_current(deadlines)
         self._ports = allowed.ports
+        ports.end_claims()  # of the script before: a restart needs no further port
         self._location = TaskLocation(
             address=ports.reserve_address(allowed),
             folder=folder.path if shared_folders.exists_as(folder) else os.getcwd(),

@@ -9,10 +9,11 @@ import time
 import pytest
 
 import raytf
+from raytf import timeouts
 from raytf.collectives import ring_token
 from raytf.launch import runner as runner_module
 from raytf.launch.runner import TaskLocation, TaskRunner
-from raytf.runtime import cores, settings
+from raytf.runtime import cores, ports, settings, shared_folders
 from tests.waiting import until
 
 LEAVES = """
@@ -52,6 +53,16 @@ def follow(runner, number, seconds=30.0):
                 return lines["stdout"], lines["stderr"], value
             lines[kind].append(value)
     raise AssertionError(f"no end; {lines}")
+
+
+def test_a_restart_claims_no_further_port(runner, tmp_path, monkeypatch):
+    monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "127.0.0.1")
+    folder, allowed = shared_folders.describe_folder(str(tmp_path)), settings.Listening((31_915, 31_915))
+    try:
+        for _ in range(3):
+            assert runner.reserve(folder, timeouts.get(), allowed).address == "127.0.0.1:31915"
+    finally:
+        ports.end_claims()
 
 
 @pytest.mark.slow
