@@ -184,7 +184,7 @@ class RemoteModel:
             states = [(v, self._read(v)) for v in self._states]
             seeds = [(v, _drawn(value, number)) for v, value in self._seeds]
             metrics = list(zip(model.metrics_variables, totals, strict=True))
-            with keras.StatelessScope(state_mapping=[*mapping, *states, *seeds, *metrics]) as scope:
+            with _Scope([*mapping, *states, *seeds, *metrics], tables, self._read) as scope:
                 y_pred = model(x, training=training) if keras_objects.takes_training(model) else model(x)
                 loss = keras_objects.step_loss(model, x=x, y=y, y_pred=y_pred, sample_weight=weights, training=training)
                 first = next(leaf for leaf in tf.nest.flatten(x) if leaf is not None)
@@ -273,6 +273,24 @@ def _lookup(layers, parts):
     finally:
         for layer in layers:
             del layer.call
+
+
+class _Scope(keras.StatelessScope):
+    """A scope that reads a whole table only if something else than its lookup uses it. A tied output does.
+
+    Args:
+        state_mapping: As for `keras.StatelessScope`.
+        tables: Ids of the tables' variables.
+        read: read(variable) returns its value on the servers.
+    """
+
+    def __init__(self, state_mapping: list[tuple], tables: set[int], read: Callable):
+        super().__init__(state_mapping)
+        self._tables, self._read = tables, read
+
+    def get_current_value(self, variable):
+        value = super().get_current_value(variable)
+        return self._read(variable) if value is None and id(variable) in self._tables else value
 
 
 def _copies(optimizer):

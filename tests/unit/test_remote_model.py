@@ -66,3 +66,45 @@ def test_steps_are_those_of_one_process(name, partitioner):
     remote.pull()
     for left, right in zip(model.get_weights(), other.get_weights(), strict=True):
         np.testing.assert_allclose(left, right, atol=1e-6)
+
+
+class Words(keras.Model):
+    """Its output may use the table of its input."""
+
+    def __init__(self, tied):
+        super().__init__()
+        self.tied, self.embed, self.dense = tied, keras.layers.Embedding(6, 4), keras.layers.Dense(6)
+        self.embed.build()
+
+    def call(self, ids):
+        inside = keras.ops.tanh(self.embed(ids))
+        return keras.ops.matmul(inside, keras.ops.transpose(self.embed.embeddings)) if self.tied else self.dense(inside)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("partitioner", [None, lambda shape, dtype: [2]], ids=["whole", "in parts"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_table_that_the_output_uses_has_current_values_and_its_whole_gradient(tied, partitioner, monkeypatch):
+    """Others are only looked up: a step does not transfer them as a whole."""
+    ids, read = np.array([[0, 1], [1, 4]]), []
+    models = []
+    for _ in range(2):
+        keras.utils.set_random_seed(3)
+        models.append(Words(tied))
+        models[-1].compile(
+            keras.optimizers.SGD(0.5, momentum=0.9), keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        )
+        models[-1].evaluate(ids, ids, verbose=0)
+    model, other = models
+    remote = RemoteModel(model, tf.distribute.get_strategy(), partitioner)
+    read_whole = remote._read
+    monkeypatch.setattr(remote, "_read", lambda variable: read.append(variable) or read_whole(variable))
+    totals = [tf.convert_to_tensor(v) for v in model.metrics_variables]
+    step = tf.function(lambda: remote.train_step((ids, ids), tf.constant(0, tf.int64), totals))
+    for _ in range(3):
+        step()
+        other.train_on_batch(ids, ids)
+    assert any(variable is model.embed.embeddings for variable in read) is tied
+    remote.pull()
+    for left, right in zip(model.get_weights(), other.get_weights(), strict=True):
+        np.testing.assert_allclose(left, right, atol=1e-6)
