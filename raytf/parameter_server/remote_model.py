@@ -67,7 +67,7 @@ class RemoteModel:
             _write(parts, np.array(variable))
         # each variable of the model and its optimizer, with its server variables
         self._pairs = [*((v, self.parts[id(v)]) for v in (*self._trainable, *self._states)), *slots]
-        self._versions = self._values()
+        self._versions = [np.array(variable) for variable, _ in self._pairs]
         if any(len(parts) > 1 for parts in self.parts.values()) and self._optimizer.clipnorm is not None:
             raise ConfigError(
                 "clipnorm looks at whole gradients, and a partitioned variable has one for each part",
@@ -137,9 +137,9 @@ class RemoteModel:
 
     def pull(self) -> None:
         """Copies the servers' values into the model and its optimizer."""
-        for variable, parts in self._pairs:
-            variable.assign(_joined(parts))
-        self._versions = self._values()
+        for i, (variable, parts) in enumerate(self._pairs):
+            self._versions[i] = _joined(parts)
+            variable.assign(self._versions[i])
 
     def push(self) -> None:
         """Copies variables of the model that have changed since the last `pull` to the servers."""
@@ -147,9 +147,6 @@ class RemoteModel:
             current = np.array(variable)
             if not np.array_equal(seen, current):
                 _write(parts, current)
-
-    def _values(self) -> list[np.ndarray]:
-        return [np.array(variable) for variable, _ in self._pairs]
 
     def train_step(self, data, number: tf.Tensor, totals: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Makes a step on a worker, which updates the servers' variables.

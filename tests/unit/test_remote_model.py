@@ -68,6 +68,22 @@ def test_steps_are_those_of_one_process(name, partitioner):
         np.testing.assert_allclose(left, right, atol=1e-6)
 
 
+def test_what_changes_in_the_model_after_a_pull_is_pushed():
+    model = built(OPTIMIZERS["an argument"])
+    remote = RemoteModel(model, tf.distribute.get_strategy(), lambda shape, dtype: [2])
+    remote.pull()
+    kernel = model.trainable_variables[0]
+    expected = np.array(kernel) + 1
+    kernel.assign_add(np.ones_like(expected))
+    model.optimizer.learning_rate = 0.25
+    remote.push()
+    kernel.assign(np.zeros_like(expected))
+    model.optimizer.learning_rate = 0.5
+    remote.pull()
+    np.testing.assert_array_equal(kernel, expected)
+    assert float(model.optimizer.learning_rate) == 0.25
+
+
 class Words(keras.Model):
     """Its output may use the table of its input."""
 
