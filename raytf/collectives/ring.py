@@ -179,7 +179,11 @@ class Ring:
         if self.uses_small_gather(array.nbytes):
             if fill is not None:
                 fill(0, array.size)
-            total = array if array.nbytes <= _READ_IN_PLACE else np.empty_like(array)  # the other one may read `array`
+            total = array
+            if array.nbytes > _READ_IN_PLACE:  # the other one may read `array`
+                # begins at a page where memory is shared: TensorFlow takes such an array without a copy
+                shared = self.empty(array.size, array.dtype)
+                total = np.empty_like(array) if shared is None else shared
             self._gather_small(
                 _ADD,
                 array.view(np.uint8),

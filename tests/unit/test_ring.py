@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raytf.collectives import scaled_float16, shared_memory
+from raytf.collectives import packs, scaled_float16, shared_memory
 from raytf.collectives.ring_listener import Listener
 from raytf.collectives.ring_token import TOKEN_BYTES
 from raytf.errors import PeerLostError, RaytfError
@@ -177,6 +177,13 @@ def test_the_bits_do_not_depend_on_how_the_values_travel(ring_of, size, hosts, s
         expected = around_the_ring(values).tobytes()
         assert [total.tobytes() == expected for total in together(work, places)] == [True] * size, items
         assert all((count == 1).all() for count in counts), items
+
+
+def test_a_sum_of_a_pair_that_shares_memory_begins_where_tensorflow_takes_it_without_a_copy(ring_of):
+    places = ring_of(2)
+    for _ in range(3):
+        totals = together(lambda place: place.all_reduce(np.ones(50_000)), places)
+        assert [(total.ctypes.data % packs.ALIGNED, total.sum()) for total in totals] == [(0, 100_000)] * 2
 
 
 def test_what_each_has_comes_to_all_while_sockets_are_full(ring_of):
