@@ -97,7 +97,7 @@ def run_examination(
     began = time.monotonic()
     shown.begin(starting_phase())
     connect([], address, logging_level=logging.ERROR, log_to_driver=False)
-    with _probes(Listening(ports, network), began + seconds) as cluster:
+    with contextlib.closing(_Cluster(Listening(ports, network), began + seconds)) as cluster:
         shown.begin(f"starting a process on each of {len(cluster.measurements.nodes)} node(s), and looking at it")
         cluster.ask_facts()
         cluster.ask_clocks()
@@ -132,16 +132,6 @@ def run_examination(
         interfaces={node: interface for node, (interface, _) in measurements.interfaces.items()},
         seconds=round(time.monotonic() - began, 1),
     )
-
-
-@contextlib.contextmanager
-def _probes(listening: Listening, deadline: float):
-    """Yields a cluster with a probe on each node, and closes it."""
-    cluster = _Cluster(listening, deadline)
-    try:
-        yield cluster
-    finally:
-        cluster.close()
 
 
 class _Cluster:
