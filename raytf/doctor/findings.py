@@ -108,11 +108,6 @@ def _versions(measurements: Measurements) -> Iterator[Finding]:
         nodes_by_version = _group_by_value(
             {node: facts["versions"].get(name) for node, facts in measurements.facts.items()}
         )
-        nodes = tuple(
-            node
-            for node in measurements.facts
-            if nodes_by_version.get(None) is None or node not in nodes_by_version[None]
-        )
         if missing := nodes_by_version.pop(None, ()):
             yield Finding(
                 check="versions",
@@ -126,7 +121,7 @@ def _versions(measurements: Measurements) -> Iterator[Finding]:
             yield Finding(
                 check="versions",
                 problem=f"{name} is not the same everywhere",
-                nodes=tuple(node for node in nodes if node not in usual),
+                nodes=tuple(node for node in measurements.facts if node not in (*missing, *usual)),
                 measured="; ".join(
                     f"{version} on {', '.join(nodes_of)}" for version, nodes_of in nodes_by_version.items()
                 ),
