@@ -563,7 +563,8 @@ def doctor(address, ports, as_json, **options):
 
             click.echo(json.dumps(dataclasses.asdict(report), indent=2), file=stdout)
         else:
-            examination.print_report(report, lambda line: click.echo(line, file=stdout))
+            for line in examination.report_lines(report):
+                click.echo(line, file=stdout)
         raise SystemExit(1 if report.findings else 0)
 
 

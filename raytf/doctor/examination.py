@@ -8,7 +8,7 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import ray
 from ray import cloudpickle
@@ -372,13 +372,8 @@ def _nodes() -> dict[str, str]:
     return ids
 
 
-def print_report(report: ExaminationReport, write: Callable[[str], None]) -> None:
-    """Prints a report: a line for each finding, and a summary."""
-    for line in _lines(report):
-        write(line)
-
-
-def _lines(report: ExaminationReport) -> Iterable[str]:
+def report_lines(report: ExaminationReport) -> Iterable[str]:
+    """Yields a line for each finding of a report, and a summary."""
     yield from (finding.line() for finding in report.findings)
     yield from (f"left out: {text}." for text in report.left_out)
     yield from (f"network: {line}" for line in networks.interface_lines(report.interfaces))
