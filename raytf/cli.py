@@ -18,9 +18,11 @@ from raytf import __version__, cli_runs, logs, validation
 from raytf.cli_parts import (
     COUNT,
     DATA,
+    FEATURES,
     FILES,
     NUMBER,
     POSITIVE,
+    SAMPLE_WEIGHTS,
     Commands,
     checked,
     columns,
@@ -80,13 +82,7 @@ _TRAINING = options(
         help=FILES,
     ),
     option("--validation", receiver="datasets", metavar="PATH", help="The same, to validate on."),
-    option(
-        "--features",
-        receiver="trainer",
-        callback=columns,
-        metavar="COLUMN[,COLUMN...]",
-        help="A column; several are stacked into a float vector.  [default: all but the labels]",
-    ),
+    FEATURES,
     option(
         "--labels",
         receiver="trainer",
@@ -95,13 +91,7 @@ _TRAINING = options(
         help="The column of labels.  [default, without --features: one named label, target, class or y]",
     ),
     DATA,
-    option(
-        "--sample-weights",
-        receiver="trainer",
-        callback=columns,
-        metavar="COLUMN",
-        help="A column of weights for each row.",
-    ),
+    SAMPLE_WEIGHTS,
     option("--num-workers", receiver="workers", default=1, type=COUNT, show_default=True, help="Number of workers."),
     option(
         "--gpus-per-worker", receiver="workers", default=0, type=NUMBER, show_default=True, help="GPUs of each worker."

@@ -200,6 +200,16 @@ def path(ctx, param, text: str | None) -> str | None:
 
 
 FILES = "Folder or URI of Parquet, CSV or TFRecord files, or images in a folder for each class."
+FEATURES = option(
+    "--features",
+    receiver="trainer",
+    callback=columns,
+    metavar="COLUMN[,COLUMN...]",
+    help="A column; several are stacked into a float vector.  [default: all but the labels]",
+)
+SAMPLE_WEIGHTS = option(
+    "--sample-weights", receiver="trainer", callback=columns, metavar="COLUMN", help="A column of weights for each row."
+)
 # how files become rows
 DATA = options(
     option(

@@ -13,9 +13,11 @@ from raytf import logs, validation
 from raytf.cli_parts import (
     COUNT,
     DATA,
+    FEATURES,
     FILES,
     NUMBER,
     POSITIVE,
+    SAMPLE_WEIGHTS,
     WhichCheckpoint,
     columns,
     given_options,
@@ -55,22 +57,12 @@ _MODEL = click.option(
     help="Function that builds the model, where Keras cannot build it from its file.",
 )
 _DATA = click.option("--data", required=True, metavar="PATH", help=FILES)
-_FEATURES = option(
-    "--features",
-    receiver="trainer",
-    callback=columns,
-    metavar="COLUMN[,COLUMN...]",
-    help="A column; several are stacked into a float vector.  [default: all but the labels]",
-)
 _BATCH = click.option("--batch-size", default=256, type=COUNT, show_default=True, help="Rows of a global batch.")
 _WORKERS = click.option("--num-workers", default=1, type=COUNT, show_default=True, help="Number of workers.")
 _CPUS = click.option("--cpus-per-worker", default=1.0, type=POSITIVE, show_default=True, help="May be below 1.")
 _GPUS = click.option("--gpus-per-worker", default=0, type=NUMBER, show_default=True, help="GPUs of each worker.")
-
-
-def _running(command):
-    """Adds the options of what runs a model that was kept."""
-    return options(_CHECKPOINT, _METRIC, _MODE, _BATCH, _WORKERS, _CPUS, _GPUS, _MODEL, DATA)(command)
+# what runs a model that was kept
+_running = options(_CHECKPOINT, _METRIC, _MODE, _BATCH, _WORKERS, _CPUS, _GPUS, _MODEL, DATA)
 
 
 @click.command(short_help="List the runs of a folder.")
@@ -122,7 +114,7 @@ def _print_runs(rows) -> None:
 @click.command(short_help="Predict with the model of a run.")
 @_RUN
 @_DATA
-@_FEATURES
+@FEATURES
 @click.option(
     "-o",
     "--output",
@@ -167,11 +159,9 @@ def predict(ctx, run, data, output, batch_size, **_):
 @click.command(short_help="Evaluate the model of a run.")
 @_RUN
 @_DATA
-@_FEATURES
+@FEATURES
 @option("--labels", receiver="trainer", callback=columns, metavar="COLUMN", help="The column of labels.")
-@option(
-    "--sample-weights", receiver="trainer", callback=columns, metavar="COLUMN", help="A column of weights for each row."
-)
+@SAMPLE_WEIGHTS
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON object.")
 @_running
 @click.pass_context
