@@ -300,25 +300,28 @@ class Ring:
         while to_send or room:
             moved = False
             if to_send:
-                with contextlib.suppress(BlockingIOError), self._as_peer_loss(distance):
-                    to_send = to_send[chord.following.send(to_send) :]
+                with contextlib.suppress(BlockingIOError):
+                    to_send = to_send[self._attempt(distance, chord.following.send, to_send) :]
                     moved = True
             if room:
-                with contextlib.suppress(BlockingIOError), self._as_peer_loss(-distance):
-                    count = chord.previous.recv_into(room)
-                    if not count:
-                        raise ConnectionResetError("it closed its connection")
-                    room, moved = room[count:], True
+                with contextlib.suppress(BlockingIOError):
+                    room = room[self._attempt(-distance, chord.previous.recv_into, room, receives=True) :]
+                    moved = True
             if not moved:
                 wanted = [(chord.following, select.POLLOUT)] if to_send else []
                 wanted += [(chord.previous, select.POLLIN)] if room else []
                 self._wait_for_descriptor(functools.partial(self._polling, wanted))
 
-    @contextlib.contextmanager
-    def _as_peer_loss(self, distance: int):
-        """Converts an error of a connection to the loss of the member `distance` ranks further."""
+    def _attempt(self, distance: int, call: Callable, *arguments: Any, receives: bool = False) -> Any:
+        """Returns the result of a call on a connection; its error is the loss of the member `distance` ranks further.
+
+        With `receives`, no bytes are such an error, too.
+        """
         try:
-            yield
+            result = call(*arguments)
+            if receives and not result:
+                raise ConnectionResetError("it closed its connection")
+            return result
         except BlockingIOError:
             raise
         except OSError as error:
@@ -495,10 +498,7 @@ class Ring:
                     self._previous.send(_NO if self._peer_memory is None else _YES)
         if memory is not None:
             memory.sent()
-            answer = self._patiently(1, functools.partial(self._next.recv, 1), answering=True)
-            if not answer:
-                raise _LostError((self.rank + 1) % self.size, ConnectionResetError("it closed its connection"))
-            if answer == _NO:
+            if self._patiently(1, functools.partial(self._next.recv, 1), receives=True, answering=True) == _NO:
                 self._memory, self._may_show = None, False
                 logger.warning(
                     f"worker {(self.rank + 1) % self.size} cannot read the memory of others. Workers of this host "
@@ -657,33 +657,18 @@ class Ring:
         return buffer
 
     def _write(self, content: bytes | memoryview) -> int:
-        try:
-            return self._next.send(content)
-        except BlockingIOError:
-            raise
-        except OSError as error:
-            raise _LostError((self.rank + 1) % self.size, error) from error
+        return self._attempt(1, self._next.send, content)
 
     def _read(self, buffer: memoryview) -> memoryview:
-        try:
-            count = self._previous.recv_into(buffer)
-            if not count:
-                raise ConnectionResetError("it closed its connection")
-        except BlockingIOError:
-            raise
-        except OSError as error:
-            raise _LostError((self.rank - 1) % self.size, error) from error
-        return buffer[:count]
+        return buffer[: self._attempt(-1, self._previous.recv_into, buffer, receives=True)]
 
-    def _patiently(self, step: int, call: Callable[[], Any], **wanted: bool) -> Any:
+    def _patiently(self, step: int, call: Callable[[], Any], receives: bool = False, **wanted: bool) -> Any:
         """Returns the result of a call that involves the member `step` ranks further, once its socket is ready."""
         while True:
             try:
-                return call()
+                return self._attempt(step, call, receives=receives)
             except BlockingIOError:
                 self._wait(**wanted)
-            except OSError as error:
-                raise _LostError((self.rank + step) % self.size, error) from error
 
     def _announce_ready(self, count: int) -> int:
         """Sends that `count` more bytes are ready in shared memory."""
