@@ -192,12 +192,9 @@ class ServerGroup:
         """Opens datasets on all workers, including replacement workers; see `ServerActor.feed`."""
         self._feeds = dict(feeds)
         workers = [task for task in self._tasks if task.role == "worker"]
-        self._collect(
-            [self._feed(task) for task in workers], timeouts.get().process_setup, "the workers' rows", workers
-        )
-
-    def _feed(self, task: Task):
-        return self._actors[task].feed.remote(self._feeds, task.index, self.plan.num_workers)
+        count = self.plan.num_workers
+        pending = [self._actors[task].feed.remote(self._feeds, task.index, count) for task in workers]
+        self._collect(pending, timeouts.get().process_setup, "the workers' rows", workers)
 
     def resolver(self):
         """Returns TensorFlow's cluster resolver for the coordinator; sets TF_CONFIG."""
