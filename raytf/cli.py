@@ -668,8 +668,6 @@ def parse_variables(given) -> dict[str, str]:
     Raises:
         ConfigError: A name without a value is not set.
     """
-    import os
-
     from raytf.errors import ConfigError
 
     variables = {}

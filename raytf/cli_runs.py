@@ -83,12 +83,13 @@ def runs(folder, metric, mode):
         from raytf.train import run_list
 
         listed = run_list.listed(folder, metric, mode)
-        has_other = all(run.best is None for run in listed) and any(run.best for run in run_list.listed(folder))
+        lacks_metric = metric is not None and all(run.best is None for run in listed)
+        has_other = lacks_metric and any(run.best for run in run_list.listed(folder))
     if not listed:
         logger.warning(f"no runs in {folder}: name the folder given as --storage, or in RunConfig(storage_path=)")
         return
     _print_runs([run.cells() for run in listed])
-    if metric is not None and all(run.best is None for run in listed):
+    if lacks_metric:
         sentence = f"no run in {folder} has the metric {metric!r}"
         if has_other:
             raise click.UsageError(sentence)
