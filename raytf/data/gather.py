@@ -348,8 +348,11 @@ def check_type(dtype: np.dtype, known: np.dtype, name: str) -> None:
 
 
 def _different(received, name: str) -> ConfigError:
-    rule, fix = "All rows of a column need one shape and dtype", "Convert the rows to one shape and dtype"
-    return ConfigError(rule, f"{received} in {name!r}", fix)
+    return ConfigError(
+        "All rows of a column need one shape and dtype",
+        f"{received} in {name!r}",
+        "Convert the rows to one shape and dtype",
+    )
 
 
 def aligned_empty(shape: Sequence[int], dtype) -> np.ndarray:

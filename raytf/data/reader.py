@@ -204,8 +204,8 @@ class StreamRows:
             self._row[rows] = np.arange(len(rows)) if offset is None else rows - offset
             self._tables.append(table)
         self._sources = sources(self._tables, self._columns)
-        for columns, found, known in zip(self._columns, self._sources, self._known, strict=True):
-            check_type(found.dtype, known.dtype, ", ".join(columns.names))
+        for columns, fetched, known in zip(self._columns, self._sources, self._known, strict=True):
+            check_type(fetched.dtype, known.dtype, ", ".join(columns.names))
 
     def _taken(self, wanted: np.ndarray) -> list[tuple[int | None, np.ndarray, pa.Table]]:
         """Returns tables as (offset of the table if it has all rows from there, or None; the rows; the table)."""
