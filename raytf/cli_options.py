@@ -128,6 +128,8 @@ def _columns_of_files(name: str, kind: str, files: Files, labelled: bool) -> lis
     if kind == "tfrecord":
         return records.first_names(files)
     tables = files.filter_names(lambda file: file.endswith(CSV_ENDINGS)).paths if labelled else ()
+    if len(tables) > 1:  # which is refused as they are read
+        return None
     if tables:
         return ["image", "path", *csv_schema(files.filesystem, tables[0]).names[1:]]
     return ["image", "path", *(["label"] if labelled else [])]

@@ -293,7 +293,8 @@ class Lists(ColumnSource):
                     "Raise pad, or cut the lists with Ray Data",
                 )
         self.shape = (column.pad if isinstance(column.pad, int) else None,)
-        self.dtype = np.dtype(column.dtype or self._values[0].dtype)
+        typed = next((values for values in self._values if len(values)), self._values[0])
+        self.dtype = np.dtype(column.dtype or typed.dtype)
         for values in self._values if column.dtype is None else ():
             if len(values):
                 check_type(values.dtype, self.dtype, column.name)
@@ -497,6 +498,11 @@ def _of_one_type(tables: Sequence[pa.Table], names: Sequence[str]) -> Sequence[p
 
 def _untyped(kind: pa.DataType) -> bool:
     return pa.types.is_null(kind) or (_has_values(kind) and _untyped(kind.value_type))
+
+
+def are_typed(tables: Sequence[pa.Table], column: Column) -> bool:
+    """Returns whether a column has values; else what fills it has the type of `fill`."""
+    return not all(_untyped(table.schema.field(column.name).type) for table in tables)
 
 
 def _is_text(kind: pa.DataType) -> bool:

@@ -15,7 +15,7 @@ from ray.data.block import BlockAccessor
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raytf.data.columns import Columns
-from raytf.data.gather import COPIED_BYTES, ColumnSource, RowLocations, check_type, source
+from raytf.data.gather import COPIED_BYTES, ColumnSource, RowLocations, are_typed, check_type, source
 from raytf.data.record_files import RecordStream, RecordTables
 from raytf.data.sampling import Epoch, Ranges, Sampler
 from raytf.data.stored import StoredDataset, as_table
@@ -205,7 +205,8 @@ class StreamRows:
             self._tables.append(table)
         self._sources = sources(self._tables, self._columns)
         for columns, fetched, known in zip(self._columns, self._sources, self._known, strict=True):
-            check_type(fetched.dtype, known.dtype, ", ".join(columns.names))
+            if all(are_typed(self._tables, column) for column in columns.parts):
+                check_type(fetched.dtype, known.dtype, ", ".join(columns.names))
 
     def _taken(self, wanted: np.ndarray) -> list[tuple[int | None, np.ndarray, pa.Table]]:
         """Returns tables as (offset of the table if it has all rows from there, or None; the rows; the table)."""

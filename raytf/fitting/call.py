@@ -469,14 +469,14 @@ class Call:
                 continue
             for variable, value in zip(optimizer.variables, values, strict=True):
                 variable.assign(np.array(value))
+        vars(history).update(_model=self._model, params=report.get("params"))
+        history.history, history.epoch = report["history"]
         if "callbacks" in report:
             transport.apply_attributes(users, report["callbacks"], self.objects)
             if lost := [name for name in report["lost"] if not name.split(".", 1)[1].startswith("_")]:
                 warn_user(f"What does not pickle stays on the workers: {', '.join(lost)}")
         for callback in users:
             vars(callback)["_model"] = self._model
-        vars(history).update(_model=self._model, params=report.get("params"))
-        history.history, history.epoch = report["history"]
 
     def close(self) -> None:
         """Ends workers that are still busy, and releases prefetched data."""

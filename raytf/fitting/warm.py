@@ -130,8 +130,9 @@ class _IdleGroup:
 
     def _exchange(self, group: WarmGroup | None) -> WarmGroup | None:
         with self._lock:
-            session = connection.session()
-            previous = self._group if self._session == session else None
+            previous, self._group = self._group, None  # first: Ray may end meanwhile
+            session = None if previous is group is None else connection.session()
+            previous = previous if self._session == session else None
             self._group, self._session, self._stored_at = group, session, time.monotonic()
             if group is not None and (self._watch is None or not self._watch.is_alive()):
                 self._watch = threading.Thread(target=self._watch_group, name="raytf-warm", daemon=True)

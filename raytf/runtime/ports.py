@@ -69,11 +69,14 @@ def _bound(host: str, ports: tuple[int, int]) -> tuple[socket.socket, socket.soc
     # last, ports that another user's processes claim: any user can claim all ports
     for port, claimed in [*((port, False) for port in order), *((port, True) for port in order)]:
         claim = _claim(port)
+        is_own = claim is not None
         if claim is None and claimed and _is_another_users(port):
             claim = socket.socket(socket.AF_UNIX)
         if claim is None:
             continue
         bound_socket = socket.socket(family, socket.SOCK_STREAM)
+        if is_own:  # connections of an earlier ring may remain
+            bound_socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             bound_socket.bind((host, port))
         except OSError as error:

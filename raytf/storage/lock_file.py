@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import time
@@ -27,7 +28,8 @@ class MountedFile:
         try:
             self._write(text)
         except OSError:  # such as a full disk: an empty file would be the lock of an unknown driver
-            self.delete()
+            with contextlib.suppress(OSError):
+                self.delete()
             self.close()
             raise
         return True
@@ -61,13 +63,13 @@ class MountedFile:
     def age(self) -> float | None:
         """Returns the seconds since the last heartbeat, by the clock of the file system."""
         probe = f"{self._path}.{self._owner}.now"
-        os.close(_exclusive(probe))
-        try:
-            return os.stat(probe).st_mtime - os.stat(self._path).st_mtime
-        except FileNotFoundError:  # released in the meantime
-            return 0.0
-        finally:
-            os.unlink(probe)
+        with contextlib.suppress(FileNotFoundError):  # released in the meantime
+            os.close(_exclusive(probe))
+            try:
+                return os.stat(probe).st_mtime - os.stat(self._path).st_mtime
+            finally:
+                os.unlink(probe)
+        return 0.0
 
     def beat(self, text: str) -> bool:
         """Refreshes the file's time if it still belongs to this driver. Returns whether it does."""

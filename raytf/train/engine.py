@@ -23,7 +23,7 @@ from raytf import events, logs, timeouts
 from raytf.compat import ray_configs, ray_core
 from raytf.compat.ray_state import TrainTab
 from raytf.compat.ray_train import get_env_vars_to_propagate
-from raytf.errors import RaytfError, one_line
+from raytf.errors import ConfigError, RaytfError, one_line
 from raytf.events import Kind, RunEvent
 from raytf.runtime import answers, failures, reservation, resources
 from raytf.runtime.answers import NoAnswerError
@@ -155,8 +155,9 @@ class Engine:
             except (RayError, NoAnswerError, WorkerFrozenError) as error:
                 self._launch.check()
                 # a module that a host lacks is missing at each start; ports that are all taken are so for a while
-                repeated, by_code = by_code, isinstance(error, (RayTaskError, RuntimeEnvSetupError))
-                why = one_line(user_error(error))
+                repeated, cause = by_code, user_error(error)
+                by_code = isinstance(error, (RayTaskError, RuntimeEnvSetupError)) and not isinstance(cause, ConfigError)
+                why = one_line(cause)
                 if self._starts_left == 0 or (repeated and by_code):
                     raise failures.WorkerFailedError(None, why) from error
                 logger.warning(

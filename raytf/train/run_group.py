@@ -215,12 +215,13 @@ class RunGroup(EventGroup):
 
     def _answer_requests(self) -> None:
         """Answers requests of training threads, those for reported checkpoints when a worker's own are listed."""
+        settled = self._gathered.keys() | self._values.keys() | self._waiting_requests.keys()  # others may have died
         if all(member.rank in self._gathered for member in self._needed()):
             value, self._gathered = self._gathered[0], {}
             for member in self._needed():
                 member.actor.answer.remote(value)
                 self._poll(member.rank)
-        elif self._gathered and self._values and not self._errors:  # one waits, and another one comes no more
+        elif self._gathered and self._values and not self._errors and len(settled) == len(self.members):
             why = "the workers of a train loop must report equally often; one ended before another"
             raise WorkerFailedError(None, why)
         for rank, (member, event, requested_at) in list(self._waiting_requests.items()):

@@ -56,7 +56,7 @@ def ends_on_error(content: str) -> Callable[[Callable], Callable]:
                 return
             try:
                 method(self, *args, **kwargs)
-            except (OSError, tf.errors.OpError) as error:
+            except Exception as error:  # file systems of fsspec have errors of their own
                 self._failed = True
                 logger.warning(
                     f"{content} end here, as they cannot be written: {first_line(error)}. Training continues without "

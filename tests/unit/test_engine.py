@@ -8,11 +8,13 @@ import pytest
 from ray.exceptions import ActorDiedError, RayTaskError, RuntimeEnvSetupError
 
 from raytf import events
+from raytf.errors import ConfigError
 from raytf.runtime.failures import WorkerFailedError
 from raytf.train import engine
 from raytf.train.decisions import Decisions, Phase, RunState
 from tests.logged import lines_logged
 
+TAKEN = RayTaskError("reserve", "", ConfigError("A worker needs a free port", "none", "Free some"), ip="10.0.0.1")
 MISSING = RayTaskError("begin", "", ModuleNotFoundError("No module named 'my_package'"), ip="10.0.0.1")
 
 
@@ -66,6 +68,12 @@ def test_error_of_code_at_two_starts_in_succession_ends_the_run(error):
     with lines_logged() as lines, pytest.raises(WorkerFailedError, match="my_package|RuntimeEnvSetupError"):
         Engine(ActorDiedError(), error, error, None).run()
     assert len(lines) == 2
+
+
+def test_ports_that_are_all_taken_for_a_while_do_not_end_the_run():
+    with lines_logged() as lines:
+        assert Engine(*[TAKEN] * 3, None).run() == "value"
+    assert len(lines) == 3
 
 
 def test_starts_are_limited_by_the_failure_config():

@@ -174,6 +174,11 @@ def test_rows_of_a_stream_never_change(monkeypatch):
     monkeypatch.setattr(rows, "_taken", lambda wanted: [(0, wanted, table(x=[0.5, 1.5]))])
     with pytest.raises(ConfigError, match="float64 after int64 in 'x'"):
         rows.fetch(np.arange(2))
+    spec = [Columns.from_spec(Column("x", fill=0), "x")]
+    known = sources([table(x=pa.array([1.0, 2.0], pa.float32()))], spec)
+    rows = reader.StreamRows(list, 0, 2, spec, known)
+    monkeypatch.setattr(rows, "_taken", lambda wanted: [(0, wanted, table(x=pa.nulls(2)))])
+    rows.fetch(np.arange(2))  # nulls alone have no type
 
 
 def test_texts_in_several_chunks():

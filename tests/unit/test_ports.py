@@ -41,6 +41,20 @@ def test_hanging_up_leaves_connections_without_a_port():
             one.recv(1)
 
 
+def test_a_port_is_reserved_while_connections_of_an_earlier_ring_remain(monkeypatch):
+    monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "127.0.0.1")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        with socket.create_connection(server.getsockname()):
+            server.accept()[0].close()  # the side that closes first has the port for a minute
+    with pytest.raises(OSError, match="in use"), socket.socket() as plain:
+        plain.bind(("127.0.0.1", port))
+    try:
+        assert ports.reserve_address(Listening((port, port))) == f"127.0.0.1:{port}"
+    finally:
+        ports.end_claims()
+
+
 def test_a_worker_listens_at_the_address_that_was_kept_for_it(monkeypatch):
     monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "127.0.0.1")
     allowed = Listening((31_910, 31_911))
