@@ -217,10 +217,12 @@ def check_callbacks(callbacks: Any) -> None:
     """Raises ConfigError for a callback of Ray Tune, which cannot report from a worker: a worker has no trial.
 
     Args:
-        callbacks: Callbacks of `fit`: one, a list, or None.
+        callbacks: Callbacks of `fit`: one, a list that may hold lists, or None.
     """
     candidates = callbacks if isinstance(callbacks, (list, tuple)) else getattr(callbacks, "callbacks", [callbacks])
     for callback in candidates:
+        if isinstance(callback, (list, tuple)):
+            check_callbacks(callback)
         tune_class = next((kind for kind in type(callback).__mro__ if kind.__module__.startswith(_TUNES)), None)
         if tune_class is not None:
             raise ConfigError(

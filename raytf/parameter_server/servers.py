@@ -6,6 +6,7 @@ import contextlib
 import functools
 import os
 import threading
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,6 +29,7 @@ from raytf.timeouts import Timeouts
 logger = logs.get_logger(__name__)
 
 _ASK_INTERVAL = 0.1
+_STARTS = 3  # processes in place of a worker that may die at their start
 
 
 class ServerLostError(RaytfError, ConnectionError):
@@ -234,6 +236,7 @@ class ServerGroup:
     def _watch(self) -> None:
         """Replaces workers that die, maybe on other hosts; ends the cluster if a parameter server dies."""
         waiting = {actor.join.remote(): task for task, actor in self._actors.items()}
+        starts: Counter[Task] = Counter()  # in succession, of processes that died before they served
         while waiting:
             done, _ = ray.wait(list(waiting))
             if self._closed:
@@ -246,12 +249,13 @@ class ServerGroup:
                     return
                 # a host that has vanished closes no connection, and TensorFlow would wait for one
                 ports.close_connections(self.cluster[task.role][task.index])
-                if cause:
-                    logger.warning(f"{task} was lost{cause}. It is replaced; the other workers continue")
+                logger.warning(f"{task} was lost{cause}. It is replaced; the other workers continue")
                 try:
-                    self._replace(task)
+                    starts[task] = 0 if self._replace(task) else starts[task] + 1
+                    why = "" if starts[task] < _STARTS else f"{_STARTS} processes in its place died at their start"
                 except (NoAnswerError, RayError) as error:  # also rows that its new host cannot read
-                    why = error if isinstance(error, NoAnswerError) else one_line(error)
+                    why = str(error) if isinstance(error, NoAnswerError) else one_line(error)
+                if why:
                     self._fail(f"{task} was lost{cause}, and could not be replaced: {why}")
                     return
                 waiting[self._actors[task].join.remote()] = task
@@ -260,11 +264,12 @@ class ServerGroup:
         self.lost = why
         self.changed.set()
 
-    def _replace(self, task: Task) -> None:
+    def _replace(self, task: Task) -> bool:
+        """Starts another process for a worker; returns False if it died meanwhile."""
         self._process_killer.forget(task)
         self._process_killer.ended.pop(task, None)
         self._actors[task] = self._actor(task)
-        with contextlib.suppress(RayActorError):  # it died again; the next iteration of `_watch` replaces it
+        with contextlib.suppress(RayActorError):
             purpose, names, limits = "a worker in place of one that died", [str(task)], timeouts.get()
             ((address, location),) = collect_answers(
                 [self._actors[task].reserve.remote(limits, self._listening)], limits.process_start, purpose, names=names
@@ -272,6 +277,8 @@ class ServerGroup:
             self.cluster[task.role][task.index] = address
             self._process_killer.watch(task, location)
             collect_answers([self._serve(task)], timeouts.get().process_setup, purpose, names=names)
+            return True
+        return False
 
     def close(self) -> None:
         """Kills all servers."""

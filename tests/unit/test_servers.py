@@ -17,6 +17,7 @@ UNREADABLE = RayTaskError("serve", "a traceback", FileNotFoundError("no rows her
 @pytest.mark.parametrize(
     ("error", "why"),
     [
+        (None, "replaced: 3 processes in its place died at their start"),
         (UNREADABLE, "replaced: FileNotFoundError: no rows here"),
         (UNREADABLE.as_instanceof_cause(), "replaced: FileNotFoundError: no rows here"),
         (ActorUnschedulableError("no node"), "replaced: ActorUnschedulableError: .*no node"),
@@ -32,7 +33,9 @@ def test_a_worker_that_cannot_be_replaced_ends_the_group(error, why, monkeypatch
         group.cluster = {"worker": ["worker:1"]}
 
     def replace(group, task):
-        raise error
+        if error is not None:
+            raise error
+        return False
 
     monkeypatch.setattr(ray, "wait", lambda refs: (refs, []))
     monkeypatch.setattr(ports, "close_connections", lambda address: None)

@@ -25,7 +25,7 @@ def model():
 
 @pytest.mark.parametrize("kind", [TuneReportCheckpointCallback, Own])
 def test_it_is_refused_by_name_with_what_to_use(kind):
-    for given in ([keras.callbacks.History(), kind()], kind(), keras.callbacks.CallbackList([kind()])):
+    for given in ([keras.callbacks.History(), kind()], kind(), keras.callbacks.CallbackList([kind()]), [[kind()]]):
         with pytest.raises(ConfigError, match=r"TuneReportCheckpointCallback.*raytf\.ReportCallback"):
             check_callbacks(given)
     for given in (None, [], [keras.callbacks.History(), ReportCheckpointCallback()], keras.callbacks.CallbackList()):
