@@ -6,6 +6,8 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator
 
+import tensorflow as tf
+
 from raytf.collectives.communicator import many_replicas
 from raytf.compat.keras import compile_utils
 from raytf.compat.patching import patched_of
@@ -23,6 +25,7 @@ def step_of(model, function: Callable, training: bool) -> Callable:
     """
     notes = step_logs.notes_of(model)
     many = many_replicas(model.distribute_strategy)
+    function = _without_graph(function) if many else function
     if training in notes.traces:  # made again, as a callback may have changed what the user's functions do
         notes.trials.clear()
 
@@ -48,6 +51,16 @@ def step_of(model, function: Callable, training: bool) -> Callable:
         return outputs
 
     return step
+
+
+def _without_graph(function: Callable) -> Callable:
+    """Returns the Python function of a user's `tf.function`, for the step's graph, with AutoGraph as it had.
+
+    In a graph of its own it would keep tensors of the step's first trace, and its logs would be copies without origin.
+    """
+    inner = getattr(function, "python_function", None)
+    autograph = tf.__internal__.autograph
+    return function if inner is None else autograph.tf_convert(inner, autograph.control_status_ctx())
 
 
 def metrics_of(model) -> Iterator:

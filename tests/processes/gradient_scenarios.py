@@ -109,6 +109,34 @@ for _name, _change in CHANGES.items():
     SCENARIOS[f"gradients_{_name}"] = lambda p, change=_change: fit(p, lambda: Step(change))
 
 
+class CompiledStep(Step):
+    """A step that is a `tf.function` of its own, with Python's `if` of a tensor."""
+
+    @tf.function
+    def train_step(self, data):
+        logs = Step.train_step(self, data)
+        if self.optimizer.iterations > 5:
+            logs = {"given": logs["given"] + 1}
+        return logs
+
+
+@scenario
+def gradients_in_a_compiled_step(p):
+    """Traced again within the training, as for other steps per execution."""
+
+    class Again(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            if epoch:
+                self.model.make_train_function(force=True)
+
+    def build():
+        model = CompiledStep(clipped)
+        model.compile(keras.optimizers.Adam(0.01))
+        return model
+
+    return p.fit(build, (floats(6, rows=UNEVEN), classes(rows=UNEVEN)), batch=ODD, callbacks=[Again()])[1]
+
+
 @scenario
 def gradients_clipped_eagerly(p):
     return fit(p, lambda: Step(clipped), run_eagerly=True, epochs=1)
