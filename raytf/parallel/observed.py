@@ -56,7 +56,7 @@ def step_of(model, function: Callable, training: bool) -> Callable:
 def _without_graph(function: Callable) -> Callable:
     """Returns the Python function of a user's `tf.function`, for the step's graph, with AutoGraph as it had.
 
-    In a graph of its own it would keep tensors of the step's first trace, and its logs would be copies without origin.
+    In a graph of its own it would keep tensors of the step's first trace. Its logs would be copies without origin.
     """
     inner = getattr(function, "python_function", None)
     autograph = tf.__internal__.autograph
