@@ -76,6 +76,8 @@ def main(arguments=None):
     options = parser.parse_args(arguments)
 
     ray.init(logging_level=logging.ERROR, log_to_driver=False, include_dashboard=False)
+    storage = os.path.abspath(options.storage)
+    os.makedirs(storage, exist_ok=True)
     random = np.random.default_rng(0)
     count = 1_030 if options.smoke else 20_030
     table = {name: random.normal(size=count).astype("float32") for name in "abcd"}
@@ -90,13 +92,13 @@ def main(arguments=None):
             datasets={"train": rows},
             scaling_config=ScalingConfig(num_workers=options.num_workers),
             run_config=RunConfig(
-                storage_path=os.path.abspath(options.storage),
+                storage_path=storage,
                 failure_config=FailureConfig(max_failures=1),
                 checkpoint_config=CheckpointConfig(num_to_keep=2),
             ),
         ).fit()
 
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(dir=storage) as folder:  # rank 0 may be on another host
         quiet = run(killed=folder)
         broken = run(killed=os.path.join(folder, "killed"))
     same = all(np.array_equal(a, b) for a, b in zip(quiet.return_value[2], broken.return_value[2], strict=True))
