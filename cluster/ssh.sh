@@ -8,7 +8,7 @@
 # `ray symmetric-run` ends with `ray stop`, which ends every Ray process of yours on a host.
 # Every host needs this folder, the same Python at the same place, and ~/.ray/auth_token.
 set -u
-read -ra hosts <<< "${1:-}"
+read -r -d '' -a hosts <<< "${1:-}"    # on one line or several
 if [ "${#hosts[@]}" -eq 0 ] || [ "$#" -lt 2 ]; then
     echo "usage: bash $0 \"HOST ...\" COMMAND ..." >&2
     exit 2

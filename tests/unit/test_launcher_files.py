@@ -91,6 +91,7 @@ COMMANDS = {
         exec {sys.executable} -S -c '{CODE}' "$@" """,
     "srun": """while [ "${1#--}" != "$1" ]; do shift; done; SLURM_NODEID=0 exec "$@" """,
     "scontrol": """[ "$1" = requeue ] && echo "$2" > "$HOME/requeued"; echo "$3" """,
+    "ssh": """echo "$1" >> "$HOME/reached" """,
 }
 SLURM = {"SLURM_JOB_NUM_NODES": "1", "SLURM_CPUS_PER_TASK": "2", "SLURM_JOB_ID": "7"}
 
@@ -133,6 +134,14 @@ def test_the_head_may_have_an_ipv6_address(start, script, head):
     code, out, _, words = start(script, *hosts, "echo", "trained", **slurm)
     assert code == 0 and out == "trained\n"
     assert parse_address(words[words.index("--address") + 1]) == (head, "6379")
+
+
+@pytest.mark.parametrize("text", ["10.1.2.3 10.1.2.4 10.1.2.5", "10.1.2.3\n10.1.2.4\n10.1.2.5\n"])
+def test_hosts_may_be_on_one_line_or_several(start, tmp_path, text):
+    code, out, _, words = start("ssh.sh", text, "echo", "trained")
+    assert code == 0 and out == "trained\n"
+    assert words[words.index("--min-nodes") + 1] == "3" and words[words.index("--address") + 1] == "10.1.2.3:6379"
+    assert sorted((tmp_path / "reached").read_text().split()) == ["10.1.2.4", "10.1.2.5"]
 
 
 @pytest.mark.parametrize(
