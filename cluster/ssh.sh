@@ -15,7 +15,10 @@ if [ "${#hosts[@]}" -eq 0 ] || [ "$#" -lt 2 ]; then
 fi
 shift
 export RAY_AUTH_MODE=token RAY_SYMMETRIC_RUN_CLUSTER_WAIT_TIMEOUT=300
-head=${hosts[0]}
+name=${hosts[0]}    # this host, whose /etc/hosts may say 127.0.1.1
+head=$({ getent ahostsv4 "$name"; getent ahosts "$name"; } | awk '$1 !~ /^(127\.|::1$|fe80:)/ {print $1; exit}')
+head=${head:-$(hostname -I | cut -d ' ' -f 1)}
+head=${head:-$name}    # without a network
 case $head in *:*) head="[$head]" ;; esac    # IPv6, with its port
 ray=(env "PATH=$PATH" RAY_AUTH_MODE=token RAY_SYMMETRIC_RUN_CLUSTER_WAIT_TIMEOUT=300
     ray symmetric-run --address "$head:6379" --min-nodes "${#hosts[@]}" --disable-usage-stats --)

@@ -136,6 +136,19 @@ def test_the_head_may_have_an_ipv6_address(start, script, head):
     assert parse_address(words[words.index("--address") + 1]) == (head, "6379")
 
 
+@pytest.mark.parametrize("script", ["ssh.sh", "slurm.sh"])
+@pytest.mark.parametrize("known", ["echo 127.0.1.1 STREAM node1", "exit 2"])
+def test_a_head_that_its_host_does_not_know_by_address_has_its_own(start, tmp_path, script, known):
+    """Debian's /etc/hosts has 127.0.1.1 for the own name, and an alias of ssh alone has no address."""
+    for name, text in {"getent": known, "hostname": "echo '10.1.2.3 10.9.9.9 '"}.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    hosts = ["node1 node2"] if script == "ssh.sh" else []
+    code, out, _, words = start(script, *hosts, "echo", "trained", SLURM_JOB_NODELIST="node1", **SLURM)
+    assert code == 0 and out == "trained\n"
+    assert words[words.index("--address") + 1] == "10.1.2.3:6379"
+
+
 @pytest.mark.parametrize("text", ["10.1.2.3 10.1.2.4 10.1.2.5", "10.1.2.3\n10.1.2.4\n10.1.2.5\n"])
 def test_hosts_may_be_on_one_line_or_several(start, tmp_path, text):
     code, out, _, words = start("ssh.sh", text, "echo", "trained")
