@@ -147,7 +147,8 @@ def once(way: str, address: str, trials: str) -> None:
         ended = time.time()
         first, last = (_times(os.path.join(folder, name)) for name in ("first", "last"))
     gaps = [b - a for a, b in zip(last, first[1:], strict=False)]
-    common.give({"whole": ended - began, "first": first[0] - began, "between": gaps})
+    each = (first[-1] - first[0]) / (len(first) - 1)  # what one more trial costs: its training and a pause
+    common.give({"whole": ended - began, "first": first[0] - began, "between": gaps, "each": each})
 
 
 def _times(path: str) -> list[float]:
@@ -169,8 +170,7 @@ def main(arguments=None):
         gaps = [gap for sweep in sweeps for gap in sweep["between"]]
         median, least, most = common.spread(gaps)
         first = common.spread(sweep["first"] for sweep in sweeps)[0]
-        # a sweep of many trials: what one more costs
-        each = common.spread((s["whole"] - s["first"]) / (1 + len(s["between"])) for s in sweeps)[0]
+        each = common.spread(sweep["each"] for sweep in sweeps)[0]
         rows.append([way, median, f"{least:.1f} to {most:.1f}", 60 / each, first])
     base = rows[-1][3]
     rows = [[*row[:4], f"{row[3] / base:.1f}x", row[4]] for row in rows]

@@ -1,0 +1,60 @@
+"""What benchmarks print of what they measure, and that the ways they compare train alike, with stand-ins for training."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import pathlib
+import sys
+import types
+
+import pytest
+
+BENCHMARKS = pathlib.Path(__file__).parents[2] / "jobs" / "benchmarks"
+
+
+@pytest.fixture
+def benchmark(monkeypatch):
+    """Imports a benchmark by its name."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    before = set(sys.modules)
+    yield importlib.import_module
+    for name in set(sys.modules) - before:
+        if (BENCHMARKS / f"{name}.py").exists():
+            del sys.modules[name]
+
+
+def rows(shown: str) -> dict[str, list[str]]:
+    """The lines of a printed table, by their first cell."""
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in shown.splitlines() if line.startswith("|")]
+    return {first: rest for first, *rest in lines}
+
+
+def test_a_trial_more_of_a_sweep_costs_a_training_and_a_whole_pause(benchmark, monkeypatch, capsys):
+    """Trials of 10 s with pauses of 20 s are two a minute, however many were measured."""
+    sweep, common = benchmark("sweep"), benchmark("common")
+    given, clock = [], [1000]
+
+    def training(folder, trials, warm=None):
+        def run():
+            for name, after in (("first", 0), ("last", 10)):
+                times = [clock[0] + 30 * trial + after for trial in range(trials)]
+                pathlib.Path(folder, name).write_text("".join(f"{at}\n" for at in times))
+            clock[0] = times[-1]
+
+        return run
+
+    def measure(script, flag, way, address, trials, timeout):
+        sweep.once(way, address, trials)
+        return given.pop()
+
+    monkeypatch.setattr(sweep, "time", types.SimpleNamespace(time=lambda: clock[0]))
+    monkeypatch.setattr(sweep, "_raytf", training)
+    monkeypatch.setattr(sweep, "_ray", training)
+    monkeypatch.setattr(common, "connect", lambda address: None)
+    monkeypatch.setattr(common, "give", given.append)
+    monkeypatch.setattr(common, "measure", measure)
+    monkeypatch.setattr(common, "ray_cluster", lambda: contextlib.nullcontext("address"))
+    sweep.main(["--repeats", "1"])
+    shown = rows(capsys.readouterr().out)
+    assert {way: shown[way][2] for way in sweep.TRIALS} == dict.fromkeys(sweep.TRIALS, "2")
