@@ -119,7 +119,7 @@ def _raytf(folder: str, every: str = "auto", ends: int = signal.SIGKILL):
 
 def _ray(folder: str):
     watch = lambda keras, rank: _watch(keras, folder, rank)
-    ray_guide.fit(folder, BATCH * STEPS, WIDTH, EPOCHS, STEPS, 2, BATCH, watch)
+    ray_guide.fit(folder, BATCH * STEPS, WIDTH, EPOCHS, STEPS, 2, BATCH // 2, watch)
 
 
 def _keras(folder: str, save_freq: str | int):

@@ -83,7 +83,7 @@ def _ray(file: str, folder: str):
         shard = ray.train.get_dataset_shard("train")
         spec = (tf.TensorSpec((None, WIDTH), tf.float32), tf.TensorSpec((None,), tf.int64))
         dataset = shard.to_tf(
-            "x", "y", batch_size=BATCH, drop_last=True, feature_type_spec=spec[0], label_type_spec=spec[1]
+            "x", "y", batch_size=BATCH // 2, drop_last=True, feature_type_spec=spec[0], label_type_spec=spec[1]
         )
         model.fit(dataset, epochs=1, callbacks=[_mark(tf_keras, file)], verbose=0)
 

@@ -108,7 +108,7 @@ def _ray(folder: str, trials: int):
         dataset = ray.train.get_dataset_shard("train").to_tf(
             "x",
             "y",
-            batch_size=config["batch_size"],
+            batch_size=config["batch_size"] // 2,
             drop_last=True,
             feature_type_spec=spec[0],
             label_type_spec=spec[1],

@@ -7,8 +7,11 @@ import importlib
 import pathlib
 import sys
 import types
+from unittest import mock
 
 import pytest
+import ray.train.tensorflow
+import ray.tune
 
 BENCHMARKS = pathlib.Path(__file__).parents[2] / "jobs" / "benchmarks"
 
@@ -58,3 +61,29 @@ def test_a_trial_more_of_a_sweep_costs_a_training_and_a_whole_pause(benchmark, m
     sweep.main(["--repeats", "1"])
     shown = rows(capsys.readouterr().out)
     assert {way: shown[way][2] for way in sweep.TRIALS} == dict.fromkeys(sweep.TRIALS, "2")
+
+
+RAYS = {
+    "start": lambda way: way("", "/").fit(),
+    "sweep": lambda way: way("/", 1)(),
+    "resume": lambda way: way("/"),
+}
+
+
+@pytest.mark.parametrize("name", RAYS)
+def test_steps_of_rays_trainer_have_as_many_rows_as_those_of_raytf(benchmark, monkeypatch, name):
+    """raytf's batch of 128 is of both workers, Ray's of one."""
+    module, common = benchmark(name), benchmark("common")
+    shard, config = mock.MagicMock(), {"batch_size": 128, "learning_rate": 0.1}
+    trainer = lambda loop, **rest: mock.Mock(fit=lambda: loop(config))
+    monkeypatch.setattr(ray.train.tensorflow, "TensorflowTrainer", trainer)
+    monkeypatch.setattr(ray.tune, "Tuner", lambda trial, **rest: mock.Mock(fit=lambda: trial(config)))
+    for called, value in {"dataset_shard": shard, "context": mock.Mock(), "checkpoint": None}.items():
+        monkeypatch.setattr(ray.train, f"get_{called}", lambda *_, value=value: value)
+    monkeypatch.setattr(ray.train, "report", mock.Mock())
+    monkeypatch.setattr(common, "vectors", mock.Mock())
+    monkeypatch.setattr(module, "_watch" if name == "resume" else "_mark", mock.Mock())
+    for library in ("tensorflow", "tf_keras"):
+        monkeypatch.setitem(sys.modules, library, mock.MagicMock())
+    RAYS[name](module._ray)
+    assert shard.to_tf.call_args.kwargs["batch_size"] == 64
