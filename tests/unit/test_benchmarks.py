@@ -87,3 +87,13 @@ def test_steps_of_rays_trainer_have_as_many_rows_as_those_of_raytf(benchmark, mo
         monkeypatch.setitem(sys.modules, library, mock.MagicMock())
     RAYS[name](module._ray)
     assert shard.to_tf.call_args.kwargs["batch_size"] == 64
+
+
+def test_a_way_without_an_update_is_not_raytfs_best(benchmark, monkeypatch, capsys):
+    step, common = benchmark("step"), benchmark("common")
+    seconds = {"by hand": 0.4, "raytf": 0.2, "raytf no-update": 0.1}
+    measured = lambda script, flag, way, *rest, **given: [(seconds[way], seconds[way])]
+    monkeypatch.setattr(common, "measure_group", measured)
+    step.main(["--smoke", "--models", "mlp", "--ways", *seconds])
+    shown = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| mlp ")]
+    assert [line.split("|")[-2].strip() for line in shown] == ["2.00x", "1.00x", "0.50x"]
