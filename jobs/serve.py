@@ -11,6 +11,7 @@ The images are those of jobs/digits.py.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import signal
@@ -89,13 +90,16 @@ def main(arguments=None):
     )
     print(f"accuracy {metrics['accuracy']:.3f}")
     folder = raytf.export(result.checkpoint.path, f"{result.path}/served")
-    serve.start(http_options={"port": options.port})
-    serve.run(Digits.bind(folder))  # type: ignore[attr-defined]  # mypy does not follow decorators of classes
-    print("serves", folder)
-    print("digits", ask(options.port, held_out.take_batch(5)["image"]))
-    if options.wait:
-        signal.pause()
-    serve.shutdown()
+    try:
+        serve.start(http_options={"port": options.port})
+        serve.run(Digits.bind(folder))  # type: ignore[attr-defined]  # mypy does not follow decorators of classes
+        print("serves", folder)
+        print("digits", ask(options.port, held_out.take_batch(5)["image"]))
+        if options.wait:
+            with contextlib.suppress(KeyboardInterrupt):
+                signal.pause()
+    finally:
+        serve.shutdown()  # on a cluster Serve outlives this process
     return result
 
 
