@@ -157,11 +157,10 @@ class Heard:
         return getattr(self._to, name)
 
 
-def run(seed: int, kinds: list[str], limit: float) -> list[dict]:
+def run(folder: str, seed: int, kinds: list[str], limit: float) -> list[dict]:
     """Runs all faults of a seed and returns the report of each."""
     import ray
 
-    folder = tempfile.mkdtemp(prefix="hangs_")
     faults = plan(seed, kinds)
     heard = sys.stderr = Heard(sys.stderr)
     ending = ""
@@ -253,7 +252,8 @@ def main(arguments: list[str] | None = None) -> None:
     seeds, limit = (1, 4.0) if options.smoke else (options.seeds, options.limit)
     found = []
     for seed in range(options.seed, options.seed + seeds):
-        found += run(seed, options.kinds, limit)
+        with tempfile.TemporaryDirectory(prefix="hangs_", ignore_cleanup_errors=True) as folder:
+            found += run(folder, seed, options.kinds, limit)
         print(f"seeds {options.seed} to {seed}: {sum(its['right'] for its in found)} of {len(found)}", flush=True)
     for its in found:
         if its["why"]:

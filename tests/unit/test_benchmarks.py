@@ -1,4 +1,4 @@
-"""What benchmarks print of what they measure, and that the ways they compare train alike, with stand-ins for training."""
+"""What benchmarks print, and that the ways they compare train alike; the training is mocked."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ import contextlib
 import importlib
 import pathlib
 import sys
+import tempfile
 import types
 from unittest import mock
 
 import pytest
 import ray.train.tensorflow
 import ray.tune
+
+import raytf
 
 BENCHMARKS = pathlib.Path(__file__).parents[2] / "jobs" / "benchmarks"
 
@@ -97,3 +100,17 @@ def test_a_way_without_an_update_is_not_raytfs_best(benchmark, monkeypatch, caps
     step.main(["--smoke", "--models", "mlp", "--ways", *seconds])
     shown = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| mlp ")]
     assert [line.split("|")[-2].strip() for line in shown] == ["2.00x", "1.00x", "0.50x"]
+
+
+def test_hangs_leave_nothing_in_the_temporary_folder(benchmark, monkeypatch, tmp_path):
+    hangs = benchmark("hangs")
+    trainers = mock.Mock()
+    monkeypatch.setattr(raytf, "KerasTrainer", trainers)
+    monkeypatch.setattr(ray, "init", mock.Mock())
+    monkeypatch.setattr(ray.data, "from_items", mock.Mock())
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with pytest.raises(SystemExit):  # no hang was seen
+        hangs.main(["--seeds", "2"])
+    folders = {call.kwargs["config"]["folder"] for call in trainers.call_args_list}
+    assert len(folders) == 2 and all(folder.startswith(str(tmp_path)) for folder in folders)
+    assert not list(tmp_path.iterdir())
