@@ -26,6 +26,17 @@ def model(keras, width: int):
     return made
 
 
+def batches(width: int, rows: int):
+    """A worker's part of the dataset "train", in batches of so many rows of `width` numbers."""
+    import ray.train
+    import tensorflow as tf
+
+    # Ray finds none for pyarrow's own tensors
+    features, labels = tf.TensorSpec((None, width), tf.float32), tf.TensorSpec((None,), tf.int64)
+    shard = ray.train.get_dataset_shard("train")
+    return shard.to_tf("x", "y", batch_size=rows, drop_last=True, feature_type_spec=features, label_type_spec=labels)
+
+
 def fit(
     folder: str, rows: int, width: int, epochs: int, steps: int, workers: int, batch: int, watch: Callable, **run
 ) -> None:
@@ -59,12 +70,7 @@ def fit(
                         begin = json.load(file)["epoch"] + 1
             else:
                 trained = model(tf_keras, width)
-        shard = ray.train.get_dataset_shard("train")
-        # Ray finds none for pyarrow's own tensors
-        features, labels = tf.TensorSpec((None, width), tf.float32), tf.TensorSpec((None,), tf.int64)
-        dataset = shard.to_tf(
-            "x", "y", batch_size=batch, drop_last=True, feature_type_spec=features, label_type_spec=labels
-        )
+        dataset = batches(width, batch)
         callback = watch(tf_keras, rank)
         for epoch in range(begin, epochs):
             history = trained.fit(

@@ -13,6 +13,7 @@ import tempfile
 import time
 
 import common
+import ray_guide
 
 ROWS, WIDTH, BATCH = 4096, 32, 128
 
@@ -73,18 +74,13 @@ def _ray(file: str, folder: str):
     from ray.train.tensorflow import TensorflowTrainer
 
     def loop(config):
-        import ray.train
         import tensorflow as tf
         import tf_keras
 
         strategy = tf.distribute.MultiWorkerMirroredStrategy()
         with strategy.scope():
             model = _model(tf_keras)
-        shard = ray.train.get_dataset_shard("train")
-        spec = (tf.TensorSpec((None, WIDTH), tf.float32), tf.TensorSpec((None,), tf.int64))
-        dataset = shard.to_tf(
-            "x", "y", batch_size=BATCH // 2, drop_last=True, feature_type_spec=spec[0], label_type_spec=spec[1]
-        )
+        dataset = ray_guide.batches(WIDTH, BATCH // 2)
         model.fit(dataset, epochs=1, callbacks=[_mark(tf_keras, file)], verbose=0)
 
     return TensorflowTrainer(

@@ -16,6 +16,7 @@ import tempfile
 import time
 
 import common
+import ray_guide
 
 ROWS, WIDTH, BATCHES, EPOCHS = 2048, 32, (64, 128), 2
 TRIALS = {"raytf": 8, "raytf, cold": 3, "Ray TensorflowTrainer": 3}
@@ -104,15 +105,7 @@ def _ray(folder: str, trials: int):
         strategy = tf.distribute.MultiWorkerMirroredStrategy()
         with strategy.scope():
             model = _model(tf_keras, config)
-        spec = (tf.TensorSpec((None, WIDTH), tf.float32), tf.TensorSpec((None,), tf.int64))
-        dataset = ray.train.get_dataset_shard("train").to_tf(
-            "x",
-            "y",
-            batch_size=config["batch_size"] // 2,
-            drop_last=True,
-            feature_type_spec=spec[0],
-            label_type_spec=spec[1],
-        )
+        dataset = ray_guide.batches(WIDTH, config["batch_size"] // 2)
         history = model.fit(dataset, epochs=EPOCHS, callbacks=[_mark(tf_keras, folder)], verbose=0)
         ray.train.report({"loss": history.history["loss"][-1]})
 
