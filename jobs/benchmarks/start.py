@@ -18,13 +18,6 @@ import ray_guide
 ROWS, WIDTH, BATCH = 4096, 32, 128
 
 
-def _model(keras):
-    layers = keras.layers
-    model = keras.Sequential([keras.Input((WIDTH,)), layers.Dense(64, "relu"), layers.Dense(10, "softmax")])
-    model.compile("adam", "sparse_categorical_crossentropy", metrics=["accuracy"])
-    return model
-
-
 def _mark(keras, file: str):
     """A callback that writes down when the first step of the first worker has ended."""
 
@@ -48,7 +41,7 @@ def _raytf(file: str, folder: str, verify: str | bool = "warn"):
     def build_model(config):
         import keras
 
-        return _model(keras)
+        return ray_guide.model(keras, WIDTH)
 
     def callbacks(config):
         import keras
@@ -79,7 +72,7 @@ def _ray(file: str, folder: str):
 
         strategy = tf.distribute.MultiWorkerMirroredStrategy()
         with strategy.scope():
-            model = _model(tf_keras)
+            model = ray_guide.model(tf_keras, WIDTH)
         dataset = ray_guide.batches(WIDTH, BATCH // 2)
         model.fit(dataset, epochs=1, callbacks=[_mark(tf_keras, file)], verbose=0)
 
