@@ -28,13 +28,6 @@ EVERY, SAVES = 12, 4
 _LOOKS_SECONDS = 0.01
 
 
-def memory(pid: int | str = "self") -> dict[str, int]:
-    """Bytes of a process: with what it shares, and of its own alone."""
-    with open(f"/proc/{pid}/smaps_rollup") as file:
-        kib = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in list(file)[1:])}
-    return {"rss": kib["Rss"] << 10, "own": kib["Private_Clean"] + kib["Private_Dirty"] << 10}
-
-
 def _buffer() -> int:
     """Bytes of this process' memory that are the buffer of snapshots, which raytf touches before the first step."""
     found, inside = 0, False
@@ -64,7 +57,7 @@ def _writer() -> int:
         try:
             with open(path, "rb") as file:
                 if b"raytf.storage.snapshot_writer" in file.read():
-                    return memory(path.split("/")[2])["own"]
+                    return common.memory(path.split("/")[2])["own"]
         except (FileNotFoundError, ProcessLookupError, PermissionError):
             continue
     return 0
@@ -82,7 +75,7 @@ def _watch(keras, folder: str, temporary: str, rank: int):
 
         def follow(self):
             while not self.over.wait(_LOOKS_SECONDS):
-                now = {**memory(), "temporary": _bytes_below(temporary)}
+                now = {**common.memory(), "temporary": _bytes_below(temporary)}
                 now["writer"] = _writer() if rank == 0 else 0
                 self.most = {name: max(now[name], most) for name, most in self.most.items()}
 
@@ -93,7 +86,7 @@ def _watch(keras, folder: str, temporary: str, rank: int):
         def on_train_batch_end(self, batch, logs=None):
             self.steps += 1
             if self.steps == EVERY - 2:
-                before = memory()
+                before = common.memory()
                 self.before = before | {"rss": before["rss"] - _buffer()}
                 self.thread.start()
             self.ended = time.perf_counter()
@@ -101,7 +94,7 @@ def _watch(keras, folder: str, temporary: str, rank: int):
         def on_train_end(self, logs=None):
             self.over.set()
             self.thread.join()
-            found = {"before": self.before, "most": self.most, "after": memory(), "stalls": self.stalls}
+            found = {"before": self.before, "most": self.most, "after": common.memory(), "stalls": self.stalls}
             with open(os.path.join(folder, f"memory_{rank}"), "w") as file:
                 json.dump(found, file)
 

@@ -65,7 +65,7 @@ def _watch(keras, folder: str, rank: int, kills: list[tuple[int, int | None]], r
             marker = os.path.join(folder, f"killed_{step}")
             if rank == 0 and step in after:
                 with open(os.path.join(folder, f"memory_{after[step]}"), "w") as file:
-                    json.dump(_memory(), file)
+                    json.dump(common.memory() | {"pid": os.getpid()}, file)
             if step in own and not os.path.exists(marker):
                 with open(marker, "w") as file:
                     file.write(repr(time.time()))
@@ -79,13 +79,6 @@ def _watch(keras, folder: str, rank: int, kills: list[tuple[int, int | None]], r
 
     Watch.raytf_local_batches = True
     return Watch()
-
-
-def _memory() -> dict[str, int]:
-    """Bytes of this process: in memory, and of these its own alone."""
-    with open("/proc/self/smaps_rollup") as file:
-        kib = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in list(file)[1:])}
-    return {"rss": kib["Rss"] << 10, "uss": kib["Private_Clean"] + kib["Private_Dirty"] << 10, "pid": os.getpid()}
 
 
 def _raytf(folder: str, kills: list[tuple[int, int | None]], heal: bool = True, spares: int = 0, rest: float = 0.0):
@@ -234,9 +227,9 @@ def _memory_table(found: dict[str, list[dict]]) -> str:
     for way, each in found.items():
         if len({one["pid"] for one in each}) != 1:
             raise RuntimeError(f"{way}: worker 0 was several processes: {each}")
-        for kind in ("rss", "uss"):
+        for name, kind in (("RSS", "rss"), ("USS", "own")):
             first, early, late = (each[min(i, len(each) - 1)][kind] / 2**20 for i in (0, SETTLED - 1, len(each) - 1))
-            rows.append([f"{way}: {kind.upper()}", first, early, late, f"{100 * (late / early - 1):+.2f} %"])
+            rows.append([f"{way}: {name}", first, early, late, f"{100 * (late / early - 1):+.2f} %"])
     deaths = len(next(iter(found.values())))
     head = ["", "MiB after the first death", f"after death {SETTLED}", f"after death {deaths}", "growth between these"]
     return common.table("Memory of the worker that lives through all deaths", head, rows)
