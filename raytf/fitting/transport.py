@@ -264,6 +264,11 @@ def _optimizer_state(optimizer) -> dict[str, Any]:
     state.pop("_distribution_strategy", None)
     indices = state.pop("_trainable_variables_indices", {})
     excluded = state.pop("_exclude_from_weight_decay", None)
+    parts = state.pop("_var_to_optimizer_idx", None)  # of a MultiOptimizer, by keys of this process
+    if parts is not None:
+        state["_raytf_parts"] = [
+            parts[keras_objects.key_of(optimizer, v)] for v in keras_objects.variables_of_optimizer(optimizer)
+        ]
     if excluded:
         if not excluded <= indices.keys():
             raise pickle.PicklingError(
@@ -348,7 +353,7 @@ def _name_nodes(function) -> None:
 
 
 def _set_optimizer(optimizer, state) -> None:
-    excluded = state.pop("_raytf_excluded", None)
+    excluded, parts = state.pop("_raytf_excluded", None), state.pop("_raytf_parts", None)
     vars(optimizer).update(state, _distribution_strategy=tf.distribute.get_strategy())
 
     def index():
@@ -357,6 +362,8 @@ def _set_optimizer(optimizer, state) -> None:
         vars(optimizer)["_trainable_variables_indices"] = {key: i for i, key in enumerate(keys)}
         if excluded is not None:
             vars(optimizer)["_exclude_from_weight_decay"] = {keys[i] for i in excluded}
+        if parts is not None:
+            vars(optimizer)["_var_to_optimizer_idx"] = dict(zip(keys, parts, strict=True))
 
     _reading.finishers.append(index)
 

@@ -126,9 +126,9 @@ def _digest(array: np.ndarray) -> int:
 
 
 def settable_rate(optimizer):
-    """Returns the learning-rate variable that callbacks can set, or None if there is a schedule."""
+    """Returns the learning-rate variable that callbacks can set, or None of a schedule or of several rates."""
     inner = model_optimizers.unscaled(optimizer)
-    rate = keras_objects.rate_of(inner)
+    rate = keras_objects.rate_of(inner) if model_optimizers.updating(inner) == [inner] else None
     return rate if isinstance(rate, keras.Variable) else None
 
 

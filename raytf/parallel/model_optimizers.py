@@ -57,6 +57,14 @@ def unscaled(optimizer):
     return getattr(optimizer, "inner_optimizer", optimizer)
 
 
+def updating(optimizer) -> list:
+    """Returns the optimizers that update: `unscaled`, or those within a MultiOptimizer, which Keras has from 3.15."""
+    import keras
+
+    inner = unscaled(optimizer)
+    return inner.optimizers if isinstance(inner, getattr(keras.optimizers, "MultiOptimizer", ())) else [inner]
+
+
 def alike(model) -> list:
     """Returns the variables of all optimizers that workers have alike: without shares of slots."""
     shares = [vars(optimizer)[SHARES] for optimizer in optimizers_of(model).values() if SHARES in vars(optimizer)]

@@ -189,8 +189,8 @@ def _track_activity(model, function: Callable, training: bool) -> Callable:
 def _refuse_what_cannot_work(model, strategy):
     used = []
     for optimizer in model_optimizers.optimizers_of(model).values():
-        inner = model_optimizers.unscaled(optimizer)
-        used += [n for n in ("gradient_accumulation_steps", "ema_overwrite_frequency") if getattr(inner, n, None)]
+        for part in model_optimizers.updating(optimizer):
+            used += [n for n in ("gradient_accumulation_steps", "ema_overwrite_frequency") if getattr(part, n, None)]
         used += ["LossScaleOptimizer"] if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) else []
     used = sorted(set(used))
     if used and local_sgd.averaging_interval(strategy) > 1:

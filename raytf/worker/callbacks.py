@@ -325,7 +325,7 @@ class WarmupCallback(TrainingPart):
         training: The training, with a model that was just built: its learning rate is the final one.
 
     Raises:
-        ConfigError: The optimizer has a learning rate schedule, or is not the only one.
+        ConfigError: The optimizer has a learning rate schedule or several rates, or is not the only one.
     """
 
     def __init__(self, training: Training):
@@ -340,10 +340,9 @@ class WarmupCallback(TrainingPart):
             )
         rate = settable_rate(model.optimizer)
         if rate is None:
-            optimizer = model_optimizers.unscaled(model.optimizer)
             raise ConfigError(
                 "warmup_steps needs an optimizer with a number for its learning rate",
-                f"a schedule of type {type(keras_objects.rate_of(optimizer)).__name__}",
+                f"{type(model_optimizers.unscaled(model.optimizer)).__name__}, with a schedule or several rates",
                 "Give the optimizer config['learning_rate'], or put the warm-up into the schedule",
             )
         self._steps, self._rate = training.options.warmup_steps, float(rate)
@@ -423,7 +422,7 @@ def scale_rate(model, factor: float) -> None:
     """Multiplies the learning rate of a model by the scale of its batch.
 
     Raises:
-        ConfigError: The optimizer has a learning rate schedule.
+        ConfigError: The optimizer has a learning rate schedule or several rates.
     """
     if factor == 1:
         return
@@ -431,7 +430,7 @@ def scale_rate(model, factor: float) -> None:
     if rate is None:
         raise ConfigError(
             'elastic_batch="scale" needs an optimizer with a number for its learning rate',
-            "a schedule",
+            f"{type(model_optimizers.unscaled(model.optimizer)).__name__}, with a schedule or several rates",
             'Set the rate in a callback, by epochs, or use elastic_batch="keep"',
         )
     model.optimizer.learning_rate = float(rate) * factor

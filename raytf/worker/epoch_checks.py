@@ -218,12 +218,9 @@ def checksums(model) -> tuple[int, int]:
     crc = 0
     for variable in model.trainable_variables:
         crc = zlib.crc32(_checked(model, variable), crc)
-    optimizers = [
-        optimizer
-        for optimizer in model_optimizers.optimizers_of(model).values()
-        if settable_rate(optimizer) is not None
-    ]
-    rates = np.array([float(optimizer.learning_rate) for optimizer in optimizers], np.float64)
+    optimizers = model_optimizers.optimizers_of(model).values()
+    variables = [settable_rate(part) for optimizer in optimizers for part in model_optimizers.updating(optimizer)]
+    rates = np.array([float(rate) for rate in variables if rate is not None], np.float64)
     return crc, zlib.crc32(rates.tobytes())
 
 

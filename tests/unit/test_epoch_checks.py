@@ -16,7 +16,12 @@ import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from raytf.compat.versions import at_least
+from raytf.errors import ConfigError
 from raytf.events import Kind
+from raytf.parallel import trainer
+from raytf.worker import epoch_checks
+from raytf.worker.callbacks import scale_rate
 from raytf.worker.epoch_checks import EpochChecks
 from raytf.worker.session import Session
 from tests.logged import warnings_logged
@@ -174,6 +179,24 @@ def test_a_replacement_worker_agrees_on_a_stop_after_the_same_steps_as_the_other
     found = [[numbers for checks, *numbers in agreed if checks is one] for one in (other, joins)]
     assert found[0] == found[1] == [[0, 300], [0, 400], [0, 404], [1, 103]]
     assert not sent, "the others have reported it"
+
+
+@pytest.mark.skipif(not at_least("keras", 3, 15), reason="Keras has MultiOptimizer from 3.15")
+@pytest.mark.parametrize("scaled", [False, True])
+def test_optimizers_within_another_are_seen(scaled, monkeypatch):
+    adam, sgd = keras.optimizers.Adam(0.5, gradient_accumulation_steps=2), keras.optimizers.SGD(0.5)
+    whole = keras.optimizers.MultiOptimizer(keras.optimizers.OptimizerMap(adam, {"body/.*": sgd}))
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, name="body"), keras.layers.Dense(1)])
+    model.compile(keras.optimizers.LossScaleOptimizer(whole) if scaled else whole, "mse")
+    before = epoch_checks.checksums(model)
+    adam.learning_rate = 0.25
+    after = epoch_checks.checksums(model)
+    assert before[0] == after[0] and before[1] != after[1], "the weights are alike, the rates are not"
+    with pytest.raises(ConfigError, match="received: MultiOptimizer, with a schedule or several rates"):
+        scale_rate(model, 2.0)
+    monkeypatch.setattr(trainer.local_sgd, "averaging_interval", lambda strategy: 4)
+    with pytest.raises(ConfigError, match="received: .*gradient_accumulation_steps.* with sync_every=4"):
+        trainer._refuse_what_cannot_work(model, model.distribute_strategy)
 
 
 def test_where_there_is_no_driver_the_line_is_logged():

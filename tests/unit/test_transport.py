@@ -7,6 +7,7 @@ import threading
 import numpy as np
 import pytest
 
+from raytf.compat.versions import at_least
 from raytf.errors import ConfigError
 from raytf.fitting import transport
 
@@ -108,6 +109,24 @@ def test_a_copy_trains_as_the_original(make):
     assert not {id(v) for v in copy.variables} - came.numbers.keys()
     if make is _functional:
         assert copy.get_config() == model.get_config()
+
+
+@pytest.mark.skipif(not at_least("keras", 3, 15), reason="Keras has MultiOptimizer from 3.15")
+def test_a_copy_updates_each_variable_with_the_optimizer_that_it_has():
+    import keras
+
+    layers = [keras.Input((2,)), keras.layers.Dense(3, name="body"), keras.layers.Dense(1)]
+    model = keras.Sequential(layers)
+    adam, sgd = keras.optimizers.Adam(0.1), keras.optimizers.SGD(0.1, momentum=0.9)
+    whole = keras.optimizers.MultiOptimizer(keras.optimizers.OptimizerMap(adam, {"body/.*": sgd}))
+    model.compile(whole, "mse")
+    model.optimizer.build(model.trainable_variables)
+    data, sent = transport.serialize(model)
+    copy, came = transport.deserialize(data, sent.values())
+    for one in (model, copy):
+        one.fit(np.ones((4, 2)), np.zeros((4, 1)), verbose=0)
+    for number, value in sent.values().items():
+        np.testing.assert_array_equal(value, came.values()[number])
 
 
 def test_what_comes_back_is_about_the_objects_that_went():
