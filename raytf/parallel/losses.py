@@ -78,7 +78,7 @@ def _tried(step: step_module.Step, loss, y_true, y_pred) -> reduction_probe.Prob
     function = getattr(loss, "fn", None)
     keras_own = lambda value: (getattr(value, "__module__", None) or "").startswith("keras.")
     known = keras_own(type(loss)) and (function is None or keras_own(function))
-    if known and getattr(function, "__name__", "") not in _COMPARING:
+    if known and getattr(function, "__name__", "") not in _COMPARING and not _is_over_rows(loss, y_pred):
         return reduction_probe.ProbeResult(rows=True)
     as_tensor = lambda t: None if t is None else keras.ops.convert_to_tensor(t, dtype=loss.dtype)
 
@@ -87,6 +87,14 @@ def _tried(step: step_module.Step, loss, y_true, y_pred) -> reduction_probe.Prob
 
     masked = reduction_probe.MaskedLabels(y_true, [loss, loss.call, function])
     return reduction_probe.probe_cached(step, loss, call, (y_true, y_pred), masked=masked)
+
+
+def _is_over_rows(loss, y_pred) -> bool:
+    """Returns whether a loss of Keras is along the axis of rows, as by axis=0."""
+    axes = tree.flatten(keras_objects.loss_arguments(loss).get("axis")) if hasattr(loss, "fn") else []
+    ranks = [len(t.shape) for t in tree.flatten(y_pred) if t is not None]
+    # -1 is the default, also for rows of single numbers, whose scalar loss is seen as such
+    return any(axis != -1 and axis in (0, -rank) for axis in axes for rank in ranks)
 
 
 def _warn_if_unknown(outcome: reduction_probe.ProbeResult, subject: str) -> None:

@@ -272,6 +272,14 @@ def test_a_compute_loss_that_cannot_be_tried_is_warned_of():
         losses.compute_loss(model, model.compute_loss, y=tf.ones((8, 3)), y_pred=tf.ones((8, 3)))
 
 
+@pytest.mark.parametrize("kind", ["CosineSimilarity", "BinaryCrossentropy", "CategoricalCrossentropy"])
+@pytest.mark.parametrize(("axis", "by_row"), [(-1, True), (1, True), (0, False), (-2, False)])
+def test_a_loss_of_keras_over_the_axis_of_rows_is_tried(kind, axis, by_row):
+    loss = getattr(keras.losses, kind)(axis=axis)
+    with stepping():
+        assert losses._tried(step_module.current(), loss, tf.ones((8, 3)), tf.ones((8, 3))).rows == by_row
+
+
 def test_losses_that_were_added_stay_when_others_are_tried():
     trainer.install()
     model = keras.Sequential([Adds(ops.mean), Adds(lambda x: 2 * ops.mean(x))])
