@@ -15,11 +15,24 @@ from raytf import logs
 from raytf.collectives import communicator
 from raytf.collectives.communicator import all_sum, local_replicas
 from raytf.compat import keras_objects
+from raytf.errors import ConfigError
 from raytf.logs import warn_user
 from raytf.parallel import gradients
 from raytf.parallel import step as step_module
 
 logger = logs.get_logger(__name__)
+
+
+def refuse_state_of_rows(model) -> None:
+    """Raises ConfigError for a stateful layer: its state is in no checkpoint, nor on workers with other rows."""
+    for layer in keras_objects.layers_of(model):
+        if isinstance(layer, keras.layers.RNN) and layer.stateful:
+            raise ConfigError(
+                "A step must depend on its own rows alone, as they come in another order in each epoch, and on any "
+                "worker",
+                f"the layer {layer.name!r}, {type(layer).__name__}(stateful=True)",
+                "Use stateful=False, with longer sequences",
+            )
 
 
 def report_normalization(model, named: set[str]) -> None:

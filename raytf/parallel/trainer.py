@@ -187,6 +187,7 @@ def _track_activity(model, function: Callable, training: bool) -> Callable:
 
 
 def _refuse_what_cannot_work(model, strategy):
+    joined_state.refuse_state_of_rows(model)
     used = []
     for optimizer in model_optimizers.optimizers_of(model).values():
         for part in model_optimizers.updating(optimizer):

@@ -10,7 +10,7 @@ import tensorflow as tf
 from raytf.compat import keras_objects
 from raytf.data.feed import open_feed
 from raytf.errors import ConfigError
-from raytf.parallel import model_optimizers, shards
+from raytf.parallel import joined_state, model_optimizers, shards
 from raytf.runtime.topology import Shard
 from raytf.storage.checkpoint_files import CheckpointState
 from raytf.validation import is_callback
@@ -122,7 +122,7 @@ def build_from_data(model, dataset, method: str = "fit") -> None:
         ConfigError: A layer is stateful, or the model is not built and only its own code can call it.
     """
 
-    _refuse_state_of_rows(model)
+    joined_state.refuse_state_of_rows(model)
 
     def example(spec):
         if isinstance(spec, tf.RaggedTensorSpec):
@@ -130,18 +130,6 @@ def build_from_data(model, dataset, method: str = "fit") -> None:
         return tf.zeros([2, *(size or 1 for size in spec.shape[1:])], spec.dtype)
 
     model_optimizers.build(model, tf.nest.map_structure(example, dataset.element_spec), method)
-
-
-def _refuse_state_of_rows(model) -> None:
-    """Raises ConfigError for a stateful layer: its state is in no checkpoint, nor on workers with other rows."""
-    for layer in keras_objects.layers_of(model):
-        if isinstance(layer, keras.layers.RNN) and layer.stateful:
-            raise ConfigError(
-                "A step must depend on its own rows alone, as they come in another order in each epoch, and on any "
-                "worker",
-                f"the layer {layer.name!r}, {type(layer).__name__}(stateful=True)",
-                "Use stateful=False, with longer sequences",
-            )
 
 
 def users_callbacks(task: TrainJob, session) -> list:

@@ -10,6 +10,7 @@ import pytest
 import tensorflow as tf
 
 from raytf.compat import keras_objects
+from raytf.errors import ConfigError
 from raytf.parallel import metrics, own_state, trainer
 from raytf.parallel import step as step_module
 
@@ -98,3 +99,13 @@ def test_a_metric_is_set_to_zero_without_a_look_at_it(monkeypatch):
         with strategy.scope():
             metric.reset_state()
     assert float(metric.total.value) == float(metric.count.value) == 0.0
+
+
+@pytest.mark.parametrize("method", ["fit", "evaluate"])
+def test_a_state_of_rows_is_refused_with_several_workers(method, monkeypatch):
+    trainer.install()
+    monkeypatch.setattr(trainer, "many_replicas", lambda strategy: True)
+    model = keras.Sequential([keras.Input(batch_shape=(4, 1, 3)), keras.layers.LSTM(1, stateful=True)])
+    model.compile("sgd", "mse")
+    with pytest.raises(ConfigError, match=r"LSTM\(stateful=True\). Use stateful=False"):
+        getattr(model, method)(np.ones((4, 1, 3)), np.ones((4, 1)), batch_size=4, verbose=0)
