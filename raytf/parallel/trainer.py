@@ -81,6 +81,7 @@ def _make_function(original, self, step_function):
     _refuse_what_cannot_work(self, strategy)
     named, states = self.__dict__.setdefault("_raytf_named", set()), None
     if training:
+        _refuse_float8(self)
         joined_state.report_normalization(self, named)
         states = joined_state.States(self, named)
     replica_step = step_module.one_replica_step(self, step_function, states)
@@ -213,6 +214,17 @@ def _refuse_what_cannot_work(model, strategy):
             f"{', '.join(used)} with {local_replicas(strategy)} devices in each worker",
             "Start one worker for each GPU",
         )
+
+
+def _refuse_float8(model):
+    """Raises ConfigError for a variable whose gradient is its new value, such as the largest number of a batch."""
+    for variable in model.trainable_variables:
+        if getattr(variable, "overwrite_with_gradient", False):
+            raise ConfigError(
+                "Layers of float8 note the largest number of a batch, which each worker has of its own rows",
+                f"the variable {variable.path!r}, with several workers",
+                "Train in another precision, such as mixed_bfloat16, or on one worker",
+            )
 
 
 def _has_replicas(variable) -> bool:

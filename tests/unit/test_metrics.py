@@ -101,6 +101,18 @@ def test_a_metric_is_set_to_zero_without_a_look_at_it(monkeypatch):
     assert float(metric.total.value) == float(metric.count.value) == 0.0
 
 
+def test_float8_is_refused_with_several_workers(monkeypatch):
+    trainer.install()
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
+    model.layers[0].quantize("float8")
+    model.compile("sgd", "mse")
+    monkeypatch.setattr(trainer, "many_replicas", lambda strategy: True)
+    monkeypatch.setattr(trainer, "local_replicas", lambda strategy: 1)
+    model.make_test_function()
+    with pytest.raises(ConfigError, match=r"Layers of float8 note .* the variable '.*', with several workers"):
+        model.make_train_function()
+
+
 @pytest.mark.parametrize("method", ["fit", "evaluate"])
 def test_a_state_of_rows_is_refused_with_several_workers(method, monkeypatch):
     trainer.install()
