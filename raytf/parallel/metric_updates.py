@@ -18,11 +18,48 @@ from raytf.parallel import step as step_module
 # Metrics of Keras with an axis, which may be the one of rows.
 _OVER_AN_AXIS = (keras.metrics.CosineSimilarity, keras.metrics.PearsonCorrelation, keras.metrics.ConcordanceCorrelation)
 
+# Operations of a sum, or of an entry of a shape, and those that keep one a sum.
+_SUMS, _PASSED = ("Sum", "StridedSlice"), ("Cast", "Identity", "Mul", "Neg", "Reshape", "Squeeze")
+
 
 def may_compare(metric) -> bool:
     """Returns whether a metric may compare rows: it is a user's, wraps a function, or has an axis."""
     of_keras = type(metric).__module__.startswith("keras.")
     return not of_keras or type(metric) is keras.metrics.MeanMetricWrapper or isinstance(metric, _OVER_AN_AXIS)
+
+
+def update_sum(metric, named: set[str], original, values, *args, **kwargs):
+    """Replaces `update_state` of a `keras.metrics.Sum`: warns once of a number, which each worker adds for itself.
+
+    Args:
+        metric: The metric.
+        named: Names of metrics that were named already; its own is added.
+        original: Its own `update_state`.
+        values, args, kwargs: The arguments; weights may be of rows, whose sum is right.
+    """
+    weighted = any(value is not None for value in (*args, *kwargs.values()))
+    if step_module.current() is not None and metric.name not in named and not weighted and _is_no_sum(values):
+        named.add(metric.name)
+        warn_user(
+            f"The metric {metric.name!r}, a keras.metrics.Sum, gets a number, which each worker adds for itself. "
+            "Unless it is a sum over rows, the result is too large by the number of workers: use keras.metrics.Mean for a "
+            "mean, and optimizer.iterations for a count of steps",
+        )
+    return original(values, *args, **kwargs)
+
+
+def _is_no_sum(values) -> bool:
+    """Returns whether a value of a graph is a number, and not visibly a sum over rows or their count."""
+    tensor = tf.convert_to_tensor(values)
+    pending = [] if tf.executing_eagerly() or tensor.shape.rank != 0 else [tensor]
+    is_number = bool(pending)
+    while pending:
+        operation = getattr(pending.pop(), "op", None)  # a constant from outside has none
+        if operation is not None and operation.type in _SUMS:
+            return False
+        if operation is not None and operation.type in _PASSED:
+            pending += operation.inputs
+    return is_number
 
 
 def update_state(metric, original, *args, **kwargs):

@@ -6,6 +6,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator
 
+import keras
 import tensorflow as tf
 
 from raytf.collectives.communicator import many_replicas
@@ -39,6 +40,10 @@ def step_of(model, function: Callable, training: bool) -> Callable:
                 if many and metric_updates.may_compare(metric):
                     update = functools.partial(metric_updates.update_state, metric)
                     stack.enter_context(patched_of(metric, "update_state", update))
+                elif many and type(metric) is keras.metrics.Sum:
+                    named = model.__dict__.setdefault("_raytf_named", set())
+                    add = functools.partial(metric_updates.update_sum, metric, named)
+                    stack.enter_context(patched_of(metric, "update_state", add))
             if many and model_optimizers.is_own(model, "compute_loss"):
                 compute = functools.partial(losses.compute_loss, model)
                 stack.enter_context(patched_of(model, "compute_loss", compute))

@@ -8,6 +8,7 @@ import keras
 import pytest
 import tensorflow as tf
 
+from raytf.parallel import observed
 from raytf.parallel import step as step_module
 from raytf.parallel.row_sums import RowSums
 
@@ -79,6 +80,49 @@ def test_what_is_no_mean_over_rows_is_named_once(name):
     (text,) = warned((SUMS | PARTS)[name])
     assert "train_step (test_row_sums.py, line " in text
     assert ("is a sum over rows" if name in SUMS else "takes rows by their position") in text
+
+
+NUMBERS = {
+    "steps": lambda y, p: 1.0,
+    "mean": lambda y, p: keras.losses.MeanSquaredError()(y, p),
+    "norm": lambda y, p: tf.linalg.global_norm([tf.reduce_mean(p, 0)]),
+}
+SUMMABLE = {
+    "sum": lambda y, p: keras.ops.sum(p) * 0.5,
+    "rows": lambda y, p: tf.cast(tf.shape(p)[0], tf.float32),
+    "values of rows": lambda y, p: p[:, 0],
+}
+
+
+@pytest.mark.parametrize("name", [*NUMBERS, *SUMMABLE])
+def test_a_number_that_each_worker_adds_to_a_metric_is_warned_of_once(name, monkeypatch):
+    value_of = (NUMBERS | SUMMABLE)[name]
+
+    class Counting(Model):
+        def __init__(self):
+            super().__init__()
+            self.counted = keras.metrics.Sum(name="counted")
+
+        def train_step(self, data):
+            self.counted.update_state(value_of(*data))
+            return {}
+
+    model = Counting()
+    monkeypatch.setattr(observed, "many_replicas", lambda strategy: True)
+    observed_step = observed.step_of(model, model.train_step, training=True)
+
+    def step(y, p):
+        with step_module.override_state(step=step_module.Step(tf.shape(y)[0], partial=False)):
+            observed_step((y, p))
+        return p
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            specs = tf.TensorSpec((None, 4), tf.float32), tf.TensorSpec((None, 4), tf.float32)
+            tf.function(step, autograph=False).get_concrete_function(*specs)
+    texts = [str(one.message) for one in caught]
+    assert len(texts) == (name in NUMBERS) and all("'counted', a keras.metrics.Sum, gets a number" in t for t in texts)
 
 
 @pytest.mark.parametrize("name", MEANS)
