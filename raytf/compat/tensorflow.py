@@ -29,7 +29,10 @@ from tensorflow.python.eager.polymorphic_function import polymorphic_function  #
 
 # the class of `tf.function`'s results: pickled
 from tensorflow.python.eager.polymorphic_function.polymorphic_function import Function
-from tensorflow.python.framework import op_def_registry  # whether an operation is stateful
+from tensorflow.python.framework import (
+    op_def_registry,  # whether an operation is stateful
+    random_seed,  # its `get_seed` gives operations their seeds: patched
+)
 from tensorflow.python.framework.ops import gradient_registry  # keeps the graph of every custom gradient
 from tensorflow.python.ops import script_ops  # Python functions by name, for calls from a graph of another process
 from tensorflow.python.ops.script_ops import FuncRegistry  # calls all Python functions
@@ -50,6 +53,7 @@ __all__ = [
     "context",
     "distribute_lib",
     "mirrored_run",
+    "random_seed",
 ]
 
 

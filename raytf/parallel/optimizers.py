@@ -13,13 +13,15 @@ from raytf.collectives.communicator import all_sum, local_replicas
 from raytf.compat import keras_objects
 from raytf.compat.keras import BaseOptimizer, TFOptimizer, backend_nn, seed_module
 from raytf.compat.patching import patch
-from raytf.compat.tensorflow import mirrored_replica_context, plain_merge_call
+from raytf.compat.tensorflow import mirrored_replica_context, plain_merge_call, random_seed
 from raytf.errors import ConfigError
-from raytf.parallel import compiled_update, gradients, local_sgd, own_loops, shards, sparse_rows
+from raytf.parallel import compiled_update, gradients, local_sgd, own_loops, reduction_probe, shards, sparse_rows
 from raytf.parallel import step as step_module
 
 # Distance of the replicas' seeds, so large that no two are equal: a seed counts up by one for each draw.
 _REPLICA_SEED = 1_000_003
+# TensorFlow's functions that draw from a state of the process, and the size of its seeds.
+_DRAWING, _SEEDS = ("normal", "uniform", "truncated_normal", "gamma", "poisson", "categorical", "shuffle"), 2**31 - 1
 
 
 @patch((BaseOptimizer, "apply"), (keras.optimizers.LossScaleOptimizer, "apply"))
@@ -151,6 +153,46 @@ def seed_next(original, self, ordered=True):
     seed += tf.stack([replica * _REPLICA_SEED, tf.zeros_like(replica)])
     gradients.note_drawn(seed)
     return seed
+
+
+@patch(*((tf.random, name) for name in _DRAWING))
+def draw(original, *args, **kwargs):
+    """Draws a replica's rows from its own stream: all workers have the same seeds, and would draw the same rows.
+
+    Numbers for something else, such as a weight, are one draw, as in one process.
+    """
+    step = step_module.current()
+    if step is None or not step_module.in_replica_of_many():
+        return original(*args, **kwargs)
+    seeds: list = []
+    with step_module.override_state(noted_seeds=seeds):
+        result = original(*args, **kwargs)
+    replica = int(tf.get_static_value(tf.distribute.get_replica_context().replica_id_in_sync_group))
+    if replica == 0 or not seeds or not reduction_probe.has_rows(result, step.known_rows):
+        return result
+    # drawn again with the same seeds, so that later draws have the same seeds on all workers
+    with step_module.override_state(given_seeds=[((a + replica * _REPLICA_SEED) % _SEEDS, b) for a, b in seeds]):
+        return original(*args, **kwargs)
+
+
+@patch((tf.nn, "dropout"))
+def tensorflow_dropout(original, x, rate, noise_shape=None, *args, **kwargs):
+    """Drops other units on each replica, see `draw`; a mask that is the same for all rows is one draw."""
+    if noise_shape is not None and tf.get_static_value(noise_shape[0]) == 1:
+        return original(x, rate, noise_shape, *args, **kwargs)
+    return draw(original, x, rate, noise_shape, *args, **kwargs)
+
+
+@patch((random_seed, "get_seed"))
+def get_seed(original, op_seed):
+    """Notes the seeds of a draw, or gives those of a replica, see `draw`."""
+    if given := getattr(step_module.state, "given_seeds", None):
+        return given.pop(0)
+    seeds = original(op_seed)
+    noted = getattr(step_module.state, "noted_seeds", None)
+    if noted is not None and None not in seeds:
+        noted.append(seeds)
+    return seeds
 
 
 @patch((seed_module, "global_seed_generator"))

@@ -18,6 +18,7 @@ import tensorflow as tf
 from keras import layers, ops
 
 from raytf.collectives import exchange
+from raytf.parallel import step as step_module
 from raytf.worker.fit import build_from_data
 
 SCENARIOS = {}
@@ -420,13 +421,25 @@ def dropout(p):
     for a, b in zip(first, again, strict=True):
         np.testing.assert_array_equal(a, b)
     assert not np.array_equal(first[0], first[1])
+
+    def by_tensorflow():
+        with step_module.override_state(step=step_module.Step(tf.constant(8), False)):
+            return [tf.nn.dropout(tf.ones((8, 6)), 0.5), tf.random.normal((8, 6)), tf.random.normal((6,))]
+
+    tf.random.set_seed(11)
+    mask, noise, of_a_weight = map(np.asarray, tf.function(lambda: p.strategy.run(by_tensorflow))())
     if p.world > 1:
         from raytf.collectives import communicator
 
-        own_mask = np.zeros((p.world, *first[0].shape))
-        own_mask[p.rank] = first[0]
-        (everyone,) = communicator.sum_over_workers(p.strategy, [own_mask])
-        assert not any(np.array_equal(everyone[0], other) for other in everyone[1:]), "the same mask on two workers"
+        def of_others(own):
+            places = np.zeros((p.world, *own.shape), own.dtype)
+            places[p.rank] = own
+            everyone = communicator.sum_over_workers(p.strategy, [places])[0]
+            return [np.array_equal(everyone[0], other) for other in everyone[1:]]
+
+        assert not any(of_others(first[0])), "the same mask on two workers"
+        assert not any(of_others(mask)) and not any(of_others(noise)), "the same rows on two workers"
+        assert all(of_others(of_a_weight)), "a weight's noise is one draw"
 
     def trained():
         model = keras.Sequential(
