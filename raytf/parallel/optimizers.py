@@ -147,7 +147,8 @@ def seed_next(original, self, ordered=True):
     seed = original(self, ordered)
     if getattr(step_module.state, "draws_other", False):  # a trial that finds out whether a function draws
         return seed + tf.constant([_REPLICA_SEED, 0], seed.dtype)
-    if not step_module.in_replica_of_many():
+    # a function of all rows draws on each replica what one process would draw
+    if not step_module.in_replica_of_many() or getattr(step_module.state, "whole_batch", None) is not None:
         return seed
     replica = tf.cast(tf.distribute.get_replica_context().replica_id_in_sync_group, seed.dtype)
     seed += tf.stack([replica * _REPLICA_SEED, tf.zeros_like(replica)])

@@ -21,6 +21,7 @@ from keras import tree
 
 from raytf.compat.tensorflow import recording
 from raytf.parallel import step as step_module
+from raytf.parallel.constant_draws import constant_draws
 
 # Rows of a tried batch; its halves suit functions that use rows in twos or threes.
 _ROWS = 24
@@ -51,7 +52,8 @@ class ProbeResult:
         ways: How the values of halves make the value of the whole: `IDENTICAL`, `MEAN` and `SUM`. It has all three if
             every value was zero.
         rows: Whether the function returns a value for each row, which depends on that row only.
-        why: Error of the trials if they have no result, "" if the function draws random numbers, otherwise None.
+        why: Error of the trials if they have no result, otherwise None. It is "" if the function draws random numbers
+            other than TensorFlow's.
         zeros: Positions of the values that were zero in all trials. Nothing is known of these, as rows that count may
             be unlike the synthetic ones.
     """
@@ -96,19 +98,30 @@ def probe(
         rows: Number of rows, see `has_rows`.
         masked: Labels of which some may be missing.
     """
+    with tf.init_scope(), recording(), step_module.override_state(step=None, whole_batch=None, trial=True):
+        result = _tried(function, given, rows, masked)
+        if result.why == "":
+            with constant_draws(own_thread=True):  # what it is without its random numbers
+                result = _tried(function, given, rows, masked)
+    return result
+
+
+def _tried(function: Callable, given: Any, rows: int | None, masked: MaskedLabels | None) -> ProbeResult:
+    """Returns the outcome of all trials; the first that draws random numbers ends them."""
     outcomes: list[ProbeResult] = []
     error: Exception | None = None
-    with tf.init_scope(), recording(), step_module.override_state(step=None, whole_batch=None, trial=True):
-        for kind in range(3):
-            try:
-                outcomes.append(_probe_once(function, given, rows, kind))
-            except Exception as raised:
-                error = raised
-        if (many := _many(given, rows)) and (few := _combined(outcomes)) and (few.rows or few.ways):
-            with contextlib.suppress(Exception):  # a function of fewer rows alone
-                outcomes.append(_probe_once(function, given, rows, 0, count=many))
-        if masked is not None and any(trial.rows or MEAN in trial.ways for trial in outcomes):
-            outcomes += _probe_with_masks(function, given, rows, masked)
+    for kind in range(3):
+        try:
+            outcomes.append(_probe_once(function, given, rows, kind))
+        except Exception as raised:
+            error = raised
+        if outcomes and outcomes[-1].unknown:
+            return outcomes[-1]
+    if (many := _many(given, rows)) and (few := _combined(outcomes)) and (few.rows or few.ways):
+        with contextlib.suppress(Exception):  # a function of fewer rows alone
+            outcomes.append(_probe_once(function, given, rows, 0, count=many))
+    if masked is not None and any(trial.rows or MEAN in trial.ways for trial in outcomes):
+        outcomes += _probe_with_masks(function, given, rows, masked)
     return _combined(outcomes) or ProbeResult(why=f"{type(error).__name__}: {error}")
 
 

@@ -6,7 +6,6 @@ by constants, as replicas draw different numbers on purpose.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import inspect
 import json
@@ -14,7 +13,7 @@ import os
 import random
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -34,13 +33,12 @@ from raytf.data.stored import StoredDataset
 from raytf.data.tf_data import TFData
 from raytf.errors import definition_line
 from raytf.parallel import compiled_update, model_optimizers
+from raytf.parallel.constant_draws import constant_draws
 from raytf.runtime.settings import TensorflowConfig, WorkerSetup
 from raytf.runtime.topology import Shard, tf_config
 from raytf.worker import context
 from raytf.worker.fit import build_from_data
 
-# The constant that replaces random numbers, as a share of their range.
-_DRAWN = 0.37
 # Weights change by so many units in the last place, to measure the effect of rounding.
 _UNITS = 4
 _SEED = 20_261
@@ -263,80 +261,6 @@ def _rates_and_slots(model) -> tuple[list[tuple[str, np.ndarray]], list[tuple[st
 
 def _is_number(variable) -> bool:
     return tf.as_dtype(variable.dtype) not in NO_NUMBERS
-
-
-# ------------------------------------------------------------------------------------------ draws
-
-
-@contextlib.contextmanager
-def constant_draws() -> Iterator[None]:
-    """Replaces TensorFlow's random operations, from which Keras' are made, by ones that return a constant.
-
-    Without it each replica draws other numbers, by its own seed and for its own rows. That is no difference to report.
-    """
-
-    def constant_between(shape, low, high, dtype):
-        dtype = tf.as_dtype(dtype)
-        low = tf.cast(low, dtype)
-        high = tf.cast(dtype.max if high is None else high, dtype)
-        if dtype.is_floating:
-            return tf.broadcast_to(low + (high - low) * tf.cast(_DRAWN, dtype), shape)
-        return tf.broadcast_to(low + (high - low) // 3, shape)
-
-    def uniform(shape, minval=0, maxval=None, dtype=tf.float32, seed=None, name=None, **_):
-        floating = tf.as_dtype(dtype).is_floating
-        return constant_between(shape, minval, 1 if maxval is None and floating else maxval, dtype)
-
-    def normal(shape, mean=0.0, stddev=1.0, dtype=tf.float32, seed=None, name=None, **_):
-        mean, stddev = tf.cast(mean, dtype), tf.cast(stddev, dtype)
-        return tf.broadcast_to(mean + stddev * tf.cast(_DRAWN, dtype), shape)
-
-    def stateless_uniform(shape, seed=None, minval=0, maxval=None, dtype=tf.float32, name=None, **_):
-        return uniform(shape, minval, maxval, dtype)
-
-    def stateless_normal(shape, seed=None, mean=0.0, stddev=1.0, dtype=tf.float32, name=None, **_):
-        return normal(shape, mean, stddev, dtype)
-
-    def categorical(logits, num_samples, dtype=None, seed=None, name=None, **_):
-        best = tf.argmax(logits, -1, tf.as_dtype(dtype or tf.int64))
-        return tf.repeat(best[:, None], num_samples, 1)
-
-    def gamma(shape, seed=None, alpha=1.0, beta=None, dtype=tf.float32, name=None, **_):
-        return tf.broadcast_to(tf.cast(alpha, dtype), shape)
-
-    def binomial(shape, seed=None, counts=1, probs=0.5, output_dtype=tf.int32, name=None, **_):
-        return tf.cast(tf.broadcast_to(tf.cast(counts, tf.float32) * tf.cast(probs, tf.float32), shape), output_dtype)
-
-    def shuffle(value, seed=None, name=None):
-        return tf.identity(value)
-
-    def dropout(x, rate=None, noise_shape=None, seed=None, name=None, **_):
-        return tf.identity(x)
-
-    drawn = {
-        "uniform": uniform,
-        "normal": normal,
-        "truncated_normal": normal,
-        "stateless_uniform": stateless_uniform,
-        "stateless_normal": stateless_normal,
-        "stateless_truncated_normal": stateless_normal,
-        "categorical": categorical,
-        "stateless_categorical": lambda logits, num_samples, seed, dtype=None, name=None: categorical(
-            logits, num_samples, dtype
-        ),
-        "stateless_gamma": gamma,
-        "stateless_binomial": binomial,
-        "shuffle": shuffle,
-    }
-    as_method = lambda function: lambda self, *args, **kwargs: function(*args, **kwargs)
-    with contextlib.ExitStack() as ends:
-        for name, function in {"uniform": uniform, "normal": normal, "truncated_normal": normal}.items():
-            ends.enter_context(patched(tf.random.Generator, name, as_method(function)))
-        for name, function in drawn.items():
-            ends.enter_context(patched(tf.random, name, function))
-        for owner, name in ((tf.nn, "dropout"), (tf.nn.experimental, "stateless_dropout")):
-            ends.enter_context(patched(owner, name, dropout))
-        yield
 
 
 # ------------------------------------------------------------------------------------------ what the user wrote

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import types
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -64,9 +65,12 @@ def test_numbers_that_are_not_for_rows_are_one_draw(drawn, name):
     np.testing.assert_array_equal(*([first for first, _ in drawn(ONE_DRAW[name], number)] for number in (0, 1)))
 
 
-def test_a_function_of_all_rows_draws_alike(drawn):
+@pytest.mark.parametrize("by_keras", [False, True])
+def test_a_function_of_all_rows_draws_alike(drawn, by_keras):
+    seeds = [keras.random.SeedGenerator(3) for _ in range(2)]
+
     def of_all_rows():
-        with step_module.override_state(step=None):
-            return tf.random.normal((ROWS, 3))
+        with step_module.override_state(step=None, whole_batch=True):
+            return keras.random.normal((ROWS, 3), seed=seeds.pop()) if by_keras else tf.random.normal((ROWS, 3))
 
     np.testing.assert_array_equal(*([first for first, _ in drawn(of_all_rows, number)] for number in (0, 1)))

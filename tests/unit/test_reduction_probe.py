@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import keras
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from keras import layers, ops
 
 from raytf.parallel import losses, reduction_probe, step_logs, trainer
 from raytf.parallel import step as step_module
+from raytf.parallel.constant_draws import constant_draws
 
 PER_ROW = {
     "mse": lambda y, p: ops.mean(ops.square(y - p), axis=-1),
@@ -210,7 +213,7 @@ def test_what_has_no_rows_is_given_as_it_is():
 
 def test_noise_is_distinguished_from_what_cannot_be_tried():
     trainer.install()
-    noisy = tried(lambda y, p: ops.mean(p + keras.random.normal((3,))), 3)
+    noisy = tried(lambda y, p: ops.mean(p + np.random.normal(size=3)), 3)
     assert noisy.unknown and not noisy.why
     failed = tried(lambda y, p: ops.mean(p) + undefined, 3)  # noqa: F821
     assert failed.unknown and "undefined" in failed.why
@@ -298,4 +301,53 @@ def test_a_state_that_a_function_keeps_is_no_random_number():
 
     found = tried(relative, 3)
     assert not found.rows and found.why is None and float(mean) == 1.0
-    assert tried(lambda y, p: p[:, 0] + keras.random.normal((), seed=seeds), 3).why == ""
+    noise = []
+
+    def noisy(y, p):
+        noise.append(keras.random.normal((), seed=seeds))
+        return p[:, 0] + noise[-1]
+
+    assert tried(noisy, 3).rows
+    assert float(noise[0]) != float(noise[1]) and float(noise[-2]) == float(noise[-1])  # drawn, then constant
+
+
+DRAWING = {
+    "mean": lambda y, p: ops.mean(ops.square(y - p - keras.random.normal(ops.shape(p)))),
+    "sum": lambda y, p: ops.sum(ops.square(y - keras.random.dropout(p, 0.5))),
+    "of tf.random": lambda y, p: tf.reduce_sum(y * tf.random.gamma(tf.shape(p)[:1], [2.0, 3.0, 4.0])),
+    "of counts": lambda y, p: tf.reduce_sum(y * tf.random.poisson(tf.shape(p), 3.0)),
+    "pairs": lambda y, p: ops.logsumexp(ops.matmul(p + keras.random.uniform(ops.shape(p)), ops.transpose(p))),
+}
+
+
+@pytest.mark.parametrize("name", DRAWING)
+def test_what_draws_is_classified_without_its_random_numbers(name):
+    trainer.install()
+    found = tried(DRAWING[name], 3)
+    assert (found.ways, found.why) == ({"mean"} if name == "mean" else set() if name == "pairs" else {"sum"}, None)
+    assert not np.array_equal(tf.random.normal((9,)), tf.random.normal((9,))), "random again"
+
+
+def test_other_threads_draw_while_one_has_constants():
+    drawn = []
+    with constant_draws(own_thread=True):
+        np.testing.assert_array_equal(tf.random.normal((9,)), tf.random.normal((9,)))
+        thread = threading.Thread(target=lambda: drawn.append(tf.random.normal((9,))))
+        thread.start()
+        thread.join()
+    assert len(np.unique(drawn[0])) == 9
+
+
+def test_an_added_sum_that_draws_is_that_over_all_rows():
+    trainer.install()
+    seeds, sums = keras.random.SeedGenerator(1), []
+
+    def noisy(x):  # in inference, too
+        sums.append(ops.sum(x + keras.random.normal(ops.shape(x), seed=seeds)))
+        return sums[-1]
+
+    layer = Adds(noisy)
+    with stepping(), pytest.MonkeyPatch.context() as patches:
+        patches.setattr(step_module.Step, "upscale", lambda self, dtype: tf.constant(3, dtype))
+        layer(tf.ones((8, 3)))
+        assert float(layer.losses[0]) == pytest.approx(3 * float(sums[0]))
