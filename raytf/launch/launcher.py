@@ -159,6 +159,7 @@ class ScriptCluster:
         say = _wait_reporter(
             lambda: (
                 f"waiting for the cluster's resources ({_describe_needs(bundles)}): until other work ends or nodes come"
+                f"; {resources.held_by_others()}"
             )
         )
         while not self._group.wait(_TICK_INTERVAL):

@@ -5,14 +5,17 @@ import os
 import pathlib
 import signal
 import time
+import types
 
 import pytest
 
 import raytf
 from raytf import timeouts
 from raytf.collectives import ring_token
+from raytf.launch import launcher
 from raytf.launch import runner as runner_module
 from raytf.launch.runner import TaskLocation, TaskRunner
+from raytf.launch.spec import LaunchSpec
 from raytf.runtime import cores, ports, settings, shared_folders
 from tests.waiting import until
 
@@ -176,3 +179,20 @@ def test_script_reports_its_activity_while_it_runs(runner, tmp_path):
     os.kill(script.pid, signal.SIGCONT)
     script._request_pipe.settimeout(20.0)
     assert "in stands_here" in runner.stack() and runner.snapshot()["step"] == 0
+
+
+def test_the_wait_for_resources_names_what_holds_them(monkeypatch):
+    lines, clock, answers = [], iter(range(0, 1000, 30)), iter((False, True))
+    group = types.SimpleNamespace(wait=lambda seconds: next(answers))
+    monkeypatch.setattr(launcher, "placement_group", lambda *_, **__: group)
+    monkeypatch.setattr(launcher, "time", types.SimpleNamespace(monotonic=lambda: next(clock)))
+    monkeypatch.setattr(launcher.ray, "available_resources", lambda: {"CPU": 1.0})
+    monkeypatch.setattr(launcher.logger, "info", lines.append)
+    monkeypatch.setattr(launcher.resources, "check_bundles", lambda *_: None)
+    monkeypatch.setattr(launcher.resources, "placed_actor", lambda *_, **__: None)
+    monkeypatch.setattr(launcher.resources, "held_by_others", lambda: "3 of 4 CPUs are held")
+    launcher.ScriptCluster(LaunchSpec(script=__file__, num_workers=2))._open()
+    needs = "2 task(s): 2 CPU, 1 free"
+    assert lines == [
+        f"waiting for the cluster's resources ({needs}): until other work ends or nodes come; 3 of 4 CPUs are held"
+    ]
