@@ -112,8 +112,7 @@ class KerasTrainer:
         checkpoint_every: When to write checkpoints within epochs: "100 steps", "30 s", "10 min", or "epoch". "epoch"
             writes them only at the ends of epochs. "auto", the default, spends at most a hundredth of the time, and
             writes every 30 s at most. A run resumes at the next step with the same rows, masks and metrics, on any
-            number of workers. With `TensorflowConfig(sync_every=)` "auto" means "epoch", and times are refused. In
-            sweeps "auto" means "epoch".
+            number of workers. With `TensorflowConfig(sync_every=)` "auto" means "epoch", and times are refused.
         memory_every: When to copy the training's state into memory, such as "10 steps". None makes no copies. One copy
             is on the chief's host, and one on another host if there is one. Each host needs memory for two. The copy is
             written to storage only when the run breaks. The loss of a host then costs at most that many steps. With
