@@ -88,7 +88,7 @@ _TRAINING = options(
         receiver="trainer",
         callback=columns,
         metavar="COLUMN",
-        help="The column of labels.  [default, without --features: one named label, target, class or y]",
+        help="The column of labels.  [default, without --features: one named label(s), target(s), class or y]",
     ),
     DATA,
     SAMPLE_WEIGHTS,
