@@ -53,13 +53,14 @@ class Files:
         return replace(self, paths=tuple(self.paths[i] for i in indices), sizes=tuple(self.sizes[i] for i in indices))
 
 
-def listed(paths: str | os.PathLike | Sequence, filesystem: fs.FileSystem | None = None) -> Files:
+def listed(paths: str | os.PathLike | Sequence, filesystem: fs.FileSystem | None = None, preferred: str = "") -> Files:
     """Returns the files below paths: those of a folder or a pattern sorted by name, without hidden ones.
 
     Args:
         paths: A path or URI of a file or folder, a pattern, or a list of these. A pattern has `*` in a name, or `**`
             for any folders.
         filesystem: A `pyarrow.fs.FileSystem`, on which the paths are. By default the URI names it.
+        preferred: Part of names, in lower case. Of a path with such files others are left out.
 
     Raises:
         ConfigError: There are no such files, or they are on several file systems.
@@ -80,7 +81,7 @@ def listed(paths: str | os.PathLike | Sequence, filesystem: fs.FileSystem | None
             )
         system = file_system
         roots.append(root)
-        infos += files
+        infos += [info for info in files if preferred in posixpath.basename(info.path).lower()] or files
     if not infos:
         raise ConfigError("There must be a file to read", ", ".join(map(repr, given)), "Check the path")
     sizes = tuple(int(info.size or 0) for info in infos)

@@ -44,7 +44,8 @@ def read_tfrecords(
 
     Args:
         paths: A path or URI of a file or folder, a pattern such as `data/*.tfrecord`, or a list of these. Of a folder
-            with files that have "tfrecord" in their names, others are left out. Files may be compressed by gzip.
+            or pattern with files that have "tfrecord" in their names, others are left out. Files may be compressed by
+            gzip.
         schema: Feature spec, as of `tf.io.parse_example`: a dict of `tf.io.FixedLenFeature`, `VarLenFeature`,
             `RaggedFeature` or `FixedLenSequenceFeature`. Features of any length become lists, to be used with
             `raytf.Column(..., ragged=True)` or `pad=`; strings become bytes. By default it is inferred from the first
@@ -71,9 +72,7 @@ def read_tfrecords(
         3
     """
     features = _features(schema, sequence_schema)
-    files = listed(paths, filesystem)
-    named = files.filter_names(lambda name: "tfrecord" in name)
-    files = named if named.paths else files
+    files = listed(paths, filesystem, preferred="tfrecord")
     records = _index_all(files)
     if not records:
         raise ConfigError("TFRecord files must hold records", f"none in {len(files.paths)} file(s)", "Check the path")

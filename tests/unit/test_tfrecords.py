@@ -273,6 +273,21 @@ def test_schemas_that_are_refused(schema, sequence, message):
         tfrecords._features(schema, sequence)
 
 
+def test_files_that_are_named_are_read_whatever_their_names(tmp_path, monkeypatch):
+    """Of a folder with TFRecord files others are left out, and only of that one."""
+    monkeypatch.setattr(tfrecords.ray.data, "read_datasource", lambda source: source)
+    for name in ("plain/1", "plain/2", "mixed/a.TFRecord", "mixed/notes.txt", "b.rec"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        write(tmp_path / name, [row(0)])
+
+    def names(*paths):
+        found = tfrecords.read_tfrecords([f"{tmp_path}/{path}" for path in paths], SCHEMA).records
+        return [os.path.relpath(part.path, tmp_path) for part in found]
+
+    assert names("mixed", "b.rec", "plain") == ["mixed/a.TFRecord", "b.rec", "plain/1", "plain/2"]
+    assert names("mixed/*", "plain/*1", "mixed/notes.txt") == ["mixed/a.TFRecord", "plain/1", "mixed/notes.txt"]
+
+
 def test_files_are_listed_in_order(tmp_path, monkeypatch):
     for name in ("b/2.csv", "b/10.csv", "a.csv", "a.txt", ".hidden/a.csv", "_more/a.csv"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
