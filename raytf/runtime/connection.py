@@ -28,6 +28,7 @@ _NO_TOKEN = (
     "Put the cluster's token (`ray get-auth-token` on a host of it) into ~/.ray/auth_token, or into a file that "
     "RAY_AUTH_TOKEN_PATH names"
 )
+_OTHER_TOKEN = "Set RAY_AUTH_TOKEN to the cluster's token, or unset it: Ray reads no file while it is set"
 
 # Functions that release resources which this process holds without need; called before another run requests some.
 idle: list[Callable[[], None]] = []
@@ -206,4 +207,5 @@ def _has_token() -> bool:
 def _refused_error(location: str) -> ConfigError:
     from_variable, path = os.environ.get("RAY_AUTH_TOKEN"), os.environ.get("RAY_AUTH_TOKEN_PATH")
     source = "RAY_AUTH_TOKEN" if from_variable else path or os.path.join("~", ".ray", "auth_token")
-    return ConfigError(f"The cluster at {location} requires its token", f"another one, of {source}", _NO_TOKEN)
+    fix = _OTHER_TOKEN if from_variable else _NO_TOKEN
+    return ConfigError(f"The cluster at {location} requires its token", f"another one, of {source}", fix)

@@ -31,6 +31,7 @@ from raytf.console import phases
 from raytf.data.batch_spec import BatchSpec
 from raytf.data.stored import StoredDataset
 from raytf.errors import ConfigError
+from raytf.runtime import connection
 from raytf.runtime.resources import count_fitting, suggest_workers
 from raytf.storage import run_folder
 from raytf.train import arguments, dry_run, run_list
@@ -443,3 +444,13 @@ def test_a_long_phase_is_one_line_in_a_log():
     with phases.Phases(rich.console.Console(file=out, width=40), "a phase " * 9) as shown:
         shown._thread.join(1.5)
     assert out.getvalue() == "a phase " * 9 + " ...\n"
+
+
+def test_the_fix_for_a_refused_token_is_of_the_token_that_ray_took(monkeypatch):
+    monkeypatch.delenv("RAY_AUTH_TOKEN", raising=False)
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", "/a/file")
+    error = connection._refused_error("head:6379")
+    assert error.received == "another one, of /a/file" and "RAY_AUTH_TOKEN_PATH names" in error.fix
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "0123")
+    error = connection._refused_error("head:6379")
+    assert error.received == "another one, of RAY_AUTH_TOKEN" and error.fix.startswith("Set RAY_AUTH_TOKEN to")
