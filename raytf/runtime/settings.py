@@ -197,7 +197,7 @@ class TensorflowConfig:
         if self.pin_cpus != "auto" and self.pin_cpus is not False:
             raise ConfigError('pin_cpus must be "auto" or False', repr(self.pin_cpus), "Choose one of them")
         if not (is_number(self.bytes_per_pack) and self.bytes_per_pack >= 0):
-            raise ConfigError("bytes_per_pack must be at least 0", repr(self.bytes_per_pack), "Use 0 for one pack")
+            raise ConfigError("bytes_per_pack must be at least 0", repr(self.bytes_per_pack), "Use 0 for the default")
         if self.renew_worker_mb is not None and not (is_number(self.renew_worker_mb) and self.renew_worker_mb >= 1):
             rule = "renew_worker_mb must be at least 1 megabyte, or None"
             raise ConfigError(rule, repr(self.renew_worker_mb), "Pass 1 or more, or None")
