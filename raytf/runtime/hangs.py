@@ -2,9 +2,9 @@
 
 A worker is named if, for the whole limit, others waited, and it stayed in one part of its step. It also used little
 processor time, and was not ready to run. The limit is the option, or `_TIMES_USUAL` usual steps if more: some steps
-take 20 times as long. A part that took long once, and then continued, may later take twice as long. The run ends after
-`_ENDS` times the limit, or `_ENDS_SLOW` times if the worker may just be slow. A `process_monitor.ProcessKiller` ends
-stopped processes (SIGSTOP) sooner. See docs/design/hang-detection.md.
+take 20 times as long. A part that took long once, and then continued, may later take twice as long. The worker's
+process is ended after `_ENDS` times the limit, or `_ENDS_SLOW` times if the worker may just be slow. A
+`process_monitor.ProcessKiller` ends stopped processes (SIGSTOP) sooner. See docs/design/hang-detection.md.
 """
 
 from __future__ import annotations
