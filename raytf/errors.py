@@ -181,7 +181,7 @@ class RaytfError(Exception):
 
 
 class ConfigError(RaytfError, ValueError):
-    """Raised when an argument is wrong, before any worker starts.
+    """Raised when an argument is wrong, before any worker starts if that can be seen there.
 
     Args:
         rule: What must hold, as a clause without a full stop.

@@ -312,7 +312,7 @@ def run_events(run: Any) -> list[RunEvent]:
         run: The `Result` of a `KerasTrainer` or of a trial, or the path or URI of its folder.
 
     Returns:
-        A list of `RunEvent`; `str(event)` is the line that was logged.
+        A list of `RunEvent`; `str(event)` is its line in the log; some kinds are only recorded.
 
     Raises:
         ConfigError: There is no such folder.

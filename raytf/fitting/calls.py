@@ -126,8 +126,8 @@ def fit(
         storage: Folder or URI for the checkpoints, which all hosts can reach; `~/ray_results` by default.
         checkpoint_every: When to write checkpoints within epochs, as in `KerasTrainer`; "auto" by default. Each epoch
             ends with one.
-        resume: "auto", the default, resumes the same training from its checkpoints. True resumes also with changes.
-            False removes them and starts from scratch.
+        resume: "auto", the default, resumes the same training from its checkpoints. True resumes also with changes,
+            unless model or optimizer differ, and needs a checkpoint. False removes them and starts from scratch.
         verify: Whether to compare two workers with one process on a few rows: "warn", the default, "error" or False.
             See `KerasTrainer`.
         nan: What to do if the loss is NaN or infinite: "warn", the default, "stop" or "ignore", as in `KerasTrainer`.
@@ -327,7 +327,7 @@ def predict(
 
     Args:
         model: A `keras.Model`, compiled or not.
-        x: Features, as in `raytf.fit`.
+        x: Features, as in `raytf.fit`, but no `raytf.TFData`.
         batch_size: Rows of the **global** batch; 32 by default.
         verbose: "auto", the default, 1 or 2 show what the call waits for. 0 shows nothing.
         steps: Number of batches, at least 1; all by default.

@@ -49,17 +49,19 @@ class TensorflowConfig:
             with the same results. This is ZeRO stage 1 (Rajbhandari et al., 2020, arXiv:1910.02054). For workers on
             raytf's ring, and Keras' SGD, Adam, AdamW, Adamax, Adagrad, Adadelta, RMSprop, Lion and Ftrl. A lost worker
             is not replaced in place: all workers restart from the last checkpoint. See `docs/guides/strategies.md`.
-        timeout_s: Timeout in seconds of a collective of TensorFlow that a worker does not join. None waits forever.
+        timeout_s: Timeout in seconds of a collective, of raytf's ring or TensorFlow, in which a worker sends nothing.
+            None waits forever.
         hang_timeout_s: Seconds after which a line names the worker that the others wait for; at least 2, 10 by default.
             The line also has its phase and its Python stack. The timeout is 30 times the usual step if that is more.
-            The run ends after three times as long. It ends after 30 times as long in a callback, in the input or in a
-            checkpoint. The same holds while the worker still makes progress. A process that is stopped (SIGSTOP) is
-            ended, one that computes is not. None turns hang detection off.
+            After three times as long its process is ended, and it counts as lost. In a callback, in the input or in a
+            checkpoint that is 30 times as long. The same holds while the worker still makes progress. A process that is
+            stopped (SIGSTOP) is ended, one that computes is not. None turns hang detection off; a stopped process is
+            then ended after 10 s.
         heal: Whether a lost worker is replaced in place, where FailureConfig allows failures. True by default. It
             applies to workers of a `KerasTrainer` or of trials of its sweep that use raytf's ring. `raytf.fit` replaces
-            workers in any case, at most three times in a call. The other workers keep their processes and wait in their
-            step. After each step every worker sends its own state (metrics, moving statistics, seeds) to another one.
-            If False, or if it is not possible, all workers restart from the last checkpoint.
+            workers without this option, at most three times in a call. The other workers keep their processes and wait
+            in their step. After each step every worker sends its own state (metrics, moving statistics, seeds) to
+            another one. If False, or if it is not possible, all workers restart from the last checkpoint.
         spares: Number of standby workers on each host that has workers, at least 0, which is the default. A standby
             worker replaces a lost worker faster: it has imported TensorFlow and has made a warm-up step. It makes this
             step with the model on the first rows, and discards the result. For that it calls `build_model`, and traces
@@ -94,8 +96,8 @@ class TensorflowConfig:
         legacy_keras: Whether `tf.keras` of the workers is Keras 2 (the package tf_keras), as under Ray's own trainer;
             for a `TensorflowTrainer`. raytf's support for Keras 3 is then off. TF_USE_LEGACY_KERAS=1 in the driver's
             environment, or in a runtime environment of Ray, has the same effect.
-        seed: Seed of `tf.data` pipelines that shuffle without a seed, so that all workers shuffle alike. None draws one
-            for each run.
+        seed: TensorFlow's global seed in workers of a `TensorflowTrainer`, so that `tf.data` shuffles alike on all.
+            None draws one for each run, and is 0 in a sweep. A `KerasTrainer` uses its own `seed` instead.
 
     Raises:
         ConfigError: A value is outside of its range.

@@ -81,9 +81,9 @@ class KerasTrainer:
         strategy: "auto", "one_device", "mirrored", "multi_worker_mirrored", "central_storage", "parameter_server" or
             "tpu"; "auto" by default. With "parameter_server" each step is made by one worker on a whole batch. Workers
             do not wait for each other.
-        evaluator: If True, one more process evaluates every checkpoint on the dataset "validation" while training
-            continues. It replaces validation in the training. Its metrics are named `eval_*`, arrive late, and are not
-            seen by callbacks.
+        evaluator: If True, one more process evaluates the checkpoint of each epoch on the dataset "validation" while
+            training continues. It replaces validation in the training. Its metrics are named `eval_*`, arrive late, and
+            are not seen by callbacks.
         num_ps: Number of parameter servers, at least 0, which is the default. They are started in addition to the
             workers, as is a coordinator.
         variable_partitioner: Function `partitioner(shape, dtype)` that returns the number of parts along each axis,
@@ -92,8 +92,8 @@ class KerasTrainer:
             the calling process.
         dataset_config: A `ray.train.DataConfig` with the execution options of Ray Data. Datasets are always sharded
             over the workers.
-        validation_config: A `ray.train.ValidationConfig`. Its function runs for each checkpoint, in a task of its own.
-            What it returns is added to the rows of `result.metrics_dataframe` whose checkpoints are kept.
+        validation_config: A `ray.train.ValidationConfig`. Its function runs for the checkpoint of each epoch, in a task
+            of its own. What it returns is added to the rows of `result.metrics_dataframe` whose checkpoints are kept.
         run_config: A `ray.train.RunConfig`. Without a name each `fit` is a new run. Only one driver at a time can use
             the folder of a run.
         tensorflow_config: A `raytf.TensorflowConfig`: collectives, recovery, threads, GPU memory.
@@ -116,7 +116,7 @@ class KerasTrainer:
         memory_every: When to copy the training's state into memory, such as "10 steps". None makes no copies. One copy
             is on the chief's host, and one on another host if there is one. Each host needs memory for two. The copy is
             written to storage only when the run breaks. The loss of a host then costs at most that many steps. With
-            parameter servers the coordinator holds the copy, and a replaced server is restored from it.
+            parameter servers a process on the coordinator's host holds the copy, from which all restart.
         elastic_batch: For elastic runs, `ScalingConfig(num_workers=(fewest, most))`. "keep", the default: the global
             batch is `batch_size` on any number of workers. The weights do not depend on that number. "scale":
             `batch_size` and the learning rate are those of the fewest workers. Both grow in proportion with the number
@@ -132,12 +132,12 @@ class KerasTrainer:
         verify: Whether to compare two workers with one process before training. It compares logs, metrics, weights and
             other variables, on a few rows, after two steps and a validation. "warn", the default, warns of differences,
             with their cause and the fix. After half a second the comparison continues in parallel with the first steps.
-            "error" waits for at most 200 s, and raises an error. False compares nothing. Models above 64 MiB, parameter
-            servers, `sync_every` and single devices are not compared.
+            "error" waits for at most 200 s. It raises an error for differences, and without a result. False compares
+            nothing. Models above 64 MiB, parameter servers, `sync_every` and single devices are not compared.
         nan: What to do if the loss is NaN or infinite. "warn", the default: one warning soon afterwards, with the first
             such step and the workers whose rows caused it. The warning is an event of the run, see `raytf.run_events`.
-            "stop": also stops the training, within 100 steps. "ignore": nothing. Metrics of the validation are only
-            warned of.
+            "stop": also stops the training, within 100 steps; with parameter servers at the epoch's end. "ignore":
+            nothing. Metrics of the validation are only warned of.
 
     Raises:
         ConfigError: An argument is wrong, and this can be seen before anything runs.

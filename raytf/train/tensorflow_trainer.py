@@ -48,7 +48,8 @@ class TensorflowTrainer(EngineTrainer):
         dataset_config: A `ray.train.DataConfig`.
         run_config: A `ray.train.RunConfig`. Without a name each `fit` is a new run. Only one driver at a time can use
             the folder of a run.
-        datasets: Dict of `ray.data.Dataset` by name, for `raytf.get_dataset` and `ray.train.get_dataset_shard`.
+        datasets: Dict of `ray.data.Dataset` or `raytf.TFData` by name, for `raytf.get_dataset` and
+            `ray.train.get_dataset_shard`.
         validation_config: A `ray.train.ValidationConfig`.
         metadata: Refused by Ray Train 2.60.
         resume_from_checkpoint: Refused by Ray Train 2.60.

@@ -119,10 +119,11 @@ def sweep(
             it as it is.
         base_batch_size: The batch size, in rows, that `learning_rate` is meant for; see `scale_learning_rate`.
         warmup_steps: Number of steps in which the learning rate rises from 0, at least 0, which is the default.
-        resume: Path of a sweep that was interrupted. Completed trials are kept; others resume from their checkpoints.
-            `trainer` must be the same, and `param_space` is not needed. A sweep also resumes if it is called again with
-            the same name and arguments. Ray Tune stores sweeps as pickles, which run code when they are read. So
-            folders that other users can write to are refused, and for URIs there is a warning.
+        resume: Path of a sweep that was interrupted. Trials that ended or failed are kept; others resume from their
+            checkpoints. `trainer` must be the same, and `param_space` is not needed. Metric, scheduler, search, number
+            of trials and `warm` are those of the interrupted sweep. A sweep also resumes if it is called again with the
+            same name and arguments. Ray Tune stores sweeps as pickles, which run code when they are read. So folders
+            that other users can write to are refused, and for URIs there is a warning.
         progress: Whether terminals show a table of the trials; True by default.
 
     Returns:

@@ -106,12 +106,12 @@ class ReportCallback(keras.callbacks.Callback):
     """Reports metrics and a checkpoint to Ray at the end of every epoch, in a train loop of your own. Put it last.
 
     Every worker needs it, as `ray.train.report` is a barrier. Only the chief (rank 0) writes a checkpoint: the complete
-    training state, from which the run resumes after a failure. A loop of your own needs at most `checkpoint`, `build`,
-    `callbacks` and `history`; raytf's trainers pass the other arguments.
+    training state. A restarted loop finds it by `ray.train.get_checkpoint()`, and must restore it. A loop of your own
+    needs at most `checkpoint`, `build`, `callbacks` and `history`; raytf's trainers pass the other arguments.
 
     Args:
-        checkpoint: Whether to write a checkpoint with each report; True by default. Without one Ray keeps no metrics in
-            the Result.
+        checkpoint: Whether to write a checkpoint with each report; True by default. Without one the Result has the
+            last report's metrics alone.
         seed: Seed of the run, which is stored in the checkpoint; 0 by default.
         build: Tuple (build_model, config, inputs), for `raytf.load_model(build_model=...)`. The checkpoint contains the
             name of the function, the config and the inputs. Inputs are (shape without the batch, dtype), or a dict of
@@ -126,7 +126,7 @@ class ReportCallback(keras.callbacks.Callback):
         batch_scale: Scale of the batch, which is stored in each checkpoint.
 
     Raises:
-        NotWrittenError: At the end of the training: the last checkpoint could not be written.
+        NotWrittenError: With `report`, at the end of the training: the last checkpoint could not be written.
 
     Example:
         >>> import ray, raytf

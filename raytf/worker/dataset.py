@@ -67,7 +67,8 @@ def get_dataset(
         name: Key in the trainer's `datasets`.
         batch_size: Rows of the **global** batch, over all workers; at least one for each replica.
         features: Name of a column, or a `raytf.Column`. Or a list of columns, which are stacked into one float32
-            vector. Or a dict of these by name of the model's input. A `raytf.TFData` uses only `seed`.
+            vector. Or a dict of these by name of the model's input. A `raytf.TFData` takes `batch_size` and `seed`
+            alone.
         labels: As `features`, or None.
         sample_weights: As `features`, or None.
         shuffle: "full" (the default for "train"), "window", or "none" (the default for others).
@@ -158,7 +159,8 @@ class Position(tf.train.experimental.PythonState):
     """Tracks the position of a train loop of your own in the rows of `get_dataset`. It is the same on every worker.
 
     `tf.train.Checkpoint` saves and restores it like a variable. Without one, `get_state()` returns JSON, which
-    `set_state` accepts. A restored loop resumes with the next batch, on any number of workers.
+    `set_state` accepts. A restored loop resumes with the next batch, on any number of workers. Of a `raytf.TFData`
+    with a state of its own it resumes at epochs only. With `shards_itself` it needs as many workers as before.
 
     Args:
         rows: A dataset that `get_dataset` returned, not one that was made from it.

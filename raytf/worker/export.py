@@ -64,8 +64,8 @@ def export(
         The path of the exported model.
 
     Raises:
-        ConfigError: An argument is wrong, or there is no such checkpoint. Or the exported model differs from the
-            original by more than 1e-6 on generated rows. Then there is nothing at `output`.
+        ConfigError: An argument is wrong, or there is no such checkpoint. Or the exported model differs on generated
+            rows by more than 1e-6, relative to the largest output or 1. Then there is nothing at `output`.
 
     Example:
         >>> import keras, os, raytf, tempfile
