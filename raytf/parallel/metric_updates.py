@@ -42,8 +42,8 @@ def update_sum(metric, named: set[str], original, values, *args, **kwargs):
         named.add(metric.name)
         warn_user(
             f"The metric {metric.name!r}, a keras.metrics.Sum, gets a number, which each worker adds for itself. "
-            "Unless it is a sum over rows, the result is too large by the number of workers: use keras.metrics.Mean for a "
-            "mean, and optimizer.iterations for a count of steps",
+            "Unless it is a sum over rows, the result is too large by the number of workers: use keras.metrics.Mean "
+            "for a mean, and optimizer.iterations for a count of steps",
         )
     return original(values, *args, **kwargs)
 
