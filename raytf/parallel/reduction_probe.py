@@ -19,6 +19,7 @@ import numpy as np
 import tensorflow as tf
 from keras import tree
 
+from raytf.compat import keras_objects
 from raytf.compat.tensorflow import recording
 from raytf.parallel import step as step_module
 from raytf.parallel.constant_draws import constant_draws
@@ -36,6 +37,8 @@ ANY_ROWS = -1
 # Numbers that mark labels as missing, in addition to those in a function's own code.
 _MISSING = (-1.0, -100.0, -999.0, -9999.0, 255.0)
 _MOST_MISSING, _LARGEST, _DEEPEST = 20, 1e9, 4
+# Values later in a training: of a number that is 0, and of a count of steps.
+_LATER, _LATER_STEP = 0.37, 1_000_000
 # Numbers of one trial: the second half has each twice, and one row without.
 _MISSING_AT_ONCE = (_ROWS // 2 - 1) // 2
 # Entries of a list or a dict in which such a number is looked for.
@@ -110,9 +113,10 @@ def _tried(function: Callable, given: Any, rows: int | None, masked: MaskedLabel
     """Returns the outcome of all trials; the first that draws random numbers ends them."""
     outcomes: list[ProbeResult] = []
     error: Exception | None = None
+    changing: list[Any] = []
     for kind in range(3):
         try:
-            outcomes.append(_probe_once(function, given, rows, kind))
+            outcomes.append(_probe_once(function, given, rows, kind, scope=lambda: _Scope(changing)))
         except Exception as raised:
             error = raised
         if outcomes and outcomes[-1].unknown:
@@ -120,6 +124,9 @@ def _tried(function: Callable, given: Any, rows: int | None, masked: MaskedLabel
     if (many := _many(given, rows)) and (few := _combined(outcomes)) and (few.rows or few.ways):
         with contextlib.suppress(Exception):  # a function of fewer rows alone
             outcomes.append(_probe_once(function, given, rows, 0, count=many))
+    if changing:
+        with contextlib.suppress(Exception):  # such as a position beyond those that there are
+            outcomes.append(_probe_once(function, given, rows, 0, scope=lambda: _Scope(changing, later=True)))
     if masked is not None and any(trial.rows or MEAN in trial.ways for trial in outcomes):
         outcomes += _probe_with_masks(function, given, rows, masked)
     return _combined(outcomes) or ProbeResult(why=f"{type(error).__name__}: {error}")
@@ -234,6 +241,34 @@ class _MaskNumbers:
     numbers: Sequence[float]
 
 
+class _Scope(keras.StatelessScope):
+    """The scope of a trial's call, which notes the variables that hide what a function is later in a training.
+
+    Those are numbers that are 0, such as a loss weight that a callback raises, and counts of steps.
+
+    Args:
+        changing: List to which these variables are added.
+        later: Whether they have values as later in a training.
+    """
+
+    def __init__(self, changing: list, later: bool = False):
+        super().__init__()
+        self._changing, self._later = changing, later
+
+    def get_current_value(self, variable):
+        """Returns the value within this scope, or None for the variable's own."""
+        value, kind = super().get_current_value(variable), tf.as_dtype(variable.dtype)
+        number = keras_objects.variable_of(variable)
+        excluded = variable.synchronization == "on_read" or not (kind.is_floating or kind in (tf.int32, tf.int64))
+        if value is not None or number is None or tuple(variable.shape) or excluded:
+            return value
+        # a function's graph would keep the value
+        if not tf.executing_eagerly() or (variable.name != "iteration" and float(tf.convert_to_tensor(number)) != 0):
+            return None
+        self._changing.append(variable)
+        return tf.constant(_LATER if kind.is_floating else _LATER_STEP, kind) if self._later else None
+
+
 def _probe_once(
     function: Callable,
     given: Any,
@@ -241,22 +276,23 @@ def _probe_once(
     kind: int,
     mask: _MaskNumbers | None = None,
     count: int | None = None,
+    scope: Callable[[], keras.StatelessScope] = keras.StatelessScope,
 ) -> ProbeResult:
     count, small = _sizes(given, rows) if count is None else (count, {})
     whole = _synthetic(given, rows, count, kind, small, mask)
     cut = lambda leaf, made, start, stop: made[start:stop] if has_rows(leaf, rows) else leaf
     part = lambda start, stop: tree.map_structure(lambda *pair: cut(*pair, start, stop), given, whole)
     half = count // 2
-    with keras.StatelessScope():  # each call begins with the same state
+    with scope():  # each call begins with the same state
         value = repeated = _values(function(part(0, count)))
     if mask is None:  # masks are tried for a function that does not draw
-        with keras.StatelessScope(), step_module.override_state(draws_other=True):
+        with scope(), step_module.override_state(draws_other=True):
             repeated = _values(function(part(0, count)))
     if not all(map(_alike, value, repeated)):
         return ProbeResult(why="")
     halves = []
     for start in (0, half):
-        with keras.StatelessScope():
+        with scope():
             halves.append(_values(function(part(start, start + half))))
     return _compared(value, *halves, count)
 

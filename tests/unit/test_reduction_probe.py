@@ -351,3 +351,81 @@ def test_an_added_sum_that_draws_is_that_over_all_rows():
         patches.setattr(step_module.Step, "upscale", lambda self, dtype: tf.constant(3, dtype))
         layer(tf.ones((8, 3)))
         assert float(layer.losses[0]) == pytest.approx(3 * float(sums[0]))
+
+
+def contrastive(p):
+    return ops.mean(ops.logsumexp(ops.matmul(p, ops.transpose(p)), axis=-1))
+
+
+LATER = {
+    "a sum": (lambda w, y, p: w * ops.sum(ops.square(y - p)), {"sum"}),
+    "a mean": (lambda w, y, p: w * ops.mean(ops.square(y - p)), {"mean"}),
+    "a mean with another": (lambda w, y, p: ops.mean(y - p) + w * ops.mean(ops.square(p)), {"mean"}),
+    "a mean with what compares rows": (lambda w, y, p: ops.mean(y - p) + w * contrastive(p), set()),
+    "a mean with a sum that draws": (
+        lambda w, y, p: ops.mean(y - p) + w * ops.sum(p + keras.random.normal(ops.shape(p))),
+        set(),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LATER)
+def test_a_weight_that_begins_with_0_does_not_hide_what_is_weighted(name):
+    trainer.install()
+    function, ways = LATER[name]
+    weight = keras.Variable(0.0, trainable=False)
+    found = tried(lambda y, p: function(weight, y, p), 3)
+    assert (found.ways, found.zeros, float(weight)) == (ways, frozenset(), 0.0)
+
+
+def test_values_of_rows_with_a_weight_of_0_are_tried_with_another():
+    weight = keras.Variable(0.0)
+    assert tried(lambda y, p: p[:, 0] + weight * y[:, 0], 3).rows
+    assert not tried(lambda y, p: p[:, 0] + weight * ops.mean(p), 3).rows
+
+
+def test_the_graph_of_a_users_function_keeps_no_such_value():
+    weight = keras.Variable(0.0)
+    within = tf.function(lambda p: weight * ops.sum(p))
+    assert tried(lambda y, p: ops.mean(p) + within(p), 3).ways == {"mean"}
+    weight.assign(2.0)
+    assert [float(within(tf.ones((rows, 3)))) for rows in (12, 24)] == [72.0, 144.0]
+
+
+@pytest.mark.parametrize("start", [0, 700])
+def test_a_count_of_steps_does_not_hide_what_comes_after_a_warm_up(start):
+    optimizer = keras.optimizers.SGD()
+    optimizer.iterations.assign(start)
+    mean = lambda p: ops.mean(ops.square(p))
+    warmed = lambda y, p: ops.where(optimizer.iterations < 1000, mean(p), contrastive(p))
+    assert not tried(warmed, 3).ways
+    assert tried(lambda y, p: ops.minimum(1.0, optimizer.iterations / 1000) * mean(p), 3).ways == {"mean"}
+    table = tf.constant([1.0, 2.0])
+    assert tried(lambda y, p: tf.gather(table, optimizer.iterations // 500) * mean(p), 3).ways == {"mean"}
+    assert int(optimizer.iterations) == start
+
+
+def test_what_reads_no_such_number_is_tried_no_more_often():
+    """Nor what reads a metric, or a weight other than 0."""
+    weight, metric, calls = keras.Variable(0.5), keras.metrics.Mean(), []
+
+    def function(y, p):
+        calls.append(1)
+        metric.update_state(p)
+        return weight * ops.mean(y - p)
+
+    tried(lambda y, p: calls.append(1) or ops.mean(y - p), 3)
+    before = len(calls)
+    tried(function, 3)
+    assert len(calls) == 2 * before
+
+
+def test_an_added_sum_with_a_weight_that_begins_with_0_is_that_over_all_rows():
+    trainer.install()
+    weight = keras.Variable(0.0)
+    layer = Adds(lambda x: weight * ops.sum(x))
+    scaled = []
+    with stepping(), pytest.MonkeyPatch.context() as patches:
+        patches.setattr(step_module.Step, "upscale", lambda self, dtype: scaled.append(1) or tf.constant(3, dtype))
+        layer(tf.ones((8, 3)))
+    assert scaled
