@@ -158,8 +158,12 @@ def held(job, folder, name):
 def raylet_of(host) -> psutil.Process | None:
     """The raylet in a host's network namespace, or None."""
     pids = subprocess.run(["ip", "netns", "pids", host.name], capture_output=True, text=True, check=True).stdout.split()
-    found = [psutil.Process(int(pid)) for pid in pids if psutil.pid_exists(int(pid))]
-    return next((process for process in found if process.name() == "raylet"), None)
+    for pid in pids:
+        with contextlib.suppress(psutil.NoSuchProcess):  # it may end meanwhile
+            process = psutil.Process(int(pid))
+            if process.name() == "raylet":
+                return process
+    return None
 
 
 def weights(folder, name):
