@@ -126,7 +126,7 @@ def _tried(function: Callable, given: Any, rows: int | None, masked: MaskedLabel
             outcomes.append(_probe_once(function, given, rows, 0, count=many))
     if changing:
         with contextlib.suppress(Exception):  # such as a position beyond those that there are
-            outcomes.append(_probe_once(function, given, rows, 0, scope=lambda: _Scope(changing, later=True)))
+            outcomes.append(_probe_once(function, given, rows, 0, scope=lambda: _Scope(changing, is_late=True)))
     if masked is not None and any(trial.rows or MEAN in trial.ways for trial in outcomes):
         outcomes += _probe_with_masks(function, given, rows, masked)
     return _combined(outcomes) or ProbeResult(why=f"{type(error).__name__}: {error}")
@@ -248,12 +248,12 @@ class _Scope(keras.StatelessScope):
 
     Args:
         changing: List to which these variables are added.
-        later: Whether they have values as later in a training.
+        is_late: Whether they have values as later in a training.
     """
 
-    def __init__(self, changing: list, later: bool = False):
+    def __init__(self, changing: list, is_late: bool = False):
         super().__init__()
-        self._changing, self._later = changing, later
+        self._changing, self._is_late = changing, is_late
 
     def get_current_value(self, variable):
         """Returns the value within this scope, or None for the variable's own."""
@@ -266,7 +266,7 @@ class _Scope(keras.StatelessScope):
         if not tf.executing_eagerly() or (variable.name != "iteration" and float(tf.convert_to_tensor(number)) != 0):
             return None
         self._changing.append(variable)
-        return tf.constant(_LATER if kind.is_floating else _LATER_STEP, kind) if self._later else None
+        return tf.constant(_LATER if kind.is_floating else _LATER_STEP, kind) if self._is_late else None
 
 
 def _probe_once(
