@@ -38,7 +38,7 @@ ANY_ROWS = -1
 _MISSING = (-1.0, -100.0, -999.0, -9999.0, 255.0)
 _MOST_MISSING, _LARGEST, _DEEPEST = 20, 1e9, 4
 # Values later in a training: of a number that is 0, and of a count of steps.
-_LATER, _LATER_STEP = 0.37, 1_000_000
+_LATE_NUMBER, _LATE_STEP = 0.37, 1_000_000
 # Numbers of one trial: the second half has each twice, and one row without.
 _MISSING_AT_ONCE = (_ROWS // 2 - 1) // 2
 # Entries of a list or a dict in which such a number is looked for.
@@ -116,7 +116,7 @@ def _tried(function: Callable, given: Any, rows: int | None, masked: MaskedLabel
     changing: list[Any] = []
     for kind in range(3):
         try:
-            outcomes.append(_probe_once(function, given, rows, kind, scope=lambda: _Scope(changing)))
+            outcomes.append(_probe_once(function, given, rows, kind, scope=lambda: _TrialScope(changing)))
         except Exception as raised:
             error = raised
         if outcomes and outcomes[-1].unknown:
@@ -126,7 +126,7 @@ def _tried(function: Callable, given: Any, rows: int | None, masked: MaskedLabel
             outcomes.append(_probe_once(function, given, rows, 0, count=many))
     if changing:
         with contextlib.suppress(Exception):  # such as a position beyond those that there are
-            outcomes.append(_probe_once(function, given, rows, 0, scope=lambda: _Scope(changing, is_late=True)))
+            outcomes.append(_probe_once(function, given, rows, 0, scope=lambda: _TrialScope(changing, is_late=True)))
     if masked is not None and any(trial.rows or MEAN in trial.ways for trial in outcomes):
         outcomes += _probe_with_masks(function, given, rows, masked)
     return _combined(outcomes) or ProbeResult(why=f"{type(error).__name__}: {error}")
@@ -241,7 +241,7 @@ class _MaskNumbers:
     numbers: Sequence[float]
 
 
-class _Scope(keras.StatelessScope):
+class _TrialScope(keras.StatelessScope):
     """The scope of a trial's call, which notes the variables that hide what a function is later in a training.
 
     Those are numbers that are 0, such as a loss weight that a callback raises, and counts of steps.
@@ -266,7 +266,7 @@ class _Scope(keras.StatelessScope):
         if not tf.executing_eagerly() or (variable.name != "iteration" and float(tf.convert_to_tensor(number)) != 0):
             return None
         self._changing.append(variable)
-        return tf.constant(_LATER if kind.is_floating else _LATER_STEP, kind) if self._is_late else None
+        return tf.constant(_LATE_NUMBER if kind.is_floating else _LATE_STEP, kind) if self._is_late else None
 
 
 def _probe_once(

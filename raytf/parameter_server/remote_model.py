@@ -181,7 +181,7 @@ class RemoteModel:
             states = [(v, self._read(v)) for v in self._states]
             seeds = [(v, _drawn(value, number)) for v, value in self._seeds]
             metrics = list(zip(model.metrics_variables, totals, strict=True))
-            with _Scope([*mapping, *states, *seeds, *metrics], tables, self._read) as scope:
+            with _TableScope([*mapping, *states, *seeds, *metrics], tables, self._read) as scope:
                 y_pred = model(x, training=training) if keras_objects.takes_training(model) else model(x)
                 loss = keras_objects.step_loss(model, x=x, y=y, y_pred=y_pred, sample_weight=weights, training=training)
                 first = next(leaf for leaf in tf.nest.flatten(x) if leaf is not None)
@@ -272,7 +272,7 @@ def _lookup(layers, parts):
             del layer.call
 
 
-class _Scope(keras.StatelessScope):
+class _TableScope(keras.StatelessScope):
     """A scope that reads a whole table only if something else than its lookup uses it. A tied output does.
 
     Args:
