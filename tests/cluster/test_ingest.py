@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -114,7 +115,9 @@ def test_a_server_reads_from_where_it_is_asked(folder, monkeypatch):
     assert set(server._runs) == {4}, "epochs that all have left are let go"
     for run in server._runs.values():
         run.end()
-        run._thread.join(30)
+    for thread in threading.enumerate():
+        if "(_follow)" in thread.name:
+            thread.join(30)
 
 
 def test_what_fits_is_kept_and_the_rest_is_streamed(folder, monkeypatch):
