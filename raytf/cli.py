@@ -467,13 +467,14 @@ def run(ctx, script, arguments, tfjob, address, env, ports, **options):
         if tfjob is not None:
             options |= _arguments_of_tfjob(ctx, tfjob, script, arguments, options["environment"])
         spec = LaunchSpec(ports=parse_ports(ports), **options)
-    from raytf.launch.launcher import launch_script as run_script
-    from raytf.runtime import resources
+    from raytf.launch import launcher
     from raytf.runtime.connection import resolve_address
 
     with wrong_options():
         resolve_address(address)
-        code = run_script(spec, address, resources.check_bundles)
+    launcher.connect_cluster(spec, address)  # a cluster that does not answer is no wrong option
+    with wrong_options():
+        code = launcher.launch_script(spec)
     raise SystemExit(code)
 
 

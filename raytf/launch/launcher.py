@@ -40,18 +40,26 @@ _COLORS = ("cyan", "magenta", "green", "yellow", "blue", "red")
 _JOB_CONFIG = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 
 
-def launch_script(
-    script: LaunchSpec,
-    address: str | None = None,
-    check_room: Callable[[list[dict[str, float]]], None] = resources.check_bundles,
-) -> int:
-    """Runs a script on all tasks of its cluster until it has ended.
+def connect_cluster(script: LaunchSpec, address: str | None = None) -> None:
+    """Connects to the Ray cluster on which `launch_script` runs a script.
 
     Args:
         script: Script and its tasks.
         address: Address of the Ray cluster; None uses RAY_ADDRESS or the job's, or starts Ray on this machine.
-        check_room: Called with the resources of each task after the connection. It raises an error if the cluster can
-            never hold them.
+
+    Raises:
+        ConfigError: The cluster does not answer, or requires a token that is missing or another one.
+    """
+    environment = _runtime_env(address)
+    bundles = [script.bundle(task) for task in script.tasks()]
+    connect(bundles, address, logging_level=logging.ERROR, log_to_driver=False, runtime_env=environment)
+
+
+def launch_script(script: LaunchSpec) -> int:
+    """Runs a script on all tasks of its cluster until it has ended, see `connect_cluster`.
+
+    Args:
+        script: Script and its tasks.
 
     Returns:
         0, or the exit code of the task that failed first: for a signal, 128 plus its number.
@@ -60,10 +68,7 @@ def launch_script(
         ResourceError: The cluster can never hold the tasks.
         StartError, NoAnswerError: A task's process does not start.
     """
-    environment = _runtime_env(address)
-    bundles = [script.bundle(task) for task in script.tasks()]
-    connect(bundles, address, logging_level=logging.ERROR, log_to_driver=False, runtime_env=environment)
-    check_room(bundles)
+    resources.check_bundles([script.bundle(task) for task in script.tasks()])
     with _sigterm_as_interrupt() as signals:
         cluster = ScriptCluster(script)
         try:

@@ -256,7 +256,9 @@ def run_locally(folder, text, *, monkeypatch, **options):
     """Runs a script in this process, as `run` does in one of its own; the exit code."""
     (folder / "script.py").write_text(text)
     monkeypatch.chdir(folder)
-    code = launcher.launch_script(launcher.LaunchSpec(script="script.py", **options))
+    spec = launcher.LaunchSpec(script="script.py", **options)
+    launcher.connect_cluster(spec)
+    code = launcher.launch_script(spec)
     _, alive = psutil.wait_procs(left(), timeout=30)
     assert not alive, "processes outlive the run"
     return code

@@ -538,7 +538,8 @@ def test_a_job_of_gpus_is_tried_on_cpus(read, monkeypatch, options, bundle):
         )
     )
     given = []
-    monkeypatch.setattr("raytf.launch.launcher.launch_script", lambda spec, *_: given.append(spec))
+    monkeypatch.setattr("raytf.launch.launcher.connect_cluster", lambda *_: None)
+    monkeypatch.setattr("raytf.launch.launcher.launch_script", given.append)
     CliRunner().invoke(main, ["run", "--tfjob", "job.yaml", *options])
     CliRunner().invoke(main, ["run", "--tfjob", "job.yaml", *options, "--cpus-per-worker", "0.5"])
     by_role = [{task.role: spec.bundle(task) for task in spec.tasks()} for spec in given]
