@@ -68,7 +68,6 @@ def launch_script(script: LaunchSpec) -> int:
         ResourceError: The cluster can never hold the tasks.
         StartError, NoAnswerError: A task's process does not start.
     """
-    resources.check_bundles([script.bundle(task) for task in script.tasks()])
     with _sigterm_as_interrupt() as signals:
         cluster = ScriptCluster(script)
         try:
